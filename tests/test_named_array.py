@@ -653,6 +653,57 @@ def test_conversion_to_numpy_is_refused() -> None:
         np.apply_along_axis(len, 0, x)
 
 
+def test_arrays_without_axes_are_converted() -> None:
+    """They have no names to lose, so logs and pictures take them like other numbers."""
+    losses = [axn.mean(x * i) for i in range(3)]
+    expected = np.array([float(loss) for loss in losses], np.float32)
+    for convert in (np.asarray, np.array, np.stack):
+        np.testing.assert_array_equal(convert(losses), expected)
+    assert jnp.asarray(losses[1]) is losses[1].array
+    assert np.asarray(losses[1], np.float64).dtype == np.float64 and np.asarray(losses[1]).shape == ()
+    assert np.mean(losses) == np.mean(expected) and np.mean(losses[2]) == expected[2]
+    assert np.isclose(losses[1], expected[1]) and not np.isnan(losses[1]) and np.exp(losses[0]) == 1
+    np.testing.assert_allclose(losses, expected)
+    assert isinstance(np.float32(2) * losses[1], axn.NamedArray)  # operators give named arrays
+    with pytest.raises(TypeError, match=r"write `numpy\.asarray\(x\.array\)`"):
+        np.mean([x, x])
+    with pytest.raises(TypeError, match="works by position"):
+        np.add(losses[0], x)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(lambda x: np.asarray(axn.mean(x)))(x)
+
+
+def test_plots_of_arrays_without_axes() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    losses = [axn.mean(x * i) for i in range(3)]
+    line = figure.subplots().plot(losses)[0]
+    np.testing.assert_array_equal(line.get_ydata(), [float(loss) for loss in losses])
+
+
+def test_named_numpy_arrays_stay_in_host_memory() -> None:
+    host = axn.named(np.arange(4.0), "batch")
+    assert isinstance(host.array, np.ndarray) and host.sharding is None
+    assert isinstance(host.at["batch", 0].set(5).array, jax.Array)
+    mesh = axn.make_mesh({"data": 4})
+    placed = axn.shard(host, {"batch": "data"}, mesh)
+    assert placed.sharding == jax.NamedSharding(mesh, jax.P("data"))
+    assert (host + 1).sharding == jnp.ones(4).sharding
+    assert jax.eval_shape(lambda: axn.ones({"batch": 4})).sharding is None
+
+
+def test_batches_that_a_data_loader_stacks() -> None:
+    """As Grain does by default."""
+    examples = [{"tokens": axn.named(np.arange(4) + i, "pos"), "label": axn.named(np.int32(i), ())} for i in range(3)]
+    batch = jax.tree.map(lambda *xs: np.stack(xs), *examples)
+    with pytest.raises(ValueError, match="data loader that stacks examples") as raised:
+        axn.sum(batch["tokens"])
+    batch_fn = eval(str(raised.value).split("`batch_fn=")[1].split("`")[0], {"axonym": axn})
+    assert {name: x.shape for name, x in batch_fn(examples).items()} == {
+        "tokens": {"batch": 3, "pos": 4},
+        "label": {"batch": 3},
+    }
+
+
 def test_scalars_on_the_left() -> None:
     """NumPy and JAX scalars try their own operator first, and must hand over."""
     for two in (np.float32(2), jnp.float32(2), np.int32(2), jnp.asarray(2), np.float64(2.0)):

@@ -204,7 +204,14 @@ def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
         "`jax.lax.scan` or `jax.jacobian`, which cannot say which axis it took or added, or `jax.tree.map` with a "
         "function that reduces an array. Use names, with `axonym.vmap`, `axonym.scan`, `axonym.jacobian` or "
         "`axonym.tree.map`, or take the array out with `.array` and name it again with `axonym.named`."
+        + (_STACKED if len(shape) == len(names) + 1 else "")
     )
+
+
+_STACKED = (
+    " If a data loader that stacks examples has added the axis, let it call "
+    "`batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)`."
+)
 
 
 def under_tree_map() -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._jax_versions import called_by_grad
-from .named_array import NamedArray, NamedOrNumeric, describe_array
+from .named_array import NamedArray, NamedOrNumeric, describe_array, is_named_array
 from .ops import (
     broadcasting,
     contraction,
@@ -200,9 +200,13 @@ class Methods:
         return functools.partial(_refuse_conversion, self)
 
     def __array__(self: Any, dtype: Any = None, copy: Any = None) -> Any:
-        raise TypeError(_CONVERT)
+        if self.names:
+            raise TypeError(_CONVERT)
+        return np.asarray(self.array, dtype, copy=copy)  # it has no names to lose
 
     def __array_function__(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if (unnamed := _without_names((args, kwargs))) is not None:
+            return func(*unnamed[0], **unnamed[1])
         raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
 
     def __array_ufunc__(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -212,6 +216,8 @@ class Methods:
             operation = getattr(elementwise, {"remainder": "mod"}.get(name, name), None)
             if operation is not None:
                 return operation(*inputs)
+        if (unnamed := _without_names((inputs, kwargs))) is not None:
+            return getattr(ufunc, method)(*unnamed[0], **unnamed[1])
         raise TypeError(_use_instead(f"numpy.{ufunc.__name__}", ufunc.__name__))
 
 
@@ -226,13 +232,23 @@ def attach() -> None:
 # --- suggestions instead of positional functions ---
 
 
-def _refuse_conversion(x: NamedArray) -> NamedArray:
+def _refuse_conversion(x: NamedArray) -> Any:
     name = _calling_function()
     if name is None:  # an operator of a JAX array: return the named array, so that Python tries its reflected operator
         return x
     if name in ("array", "asarray"):
+        if not x.names:
+            return x.array
         raise TypeError("A NamedArray is not converted to a JAX array, which has no names: its array is `x.array`.")
     raise TypeError(_use_instead(f"JAX's {name}", name))
+
+
+def _without_names(arguments: Any) -> Any:
+    """Return the arguments of a NumPy function with NumPy arrays for named arrays without axes; None if one has any."""
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=is_named_array)
+    if any(is_named_array(x) and x.names for x in leaves):
+        return None
+    return jax.tree.unflatten(structure, [np.asarray(x) if is_named_array(x) else x for x in leaves])
 
 
 def _calling_function() -> str | None:

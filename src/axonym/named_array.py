@@ -87,7 +87,8 @@ class NamedArray(_Base):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
 
     array: jax.Array
-    """The array, of any kind that JAX accepts."""
+    """The array: a JAX array, unless you named one of another kind. A NumPy array stays in host memory, without `.at`
+    and `.sharding`, until an operation, `shard` or a compiled function takes it."""
     names: Names
     """The name of each axis of the array."""
 
@@ -175,6 +176,16 @@ class NamedArray(_Base):
         24
         """
         return self.size * self.dtype.itemsize
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding | None:
+        """Return JAX's sharding of the array; None if it has none, as in host memory.
+
+        >>> mesh = axn.make_mesh({"data": 2})
+        >>> axn.shard(axn.ones({"batch": 2}), {"batch": "data"}, mesh).sharding.spec
+        P('data',)
+        """
+        return getattr(self.array, "sharding", None)
 
     def _sizes(self) -> tuple[int, ...]:
         if self.array is None:
@@ -423,6 +434,9 @@ def named(a: Any, axis: AxisSelection) -> NamedArray:
     """Name the axes of an array, of a (nested) list of numbers, or of a number.
 
     `axis` has a name or an axis for each axis of `a` in order; the sizes of axes are checked.
+
+    A NumPy array is not copied, and stays in host memory until an operation, `shard` or a compiled function takes it:
+    each device then gets only its shard. `axn.named(jnp.asarray(a), axis)` copies it to the default device at once.
 
     >>> axn.named(jnp.zeros((2, 3)), ("batch", "embed")).shape
     {'batch': 2, 'embed': 3}

@@ -39,7 +39,7 @@ def shampoo(rate: float) -> optax.GradientTransformation:
         square = lambda p: (jnp.eye(p.shape[0]), jnp.eye(p.shape[1])) if p.ndim == 2 else jnp.zeros(())
         return jax.tree.map(square, params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         def accumulated(g: Any, s: Any) -> Any:
             return (s[0] + g @ g.T, s[1] + g.T @ g) if g.ndim == 2 else s + jnp.mean(g**2)
 
@@ -48,8 +48,8 @@ def shampoo(rate: float) -> optax.GradientTransformation:
                 return -rate * g / jnp.sqrt(s + 1)
             return -rate * jnp.linalg.solve(s[1], jnp.linalg.solve(s[0], g).T).T
 
-        state = jax.tree.map(accumulated, grads, state)
-        return jax.tree.map(scaled, grads, state), state
+        state = jax.tree.map(accumulated, updates, state)
+        return jax.tree.map(scaled, updates, state), state
 
     return optax.GradientTransformation(init, update)
 
@@ -88,6 +88,7 @@ def assert_placed(state: Any, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_placed_saved_restored_and_resumed(name: str, explicit: bool, tmp_path: Path) -> None:
+    make: Any
     make, expected = OPTIMIZERS[name]
     optimizer = make()
 
@@ -96,7 +97,8 @@ def test_states_are_placed_saved_restored_and_resumed(name: str, explicit: bool,
             return optimizer.update(grads, state, params)
         # Their products of raw arrays are ambiguous on Explicit axes, for JAX too.
         out = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state))
-        return jax.sharding.auto_axes(optimizer.update, out_sharding=out)(grads, state, params)
+        automatic: Any = jax.sharding.auto_axes(optimizer.update, out_sharding=out)
+        return automatic(grads, state, params)
 
     def step(params: Any, state: Any, x: Any, update: Any = update) -> Any:
         updates, state = update(jax.grad(loss)(params, x), state, params)
@@ -107,7 +109,7 @@ def test_states_are_placed_saved_restored_and_resumed(name: str, explicit: bool,
     wanted = single(*single(start, optimizer.init(start), x), x)
 
     with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)):
-        train = axn.fsdp(step, STORAGE, COMPUTE)
+        train: Any = axn.fsdp(step, STORAGE, COMPUTE)
         placed = axn.shard((start, optimizer.init(start)), STORAGE)
         assert_placed(placed[1], expected)
         after = jax.block_until_ready(train(*placed, x))

@@ -132,6 +132,22 @@ def test_integers_do_not_wrap(tmp_path: Path, mesh: Mesh) -> None:
         restore_checkpoint(tmp_path / "1", template, {"a": "data"}, mesh=mesh)
 
 
+@pytest.mark.parametrize("name", ["uint2", "uint4", "float8_e4m3"])
+def test_dtypes_that_files_lack(name: str, tmp_path: Path, mesh: Mesh) -> None:
+    """They are written with a wider dtype, which has all their values, and read with their own, sharded."""
+    dtype = jnp.dtype(name)
+    wide = np.arange(4.0).repeat(2) if name == "uint2" else np.array([0, 1, 2, 3, 5, 7, 13, 15.0])
+    x = axn.named(jnp.asarray(wide, jnp.float32).astype(dtype), "a")
+    tree = {"w": axn.shard(x, {"a": "data"}, mesh), "other": axn.ones({"a": 8})}
+    save_checkpoint(tmp_path / "1", tree)
+    found = restore_checkpoint(tmp_path / "1", jax.eval_shape(lambda: tree), {"a": "data"}, mesh=mesh)
+    assert found["w"].dtype == dtype and found["w"].array.sharding.spec == P("data")
+    np.testing.assert_array_equal(found["w"].array.astype(jnp.float32), x.array.astype(jnp.float32))
+    if name != "float8_e4m3":
+        larger = restore_checkpoint(tmp_path / "1", {"w": axn.zeros({"a": 8}, dtype=jnp.int8)}, ignore=["other"])
+        assert larger["w"].tolist() == wide.tolist()
+
+
 def test_integers_that_jax_cannot_hold_are_not_saved(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "1", {"seen": np.array([7])})
     with pytest.raises(ValueError, match=r"^save_checkpoint: seen has values from 3 to 1099511627776, which int32 can"):

@@ -290,7 +290,7 @@ def needs_mesh(placements: Any) -> bool:
 
 def _axes_of(placements: Any) -> tuple[str, ...]:
     """Return the mesh axes that placements and the active mappings mention, in rules apart."""
-    found = [active_mapping(), active_parameter_mapping()]
+    found: list[Any] = [active_mapping(), active_parameter_mapping()]
     found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
     of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
     return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)

@@ -76,6 +76,8 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
                     require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
                 about[key] = _about(leaf, array)
                 data = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
+                if (wider := _stored_as(data.dtype)) != data.dtype:
+                    about[key]["stored"], data = wider.name, data.astype(wider)
                 if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
                     arrays[key] = data
         if as_folder(path).exists():
@@ -209,7 +211,8 @@ def restore_checkpoint(
                 target = replicated if sharding is None else sharding
                 # Orbax would wrap integers that do not fit.
                 is_integer = jnp.issubdtype(data.dtype, jnp.integer) and not _is_key(array)
-                dtype = about[_key(leaf)]["dtype"] if is_integer else data.dtype
+                entry = about[_key(leaf)]
+                dtype = entry.get("stored", entry["dtype"] if is_integer else data.dtype)
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
                 wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
         arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
@@ -334,6 +337,17 @@ def _about(leaf: Leaf, array: Any) -> dict[str, Any]:
     names = None if leaf.made_from else names  # which are those of another array
     about = {"axes": names, "shape": list(array.shape), "dtype": str(array.dtype)}
     return about | ({"key": str(jax.random.key_impl(array))} if _is_key(array) else {})
+
+
+def _stored_as(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype that an array is written with: a wider one, which has all its values, if files lack its own."""
+    import tensorstore  # which Orbax uses
+
+    try:
+        tensorstore.dtype(dtype.name)
+    except (TypeError, ValueError):
+        return np.dtype(np.uint8 if jnp.issubdtype(dtype, jnp.integer) else np.float16)
+    return dtype
 
 
 def _is_key(array: Any) -> bool:
