@@ -568,7 +568,8 @@ TABLE = [
         "order={…}",
         lambda: nn.limit_capacity(axn.zeros({"tokens": 4, "choice": 2}, dtype=int), axn.Axis("experts", 2), 0.5),
         lambda y: int((y < 0).sum().item()) == 6,
-        run="nn.limit_capacity(axonym.zeros({'tokens': 4, 'choice': 2}, dtype=int), axonym.Axis('experts', 2), 0.5, CODE)",
+        run="nn.limit_capacity(expert, axonym.Axis('experts', 2), 0.5, CODE)",
+        names={"expert": axn.zeros({"tokens": 4, "choice": 2}, dtype=int)},
     ),
     Advice(
         "axonym.flatten_axes(inputs, {…}, 'rows')",
