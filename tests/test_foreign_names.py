@@ -106,7 +106,7 @@ BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by 
         (lambda: X.cumsum(dim=1), BY_POSITION.format("cumsum()", "dim", "cumsum(x, 'pos')")),
         (
             lambda: untyped.concatenate([X, X], dim=0),
-            BY_POSITION.format("concatenate()", "dim", "concatenate([x, y], 'pos')"),
+            BY_POSITION.format("concatenate()", "dim", "concatenate([x, y], 'batch')"),
         ),
         (lambda: untyped.roll(X, 1, dims=1), BY_POSITION.format("roll()", "dims", "roll(x, 1, 'pos')")),
         (lambda: untyped.sort(X, dim=1), BY_POSITION.format("sort()", "dim", "sort(x, 'pos')")),

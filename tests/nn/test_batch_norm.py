@@ -177,3 +177,5 @@ def test_group_norm(explicit: bool | None) -> None:
         assert_named(found, expected, rtol=1e-4, atol=1e-4)
         assert spec(found) == ("data", "model", None)
         assert not axn.insight.explain(lambda x: layer(x), x, mapping=mapping).collectives
+        mapped = axn.shard_map(lambda layer, x: layer(x), mapping=mapping)
+        assert_named(jax.block_until_ready(jax.jit(mapped)(layer, X)), expected, rtol=1e-4, atol=1e-4)

@@ -95,6 +95,8 @@ ROW = axn.arange(X)
             ValueError,
             r"^interp: `xp` has axes \(y\) that the arr",
         ),
+        (lambda: axn.interp(0.5, ROW, ROW, axis="y"), ValueError, r"^interp: `xp` has no axis 'y': \(x=4\)"),
+        (lambda: axn.interp(0.5, ROW, A, axis=axn.Axis("x", 5)), ValueError, r"'x' has conflicting sizes: 4 .* 5 in"),
         (lambda: axn.interp(0.5, A, ROW, axis="y"), ValueError, r"^interp: `fp` has no axis 'y': \(x=4\)"),
         (
             lambda: axn.interp(0.5, jnp.ones(3), jnp.ones((3, 2))),

@@ -364,7 +364,7 @@ def test_pspec_for_sees_the_mesh_in_force(mesh):
 
 
 def test_what_is_not_a_placement(mesh):
-    with axn.set_mesh(mesh), pytest.raises(TypeError, match="shard: 'data' is not a placement"):
+    with axn.set_mesh(mesh), pytest.raises(TypeError, match="shard: 'data', for 'raw', is not a placement"):
         axn.shard(TREE, {"named": P(), "raw": "data", "other": P()})
 
 

@@ -36,6 +36,7 @@ T = TypeVar("T")
 class RunningStatistics(eqx.Module):
     """The running statistics of a `BatchNorm`, under their names in PyTorch.
 
+    >>> import equinox as eqx
     >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
     >>> state.get(layer.running).running_var
     NamedArray(float32[channels=2], [1. 1.])
@@ -66,6 +67,7 @@ class BatchNorm(ModuleWithStateDictSerialization):
             one minus this.
         inference: whether to use the running statistics.
 
+    >>> import equinox as eqx
     >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
     >>> y, state = layer(axn.named([[1., 3.], [3., 7.]], ("batch", "channels")), state)
     >>> y
@@ -164,6 +166,7 @@ def with_state(model: T, state: eqx.nn.State) -> T:
     Functions that write a model to a file or a state dict take it in this form, and those that load one return it.
     Then `equinox.nn.State(model)` is the state, and `equinox.nn.delete_init_state(model)` the model without it.
 
+    >>> import equinox as eqx
     >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
     >>> list(axn.state.to_torch_compatible_state_dict(axn.nn.with_state(layer, state)))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from .._named_scope import named_call
-from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, selectors
 from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import as_float, at_least_float32, one_axis, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
@@ -293,11 +293,12 @@ class GroupNorm(LayerNormBase):
 
     @named_call
     def __call__(self, x: NamedArray) -> NamedArray:
-        channels = name_of(cast(Axis, self.axis))
+        axis = cast(Axis, self.axis)
+        channels, size = axis.name, axis.size // self.groups  # inside `shard_map`, a device may have some of the groups
         group, member = f"groups of {channels}", f"{channels} of a group"
 
         def normalize(x: NamedArray) -> NamedArray:
-            x = unflatten_axis(x, channels, {group: self.groups, member: x.axis_size(channels) // self.groups})
+            x = unflatten_axis(x, channels, {group: x.axis_size(channels) // size, member: size})
             along = (member, *self.Spatial)
             x = x - mean(x, along)
             return flatten_axes(x * rsqrt(_mean_square(x, along) + self.eps), (group, member), channels)

@@ -378,7 +378,7 @@ def interp(
     NamedArray(float32[city=2, hour=1], [[15.] [40.]])
     """
     x, names = operand(x)
-    if np.ndim(raw(xp)) == np.ndim(raw(fp)) == 1:
+    if axis is None and np.ndim(raw(xp)) == np.ndim(raw(fp)) == 1:
         points, own = vectors("interp", xp=xp, fp=fp)
         layouts, along = (own, own), own[0]
     else:
@@ -402,6 +402,9 @@ def _field(what: str, xp: Any, fp: Any, axis: AxisSelector | None) -> tuple[list
     for label, n, shape in (("xp", point_names or fp.names, np.shape(xp)), ("fp", fp.names, fp.array.shape)):
         if name_of(chosen) not in n:
             raise ValueError(f"{what}: `{label}` has no axis {name_of(chosen)!r}: {_errors.describe_axes(n, shape)}.")
+    if isinstance(chosen, Axis) and fp.axis_size(chosen.name) != chosen.size:
+        places = [("`fp`", fp.axis_size(chosen.name)), ("the argument", chosen.size)]
+        raise ValueError(_errors.size_mismatch(what, chosen.name, places))
     require_subset(what, "xp", point_names, fp.names)
     return [xp, fp.array], (point_names or (name_of(chosen),), fp.names), name_of(chosen)
 

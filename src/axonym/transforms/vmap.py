@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
-import equinox as eqx
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -384,11 +384,11 @@ class _RawAxes:
         if not (isinstance(self.default, _CheckedRawAxis) and isinstance(self.default.where, int)):
             return _spread(path, self.default, argument)
         found: list[_CheckedRawAxis] = []
-        for part in jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, (NamedArray, eqx.Module))):
+        for part in jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, NamedArray) or _is_module(x)):
             leaves = _mapped_axis.flatten(part)[0]
             of_named = [x.names for x in leaves if isinstance(x, NamedArray)]
             how = self.default
-            if isinstance(part, eqx.Module) and any(map(_mapped_axis.is_array, leaves)):
+            if _is_module(part) and any(map(_mapped_axis.is_array, leaves)):
                 if not of_named:
                     raise ValueError(_module_without_names(path, type(part).__name__, names, ways))
                 if not any(n in names for own in of_named for n in own):
@@ -420,6 +420,11 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
             f"argument is {_mapped_axis.flatten(argument)[1]}."
         ) from None
     return found
+
+
+def _is_module(x: Any) -> bool:
+    equinox = sys.modules.get("equinox")  # which is loaded if there are modules
+    return equinox is not None and isinstance(x, equinox.Module)
 
 
 # --- results ---
