@@ -52,7 +52,7 @@ class Trace:
     """The arrays that a program computes, in order, and what each was computed from."""
 
     def __init__(self, program: HloProgram, args: Sequence[np.ndarray]):
-        self.program, self._args = program, args
+        self.program, self.args = program, args
         self.made = {id(x): Made(x, None, n, ()) for n, x in enumerate(args)}
         self.results = listed(Machine(program, self._watch).run(args))
 
