@@ -139,7 +139,7 @@ def test_an_uneven_axis_and_partly_manual_code(auto_mesh: Mesh) -> None:
 
 def test_what_is_not_known_is_refused(auto_mesh: Mesh) -> None:
     found = verify(lambda x: jnp.fft.fft(x), placed(auto_mesh, (8, 4), "data"))
-    assert (found.same, found.unknown) == (None, ("fft",))
+    assert (found.same, found.unknown) == (None, ("the type c64", "fft"))
     found = verify(lambda x: jnp.log(-jnp.abs(x) - 1), placed(auto_mesh, (8,), "data"))
     assert (found.same, found.unknown) == (None, ("results that are NaN, at all inputs tried",))
     with pytest.raises(ValueError, match=r"the sharding \{unreduced\}"):

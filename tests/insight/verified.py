@@ -24,7 +24,7 @@ from axonym.insight._compiling import around_partitioning
 from axonym.insight._hlo import HloProgram
 from axonym.insight._hlo_shardings import placed
 from axonym.insight._hlo_values import Machine, listed
-from axonym.insight.verifying import SCALES, _inputs, compare_programs
+from axonym.insight.verifying import SCALES, _Inputs, compare_programs
 from tests.insight import cases, mutants
 
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
@@ -70,14 +70,12 @@ def planted(case: cases.Case, count: int) -> list[tuple[str, Verification, bool]
 
 def _equal(before: HloProgram, after: HloProgram, changed: HloProgram, name: str) -> bool:
     """Return whether an instruction has the same values in two programs, at all scales."""
-    inputs = [place for i in before.parameters() for place in placed(i, before.devices)]
-    for scale in SCALES:
-        given = _inputs(before, Machine(before), [i.shape for i in inputs], (), scale)
-        if given is not None:
-            shards = [i.on_devices(x) for i, x in zip(inputs, given, strict=True)]
-            values = [_values_of(program, name, shards) for program in (after, changed)]
-            if not all(np.allclose(x, y, 1e-9, 1e-12) for x, y in zip(*values, strict=True)):
-                return False
+    inputs, places = _Inputs(before, ()), [place for i in before.parameters() for place in placed(i, before.devices)]
+    for trace in filter(None, map(inputs.at, SCALES)):
+        shards = [place.on_devices(x) for place, x in zip(places, trace.args, strict=True)]
+        values = [_values_of(program, name, shards) for program in (after, changed)]
+        if not all(np.allclose(x, y, 1e-9, 1e-12) for x, y in zip(*values, strict=True)):
+            return False
     return True
 
 

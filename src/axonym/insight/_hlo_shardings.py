@@ -78,13 +78,14 @@ class Placed:
 
 def far_from(x: np.ndarray) -> float:
     """Return how far a value may be from one in an array."""
-    if x.dtype.kind not in "fc" or not x.size:
+    if x.dtype.kind != "f":
         return 0.0
     return NOTHING + CLOSE * float(np.abs(x[np.isfinite(x)]).max(initial=0))
 
 
 def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
-    if x.dtype.kind not in "fc":
+    """Return whether values are equal, or not too far from each other. NaN is equal to nothing."""
+    if x.dtype.kind != "f":
         return bool((x == y).all())
     with np.errstate(invalid="ignore"):
         return bool(((x == y) | (np.abs(x - y) <= far)).all())

@@ -120,15 +120,15 @@ def value_dtype(name: str) -> np.dtype:
     stored = _stored_dtype(name)
     if name[0] in "su":
         return np.dtype(name[0].replace("s", "i") + str(stored.itemsize))
-    return stored if name == "pred" else np.dtype(np.complex128 if name[0] == "c" else np.float64)
+    return stored if name == "pred" else np.dtype(np.float64)
 
 
 def _stored_dtype(name: str) -> np.dtype:
-    if name in ("token", "opaque"):
+    words = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
+    found = re.fullmatch(r"(pred|bf|f|[su](?!\d$)|[su](?=8$))(\d*)(e.*)?", name)  # no integers of fewer than 8 bits
+    if found is None:
         raise UnknownForm(f"the type {name}")
-    words = {"pred": "bool", "bf": "bfloat", "f": "float", "c": "complex", "s": "int", "u": "uint"}
-    kind, rest = re.fullmatch(r"(pred|[a-z]+)(.*)", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    return np.dtype(words[kind] + (rest[0] + "_" + rest[1:] if rest[1:2] == "e" else rest))
+    return np.dtype(words[found[1]] + found[2] + (f"_{found[3]}" if found[3] else ""))
 
 
 def _numbers(i: Instruction, name: str) -> tuple[int, ...]:
@@ -143,8 +143,8 @@ def _axes(i: Instruction, name: str = "dimensions") -> tuple[int, ...]:
 def literal(text: str, shape: HloShape) -> Array:
     """Return the value of a constant."""
     dtype = value_dtype(shape.dtype)
-    if "..." in text or dtype.kind == "c":
-        raise UnknownForm("a constant that is complex" if dtype.kind == "c" else "a constant that is not written out")
+    if "..." in text:
+        raise UnknownForm("a constant that is not written out")
     words = re.findall(r"[^\s,{}]+", re.sub(r"/\*[^*]*\*/", "", text))
     read = {"b": lambda word: word in ("true", "1"), "f": float}.get(dtype.kind, int)
     return np.array([read(word) for word in words], dtype).reshape(1, *shape.sizes)

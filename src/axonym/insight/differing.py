@@ -52,7 +52,7 @@ class Trace:
     """The arrays that a program computes, in order, and what each was computed from."""
 
     def __init__(self, program: HloProgram, args: Sequence[np.ndarray]):
-        self.program, self._args = program, args
+        self.program, self.args = program, args
         self.made = {id(x): Made(x, None, n, ()) for n, x in enumerate(args)}
         self.results = listed(Machine(program, self._watch).run(args))
 
@@ -93,7 +93,7 @@ class Fingerprints:
     def has(self, x: np.ndarray, placed: Placed | None = None) -> bool:
         """Return whether an array was computed, or the shards of one."""
         if placed is not None and any(n % count for n, count in zip(x.shape[1:], placed.tiling.counts, strict=True)):
-            shards = self._arrays.get((placed.shard(), x.dtype.kind in "fc"), ())
+            shards = self._arrays.get((placed.shard(), x.dtype.kind == "f"), ())
             return any(placed.agree(x, y) for y in shards)  # whatever lies beyond the array
         x = x if placed is None else placed.on_devices(x)
         known = self._found.get(self._kind(x))
@@ -103,14 +103,12 @@ class Fingerprints:
         return bool((np.abs(known[:, 0] - value) <= 1e-9 * size + NOTHING).any())
 
     def _kind(self, x: np.ndarray) -> Any:
-        return x.shape[1:], x.dtype.kind in "fc"
+        return x.shape[1:], x.dtype.kind == "f"
 
-    def _print(self, x: np.ndarray) -> tuple[complex, float]:
+    def _print(self, x: np.ndarray) -> tuple[float, float]:
         shape = (self._devices, *x.shape[1:])
-        weights = _weights(shape)
-        x = np.nan_to_num(np.broadcast_to(x, shape).astype(complex if x.dtype.kind == "c" else float))
-        x = np.clip(x, -1e30, 1e30) if x.dtype.kind == "f" else x
-        return complex((x * weights).sum()), float(np.sqrt((np.abs(x) ** 2).sum()))
+        x = np.clip(np.nan_to_num(np.broadcast_to(x, shape).astype(float)), -1e30, 1e30)
+        return float((x * _weights(shape)).sum()), float(np.linalg.norm(x.ravel()))
 
 
 @functools.cache
@@ -176,7 +174,7 @@ def _relation(wrong: np.ndarray, right: np.ndarray, mesh: Mapping[str, int]) -> 
     choices = [axes for n in range(1, len(mesh) + 1) for axes in itertools.combinations(mesh, n)]
     if far and np.abs(right).max(initial=0):
         at = np.unravel_index(np.abs(right).argmax(), right.shape)
-        ratio = float(np.real(wrong[at])) / float(np.real(right[at]))
+        ratio = float(wrong[at]) / float(right[at])
         if math.isfinite(ratio) and close(wrong, ratio * right, far):
             for axes in choices:
                 size = math.prod(mesh[a] for a in axes)

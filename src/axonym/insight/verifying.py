@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -110,28 +111,28 @@ def compare_programs(
     mesh: Mapping[str, int] | None = None,
 ) -> Verification:
     """Evaluate a program before and after it is partitioned, and compare the results."""
-    devices, reference, partitioned = before.devices, Machine(before), Machine(after)
-    if unknown := dict.fromkeys((*reference.unknown, *partitioned.unknown)):
+    devices, partitioned = before.devices, Machine(after)
+    if unknown := dict.fromkeys((*Machine(before).unknown, *partitioned.unknown)):
         return Verification(step, devices, None, unknown=tuple(unknown))
     scales: list[float] = []
     try:
-        inputs = [place for i in before.parameters() for place in placed(i, devices)]
-        results = placed(before.root(before.entry), devices)
+        parameters = [place for i in before.parameters() for place in placed(i, devices)]
+        results, inputs = placed(before.root(before.entry), devices), _Inputs(before, arguments)
         names = names if len(names) == len(results) else [f"result[{n}]" for n in range(len(results))]
         for scale in SCALES:
-            given = _inputs(before, reference, [i.shape for i in inputs], arguments, scale)
-            if given is None and scale == SCALES[0]:
+            trace = inputs.at(scale)
+            if trace is None and scale == SCALES[0]:
                 return Verification(step, devices, None, unknown=("results that are NaN, at all inputs tried",))
-            if given is None:
+            if trace is None:
                 continue
             scales.append(scale)
-            expected = listed(reference.run(given))
-            shards = [i.on_devices(x) for i, x in zip(inputs, given, strict=True)]
-            found = listed(partitioned.run(shards))
-            triples = zip(results, expected, found, strict=True)
+            shards = [place.on_devices(x) for place, x in zip(parameters, trace.args, strict=True)]
+            triples = zip(results, trace.results, listed(partitioned.run(shards)), strict=True)
             different = [n for n, (place, x, y) in enumerate(triples) if not place.agree(x, y)]
             if different:
-                where = first_difference(Trace(before, given), Trace(after, shards), different, mesh or {})
+                where = None
+                with contextlib.suppress(UnknownForm):  # a sharding on the way
+                    where = first_difference(trace, Trace(after, shards), different, mesh or {})
                 return Verification(step, devices, False, tuple(scales), tuple(names[n] for n in different), where)
     except UnknownForm as e:
         return Verification(step, devices, None, unknown=(str(e),))
@@ -144,25 +145,30 @@ def compare_programs(
 # --- inputs ---
 
 
-def _inputs(
-    program: HloProgram, machine: Machine, shapes: Sequence[HloShape], arguments: Sequence[Any], scale: float
-) -> list[np.ndarray] | None:
-    """Draw inputs for which no result is NaN; return None if none are found.
+class _Inputs:
+    """Finds inputs for which no result is NaN.
 
     At first, numbers without values have any sign, and integers are below 32. Where a root or a logarithm gives NaN,
     the inputs from which it was computed elementwise become positive; where an index leads out of an array, integers
-    become smaller.
+    become smaller. What was found at one scale is tried first at the next.
     """
-    positive, below = set[int](), 32
-    for _ in range(8):
-        draw = _Draw(arguments, scale, below)
-        given = [draw(shape, n in positive) for n, shape in enumerate(shapes)]
-        if not any(np.isnan(x).any() for x in listed(machine.run(given))):
-            return given
-        causes = Trace(program, given).causes_of_nan() - positive
-        positive |= causes or ({*range(len(given))} if below == 2 else set())
-        below = below if causes else max(below // 4, 2)
-    return None
+
+    def __init__(self, program: HloProgram, arguments: Sequence[Any]):
+        self._program, self._arguments = program, arguments
+        self._shapes = [shape for i in program.parameters() for shape in i.shapes]
+        self._positive, self._below = set[int](), 32
+
+    def at(self, scale: float) -> Trace | None:
+        """Evaluate the program at inputs of some scale; return None if all that are tried give NaN."""
+        for _ in range(8):
+            draw = _Draw(self._arguments, scale, self._below)
+            trace = Trace(self._program, [draw(shape, n in self._positive) for n, shape in enumerate(self._shapes)])
+            if not any(np.isnan(x).any() for x in trace.results):
+                return trace
+            causes = trace.causes_of_nan() - self._positive
+            self._positive |= causes or ({*range(len(self._shapes))} if self._below == 2 else set())
+            self._below = self._below if causes else max(self._below // 4, 2)
+        return None
 
 
 class _Draw:
@@ -177,7 +183,7 @@ class _Draw:
         place = next((n for n, x in enumerate(self._arguments) if x.shape == sizes and x.dtype.kind == dtype.kind), -1)
         value = self._arguments.pop(place) if place >= 0 else None
         value = None if isinstance(value, jax.ShapeDtypeStruct) else value
-        if dtype.kind in "fc":
+        if dtype.kind == "f":
             size = np.abs(rng.normal(size=sizes)) + 0.1
             if value is not None:
                 found = np.where(value == 0, size / 8, value * (1 + size / 8))
