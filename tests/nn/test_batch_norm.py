@@ -66,6 +66,7 @@ def test_like_equinox() -> None:
     """Its layer is mapped over the batch; results and gradients are the same."""
     theirs, their_state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
     layer, state = made()
+    assert isinstance(state.get(layer.running), axn.nn.RunningStatistics)
     weights = np.cos(np.arange(X.size)).reshape(RAW.shape)
 
     def their_loss(x: jax.Array) -> Any:

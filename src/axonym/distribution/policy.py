@@ -146,14 +146,22 @@ def settle(
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
             if sizes[name] % by.count(chosen[name]):
                 raise Undecided(_indivisible(what, name, sizes[name], chosen[name], by))
+    chosen = _each_to_one(what, chosen, mapping, by)
+    return PlacedAxes(names, [chosen[n] for n in names])
+
+
+def _each_to_one(
+    what: str, chosen: Mapping[str, Axes], mapping: Mapping[str, Axes], by: Mappings
+) -> Mapping[str, Axes]:
+    """Leave each mesh axis to one axis of a result: to the one that is mapped to it, if several would have it."""
     for axis in by.mesh:
         users = [n for n, axes in chosen.items() if axis in axes]
-        if len(users) > 1:  # it goes to the axis that is mapped to it
+        if len(users) > 1:
             entitled = [n for n in users if axis in mapping.get(n, ())]
             if len(entitled) != 1:
                 raise Undecided(_collision(what, axis, users, by, bool(entitled)))
-            chosen |= {n: tuple(a for a in chosen[n] if a != axis) for n in users if n not in entitled}
-    return PlacedAxes(names, [chosen[n] for n in names])
+            chosen = {n: axes if n in entitled else tuple(a for a in axes if a != axis) for n, axes in chosen.items()}
+    return chosen
 
 
 def _inherited(

@@ -110,9 +110,10 @@ def tiling(text: str, rank: int, devices: int) -> Tiling:
     `{mesh['data'=2,'model'=4], [{'data'}, {}], manual={'model'}}` gives the mesh axes that each axis is sharded over.
     """
     text = re.sub(r"/\*[^*]*\*/", "", text).strip()
-    if text in ("", "{replicated}", "{mesh[], replicated}") or re.fullmatch(r"\{(mesh\[[^\]]*\], )?manual\}", text):
-        manual = np.arange(devices) if text.endswith("manual}") else np.zeros(devices, int)
-        return Tiling(np.zeros((devices, rank), int), (1,) * rank, manual)
+    if text in ("", "{replicated}", "{mesh[], replicated}"):
+        return _untiled(rank, np.zeros(devices, int))
+    if re.fullmatch(r"\{(mesh\[[^\]]*\], )?manual\}", text):
+        return _untiled(rank, np.arange(devices))
     tiles, mesh = _TILES.fullmatch(text), _MESH.fullmatch(text)
     if tiles:
         sizes = {str(n): size for n, size in enumerate(_ints(tiles[1]))}
@@ -148,6 +149,10 @@ def tiling(text: str, rank: int, devices: int) -> Tiling:
     found = [along(d) for d in dims]
     index = np.array([at for at, _ in found], int).reshape(rank, devices).T
     return Tiling(index, tuple(count for _, count in found), along(manual)[0])
+
+
+def _untiled(rank: int, manual: np.ndarray) -> Tiling:
+    return Tiling(np.zeros((len(manual), rank), int), (1,) * rank, manual)
 
 
 def _ints(text: str) -> list[int]:
