@@ -7,6 +7,9 @@ arrays and their names, for both `jax.numpy` and NumPy.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -454,7 +457,7 @@ def _pool(xp: Any, x: Value, axis: str, size: int, stride: int, padding: int) ->
     padded = xp.pad(x.array, [(padding, padding) if i == at else (0, 0) for i in range(x.array.ndim)])
     last = padded.shape[at] - size + 1
     each = [padded[(slice(None),) * at + (slice(p, p + last, stride),)] for p in range(size)]
-    return sum(each[1:], each[0]).astype(x.array.dtype), x.names  # which is not weak
+    return functools.reduce(operator.add, each).astype(x.array.dtype), x.names  # which is not weak
 
 
 def _draw_convolution(rng: random.Random, values: Sequence[Value]) -> Any:
@@ -475,7 +478,7 @@ def _draw_convolution(rng: random.Random, values: Sequence[Value]) -> Any:
 
 
 _CONVOLUTION = (
-    ".init({axis!r}, axn.Axis({channels!r}, {inputs}), axn.Axis({new!r}, 2), {size}, "
+    ".init)({axis!r}, axn.Axis({channels!r}, {inputs}), axn.Axis({new!r}, 2), {size}, "
     "stride={stride}, padding={padding}, dilation={dilation}, use_bias=False, key=jax.random.key(0))({0})"
 )
 
@@ -507,7 +510,7 @@ def _draw_convolve(rng: random.Random, values: Sequence[Value]) -> Any:
         sizes = {n: v.size(n) for v in (a, b) for n in v.names}
         floats = a.array.dtype == b.array.dtype == np.float32
         same = sum(a.size(n) != b.size(n) for n in shared) <= 1
-        return bool(shared) and floats and same and 0 < np.prod(list(sizes.values())) <= 2048
+        return bool(shared and floats and same) and 0 < math.prod(sizes.values()) <= 2048
 
     pairs = [(i, j) for i, a in enumerate(values) for j, b in enumerate(values) if suits(a, b)]
     if not pairs:
@@ -528,7 +531,7 @@ def _convolve(xp: Any, a: Value, b: Value, axis: str, mode: str) -> Any:
         widths = [(j, m - 1 - j) if i == at else (0, 0) for i in range(len(names))]
         return xp.pad(ours, widths) * kernel[(slice(None),) * at + (slice(j, j + 1),)]
 
-    total = sum((term(j) for j in range(1, m)), term(0))
+    total = functools.reduce(operator.add, map(term, range(m)))
     start, length = {
         "full": (0, n + m - 1),
         "same": ((min(n, m) - 1) // 2, max(n, m)),
@@ -762,7 +765,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "convolve": Operation("axn.convolve({0}, {1}, {axis!r}, {mode!r})", _draw_convolve, _convolve),
     **{
-        kind: Operation(f"axn.nn.{kind}" + _CONVOLUTION, _draw_convolution, _convolution(kind))
+        kind: Operation(
+            f"axn.axis_mapping({{{{}}}})(axn.nn.{kind}" + _CONVOLUTION, _draw_convolution, _convolution(kind)
+        )
         for kind in ("Conv", "ConvTranspose")
     },
 }

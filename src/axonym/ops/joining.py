@@ -278,7 +278,8 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
     def positional(x, times: Any = repeats):
         if not isinstance(times, int) and times.dtype.itemsize < 4 and jnp.issubdtype(times.dtype, jnp.integer):
             times = times.astype(jnp.int32)  # a small dtype may not hold their sum
-        if not isinstance(times, int):  # on several mesh axes, XLA takes wrong elements if the axis is sharded unevenly
+        if not isinstance(repeats, int) and not isinstance(times, int):
+            # On several mesh axes, XLA takes the wrong elements if the axis is sharded unevenly.
             x = replicate_uneven("repeat", names, x, several=True)
             times = replicate_uneven("repeat", repeats, times, several=True)
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
