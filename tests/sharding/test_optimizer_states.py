@@ -148,6 +148,13 @@ def test_a_state_by_itself_is_placed_as_far_as_it_tells(auto_mesh: jax.sharding.
     assert_placed(axn.shard(state, STORAGE, auto_mesh), {"v_row/w": ("data",), "v_col/w": ("model",)})
 
 
+def test_axes_that_a_mesh_does_not_divide_are_replicated_and_said(auto_mesh: jax.sharding.Mesh) -> None:
+    """A matrix of Shampoo by itself, where no size of a parameter excludes a name."""
+    state = shampoo(0.1).init({"w": axn.ones({"embed": 6, "mlp": 6})})
+    with pytest.warns(UserWarning, match="sizes do not tell which axes they have"):
+        assert_placed(axn.shard(state, STORAGE, auto_mesh), {"w/0": (None, None), "w/1": (None, None)})
+
+
 def test_an_array_of_one_element_is_an_error_unless_it_stands_for_a_larger_one(auto_mesh: jax.sharding.Mesh) -> None:
     with (
         jax.set_mesh(auto_mesh),

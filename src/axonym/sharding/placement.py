@@ -169,10 +169,11 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
-        if isinstance(given, Mapping) and _is_not_told(leaf, given):
-            examined.not_told.append(leaf)
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
+        if isinstance(given, Mapping) and leaf.made_from and (problems or _is_not_told(leaf, given)):
+            examined.not_told.append(leaf)
+            spec, problems = PartitionSpec(), []  # its names may be wrong
         examined.leaves.append(dataclasses.replace(leaf, spec=spec, mesh=own_mesh))
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
