@@ -126,7 +126,7 @@ def check_shard_invariance(
         compared += 1
         if difference is not None:
             placement, difference = _smallest(check, placement, difference)
-            sentence = None if difference.error else check.diagnose(placement, difference)
+            sentence = check.diagnose(placement, difference) if difference.wrong else None
             name = getattr(fn, "__name__", type(fn).__name__)
             raise AssertionError(
                 f"check_shard_invariance: {name} depends on how it is distributed. Under\n"
@@ -373,7 +373,8 @@ class _Check:
                 return _Mismatch(f"{path} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
         own = {**self._expected.program.own_precision, **found.program.own_precision}
         self.own_precision |= own
-        rtol = self._rtol or max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
+        default = max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
+        rtol = default if self._rtol is None else self._rtol
         for scale in self.scales:
             expected = self._expected.values[scale]
             # Rounding errors of large values: elements of which the true value is 0 may have these instead.
@@ -389,10 +390,10 @@ class _Check:
         try:
             found = self._run(self._fn, placement, (difference.scale,), recording=True)
             expected = self._run(self._reference, self._one, (difference.scale,), recording=True)
+            parameters = [p.name for p in inspect.signature(self._reference).parameters.values() if p.kind < 2]
         except Exception:  # what was found is more important than why
             return None
         wrong = [p for i in difference.wrong if (p := found.program.origins[i]) is not None]
-        parameters = [p.name for p in inspect.signature(self._reference).parameters.values() if p.kind < 2]
         paths = [path for path, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
         names = [(parameters[p[0].idx :] or [f"args[{p[0].idx}]"])[0] + jax.tree_util.keystr(p[1:]) for p in paths]
         return diagnose(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names])
