@@ -23,6 +23,7 @@ import pandas
 import pytest
 import xarray
 from jax.experimental import pallas
+from jax.sharding import NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym import _foreign_names, nn
@@ -120,6 +121,13 @@ def unchecked() -> None:
         pass
 
 
+EIGHT = axn.ones({"batch": 8})
+RAW = {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}
+ROWS = jax.device_put(jnp.arange(8.0), NamedSharding(AUTO, PartitionSpec("data")))
+SUM_OF_ROWS = jax.shard_map(
+    lambda x: jax.lax.psum(x.sum(), "data"), mesh=AUTO, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+)
+check_shard_invariance = functools.partial(axn.testing.check_shard_invariance, draws=1)
 COLUMNS = axn.shard(axn.ones({"batch": 4, "embed": 4}), {"embed": "model"}, mesh=EXPLICIT)
 SERIES = pandas.Series([1.0, 2.0], index=pandas.Index([0, 1], name="t"))
 LIFTED = axn.lift(lambda x: x.sum(), "i ->")
@@ -652,6 +660,46 @@ TABLE = [
         lambda x: x.shape == {"t": 2},
         run="axonym.from_xarray(SERIES CODE)",
     ),
+    # Meshes, and trees without names.
+    Advice(
+        "with jax.set_mesh(axonym.make_mesh({…})):",
+        lambda: axn.shard(EIGHT, {"batch": "data"}),
+        lambda ns: spec(ns["y"]) == ("data",),
+        run="CODE y = axonym.shard(EIGHT, {'batch': 'data'})",
+    ),
+    Advice(
+        "with jax.set_mesh(mesh):",
+        lambda: axn.shard(EIGHT, {"batch": "data"}, AUTO.abstract_mesh),
+        lambda ns: spec(ns["y"]) == ("data",),
+        run="CODE y = axonym.shard(EIGHT, {'batch': 'data'})",
+        names={"mesh": AUTO},
+    ),
+    Advice(
+        "axonym.sharding.TreePathShardingRule({…}, ('.*', jax.P()))",
+        lambda: axn.shard(RAW, {"batch": "data"}, AUTO),
+        lambda tree: {key: x.sharding.shard_shape(x.shape) for key, x in tree.items()} == {"w": (2, 4), "b": (2,)},
+        run="axonym.shard(RAW, CODE, AUTO)",
+    ),
+    # Checks of how functions are distributed.
+    Advice(
+        "gradients=False",
+        lambda: check_shard_invariance(lambda x: axn.sqrt(x * 0), EIGHT),
+        lambda found: found.compared == 1,
+        run="check_shard_invariance(lambda x: axonym.sqrt(x * 0), EIGHT, CODE)",
+    ),
+    Advice(
+        "reference=",
+        lambda: check_shard_invariance(SUM_OF_ROWS, ROWS),
+        lambda found: found.compared == 1,
+        run="check_shard_invariance(SUM_OF_ROWS, ROWS, CODEjnp.sum)",
+    ),
+    Advice(
+        "jax.device_put(x, NamedSharding(mesh, spec))",
+        lambda: check_shard_invariance(lambda x: x * 2, jnp.arange(8.0)),
+        lambda found: found.compared == 1,
+        run="check_shard_invariance(lambda x: x * 2, CODE)",
+        names={"x": jnp.arange(8.0), "mesh": AUTO, "spec": PartitionSpec("data")},
+    ),
 ]
 
 EXCEPTIONS = {
@@ -663,6 +711,7 @@ EXCEPTIONS = {
     "axonym.sum(x, axis)": "in a docstring",
     "axonym.to_host(x)": "needs several processes, where tests/processes gathers like this",
     "jax.config.update('jax_num_cpu_devices', 8)": "must run before JAX starts, as in tests/conftest.py",
+    "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py runs it",
     ".lenient()": "is for a rule of the user's own; tests/sharding/test_rules.py calls it where the message comes",
 }
 """Code in messages that is not run here, and why."""
