@@ -26,7 +26,8 @@ from jax.experimental import pallas
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonym as axn
-from axonym import _foreign_names, nn
+from axonym import nn
+from axonym.core import foreign_names
 from axonym.nn.attention import Causal, KVCache, combine_masks_or, dot_product_attention
 from axonym.quantization import quantize_weights
 from tests.helpers import spec
@@ -711,16 +712,16 @@ EXCEPTIONS = {
     "axonym.sum(x, axis)": "in a docstring",
     "axonym.to_host(x)": "needs several processes, where tests/processes gathers like this",
     "jax.config.update('jax_num_cpu_devices', 8)": "must run before JAX starts, as in tests/conftest.py",
-    "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py runs it",
+    "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py does",
     ".lenient()": "is for a rule of the user's own; tests/sharding/test_rules.py calls it where the message comes",
 }
 """Code in messages that is not run here, and why."""
 
 
 def in_messages() -> Iterator[str]:
-    """Yield the code in the texts of the library, apart from docstrings and `_foreign_names`, of which see below."""
+    """Yield the code in the texts of the library, apart from docstrings, and `foreign_names`, tested below."""
     for path in ROOT.rglob("*.py"):
-        if path.name == "_foreign_names.py":
+        if path.name == "foreign_names.py":
             continue
         nodes = [*ast.walk(ast.parse(path.read_text()))]
         parts = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values}
@@ -785,9 +786,9 @@ OWN_WORDS: dict[str, dict[str, Any]] = {
 
 def foreign() -> list[str]:
     """Return the code in advice about names that arrays and packages of the library lack."""
-    said = [_foreign_names.of_array(name, X.names) for name in _foreign_names.ARRAY]
-    for package, names in (("axonym", _foreign_names.PACKAGE), ("axonym.nn", _foreign_names.NETWORKS)):
-        said += [_foreign_names.in_package(package, name) for name in names]
+    said = [foreign_names.of_array(name, X.names) for name in foreign_names.ARRAY]
+    for package, names in (("axonym", foreign_names.PACKAGE), ("axonym.nn", foreign_names.NETWORKS)):
+        said += [foreign_names.in_package(package, name) for name in names]
     codes = {code for text in said for code in re.findall(r"`([^`]+)`", text)}
     return sorted(codes, key=lambda code: ("load_" in code, code))
 

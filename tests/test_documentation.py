@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym import _foreign_names
+from axonym.core import foreign_names
 from tests.helpers import exports, modules, public_name
 
 ROOT = Path(__file__).parent.parent
@@ -131,9 +131,9 @@ def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: d
 def foreign_rows() -> list[str]:
     """Return the rows of the table of foreign names; names with the same advice share a row."""
     by_answer: dict[str, list[str]] = {}
-    for names in (_foreign_names.ARRAY, _foreign_names.PACKAGE, _foreign_names.NETWORKS):
+    for names in (foreign_names.ARRAY, foreign_names.PACKAGE, foreign_names.NETWORKS):
         for name, answer in names.items():
-            known = by_answer.setdefault(_foreign_names.sentence(answer, ("'batch'", "'embed'")).strip(), [])
+            known = by_answer.setdefault(foreign_names.sentence(answer, ("'batch'", "'embed'")).strip(), [])
             known += [name] if name not in known else []
     return [f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in by_answer.items()]
 

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 import axonym as axn
-from axonym import _foreign_names, nn
+from axonym import nn
+from axonym.core import foreign_names
 
 X: Any = axn.ones({"batch": 2, "pos": 3})
 
@@ -181,16 +182,16 @@ def test_values_are_not_assigned() -> None:
 
 def test_advice_names_what_exists() -> None:
     """Every name of the library that a sentence speaks of can be found."""
-    advice = [_foreign_names.ARRAY, _foreign_names.PACKAGE, _foreign_names.NETWORKS, _foreign_names.CALLS]
+    advice = [foreign_names.ARRAY, foreign_names.PACKAGE, foreign_names.NETWORKS, foreign_names.CALLS]
     texts = {text for table in advice for text in table.values()}
     for path in {path for text in texts for path in re.findall(r"axonym((?:\.\w+)+)", text)}:
         found: Any = axn
         for part in path[1:].split("."):
             found = getattr(found, part)
-    missing = [name for name in _foreign_names.ARRAY if hasattr(X, name)]
+    missing = [name for name in foreign_names.ARRAY if hasattr(X, name)]
     assert not missing, f"arrays have {missing}"
-    assert not [name for name in _foreign_names.PACKAGE if hasattr(axn, name)]
-    assert not [name for name in _foreign_names.NETWORKS if hasattr(nn, name)]
+    assert not [name for name in foreign_names.PACKAGE if hasattr(axn, name)]
+    assert not [name for name in foreign_names.NETWORKS if hasattr(nn, name)]
 
 
 def test_probes_of_other_libraries_find_nothing() -> None:

@@ -21,7 +21,7 @@ from tests.helpers import definitions, exports
 
 LIST = Path(__file__).parent / "public_names.txt"
 APART = {"haliax", "scalax"}
-INTERNAL = {"distribution"}
+INTERNAL = {"core", "distribution"}
 """Packages that users do not import from."""
 SUBMODULES = sorted({m.name for m in pkgutil.iter_modules(axn.__path__) if m.name[0] != "_"} - APART - INTERNAL)
 ORDINARY = ["axis", "named_array", "ops"]

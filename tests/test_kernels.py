@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym import _kernels
+from axonym.ops import _kernels
 from axonym.ops.updating import updated_slice
 from tests.helpers import compilations
 

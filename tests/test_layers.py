@@ -15,13 +15,12 @@ import axonym as axn
 
 ROOT = Path(axn.__file__).parent
 
-# From the top down; each is a module of axonym, or a folder. Those on one line do not import each other.
+# From the top down; each is a module of axonym, or a folder. Those on one line do not import each other. Two modules of
+# `core` stand higher than the others, since they know named arrays.
 LAYERS = """
 haliax scalax
 __init__
 _late_names debug insight precision testing
-_diagnosis
-_widening
 quantization
 nn
 schedules state
@@ -29,14 +28,12 @@ random
 _methods custom_partitioning
 _xarray fft linalg manual poly ref transforms tree
 ops
-_fsdp_ops sharding
-_function_cache
-_kernels _tree_spec typing
-_output_sharding _per_device named_array
-distribution
-_lazy_loading _mesh_axes _parameter_names _parsing axis
-_context _errors _jax_versions _module_field _named_scope _prefixes _processes _strided_slices
-_foreign_names
+sharding
+core.function_cache
+core.tree_spec distribution typing
+named_array
+axis
+core
 """
 
 MODULES = {
@@ -68,7 +65,8 @@ def imports(module: str) -> Iterator[str]:
 
 
 def layer(module: str) -> str:
-    return (module.split(".") + ["__init__"])[1]
+    names = [*module.split(".")[1:3], "__init__"]
+    return ".".join(names[:2]) if ".".join(names[:2]) in LAYERS.split() else names[0]
 
 
 GRAPH = {module: set(imports(module)) for module in MODULES}

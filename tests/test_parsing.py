@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from axonym import _parsing
-from axonym._parsing import Dots, Group, Name, parse, parse_terms
+from axonym.core import parsing
+from axonym.core.parsing import Dots, Group, Name, parse, parse_terms
 
 
-def _shown(text: str, term: _parsing.Term) -> list[str]:
+def _shown(text: str, term: parsing.Term) -> list[str]:
     """Return the elements of a term as written in the text."""
     return [text[e.start : e.stop] for e in term.elements]
 
@@ -16,7 +16,7 @@ def _shown(text: str, term: _parsing.Term) -> list[str]:
 def test_ordered_term():
     expression = parse("op", "a ... (b_1 c)->(n: a c)", comma="elements")
     assert expression.lhs == (
-        _parsing.Term(
+        parsing.Term(
             0, 13, (Name(0, 1, "a"), Dots(2, 5), Group(6, 13, None, (Name(7, 10, "b_1"), Name(11, 12, "c")))), True
         ),
     )

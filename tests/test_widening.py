@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from axonym._widening import WidenedProgram
+from axonym.testing._widening import WidenedProgram
 
 X = np.random.RandomState(0).rand(4, 4).astype(np.float32) + 4 * np.eye(4, dtype=np.float32)
 

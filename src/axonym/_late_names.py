@@ -4,8 +4,8 @@ The modules imported here need more than named arrays and operations on them. Su
 imported here: each of them loads by itself.
 """
 
-from ._module_field import field as field
 from ._xarray import Coordinates as Coordinates, from_xarray as from_xarray, to_xarray as to_xarray
+from .core.module_field import field as field
 from .custom_partitioning._top_k import top_k as top_k
 from .custom_partitioning.decorator import partitioned as partitioned
 from .manual.collectives import (

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._jax_versions import called_by_grad
+from .core.jax_versions import called_by_grad
 from .named_array import NamedArray, NamedOrNumeric, describe_array, is_named_array
 from .ops import (
     broadcasting,

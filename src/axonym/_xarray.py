@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _errors
+from .core import errors
 from .named_array import NamedArray
 from .sharding.placement import Placement, listed
 from .sharding.shard import shard, to_host
@@ -70,7 +70,7 @@ class Coordinates(Mapping[str, Any]):
         return self._hash
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{n} {_errors.describe_axes(c.dims, c.shape)}" for n, c in self.items())
+        sizes = ", ".join(f"{n} {errors.describe_axes(c.dims, c.shape)}" for n, c in self.items())
         return f"Coordinates({sizes})"
 
 
@@ -120,7 +120,7 @@ def _from_xarray(data: Any, problems: list[str]) -> Any:
     if wrong := [dim for dim in data.dims if not isinstance(dim, str)]:
         raise TypeError(f"from_xarray: the name of an axis is a string, got {wrong[0]!r}. Use xarray's `rename`.")
     values, names = np.asarray(data.values), tuple(map(str, data.dims))
-    what = f"{getattr(data, 'name', None) or 'the array'} {_errors.describe_axes(names, values.shape)}"
+    what = f"{getattr(data, 'name', None) or 'the array'} {errors.describe_axes(names, values.shape)}"
     values = values.astype(values.dtype.newbyteorder("="), copy=False)  # files can have a different byte order
     known = values.dtype == bool or (jnp.issubdtype(values.dtype, jnp.number) and values.dtype.kind != "m")
     if not known or values.dtype in (np.longdouble, np.clongdouble):

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 
-from . import _errors
+from .core import errors
 
 Names: TypeAlias = tuple[str, ...]
 """The names of the axes of an array, in order."""
@@ -133,7 +133,7 @@ _Ax = TypeVar("_Ax", bound=AxisSelector)
 
 
 def selectors(
-    selection: AxisSelection | None, refusal: Callable[[Any], str] = _errors.not_a_selector
+    selection: AxisSelection | None, refusal: Callable[[Any], str] = errors.not_a_selector
 ) -> tuple[AxisSelector, ...]:
     """Return a selection of any form as a tuple of selectors; `refusal` words the error for anything else."""
     if isinstance(selection, (Axis, str)):
@@ -151,10 +151,10 @@ def selectors(
 
 def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
     """Return a spec of any form as a tuple of axes; an axis without a size is an error."""
-    found = selectors(spec, _errors.not_an_axis)
+    found = selectors(spec, errors.not_an_axis)
     unsized = [s for s in found if isinstance(s, str)]
     if unsized:
-        listed = _errors.quoted(unsized)
+        listed = errors.quoted(unsized)
         raise ValueError(f"{what} needs axes with sizes, got only the name {listed}: pass Axis(name, size).")
     return found  # pyright: ignore[reportReturnType]  # no str is left
 
@@ -165,7 +165,7 @@ def name_of(selector: AxisSelector) -> str:
         return selector
     if isinstance(selector, Axis):
         return selector.name
-    raise TypeError(_errors.not_a_selector(selector))
+    raise TypeError(errors.not_a_selector(selector))
 
 
 def names_without(names: Names, *removed: str) -> Names:
@@ -186,7 +186,7 @@ def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[s
     for name, a in first.items():
         b = second.get(name)
         if isinstance(a, Axis) and isinstance(b, Axis) and a.size != b.size:
-            raise ValueError(_errors.size_mismatch(what, name, [("the first", a.size), ("the second", b.size)]))
+            raise ValueError(errors.size_mismatch(what, name, [("the first", a.size), ("the second", b.size)]))
 
 
 def make_axes(**sizes: int) -> tuple[Axis, ...]:
@@ -239,7 +239,7 @@ def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
     (Axis(name='batch', size=8), Axis(name='embed', size=4))
     """
     both = selectors(a1) + selectors(a2)
-    _errors.distinct("concat_axes", tuple(map(name_of, both)))
+    errors.distinct("concat_axes", tuple(map(name_of, both)))
     return _like(a1, both)
 
 
@@ -287,7 +287,7 @@ def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection
     _check_present("replace_axis", [name_of(old)], axis_spec)
     _check_sizes("replace_axis", known, _by_name(old))
     found = [s for n, a in known.items() for s in (selectors(new) if n == name_of(old) else (a,))]
-    _errors.distinct("replace_axis", tuple(map(name_of, found)))
+    errors.distinct("replace_axis", tuple(map(name_of, found)))
     return _like(axis_spec, found)
 
 
@@ -362,11 +362,11 @@ def rearrange_for_partial_order(
     known = {name_of(a): a for a in axes}
     named = tuple(name_of(s) for s in partial_order if not isinstance(s, EllipsisType))
     _check_present("rearrange", named, axes)
-    _errors.distinct("rearrange", named)
+    errors.distinct("rearrange", named)
     _check_sizes("rearrange", known, _by_name([s for s in partial_order if not isinstance(s, EllipsisType)]))
     rest = [n for n in known if n not in named]
     if rest and ... not in partial_order:
-        listed, shown = _errors.quoted(rest), _errors.describe_selectors(axes)
+        listed, shown = errors.quoted(rest), errors.describe_selectors(axes)
         lacking = "is missing; name it" if len(rest) == 1 else "are missing; name them"
         raise ValueError(f"rearrange: {listed} of {shown} {lacking}, or add `...`.")
     order = [[] if isinstance(s, EllipsisType) else [name_of(s)] for s in partial_order]
@@ -385,4 +385,4 @@ def _check_present(what: str, names: Iterable[str], selection: AxisSelection) ->
     known = axis_spec_to_shape_dict(selection)
     if missing := [n for n in names if n not in known]:
         sizes = None if None in known.values() else list(known.values())
-        raise ValueError(_errors.missing_axes(what, missing, list(known), sizes))
+        raise ValueError(errors.missing_axes(what, missing, list(known), sizes))

@@ -25,9 +25,10 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from .core import errors
 from .named_array import NamedArray
+from .ops import _kernels
 from .ops._new_array import new_array
 from .ops._operands import at_least_float32, distinct, one_axis, require_named
 
@@ -76,7 +77,7 @@ def _transform_kernel(
     if requests is None:
         requests = tuple((n, None) for n in names[-1:])
     if not requests:
-        raise ValueError(f"{what}: there is no axis to transform in {_errors.describe_axes(names)}.")
+        raise ValueError(f"{what}: there is no axis to transform in {errors.describe_axes(names)}.")
     asked = tuple(key for key, _ in requests)
     chosen = _kernels.select(what, names, asked)
     positions = tuple(names.index(n) for n in chosen)
@@ -85,7 +86,7 @@ def _transform_kernel(
     renamed = {n: name_of(new) for n, new in zip(chosen, wanted, strict=True) if isinstance(new, (Axis, str))}
     out_names = distinct(what, tuple(renamed.get(n, n) for n in names))
     if len(chosen) > 1 and several is None:
-        raise ValueError(f"{what}: it runs along one axis, got {_errors.describe_axes(chosen)}.")
+        raise ValueError(f"{what}: it runs along one axis, got {errors.describe_axes(chosen)}.")
 
     def positional(x):
         natural = [x.shape[p] for p in positions]
@@ -94,9 +95,9 @@ def _transform_kernel(
         full = [default if length is None else length for default, length in zip(natural, lengths, strict=True)]
         short = [n for n, length in zip(chosen, full, strict=True) if length < 1]
         if short:
-            listed = _errors.quoted(short)
+            listed = errors.quoted(short)
             raise ValueError(
-                f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
+                f"{what}: the result for {errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
                 "Ask for a length with Axis(name, size)."
             )
         x = at_least_float32(x)  # there are no half-precision routines

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
 
-from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from .core import errors
 from .named_array import NamedArray
+from .ops import _kernels
 from .ops._operands import as_float, check_new_axis, distinct, require_named, static_number
 
 __all__ = [
@@ -80,7 +81,7 @@ def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
     rows, cols = x.shape[-2:]
     if form.square and rows != cols:
         raise ValueError(
-            f"{what}: the matrix {_errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
+            f"{what}: the matrix {errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
         )
     if form.decomposes:
         _check_dtype(what, x)
@@ -373,7 +374,7 @@ def _system_kernel(
     _kernels.select(what, b_names, row, operand=1)
     if col in b_names:
         raise ValueError(
-            f"{what}: the right-hand side {_errors.describe_axes(b_names)} has axis {col!r}, which the result has in "
+            f"{what}: the right-hand side {errors.describe_axes(b_names)} has axis {col!r}, which the result has in "
             f"the place of {row!r}. Rename it there."
         )
     batch = tuple(n for n in a_names if n not in (row, col))
@@ -454,7 +455,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
         fn = functools.partial(jnp.linalg.norm, axis=positions if len(chosen) == 2 else positions[0], ord=ord)
     else:
         raise ValueError(
-            f"{what}: pass one axis for vectors, or two for matrices; got {_errors.describe_axes(chosen)}. Flatten "
+            f"{what}: pass one axis for vectors, or two for matrices; got {errors.describe_axes(chosen)}. Flatten "
             "them first, or leave out `axis` for the norm of all elements."
         )
     if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
@@ -467,7 +468,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def norm(a: NamedArray, axis: AxisSelection | None = None, ord: float | str | None = None) -> NamedArray:
     """Compute the norm of vectors or matrices.
 

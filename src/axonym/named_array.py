@@ -25,8 +25,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
 
-from . import _errors
 from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
+from .core import errors
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -53,16 +53,14 @@ class Shape(dict[str, int]):
         listed = ", ".join(self.keys())
         if isinstance(name, (int, np.integer)):
             raise TypeError(f"A size is looked up by name, got {name}: write `x.shape[name]`. The axes are {listed}.")
-        raise KeyError(
-            f"no axis {name!r} in {_errors.describe_shape(self)}.{_errors.suggestion(str(name), self.keys())}"
-        )
+        raise KeyError(f"no axis {name!r} in {errors.describe_shape(self)}.{errors.suggestion(str(name), self.keys())}")
 
     def __call__(self, *args: Any) -> NoReturn:
         raise TypeError(f"A shape is not called: `x.shape[name]` is a size. The axes are {', '.join(self.keys())}.")
 
     def __iter__(self) -> Iterator[str]:
         raise TypeError(
-            f"Iterating over the shape {_errors.describe_shape(self)} is ambiguous: `x.names` are the names, and "
+            f"Iterating over the shape {errors.describe_shape(self)} is ambiguous: `x.names` are the names, and "
             "`x.shape.values()` the sizes. Axes with sizes, `x.axes`, are what most operations take."
         )
 
@@ -105,9 +103,9 @@ class NamedArray(_Base):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):  # a property has failed: raise its own error
                 return object.__getattribute__(self, name)
-            from . import _foreign_names
+            from .core import foreign_names
 
-            hint = _foreign_names.of_array(name, self.names)
+            hint = foreign_names.of_array(name, self.names)
             raise AttributeError(f"'NamedArray' object has no attribute {name!r}.{hint}", name=name, obj=self)
 
         def __setitem__(self, index: Any, value: Any) -> None:
@@ -118,7 +116,7 @@ class NamedArray(_Base):
             )
 
         def __len__(self) -> int:
-            axes = f"{_errors.describe_axes(self.names)}: `x.axis_size({self.names[0]!r})`" if self.names else "()"
+            axes = f"{errors.describe_axes(self.names)}: `x.axis_size({self.names[0]!r})`" if self.names else "()"
             raise TypeError(f"A named array has no len(), but a size for each axis of {axes}.")
 
     # --- properties ---
@@ -190,7 +188,7 @@ class NamedArray(_Base):
     def _sizes(self) -> tuple[int, ...]:
         if self.array is None:
             raise ValueError(
-                f"The named array {_errors.describe_axes(self.names)} is empty: its array is None, as "
+                f"The named array {errors.describe_axes(self.names)} is empty: its array is None, as "
                 "`equinox.partition` and `equinox.filter` leave what they filter out."
             )
         return jnp.shape(self.array)
@@ -429,7 +427,7 @@ def wrap_like(array: Any, x: Any) -> Any:
     return wrap(array, x.names) if isinstance(x, NamedArray) else array
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def named(a: Any, axis: AxisSelection) -> NamedArray:
     """Name the axes of an array, of a (nested) list of numbers, or of a number.
 
@@ -476,7 +474,7 @@ shape_checks = contextvars.ContextVar("axonym_shape_checks", default=True)
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
-    names = _errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
+    names = errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
     if not shape_checks.get():
         return array, names
     if isinstance(array, NamedArray):
@@ -492,14 +490,14 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
         words = re.split(r"[\s,]+", names[0].strip()) if len(names) == 1 else []
         hint = f" Names are a sequence: {tuple(words)}." if len(words) > 1 else ""
         raise ValueError(
-            f"NamedArray: {_errors.counted(len(names), 'axis', 'axes')} {_errors.describe_selectors(found)} for an "
+            f"NamedArray: {errors.counted(len(names), 'axis', 'axes')} {errors.describe_selectors(found)} for an "
             f"array of rank {len(shape)}, shape {tuple(shape)}.{hint}"
         )
     for s, size in zip(found, shape, strict=True):
         if isinstance(s, Axis) and s.size != size:
             raise ValueError(
                 f"NamedArray: axis {s.name!r} has size {s.size}, but the array has {size} there: axes "
-                f"{_errors.describe_selectors(found)}, shape {tuple(shape)}."
+                f"{errors.describe_selectors(found)}, shape {tuple(shape)}."
             )
     return array, names
 
@@ -507,7 +505,7 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
 @functools.lru_cache(maxsize=4096)
 def _axes(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
     if len(names) != len(shape):
-        raise ValueError(_errors.wrong_rank(names, shape))
+        raise ValueError(errors.wrong_rank(names, shape))
     return tuple(map(Axis, names, shape))
 
 
@@ -517,11 +515,11 @@ def resolve_axes(names: Names, shape: tuple[int, ...], selection: AxisSelection,
     found = selectors(selection)
     missing = [n for s in found if (n := name_of(s)) not in known]
     if missing:
-        raise ValueError(_errors.missing_axes(what, missing, names, shape))
+        raise ValueError(errors.missing_axes(what, missing, names, shape))
     for s in found:
         if isinstance(s, Axis) and known[s.name] is not s:
             places = [("the array", known[s.name].size), ("the argument", s.size)]
-            raise ValueError(_errors.size_mismatch(what, s.name, places))
+            raise ValueError(errors.size_mismatch(what, s.name, places))
     return tuple(known[name_of(s)] for s in found)
 
 
@@ -545,7 +543,7 @@ def describe_array(array: Any) -> str:
     raw, names = array.array, array.names
     dtype = getattr(raw, "dtype", None)
     if dtype is None or isinstance(raw, NamedArray):  # `jax.jacrev` makes a `NamedArray` in a `NamedArray`
-        return f"{type(raw).__name__}{_errors.describe_axes(names)}"
+        return f"{type(raw).__name__}{errors.describe_axes(names)}"
     shape = jnp.shape(raw)
     if len(shape) != len(names):
         return f"{dtype}[{', '.join(names)}] over shape {shape}"

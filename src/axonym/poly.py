@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _errors, _kernels
 from .axis import Names
+from .core import errors
 from .named_array import NamedArray, NamedOrNumeric, describe_array, wrap, wrap_result
+from .ops import _kernels
 from .ops._operands import distinct, private
 
 __all__ = [
@@ -324,7 +325,7 @@ def _polyfit_kernel(
 ) -> _kernels.Kernel:
     x_names, y_names = in_names[:2]
     if len(x_names) != 1 or in_names[2:] not in ((), (x_names,)) or x_names[0] not in y_names:
-        listed = ", ".join(f"{p} has {_errors.describe_axes(n)}" for p, n in zip("xyw", in_names, strict=False))
+        listed = ", ".join(f"{p} has {errors.describe_axes(n)}" for p, n in zip("xyw", in_names, strict=False))
         raise ValueError(
             "polyfit: the points lie along one axis, which x, y and the weights w share; only y may have others. "
             f"Here {listed}. Rename the axis of the points alike."

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from . import _errors
-from ._tree_spec import PROGRAM_ARRAYS
+from .core import errors
+from .core.tree_spec import PROGRAM_ARRAYS
 from .quantization.overwriting import OverwriteWithGradient
 
 __all__ = ["Policy", "get_policy", "mixed_precision"]
@@ -71,7 +71,7 @@ class Policy:
             if key not in _PARTS or not equals:
                 raise ValueError(
                     f"precision: no part {part.strip()!r} in {text!r}; the parts are params=, compute= and output=."
-                    + _errors.suggestion(key, ("params", "compute", "output"))
+                    + errors.suggestion(key, ("params", "compute", "output"))
                 )
             if _PARTS[key] in given:
                 raise ValueError(f"precision: {_PARTS[key]!r} is given twice in {text!r}.")
@@ -174,7 +174,7 @@ def _parsed(name: str, text: str) -> Any:
         return jnp.dtype(_SHORT.get(name, name))
     except TypeError:
         known = (*_SHORT.values(), *_SHORT, "half")
-        raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{_errors.suggestion(name, known)}") from None
+        raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
 
 
 def _floating(what: str, dtype: Any) -> np.dtype:

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from . import _errors
-from ._mesh_axes import explicit_mesh
 from .axis import Axis, AxisSelector, Names
+from .core import errors
+from .distribution.mesh_axes import explicit_mesh
 from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan
 from .ops._operands import require_named
@@ -296,7 +296,7 @@ def new_ref(value: NamedArray) -> NamedRef:
     """
     array = require_named("new_ref", value).array
     if jnp.ndim(array) != len(value.names):
-        raise ValueError(_errors.wrong_rank(value.names, jnp.shape(array)))
+        raise ValueError(errors.wrong_rank(value.names, jnp.shape(array)))
     return _ref_to_all(jax.new_ref(array), value.names)
 
 

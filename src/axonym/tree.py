@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from . import _errors, _tree_spec
 from .axis import Axis, AxisSelector, name_of
+from .core import errors, tree_spec
 from .named_array import NamedArray, describe_array, is_named_array, resolve_axes, wrap
 from .ops.broadcasting import broadcast_axis
 from .ops.indexing import index
@@ -224,7 +224,7 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
     ]
     if not having:
         known = dict.fromkeys(n for _, x in found if isinstance(x, NamedArray) for n in x.names)
-        raise ValueError(_errors.missing_axes("resize_axis", [name], list(known)))
+        raise ValueError(errors.missing_axes("resize_axis", [name], list(known)))
     keys = maybe_rng_split(key, len(having))
     resized = [x for _, x in found]
     for i, k in zip(having, keys, strict=True):
@@ -273,9 +273,9 @@ def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     import equinox as eqx
 
     dynamic, static = eqx.partition(tree, filter_spec)
-    _, spec = _tree_spec.flatten_arrays(static, (), named=False)
+    _, spec = tree_spec.flatten_arrays(static, (), named=False)
     leaves = jax.tree.leaves_with_path(static)
-    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in leaves if not _tree_spec.is_hashable(x)]
+    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in leaves if not tree_spec.is_hashable(x)]
     if wrong:
         raise TypeError(f"hashable_partition: {', '.join(wrong)} cannot be hashed, so it cannot be static.")
     return dynamic, spec

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym._mesh_axes import mesh_axes
 from axonym.custom_partitioning import PartitioningRule, partitioned
 from axonym.custom_partitioning.rule import inferred_shardings
+from axonym.distribution.mesh_axes import mesh_axes
 from axonym.manual import collectives
 from tests.custom_partitioning.operations import (
     Batch,

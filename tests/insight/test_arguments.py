@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType
 
 import axonym as axn
-from axonym import _errors, nn
+from axonym import nn
+from axonym.core import errors
 from axonym.insight._describing import timeline
 from axonym.insight._hlo import HloProgram
 from tests.insight import cases
@@ -131,7 +132,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
         assert report.timeline is not None
         found[again] = report.timeline.kept_for_backward
         assert {h.kind for h in found[again]} == {"temporary"} and {h.phase for h in found[again]} == {"forward"}
-        total = re.escape(_errors.describe_bytes(sum(h.bytes for h in found[again])))
+        total = re.escape(errors.describe_bytes(sum(h.bytes for h in found[again])))
         assert re.search(f"^kept for the backward pass, of the temporaries: {total}: ", str(report), re.MULTILINE)
         assert len(report.to_dict()["timeline"]["kept_for_backward"]) == len(found[again])
     assert sum(h.bytes for h in found[True]) == 4 * layer + layer  # and that of the last one, for the loss

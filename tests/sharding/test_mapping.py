@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym import _context
+from axonym.distribution import active_settings
 from axonym.scalax.sharding import MeshShardingHelper
 from tests.helpers import spec
 
@@ -61,12 +61,12 @@ def test_it_is_restored_after_an_error() -> None:
 
 
 def test_equal_settings_are_one_object() -> None:
-    first = _context.intern_settings(mapping={"a": "data", "b": ("x", "y")})
-    assert first is _context.intern_settings(mapping={"b": ("x", "y"), "a": "data"})
-    assert first is not _context.intern_settings(
+    first = active_settings.intern_settings(mapping={"a": "data", "b": ("x", "y")})
+    assert first is active_settings.intern_settings(mapping={"b": ("x", "y"), "a": "data"})
+    assert first is not active_settings.intern_settings(
         mapping={"a": "data", "b": ("x", "y")}, parameter_mapping={"c": "data"}
     )
-    assert _context.intern_settings(mapping={}) is None
+    assert active_settings.intern_settings(mapping={}) is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym import _context
+from axonym.distribution import active_settings
 from tests.helpers import spec
 
 
@@ -104,7 +104,7 @@ def test_a_mapping_inside_fsdp_leaves_parameters_where_they_rest(merge):
 
     def step(w, x):
         with axn.axis_mapping({"batch": "data"}, merge=merge):
-            seen.append(_context.active_settings())
+            seen.append(active_settings.active_settings())
             return axn.dot(x, w, axis="embed")
 
     with axn.set_mesh(axn.make_mesh({"data": 8})):

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym import _function_cache, random
+from axonym import random
+from axonym.core import function_cache
 from axonym.custom_partitioning import partitioned
 from axonym.transforms.control import cond, while_loop
 from axonym.transforms.lift import lift
@@ -231,7 +232,7 @@ def test_leaves_are_not_kept() -> None:
     references = use()
     gc.collect()
     assert [r() for r in references] == [None, None]
-    assert not _function_cache._CACHES[body]
+    assert not function_cache._CACHES[body]
 
 
 @pytest.mark.parametrize("holder", [functools.partial, jax.tree_util.Partial, lambda fn, w: Project(w, fn)])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym import _function_cache
+from axonym.core import function_cache
 from axonym.transforms.scan import fold, map, scan
 from benchmarks.program import instructions
 from tests.helpers import compilations
@@ -102,14 +102,14 @@ def test_functions_and_what_they_close_over_can_be_collected() -> None:
 
 
 def test_what_is_kept_for_a_function_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_function_cache, "_LIMIT", 2)
+    monkeypatch.setattr(function_cache, "_LIMIT", 2)
 
     def body(c: Any, x: Any, k: int) -> Any:
         return c + k
 
     for k in range(4):
         assert int(fold(body, "time")(0, XS, k)) == 8 * k
-    assert len(_function_cache._CACHES[body]) == 2
+    assert len(function_cache._CACHES[body]) == 2
 
 
 def test_callables_that_define_equality_are_not_confused() -> None:

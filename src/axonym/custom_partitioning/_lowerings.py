@@ -27,9 +27,9 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .._jax_versions import varying_axes
-from .._mesh_axes import AnyMesh, axes_in, axes_of_type, padded
-from .._per_device import run_per_device
+from ..core.jax_versions import varying_axes
+from ..distribution.mesh_axes import AnyMesh, axes_in, axes_of_type, padded
+from ..distribution.per_device import run_per_device
 from ..manual._axis_environment import activate
 from .rule import (
     REPLICATED,

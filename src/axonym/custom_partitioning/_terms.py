@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from .. import _errors, _parsing
 from ..axis import Names
+from ..core import errors, parsing
 from .rule import Dimension, Term
 
 
@@ -27,7 +27,7 @@ class NamedShape:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"of shape {self.shape}" if self.names is None else _errors.describe_axes(self.names, self.shape)
+        return f"of shape {self.shape}" if self.names is None else errors.describe_axes(self.names, self.shape)
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class PartitioningTerms:
         """Record a dimension that is one factor."""
         if self.sizes.setdefault(factor, size) != size:
             places = [("what came before", self.sizes[factor]), (place, size)]
-            raise ValueError(_errors.size_mismatch(self.what, factor, places))
+            raise ValueError(errors.size_mismatch(self.what, factor, places))
 
 
 def by_names(what: str, operands: Sequence[NamedShape], results: Sequence[NamedShape]) -> PartitioningTerms:
@@ -65,30 +65,30 @@ def by_names(what: str, operands: Sequence[NamedShape], results: Sequence[NamedS
     return terms
 
 
-def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression:
+def parse(what: str, text: str, sizes: Mapping[str, int]) -> parsing.Expression:
     """Parse the string of a rule, and check it and the sizes of factors as far as is possible without arrays."""
-    expression = _parsing.parse(what, text, comma="terms")
+    expression = parsing.parse(what, text, comma="terms")
     for term in expression.lhs:
         if not term.ordered:
             expression.fail(term, "dimensions have an order, so they are written without braces.")
     known = words(expression)
     for name, size in sizes.items():
         if name not in known:
-            listed = _errors.quoted(known) or "none"
+            listed = errors.quoted(known) or "none"
             raise TypeError(f"{what}: {name!r} is not among the axes of the rule, {listed}."
-                            + _errors.suggestion(name, known))  # fmt: skip
+                            + errors.suggestion(name, known))  # fmt: skip
         if not isinstance(size, int):
             raise TypeError(f"{what}: {name}={size!r} should be the size of that axis, an integer.")
     return expression
 
 
-def words(expression: _parsing.Expression) -> list[str]:
+def words(expression: parsing.Expression) -> list[str]:
     """Return all different words of an expression."""
     return list(dict.fromkeys(v.name for term in (*expression.lhs, *expression.rhs) for v in term.variables))
 
 
 def by_string(
-    expression: _parsing.Expression,
+    expression: parsing.Expression,
     sizes: Mapping[str, int],
     operands: Sequence[NamedShape],
     results: Sequence[NamedShape],
@@ -99,16 +99,16 @@ def by_string(
     sides = (("operand", expression.lhs, operands, terms.operands), ("result", expression.rhs, results, terms.results))
     for kind, side, arrays, _ in sides:
         if len(side) != len(arrays):
-            where = _parsing.Place(side[0].start, max(side[-1].stop, side[0].start + 1))
+            where = parsing.Place(side[0].start, max(side[-1].stop, side[0].start + 1))
             verb = "the call has" if kind == "operand" else "the function returns"
             expression.fail(where, f"{len(side)} {kind}{'s' * (len(side) != 1)} here, but {verb} {len(arrays)}.")
-    groups: list[tuple[_parsing.Group, int]] = []
+    groups: list[tuple[parsing.Group, int]] = []
     for kind, side, arrays, into in sides:
         for i, (term, x) in enumerate(zip(side, arrays, strict=True)):
             place = f"{kind} {i}"
             bound = (_bound_by_position if x.names is None else _bound_by_name)(expression, term, x, place)
             for (element, dimension), size in zip(bound, x.shape, strict=True):
-                if isinstance(element, _parsing.Group):
+                if isinstance(element, parsing.Group):
                     groups.append((element, size))
                     if element.name is not None:
                         _name_group(expression, terms, element, dimension)
@@ -120,49 +120,49 @@ def by_string(
     return terms
 
 
-_Bound = list[tuple[_parsing.Element, Dimension]]
+_Bound = list[tuple[parsing.Element, Dimension]]
 """For each dimension of an array, the element of the string that stands for it, and its factors."""
 
 
-def _dimension(element: _parsing.Element) -> Dimension:
-    assert not isinstance(element, _parsing.Dots)
-    return (element.name,) if isinstance(element, _parsing.Name) else tuple(m.name for m in element.members)
+def _dimension(element: parsing.Element) -> Dimension:
+    assert not isinstance(element, parsing.Dots)
+    return (element.name,) if isinstance(element, parsing.Name) else tuple(m.name for m in element.members)
 
 
-def _bound_by_position(expression: _parsing.Expression, term: _parsing.Term, x: NamedShape, place: str) -> _Bound:
+def _bound_by_position(expression: parsing.Expression, term: parsing.Term, x: NamedShape, place: str) -> _Bound:
     others = len(x.shape) - len(term.elements) + (term.dots is not None)
     if others < 0 or (others and term.dots is None):
         count = len(term.elements) - (term.dots is not None)
         at_least = "at least " if term.dots is not None else ""
         _fail(expression, term, f"{at_least}{count} dimension{'s' * (count != 1)} here, but {place} is {x}.")
     found = [
-        [(e, (f"...{i}",)) for i in range(others)] if isinstance(e, _parsing.Dots) else [(e, _dimension(e))]
+        [(e, (f"...{i}",)) for i in range(others)] if isinstance(e, parsing.Dots) else [(e, _dimension(e))]
         for e in term.elements
     ]
     return list(itertools.chain.from_iterable(found))
 
 
-def _bound_by_name(expression: _parsing.Expression, term: _parsing.Term, x: NamedShape, place: str) -> _Bound:
+def _bound_by_name(expression: parsing.Expression, term: parsing.Term, x: NamedShape, place: str) -> _Bound:
     assert x.names is not None
-    known: dict[str, _parsing.Element] = {}
+    known: dict[str, parsing.Element] = {}
     for element in term.elements:
-        if isinstance(element, _parsing.Dots):
+        if isinstance(element, parsing.Dots):
             continue
-        if isinstance(element, _parsing.Group) and element.name is None:
+        if isinstance(element, parsing.Group) and element.name is None:
             expression.fail(element, f"{place} has names, so this group needs the name of its axis: `(name: a b)`.")
-        name = element.name if isinstance(element, _parsing.Name) else element.name.name  # pyright: ignore
+        name = element.name if isinstance(element, parsing.Name) else element.name.name  # pyright: ignore
         if name not in x.names:
-            expression.fail(element, f"{place} {x} has no axis {name!r}.{_errors.suggestion(name, x.names)}")
+            expression.fail(element, f"{place} {x} has no axis {name!r}.{errors.suggestion(name, x.names)}")
         known[name] = element
     others = [n for n in x.names if n not in known]
     if others and term.dots is None:
-        listed = _errors.quoted(others)
+        listed = errors.quoted(others)
         _fail(expression, term, f"{place} {x} has {listed} as well. Name them, or add `...` for all others.")
     return [(known[n], _dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
 
 
 def _name_group(
-    expression: _parsing.Expression, terms: PartitioningTerms, group: _parsing.Group, dimension: Dimension
+    expression: parsing.Expression, terms: PartitioningTerms, group: parsing.Group, dimension: Dimension
 ) -> None:
     assert group.name is not None
     if terms.groups.setdefault(group.name.name, dimension) != dimension:
@@ -173,7 +173,7 @@ def _name_group(
         expression.fail(group, f"{group.name.name!r} is an axis here, and a factor elsewhere.")
 
 
-def _complete(expression: _parsing.Expression, terms: PartitioningTerms, group: _parsing.Group, size: int) -> None:
+def _complete(expression: parsing.Expression, terms: PartitioningTerms, group: parsing.Group, size: int) -> None:
     """Check the sizes of a group, or compute the missing one."""
     members = [m.name for m in group.members]
     missing = [m for m in members if m not in terms.sizes]
@@ -187,6 +187,6 @@ def _complete(expression: _parsing.Expression, terms: PartitioningTerms, group: 
         terms.sizes[missing[0]] = size // known
 
 
-def _fail(expression: _parsing.Expression, term: _parsing.Term, message: str) -> NoReturn:
+def _fail(expression: parsing.Expression, term: parsing.Term, message: str) -> NoReturn:
     """Raise an error that points at a term, even if it has no words."""
-    expression.fail(_parsing.Place(term.start, max(term.stop, term.start + 1)), message)
+    expression.fail(parsing.Place(term.start, max(term.stop, term.start + 1)), message)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from .. import _errors, _kernels, _output_sharding
-from .._context import active_mapping
-from .._mesh_axes import axes_of_type, current_mesh
 from ..axis import Axis, AxisSelector, Names, name_of
+from ..core import errors
+from ..distribution import output_sharding
+from ..distribution.active_settings import active_mapping
+from ..distribution.mesh_axes import axes_of_type, current_mesh
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
+from ..ops import _kernels
 from ..ops._operands import check_new_axis, extreme, one_axis, operand, private, replaced, require_subset
 from .decorator import Partitioned, partitioned
 
@@ -38,7 +40,7 @@ def top_k(
 def top_k(
     array: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
 ) -> tuple[jax.Array, jax.Array]: ...
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def top_k(
     array: Any,
     axis: Any,
@@ -153,7 +155,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         open_ = bool(auto) and not active_mapping()
         manual = axes_of_type(mesh, AxisType.Manual)
         if open_ and (manual or axes_of_type(mesh, AxisType.Explicit)):
-            return _output_sharding.call_with_output_sharding(
+            return output_sharding.call_with_output_sharding(
                 _WHAT, unsharded, in_names, (found_names,) * 2, (x, *limits)
             )
         if not open_ and len(manual) in (0, len(mesh.axis_names)):
@@ -181,7 +183,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         values, places, given = arrays[0], arrays[1], arrays[2:]
 
         def values_at(*given):
-            return _output_sharding.call_with_output_sharding(
+            return output_sharding.call_with_output_sharding(
                 _WHAT, at, (found_names, *in_names), found_names, (places, *given)
             )
 

@@ -25,15 +25,24 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .. import _context, _errors
-from .._function_cache import FunctionCache
-from .._jax_versions import INLINE
-from .._kernels import transpose_to
-from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, has_explicit, sharded_over
-from .._tree_spec import StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
+from ..core import errors
+from ..core.function_cache import FunctionCache
+from ..core.jax_versions import INLINE
+from ..core.tree_spec import StaticLeaf, TreeSpec, flatten_arrays
+from ..distribution import active_settings
+from ..distribution.mesh_axes import (
+    NO_MESH,
+    AnyMesh,
+    axes_of_type,
+    current_mesh,
+    explicit_mesh,
+    has_explicit,
+    sharded_over,
+)
 from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
+from ..ops._kernels import transpose_to
 from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, per_device
 from ._terms import NamedShape, by_names, by_string, parse, words
 from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
@@ -242,7 +251,7 @@ class Partitioned:
         results = _Results()
 
         def call(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-            with _context.activate(None):  # the rule decides the sharding of axes
+            with active_settings.activate(None):  # the rule decides the sharding of axes
                 return flatten_arrays(fn(*spec.unflatten(arrays), **options), _ARRAYS)
 
         def unsharded(*arrays: Any) -> Arrays:
@@ -375,7 +384,7 @@ def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
 
 
 def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Arrays:
-    settings, mesh = _context.active_settings(), current_mesh()
+    settings, mesh = active_settings.active_settings(), current_mesh()
     call = jax.custom_jvp(functools.partial(by_partitioner, operation, mesh))
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
@@ -388,7 +397,7 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
                 given[i] = x
             if mesh is None:  # there is none, or only the compiler knows it
                 return operation.call_unsharded(*given)
-            with _context.activate(settings):
+            with active_settings.activate(settings):
                 shardings = _known_shardings(operation, mesh, given)
             return per_device(operation, mesh, shardings, *given)
 
@@ -400,7 +409,7 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
 def _known_shardings(operation: PartitionedOperation, mesh: AnyMesh, arrays: Sequence[Any]) -> Shardings:
     """Return the sharding of each factor if it must be known: from types, and on Auto mesh axes from the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)
-    unmapped = not _context.active_mapping()
+    unmapped = not active_settings.active_mapping()
     if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
         over = ", ".join(f"{a}={mesh.shape[a]}" for a in auto)
         reason = (
@@ -450,7 +459,7 @@ def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
 
 def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Convert a result of the per-shard function to the layout and dtype of the unsharded result."""
-    expected = f"{dtype}{list(shape) if names is None else _errors.describe_axes(names, shape)}"
+    expected = f"{dtype}{list(shape) if names is None else errors.describe_axes(names, shape)}"
     if isinstance(x, NamedArray) != (names is not None) or (names is not None and set(x.names) != set(names)):
         raise ValueError(f"{what}: expected {expected}, got {_described(x)}.")
     array = jnp.asarray(x) if names is None else transpose_to(jnp.asarray(x.array), x.names, names)
@@ -474,6 +483,6 @@ def _check_kinds(what: str, kinds: Sequence[tuple[str, ...]]) -> None:
     listed = [f for kind in kinds for f in kind]
     if twice := sorted({f for f in listed if listed.count(f) > 1}):
         raise ValueError(
-            f"{what}: {_errors.quoted(twice)} is listed more than once in `reduced`, `replicated` and "
+            f"{what}: {errors.quoted(twice)} is listed more than once in `reduced`, `replicated` and "
             "`permuted`. Each axis is one of these, or passed through."
         )

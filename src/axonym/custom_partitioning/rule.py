@@ -18,9 +18,9 @@ from types import MappingProxyType
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
 
-from .. import _errors
-from .._context import Entry
-from .._mesh_axes import mesh_axes, spec_of
+from ..core import errors
+from ..distribution.active_settings import Entry
+from ..distribution.mesh_axes import mesh_axes, spec_of
 from ..manual._axis_environment import ArgumentAxis, Axes, AxisEnvironment, interned
 
 Dimension = tuple[str, ...]
@@ -182,11 +182,11 @@ def inferred_shardings(
     taken = [a for axes in chosen.values() for a in axes]
     for factor, axes in chosen.items():
         if factor not in rule.sizes:
-            raise ValueError(f"{what}: there is no axis {factor!r}.{_errors.suggestion(factor, rule.sizes)}")
+            raise ValueError(f"{what}: there is no axis {factor!r}.{errors.suggestion(factor, rule.sizes)}")
         if unknown := [a for a in axes if a not in mesh]:
             raise ValueError(
                 f"{what}: axis {factor!r} goes to mesh axis {unknown[0]!r}, which the mesh does not have."
-                + _errors.suggestion(unknown[0], mesh)
+                + errors.suggestion(unknown[0], mesh)
             )
         if twice := [a for a in axes if taken.count(a) > 1]:
             raise ValueError(f"{what}: mesh axis {twice[0]!r} can shard one axis, and is to shard several.")
@@ -196,7 +196,7 @@ def inferred_shardings(
                 "listed in `reduced`."
             )
         if not _divides(rule, factor, axes, mesh):
-            over = _errors.describe_shape({a: mesh[a] for a in axes})
+            over = errors.describe_shape({a: mesh[a] for a in axes})
             raise ValueError(f"{what}: axis {factor!r} of size {rule.sizes[factor]} cannot be sharded over {over}.")
     return _contiguous(rule, chosen, mesh)
 
@@ -252,11 +252,11 @@ def make_rule(
     for option, factors in (("reduced", reduced), ("replicated", replicated), ("permuted", permuted)):
         if missing := [f for f in factors if f not in known]:
             raise ValueError(
-                f"{what}: `{option}` has {_errors.quoted(missing)}, but the axes of operands and results are "
-                f"{_errors.describe_axes(known, [sizes[f] for f in known])}.{_errors.suggestions(missing, known)}"
+                f"{what}: `{option}` has {errors.quoted(missing)}, but the axes of operands and results are "
+                f"{errors.describe_axes(known, [sizes[f] for f in known])}.{errors.suggestions(missing, known)}"
             )
     if kept := [f for f in reduced if f in out]:
-        listed = _errors.quoted(kept)
+        listed = errors.quoted(kept)
         raise ValueError(
             f"{what}: `reduced` has {listed}, which the results have too. An axis that is passed through may be "
             "sharded without being listed."

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import equinox as eqx
 import jax
 
-from .._tree_spec import ARRAYS
+from ..core.tree_spec import ARRAYS
 from ..named_array import NamedArray, describe_array, is_named_array, raw
 
 __all__ = ["IdentityMap", "ModuleProblems", "diagnose_common_issues"]

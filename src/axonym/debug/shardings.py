@@ -12,10 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from .. import _errors
-from .._errors import counted, describe_bytes
-from .._mesh_axes import mesh_axes
 from ..axis import Axis
+from ..core import errors
+from ..core.errors import counted, describe_bytes
+from ..distribution.mesh_axes import mesh_axes
 from ..named_array import describe_array, raw, wrap
 from ..sharding.placement import Leaf, leaves_of, present_sharding
 
@@ -75,7 +75,7 @@ def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
     """
     shape = tuple(a.size for a in axes)
     names = tuple(a.name for a in axes)
-    head = f"{_errors.describe_axes(names, shape)} on {_kind(sharding)}"
+    head = f"{errors.describe_axes(names, shape)} on {_kind(sharding)}"
     print("\n".join([head, *_describe_axes(names, shape, sharding), *_draw(names, shape, sharding)]))
 
 

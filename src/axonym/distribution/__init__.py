@@ -1,7 +1,11 @@
-"""How operations are distributed: what a decision is (`decisions`), and who makes it (`policy`).
+"""Decide how operations are distributed, and carry it out.
 
-Nothing here knows arrays, meshes or JAX: a decision follows from names, sizes and mappings. So it is the same for the
-code that carries it out, on Explicit mesh axes (`_output_sharding`, `ops/_contraction_plan`) and with FSDP parameters
-(`_fsdp_ops`), and for the code that predicts it (`insight/_by_names`). On Auto mesh axes XLA decides, and
+`policy` decides where the result of an operation lies, what is gathered and what is added up; `decisions` has the terms
+of a decision. These two know no arrays: a decision follows from names, sizes and mappings. So it is the same for the
+code that carries it out, on Explicit mesh axes (`output_sharding`, `ops/_contraction_plan`) and with FSDP parameters
+(`fsdp_ops`), and for the code that predicts it (`insight/_by_names`). On Auto mesh axes XLA decides, and
 `tests/distribution` compares.
+
+`active_settings` keeps the mappings that are active, `mesh_axes` answers which mesh axes they and the arrays name, and
+`per_device` runs a function on the shards of each device.
 """

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from .._context import Entry
-from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
+from .active_settings import Entry
+from .mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 
 
 class PlacedAxes(NamedTuple):

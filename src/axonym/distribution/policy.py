@@ -7,7 +7,7 @@
 `exchange_columns`: a look-up in a table whose columns are stored sharded gathers indices in place of the table.
 
 Other code carries these decisions out or predicts them: see the package. Some families are not decided here, because
-one place decides and no other repeats it: operations along an axis (`_kernels.make_along_kernel`), top-k, convolutions,
+one place decides and no other repeats it: operations along an axis (`make_along_kernel`), top-k, convolutions,
 attention along the sequence, dispatch to experts. Neither are the rules of users (`custom_partitioning`), where an axis
 may have several factors, and the largest operand decides where `settle` raises an error.
 
@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from .. import _errors
-from .._mesh_axes import Axes, entry_of
 from ..axis import Names
+from ..core import errors
 from .decisions import ColumnExchange, Decision, Mappings, PartialSum, PlacedAxes, Undecided, distinct
+from .mesh_axes import Axes, entry_of
 
 Successors = Mapping[str, Names]
 """The axes of a result that take over the sharding of an operand's axis, major to minor. Where several axes are merged
@@ -205,7 +205,7 @@ def exchange_columns(table: Names, indices: Names, indexed: str | None, by: Mapp
 def _disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -> str:
     return (
         f"{what}: the operands shard axis {name!r} over different mesh axes of "
-        f"{_errors.describe_shape(by.mesh)}, so the sharding of the result is ambiguous. Set it with "
+        f"{errors.describe_shape(by.mesh)}, so the sharding of the result is ambiguous. Set it with "
         + " or ".join(f"`axonym.axis_mapping({{{name!r}: {entry_of(c)!r}}}, merge=True)`" for c in choices)
         + ", or place the operands alike first with `axonym.shard`."
     )
@@ -216,7 +216,7 @@ def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_ma
     wanted = None if both_mapped else axis
     return (
         f"{what}: axes {listed} of the result would both be sharded over mesh axis {axis!r} of "
-        f"{_errors.describe_shape(by.mesh)}. Say which one is{' not' if both_mapped else ''} with "
+        f"{errors.describe_shape(by.mesh)}. Say which one is{' not' if both_mapped else ''} with "
         + " or ".join(f"`axonym.axis_mapping({{{n!r}: {wanted!r}}}, merge=True)`" for n in users)
         + ", or place an operand differently first with `axonym.shard`."
     )

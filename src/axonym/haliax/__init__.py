@@ -79,7 +79,8 @@ from ..typing import (
     ReductionFunction as ReductionFunction, SimpleReductionFunction as SimpleReductionFunction,
 )
 from .. import nn as _nn, ref as ref
-from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
+from .. import fft as _fft, poly as _poly, typing as _typing
+from ..core import module_field
 from ..named_array import NamedArray as _NamedArray
 from ..ops.updating import IndexedArray as _IndexedArray
 from . import (
@@ -153,7 +154,7 @@ specialized_fns = core
 for _path, _module in {
     "fft": _fft,
     "fft.fft": _fft,
-    "field": _module_field,
+    "field": module_field,
     "haxtyping": _typing,
     "nn.conv": _nn.conv,
     "nn.dropout": _sys.modules["axonym.nn.dropout"],  # the attribute is the function of that name

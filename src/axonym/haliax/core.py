@@ -21,7 +21,7 @@ from ..axis import (
     axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
     selects_axis as selects_axis,
 )
-from .._parsing import parse
+from ..core.parsing import parse
 from ..ops._index_plan import SliceSpec as SliceSpec
 from ..ops.rearranging import rearrange as _rearrange
 from ..ops.updating import updated_slice as _updated_slice

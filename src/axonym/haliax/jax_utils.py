@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from equinox import filter_checkpoint as filter_checkpoint
 from jax.experimental import multihost_utils
 
-from .._named_scope import named_call as named_call
 from ..axis import Axis
+from ..core.named_scope import named_call as named_call
 from ..named_array import NamedArray, describe_array, is_jax_array_like as is_jax_array_like
 from ..ops._index_plan import is_pallas_slice
 from ..sharding.shard import in_trace

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._parameter_names import parameter_names
-from .._tree_spec import PROGRAM_ARRAYS
+from ..core.parameter_names import parameter_names
+from ..core.tree_spec import PROGRAM_ARRAYS
 from ..sharding._compiled_function import BoundCompiledFunction, Stage
 
 

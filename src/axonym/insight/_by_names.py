@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from .._context import Entry
-from .._errors import describe_axes
-from .._mesh_axes import Axes, mapped_axes
+from ..core.errors import describe_axes
 from ..distribution import policy
+from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
+from ..distribution.mesh_axes import Axes, mapped_axes
 from . import _scopes
 from ._arguments import added_up
 from ._named_events import (

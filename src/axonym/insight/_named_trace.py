@@ -1,7 +1,7 @@
 """Trace a step once, without a mesh or mapping, and record by name what devices would exchange under a mapping.
 
 Every axis of every array in the trace gets the name that it has in the model. Names come with the arguments, and are
-followed through the operations; the scopes of named operations (see `axonym._kernels.operation_scope`) name new axes.
+followed through the operations; the scopes of named operations (see `distribution/operation_scope`) name new axes.
 The cost of sums, look-ups and gathers of parameters is then computed from these names: see `_by_names`.
 """
 
@@ -22,9 +22,9 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
-from .._context import activate
-from .._mesh_axes import NO_MESH
-from .._tree_spec import PROGRAM_ARRAYS, flatten_arrays
+from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
+from ..distribution.active_settings import activate
+from ..distribution.mesh_axes import NO_MESH
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._arguments import step_name

@@ -1,4 +1,4 @@
-"""Read the scopes of operations, which `axonym._kernels.make_kernel` writes."""
+"""Read the scopes of operations, which `axonym.ops._kernels.make_kernel` writes."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ _KEEPS_SHARDS = {"dot", "where"}.union(
 
 
 def gathers_parameters(op: ScopedOperation) -> bool:
-    """Return whether an operation gathers parameters itself: see `axonym._fsdp_ops`."""
+    """Return whether an operation gathers parameters itself: see `axonym.distribution.fsdp_ops`."""
     return op.name in _KEEPS_SHARDS - {"where"} | {"MoELinear"}
 
 

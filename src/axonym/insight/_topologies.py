@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .._mesh_axes import AnyMesh
+from ..distribution.mesh_axes import AnyMesh
 
 _MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",

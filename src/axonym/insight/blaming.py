@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import counted
-from .._mesh_axes import AnyMesh
+from ..core.errors import counted
+from ..distribution.mesh_axes import AnyMesh
 from .collectives import Collective
 from .explaining import Mappings, explain, quickest_exact
 

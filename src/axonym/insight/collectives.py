@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from .._errors import describe_bytes
+from ..core.errors import describe_bytes
 from ._hlo import Frame
 from ._text import described_axes
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._errors import describe_bytes
-from .._mesh_axes import AnyMesh
+from ..core.errors import describe_bytes
+from ..distribution.mesh_axes import AnyMesh
 from ._text import aligned, described_axes, in_order, markdown_table, written_number
 from .chips import Chip
 from .collectives import Collective

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from .. import _context, _errors
-from .._errors import describe_bytes
-from .._function_cache import FunctionCache
-from .._mesh_axes import AnyMesh
-from .._tree_spec import flatten_arrays
+from ..core import errors
+from ..core.errors import describe_bytes
+from ..core.function_cache import FunctionCache
+from ..core.tree_spec import flatten_arrays
+from ..distribution import active_settings
+from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from ._text import parsed_bytes
 from .collectives import Collective
@@ -161,7 +162,7 @@ class Contract:
             arrays, spec = flatten_arrays((args, kwargs))
             spec = spec.weak()
             types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in arrays)
-            key = spec, types, _context.active_settings(), current_mesh()
+            key = spec, types, active_settings.active_settings(), current_mesh()
             checked.find(key, (spec,), lambda: self.check(fn, *args, **kwargs).step)
             return fn(*args, **kwargs)
 
@@ -174,8 +175,8 @@ class Contract:
         for axis, limit in self.max_sent.items():
             if axis not in report.mesh:
                 raise ValueError(
-                    f"contract: the mesh has no axis {axis!r}, but {_errors.describe_shape(report.mesh)}."
-                    f"{_errors.suggestion(axis, report.mesh)}"
+                    f"contract: the mesh has no axis {axis!r}, but {errors.describe_shape(report.mesh)}."
+                    f"{errors.suggestion(axis, report.mesh)}"
                 )
             over = [c for c in report.collectives if axis in (c.axes or ())]
             sent = sum(c.total_sent or 0 for c in over)

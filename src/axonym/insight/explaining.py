@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from .._context import Entry
-from .._mesh_axes import AnyMesh
+from ..distribution.active_settings import Entry
+from ..distribution.mesh_axes import AnyMesh
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping

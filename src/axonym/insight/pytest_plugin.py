@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .._mesh_axes import AnyMesh
+from ..distribution.mesh_axes import AnyMesh
 from .contracts import Contract, contract
 from .explaining import Mappings
 from .snapshots import differences, snapshot

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._errors import counted, describe_bytes
+from ..core.errors import counted, describe_bytes
 from ._text import (
     Section,
     aligned,

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from .. import _errors
-from .._mesh_axes import AnyMesh, mesh_axes, padded
-from .._parameter_names import parameter_names
+from ..core import errors
+from ..core.parameter_names import parameter_names
+from ..distribution.mesh_axes import AnyMesh, mesh_axes, padded
 from ..named_array import raw
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.placement import Leaf, leaves_of, present_sharding
@@ -45,11 +45,11 @@ def snapshot(
     with active(mesh):
         leaves = list(_placed(distributed(fn, mapping), args, kwargs))
     sizes = [_bytes_on_each(leaf) for leaf in leaves]
-    rows = [(leaf.path, _described(leaf), _errors.describe_bytes(n)) for leaf, n in zip(leaves, sizes, strict=True)]
+    rows = [(leaf.path, _described(leaf), errors.describe_bytes(n)) for leaf, n in zip(leaves, sizes, strict=True)]
     parts = [f"on {described_mesh(report.mesh)}"]
-    parts.append("\n  ".join([f"arguments: {_errors.describe_bytes(sum(sizes))} on each device", *aligned(rows)]))
+    parts.append("\n  ".join([f"arguments: {errors.describe_bytes(sum(sizes))} on each device", *aligned(rows)]))
     sent = sorted(counted(report.collectives).values(), key=lambda found: (-found[0] * found[1], found[2]))
-    lines = [f"{times} x {_errors.describe_bytes(n)}  {text}" for times, n, text in sent]
+    lines = [f"{times} x {errors.describe_bytes(n)}  {text}" for times, n, text in sent]
     parts.append("\n  ".join(["sent by each device:", *lines]) if lines else "nothing is sent between devices")
     return "\n\n".join(parts)
 
@@ -69,7 +69,7 @@ def differences(before: str, after: str) -> list[str]:
                 bytes_more[what] += new_size - size
     for what, paths in sorted(changed.items()):
         more = bytes_more[what]
-        cost = f": {'+' if more > 0 else ''}{_errors.describe_bytes(more)} on each device" if more else ""
+        cost = f": {'+' if more > 0 else ''}{errors.describe_bytes(more)} on each device" if more else ""
         found.append(f"{what} in {', '.join(sorted(paths))}{cost}")
     found += [f"argument {path} is new" for path in sorted(new.keys() - old.keys())]
     found += [f"argument {path} is gone" for path in sorted(old.keys() - new.keys())]
@@ -113,7 +113,7 @@ def _placed(fn: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
 def _described(leaf: Leaf) -> str:
     array, sharding = raw(leaf.value), present_sharding(leaf.value)
     spec = padded(sharding.spec if isinstance(sharding, NamedSharding) else (), array.ndim)
-    return _errors.describe_sharded(array.dtype, leaf.names, array.shape, map(mesh_axes, spec))
+    return errors.describe_sharded(array.dtype, leaf.names, array.shape, map(mesh_axes, spec))
 
 
 def _bytes_on_each(leaf: Leaf) -> int:

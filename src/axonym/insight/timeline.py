@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .._errors import counted, describe_bytes
+from ..core.errors import counted, describe_bytes
 from ._text import Section, aligned, described_axes
 from .collectives import Collective, Source
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._mesh_axes import AnyMesh
-from .._tree_spec import PROGRAM_ARRAYS
+from ..core.tree_spec import PROGRAM_ARRAYS
+from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import AbstractMesh
 
-from .. import _errors
-from .._context import activate_here, active_mapping, active_settings
-from .._jax_versions import varying_axes
-from .._mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis
+from ..core import errors
+from ..core.jax_versions import varying_axes
+from ..distribution.active_settings import activate_here, active_mapping, active_settings
+from ..distribution.mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..named_array import NamedArray, describe_array, raw
 
 
@@ -219,7 +219,7 @@ def _meaning(what: str, word: Any) -> Axes:
         _require_inside(what, mesh)
     raise ValueError(
         f"{what}: {name!r} is neither a mesh axis nor an axis that is sharded here.{_known(mesh)}"
-        + _errors.suggestion(name, (*sharded_here(), *(p.name for p in environment.argument_axes), *mesh.shape))
+        + errors.suggestion(name, (*sharded_here(), *(p.name for p in environment.argument_axes), *mesh.shape))
     )
 
 
@@ -268,7 +268,7 @@ def _require_inside(what: str, mesh: AbstractMesh) -> None:
 
 def _known(mesh: AbstractMesh) -> str:
     sharded = ", ".join(f"{n} over {' and '.join(axes)}" for n, axes in sharded_here().items())
-    text = f" The mesh is {_errors.describe_shape(mesh.shape)}; sharded are {sharded or 'no axes'}."
+    text = f" The mesh is {errors.describe_shape(mesh.shape)}; sharded are {sharded or 'no axes'}."
     if sharded or not mesh.manual_axes:
         return text
     return (

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _context, _errors
-from .._context import Entry, active_mapping
-from .._jax_versions import varying_axes
-from .._mesh_axes import AnyMesh, axes_in, entry_of, mapped_axes, mesh_axes, restricted
+from ..core import errors
+from ..core.jax_versions import varying_axes
+from ..distribution import active_settings
+from ..distribution.active_settings import Entry, active_mapping
+from ..distribution.mesh_axes import AnyMesh, axes_in, entry_of, mapped_axes, mesh_axes, restricted
 from ..named_array import raw, wrap_like
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
 from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, of_size_one, possible_shardings
@@ -44,7 +45,7 @@ def place_results(
     """
     mesh = jax.sharding.get_abstract_mesh()
     mapping = active_mapping()
-    with _context.activate(None):  # so that a leaf without a placement has no spec
+    with active_settings.activate(None):  # so that a leaf without a placement has no spec
         leaves, structure = resolve(result, placement, mesh, what)
         by_position = _by_position(result, placement, mesh, what)
     placed, problems = [], []
@@ -88,7 +89,7 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
     if leaf.names is None:
         return PartitionSpec(*(None,) * len(leaf.shape)), []
     if len(leaf.names) != len(leaf.shape):
-        return PartitionSpec(), [f"{_path(leaf)}: {_errors.wrong_rank(leaf.names, leaf.shape)}"]
+        return PartitionSpec(), [f"{_path(leaf)}: {errors.wrong_rank(leaf.names, leaf.shape)}"]
     entries, problems, taken = [], [], set()
     for name, size in zip(leaf.names, leaf.shape, strict=True):
         ways = _ways(environment, name, size)
@@ -137,7 +138,7 @@ def _made_varying(
         names = [n for n, entry in zip(leaf.names or (), spec, strict=True) if set(mesh_axes(entry)) & set(copied)]
         problems.append(
             f"{_described(leaf)} is the same on all devices of {describe_axes(copied)}, so sharding axis "
-            f"{_errors.quoted(names)} over that would make copies of one shard. If they are meant, use "
+            f"{errors.quoted(names)} over that would make copies of one shard. If they are meant, use "
             "`axonym.pvary`; if the axis is replicated, rename it, or say so with a PartitionSpec in `out_specs`."
         )
     alone = sorted((varies - used) & of_size_one())
@@ -154,5 +155,5 @@ def _path(leaf: Leaf) -> str:
 
 def _described(leaf: Leaf) -> str:
     assert leaf.shape is not None
-    axes = _errors.describe_axes(leaf.names, leaf.shape) if leaf.names is not None else f"of shape {leaf.shape}"
+    axes = errors.describe_axes(leaf.names, leaf.shape) if leaf.names is not None else f"of shape {leaf.shape}"
     return f"{_path(leaf)} {axes}"

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors
-from .._jax_versions import varying_axes
-from .._per_device import permute
 from ..axis import Axis, AxisSelector, name_of, names_without
+from ..core import errors
+from ..core.jax_versions import varying_axes
+from ..distribution.per_device import permute
 from ..named_array import NamedArray, describe_array, raw, wrap, wrap_like
 from ..ops._op_types import map_tree, publish
 from ..ops._operands import require_named
@@ -244,12 +244,12 @@ def ppermute(x: T, axis: AnyAxis, perm: Sequence[tuple[int, int]]) -> T:
     outside = [pair for pair in pairs if not all(0 <= i < devices for i in pair)]
     if outside:
         raise ValueError(
-            f"ppermute: {_errors.quoted(outside)} names a device outside of 0..{devices - 1}: {describe_axes(axes)} "
+            f"ppermute: {errors.quoted(outside)} names a device outside of 0..{devices - 1}: {describe_axes(axes)} "
             f"has {devices}."
         )
     for role, ends in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         if twice := sorted({i for i in ends if ends.count(i) > 1}):
-            raise ValueError(f"ppermute: device {_errors.quoted(twice)} is the {role} of more than one pair.")
+            raise ValueError(f"ppermute: device {errors.quoted(twice)} is the {role} of more than one pair.")
     if not axes:  # one device, which keeps its value or gets zeros
         return x if pairs else jax.tree.map(jnp.zeros_like, x)
     return jax.tree.map(lambda array: permute(array, axes, pairs), x)
@@ -404,7 +404,7 @@ def _new_axis(
     axes = axes_meant(what, axis if over is None else over)
     if isinstance(axis, Axis) and axis.size != count(axes):
         places = [("the devices", count(axes)), ("the argument", axis.size)]
-        raise ValueError(_errors.size_mismatch(what, name, places))
+        raise ValueError(errors.size_mismatch(what, name, places))
     return name, axes
 
 
@@ -430,7 +430,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: AnyAxis | Non
     x, name = require_named(what, x), name_of(axis)
     sizes = x.shape
     if name not in sizes:
-        raise ValueError(_errors.missing_axes(what, [name], x.names, x.array.shape))
+        raise ValueError(errors.missing_axes(what, [name], x.names, x.array.shape))
     if over is not None:
         axes = axes_meant(what, over)
     else:
@@ -442,7 +442,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: AnyAxis | Non
             )
     if isinstance(axis, Axis) and axis.size not in (sizes[name], *(p.size for p in active_environment().found(name))):
         places = [("the array", sizes[name]), ("the argument", axis.size)]
-        raise ValueError(_errors.size_mismatch(what, name, places))
+        raise ValueError(errors.size_mismatch(what, name, places))
     return x.names.index(name), name, axes
 
 

@@ -21,11 +21,12 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
-from .. import _context, _errors
-from .._mesh_axes import axes_in, axes_of_type, mesh_axes, shard_count
-from .._parameter_names import parameter_names
-from .._per_device import run_per_device
-from .._tree_spec import StaticLeaf, TreeSpec
+from ..core import errors
+from ..core.parameter_names import parameter_names
+from ..core.tree_spec import StaticLeaf, TreeSpec
+from ..distribution import active_settings
+from ..distribution.mesh_axes import axes_in, axes_of_type, mesh_axes, shard_count
+from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, required_mesh
@@ -168,23 +169,23 @@ class _Call:
         mesh = required_mesh(self.what, None if self.mesh is None else as_seen_here(self.mesh))
         if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
             raise ValueError(
-                f"{self.what}: the mesh passed is {_errors.describe_mesh(mesh)}, but the active one is "
-                f"{_errors.describe_mesh(around)}. Leave it out, or activate that mesh."
+                f"{self.what}: the mesh passed is {errors.describe_mesh(mesh)}, but the active one is "
+                f"{errors.describe_mesh(around)}. Leave it out, or activate that mesh."
             )
         return mesh
 
     def _manual_axes(self, mesh: AnyMesh) -> frozenset[str]:
         unknown = [a for a in self.axis_names if a not in mesh.shape]
         if unknown:
-            listed = _errors.quoted(unknown)
+            listed = errors.quoted(unknown)
             raise ValueError(
-                f"{self.what}: `axis_names` has {listed}, which mesh {_errors.describe_shape(mesh.shape)} does not "
-                f"have.{_errors.suggestions(unknown, mesh.axis_names)}"
+                f"{self.what}: `axis_names` has {listed}, which mesh {errors.describe_shape(mesh.shape)} does not "
+                f"have.{errors.suggestions(unknown, mesh.axis_names)}"
             )
         already = set(axes_of_type(mesh, AxisType.Manual))
         if taken := sorted(self.axis_names & already):
             raise ValueError(
-                f"{self.what}: mesh axis {_errors.quoted(taken)} of `axis_names` is manual already, by "
+                f"{self.what}: mesh axis {errors.quoted(taken)} of `axis_names` is manual already, by "
                 "the surrounding shard_map."
             )
         manual = self.axis_names or frozenset(mesh.axis_names) - already
@@ -201,7 +202,7 @@ class _Call:
         """Resolve the placements: return the leaves of the arguments, each array with its spec."""
         what = f"{self.what}, arguments"
         leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
-        if self.in_specs is None and not _context.active_mapping() and any(leaf.names for leaf in leaves):
+        if self.in_specs is None and not active_settings.active_mapping() and any(leaf.names for leaf in leaves):
             raise ValueError(
                 f"{self.what}: nothing says how the arguments are sharded: no mapping is active. Pass `mapping` or "
                 "`in_specs`, or use axonym.axis_mapping."
@@ -224,8 +225,8 @@ class _Call:
             return self.in_specs
         if isinstance(self.in_specs, Mapping):
             if unknown := [name for name in self.in_specs if name not in arguments]:
-                listed = _errors.quoted(unknown)
-                hints = _errors.suggestions(unknown, arguments)
+                listed = errors.quoted(unknown)
+                hints = errors.suggestions(unknown, arguments)
                 raise ValueError(f"{self.what}: `in_specs` has {listed}, which is not an argument of the call.{hints}")
             return {label: self.in_specs.get(label) for label in arguments}
         if not isinstance(self.in_specs, Sequence):
@@ -235,8 +236,8 @@ class _Call:
             )
         if len(self.in_specs) != len(positional):
             raise ValueError(
-                f"{self.what}: `in_specs` has {_errors.counted(len(self.in_specs), 'entry', 'entries')} for "
-                f"{_errors.counted(len(positional), 'positional argument')}, {', '.join(positional)}."
+                f"{self.what}: `in_specs` has {errors.counted(len(self.in_specs), 'entry', 'entries')} for "
+                f"{errors.counted(len(positional), 'positional argument')}, {', '.join(positional)}."
             )
         return dict.fromkeys(arguments) | dict(zip(positional, self.in_specs, strict=True))
 

@@ -72,6 +72,6 @@ from .scan import BlockSeq as BlockSeq, ScanCheckpointPolicy as ScanCheckpointPo
 if not _typing.TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
 
     def __getattr__(name: str) -> object:
-        from .._lazy_loading import missing_name
+        from ..core.lazy_loading import missing_name
 
         raise AttributeError(missing_name(__name__, name, globals()))

@@ -31,9 +31,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
-from .._context import active_mapping, is_mapped
-from .._jax_versions import followed_by
-from .._mesh_axes import (
+from ..axis import Names
+from ..core.jax_versions import followed_by
+from ..distribution.active_settings import active_mapping, is_mapped
+from ..distribution.mesh_axes import (
     Axes,
     axes_of_type,
     entries_of,
@@ -47,10 +48,9 @@ from .._mesh_axes import (
     storage_axes,
     types_of,
 )
-from .._output_sharding import call_with_output_sharding
-from .._strided_slices import pad_with_gaps, strided_slice
-from ..axis import Names
+from ..distribution.output_sharding import call_with_output_sharding
 from ..ops._operands import private
+from ..ops._strided_slices import pad_with_gaps, strided_slice
 from ._window_arguments import Padding
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jax_versions import varying_axes
-from .._mesh_axes import Axes
-from .._per_device import vary_like
+from ..core.jax_versions import varying_axes
+from ..distribution.mesh_axes import Axes
+from ..distribution.per_device import vary_like
 from ..ops._operands import at_least_int32
 
 OfExperts = Callable[[jax.Array, jax.Array], jax.Array]

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import _kernels
-from .._mesh_axes import (
+from ..axis import Names
+from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
@@ -31,8 +31,8 @@ from .._mesh_axes import (
     spec_of,
     storage_axes,
 )
-from .._per_device import gather_axes, run_per_device, varying_over
-from ..axis import Names
+from ..distribution.per_device import gather_axes, run_per_device, varying_over
+from ..ops import _kernels
 
 
 class GroupedProduct(NamedTuple):

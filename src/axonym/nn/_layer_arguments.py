@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from .. import _errors
-from .._mesh_axes import fits, mapped_on, mesh_around, reshard, spec_of
-from .._tree_spec import check_rank
 from ..axis import Axis, names_without
+from ..core import errors
+from ..core.tree_spec import check_rank
+from ..distribution.mesh_axes import fits, mapped_on, mesh_around, reshard, spec_of
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.indexing import index
 from ..ops.joining import stack
@@ -71,7 +71,7 @@ def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[
     sides = [*((path, size) for path, (_, size) in wrong.items()), ("the layers", layers.size)]
     raw = [path for path, (leaf, _) in wrong.items() if not isinstance(leaf, NamedArray)]
     hint = f" Raw arrays are sliced along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
-    raise ValueError(_errors.size_mismatch(what, layers.name, sides) + hint)
+    raise ValueError(errors.size_mismatch(what, layers.name, sides) + hint)
 
 
 # --- slicing ---
@@ -182,5 +182,5 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
 
 def _described(x: Any) -> str:
     if isinstance(x, NamedArray):
-        return str(jax.typeof(x.array).dtype) + _errors.describe_axes(x.names, jnp.shape(x.array))
+        return str(jax.typeof(x.array).dtype) + errors.describe_axes(x.names, jnp.shape(x.array))
     return f"raw {x.dtype}{tuple(x.shape)}" if _mapped_axis.is_array(x) else repr(x)

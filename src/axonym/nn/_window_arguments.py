@@ -10,8 +10,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .. import _errors
 from ..axis import AxisSelector, Names, name_of
+from ..core import errors
 
 PerAxis: TypeAlias = int | Sequence[int] | Mapping[AxisSelector, int]
 PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[AxisSelector, int | tuple[int, int]]
@@ -63,15 +63,15 @@ def _values_by_axis(what: str, argument: str, value: Any, names: Names) -> Seque
         by_name = {name_of(axis): v for axis, v in value.items()}
         if by_name.keys() != set(names):
             raise ValueError(
-                f"{what}: `{argument}` is given for {_errors.describe_axes(by_name)}, but the axes are "
-                f"{_errors.describe_axes(names)}."
+                f"{what}: `{argument}` is given for {errors.describe_axes(by_name)}, but the axes are "
+                f"{errors.describe_axes(names)}."
             )
         return tuple(by_name[n] for n in names)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"{what}: `{argument}` must be an integer or one for each axis, got {value!r}.")
     if len(value) != len(names):
-        many = _errors.counted(len(value), "entry", "entries")
-        raise ValueError(f"{what}: `{argument}` has {many} for the axes {_errors.describe_axes(names)}.")
+        many = errors.counted(len(value), "entry", "entries")
+        raise ValueError(f"{what}: `{argument}` has {many} for the axes {errors.describe_axes(names)}.")
     return value
 
 

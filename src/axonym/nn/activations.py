@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
-from .._jax_versions import varying_axes
 from ..axis import AxisSelector, Names
+from ..core import errors
+from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray
+from ..ops import _kernels
 from ..ops._op_types import Unary, is_tree, map_tree, publish
 from ..ops._operands import as_float, require_named, scalar
 
@@ -202,7 +203,7 @@ def _glu_kernel(names: Names, axis: AxisSelector) -> _kernels.Kernel:
 
     def positional(a):
         if a.shape[position] % 2:
-            described = _errors.describe_axes(names, a.shape)
+            described = errors.describe_axes(names, a.shape)
             raise ValueError(
                 f"glu: axis {names[position]!r} of {described} must have an even size, to be divided into halves."
             )

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .. import _errors
-from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ..core import errors
+from ..core.named_scope import named_call
 from ..manual._axis_environment import MeshAxis, count, possible_shardings
 from ..manual.collectives import pmean
 from ..named_array import NamedArray
@@ -47,7 +47,7 @@ class RunningStatistics(eqx.Module):
     num_batches_tracked: jax.Array
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class BatchNorm(ModuleWithStateDictSerialization):
     """Batch normalization: normalize each channel over the batch, then scale and shift it.
 
@@ -118,7 +118,7 @@ class BatchNorm(ModuleWithStateDictSerialization):
         if set(x.names) != {self.axis.name, *batch} or len(x.names) < 2:
             raise ValueError(
                 f"BatchNorm: the layer is for arrays with the axes "
-                f"{_errors.describe_axes((*batch, self.axis.name))}, got {_errors.describe_shape(x.shape)}. Name all "
+                f"{errors.describe_axes((*batch, self.axis.name))}, got {errors.describe_shape(x.shape)}. Name all "
                 "axes but that of the channels as `Batch`, and call the layer on a whole batch, outside of `vmap`."
             )
         inference = self.inference if inference is None else inference

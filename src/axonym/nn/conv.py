@@ -16,9 +16,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _fsdp_ops, _kernels, random
+from .. import random
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ..core import errors
+from ..distribution import fsdp_ops
 from ..named_array import NamedArray, is_jax_array_like
+from ..ops import _kernels
 from ..ops._operands import distinct, private, require_named
 from ..ops.joining import flip
 from ..ops.rearranging import rearrange
@@ -60,7 +63,7 @@ class _Convolution(ModuleWithStateDictSerialization):
             return result if self.bias is None else result + self.bias
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class Conv(_Convolution):
     """A convolution along some axes: a learned product with every window of the input.
 
@@ -125,7 +128,7 @@ class Conv(_Convolution):
         return Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class ConvTranspose(_Convolution):
     """A transposed convolution along some axes: the transpose of a convolution, with its own weight.
 
@@ -309,7 +312,7 @@ def _convolution_kernel(
     def positional(x, weight, convolve):
         given, size = x.shape[names.index(in_name)], weight.shape[weight_place[1]] * config.groups
         if given != size:
-            raise ValueError(_errors.size_mismatch(what, in_name, [("the input", given), ("the layer", size)]))
+            raise ValueError(errors.size_mismatch(what, in_name, [("the input", given), ("the layer", size)]))
         sizes = [x.shape[names.index(n)] for n in spatial]
         padding = _check_padding(what, spatial, sizes, [weight.shape[i] for i in weight_place[2:]], config)
         dtype = jnp.result_type(x, weight)
@@ -328,7 +331,7 @@ def _convolution_kernel(
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
 
     def placed(x, weight):
-        weight = _fsdp_ops.in_compute_sharding(weight_names, weight)
+        weight = fsdp_ops.in_compute_sharding(weight_names, weight)
         return apply_convolution(
             what, positional, (names, own), out_names, in_name, spatial, config.groups, known, x, weight
         )
@@ -341,8 +344,8 @@ def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names)
     left = [n for n in weight_names if n not in (out_name, *spatial)]
     if len(left) != 1 or len(weight_names) != len(spatial) + 2:
         raise ValueError(
-            f"{what}: the axes of the weight are {_errors.describe_axes(weight_names)}; they should be those of the "
-            f"output channels {out_name!r}, of the input channels, and {_errors.describe_axes(spatial)}. Apply stacked "
+            f"{what}: the axes of the weight are {errors.describe_axes(weight_names)}; they should be those of the "
+            f"output channels {out_name!r}, of the input channels, and {errors.describe_axes(spatial)}. Apply stacked "
             "layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     return left[0]

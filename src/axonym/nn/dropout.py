@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .. import _errors, _kernels
-from .._named_scope import named_call
 from ..axis import AxisSelection, Names
+from ..core import errors
+from ..core.named_scope import named_call
 from ..named_array import NamedArray, NamedOrNumeric
+from ..ops import _kernels
 from ..ops._operands import at_least_float32, require_named, scalar
 from ..ops.creation import zeros_like
 from ..ops.selection import where
 from ..random._draw import one_key
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def dropout(
     x: NamedArray,
     pdrop: NamedOrNumeric,
@@ -76,7 +77,7 @@ def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank
     return _kernels.make_kernel("dropout", positional, (names, key_names, ()), names, selection=broadcast_axes)
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class Dropout(eqx.Module):
     """A layer that drops elements during training, and does nothing in inference.
 
@@ -95,7 +96,7 @@ class Dropout(eqx.Module):
     NamedArray(float32[embed=4], [1. 1. 1. 1.])
     """
 
-    init = _errors.NoInit("Dropout(0.1)")
+    init = errors.NoInit("Dropout(0.1)")
 
     pdrop: float = eqx.field(static=True, default=0.5)
     broadcast_axes: AxisSelection | None = eqx.field(static=True, default=None, converter=_kernels.hashable)

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .. import _errors, _kernels, random
-from .._named_scope import named_call
+from .. import random
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..core import errors
+from ..core.named_scope import named_call
 from ..named_array import NamedArray, NamedOrNumeric
+from ..ops import _kernels
 from ..ops._operands import at_least_int32, distinct, dtype_key, one_axis, operand, require_named, require_positions
 from ..ops.contraction import dot
 from ..ops.indexing import take
@@ -26,7 +28,7 @@ from .linear import BOUND, check_input, static_spec
 from .mup import AbstractEmbeddingReparam, EmbeddingStandardParam, ReparamEnabled
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: DTypeLike | None = None) -> NamedArray:
     """Encode classes along a new axis: one at the index of the class, zero elsewhere.
 
@@ -52,7 +54,7 @@ def _non_negative(number: Any, classes: Axis) -> Any:
         number = at_least_int32(number)
         return jnp.where(number < 0, number + classes.size, number)
     if not -classes.size <= number < classes.size:
-        described = _errors.describe_axes((classes.name,), (classes.size,))
+        described = errors.describe_axes((classes.name,), (classes.size,))
         raise ValueError(f"one_hot: class {number} is out of range for {described}.")
     return number % classes.size
 
@@ -80,7 +82,7 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
     return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, native=True)
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     """A learned embedding for each token of a vocabulary.
 

@@ -10,9 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, random
-from .._named_scope import named_call
+from .. import random
 from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_spec_to_shape_dict
+from ..core import errors
+from ..core.named_scope import named_call
 from ..named_array import NamedArray
 from ..ops._operands import require_named
 from ..ops.contraction import dot
@@ -49,7 +50,7 @@ def static_spec(spec: AxisSpec, what: str) -> Axis | tuple[Axis, ...]:
     return spec if isinstance(spec, Axis) else axes_of_spec(spec, what)
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
     """A linear layer from the axes `In` of its input to the axes `Out`.
 
@@ -241,10 +242,10 @@ def check_input(
     shape = jnp.shape(require_named(what, inputs).array)
     missing = [n for n in names if n not in inputs.names]
     if missing:
-        source, target = (_errors.describe_shape(axis_spec_to_shape_dict(spec)) for spec in maps)
-        problem = _errors.missing_axes(what, missing, inputs.names, shape)
+        source, target = (errors.describe_shape(axis_spec_to_shape_dict(spec)) for spec in maps)
+        problem = errors.missing_axes(what, missing, inputs.names, shape)
         raise ValueError(f"{problem} The layer maps {source} to {target}.")
     for name, own in zip(names, stored, strict=True):
         given, size = shape[inputs.names.index(name)], weight.array.shape[weight.names.index(own)]
         if given != size:
-            raise ValueError(_errors.size_mismatch(what, name, [("the input", given), ("the layer", size)]))
+            raise ValueError(errors.size_mismatch(what, name, [("the input", given), ("the layer", size)]))

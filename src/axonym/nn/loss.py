@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors, _kernels
-from .._mesh_axes import Axes
 from ..axis import AxisSelection, AxisSelector, Names, name_of
+from ..core import errors
+from ..distribution.mesh_axes import Axes
 from ..manual._axis_environment import reduced_over
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
+from ..ops import _kernels
 from ..ops._operands import (
     as_float,
     at_least_float32,
@@ -59,7 +60,7 @@ UNSPECIFIED = Unspecified()
 _WAY_OUT = " Say `ignore_index=...` for the target of examples without a label, or give `out_of_range` a loss for them."
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def cross_entropy_loss(
     logits: NamedArray,
     Label: AxisSelector,
@@ -163,7 +164,7 @@ def _cross_entropy(
     return result
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def binary_cross_entropy_loss(
     logits: NamedArray,
     targets: NamedArray,
@@ -228,7 +229,7 @@ def _how_to_match(targets: Names, logits: Names, rest: Names) -> str:
         return f" If the logits are the same along them, pass `axonym.broadcast_axis(logits, {each})`."
     if len(left) == len(extra):
         return f" If they are those of the logits, pass `targets.rename({dict(zip(extra, left, strict=True))})`."
-    return f" If they are among {_errors.describe_axes(left)} of the logits, rename them, with `targets.rename`."
+    return f" If they are among {errors.describe_axes(left)} of the logits, rename them, with `targets.rename`."
 
 
 @_kernels.shared("names", "target_names", "axis")
@@ -248,7 +249,7 @@ def _cross_entropy_kernel(
 
     def positional(logits, targets):
         if not jnp.issubdtype(logits.dtype, jnp.floating):
-            described = _errors.describe_axes(names, logits.shape)
+            described = errors.describe_axes(names, logits.shape)
             raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
         x = at_least_float32(logits)
         largest, remainder = _log_normalizer(position, over, x)
@@ -266,7 +267,7 @@ def _cross_entropy_kernel(
 
     def of_positions(x, largest, remainder, targets):
         if not jnp.issubdtype(targets.dtype, jnp.integer):
-            described = _errors.describe_axes(target_names, targets.shape)
+            described = errors.describe_axes(target_names, targets.shape)
             raise TypeError(
                 f"{what}: targets without axis {chosen!r} are positions along it, so they are integers, got "
                 f"{targets.dtype} {described}. Probabilities have that axis."

@@ -9,16 +9,16 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .. import _errors
-from .._named_scope import named_call
 from ..axis import Axis, AxisSpec
+from ..core import errors
+from ..core.named_scope import named_call
 from ..named_array import NamedArray
 from ..tree import maybe_rng_split
 from .activations import relu
 from .linear import Linear
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class MLP(eqx.Module):
     """A multi-layer perceptron.
 

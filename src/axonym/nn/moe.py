@@ -8,11 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels, random
-from .._jax_versions import active_platform
-from .._named_scope import named_call
+from .. import random
 from ..axis import Axis, AxisSpec, Names
+from ..core import errors
+from ..core.jax_versions import active_platform
+from ..core.named_scope import named_call
 from ..named_array import NamedArray, named
+from ..ops import _kernels
 from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.creation import zeros
 from ._grouped_matmul import GroupedProduct
@@ -21,7 +23,7 @@ from .linear import BOUND, _stored
 __all__ = ["MoELinear"]
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class MoELinear(eqx.Module):
     """A linear layer of several experts, each of which handles its own group of rows.
 
@@ -138,19 +140,19 @@ def _grouped_kernel(
     rows = [n for n in names if n != In.name]
     if len(rows) != 1:
         raise ValueError(
-            f"{what}: the input must have one axis of rows besides {In.name!r}, but has {_errors.describe_axes(rows)}. "
+            f"{what}: the input must have one axis of rows besides {In.name!r}, but has {errors.describe_axes(rows)}. "
             f"Merge them with `axonym.flatten_axes(inputs, {tuple(rows)}, 'rows')`, or map over all but one with "
             "`axonym.vmap`."
         )
     (stored,) = (a.name for a in _stored((In,), (Out,)))
     if {*weight_names} != {experts, stored, Out.name}:
-        expected = _errors.describe_axes((experts, stored, Out.name))
+        expected = errors.describe_axes((experts, stored, Out.name))
         raise ValueError(
-            f"{what}: the axes of the weight are {_errors.describe_axes(weight_names)}, and should be {expected}. "
+            f"{what}: the axes of the weight are {errors.describe_axes(weight_names)}, and should be {expected}. "
             "Apply stacked layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     if len(size_names) != 1:
-        raise ValueError(f"{what}: `group_sizes` has axes {_errors.describe_axes(size_names)}, and needs {experts!r}.")
+        raise ValueError(f"{what}: `group_sizes` has axes {errors.describe_axes(size_names)}, and needs {experts!r}.")
     product = GroupedProduct(names, weight_names, rows[0], experts, (In.name, stored), Out.name, use_gmm)
     distinct(what, product.out_names)
 
@@ -178,7 +180,7 @@ def _checked(what: str, product: GroupedProduct, x: jax.Array, weight: jax.Array
     ):
         own = weight.shape[product.weight_names.index(stored)]
         if given != own:
-            raise ValueError(_errors.size_mismatch(what, name, [("the argument", given), ("the layer", own)]))
+            raise ValueError(errors.size_mismatch(what, name, [("the argument", given), ("the layer", own)]))
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"{what}: `group_sizes` must be integers, got {sizes.dtype}.")
     return sizes.astype(jnp.int32)

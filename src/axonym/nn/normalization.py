@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors, _kernels
-from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, selectors
+from ..core import errors
+from ..core.named_scope import named_call
 from ..named_array import NamedArray, NamedOrNumeric
+from ..ops import _kernels
 from ..ops._operands import as_float, at_least_float32, one_axis, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
@@ -55,7 +56,7 @@ def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None
     return _along_kernel(fn, name, names, axis, mask_names).apply(a.array, mask)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
     """Divide the exponential of each element by their sum along some axes.
 
@@ -70,7 +71,7 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
     return _along(jax.nn.softmax, "softmax", a, axis, where)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
     """Compute the logarithm of `softmax` without overflow. Elements that `where` leaves out become minus infinity.
 
@@ -130,7 +131,7 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
 # --- layers ---
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class LayerNormBase(ModuleWithStateDictSerialization):
     """The base class of normalization layers: axes, and a scale and shift along them. Subclasses define `__call__`.
 
@@ -207,7 +208,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         return x if self.bias is None else x + self.bias
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class LayerNorm(LayerNormBase):
     """Layer normalization: subtract the mean, divide by the standard deviation, then scale and shift.
 
@@ -227,7 +228,7 @@ class LayerNorm(LayerNormBase):
         return self._apply(normalize, x)
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class RmsNorm(LayerNormBase):
     """Root-mean-square normalization: divide by the root of the mean square, then scale and shift.
 
@@ -243,7 +244,7 @@ class RmsNorm(LayerNormBase):
         return self._apply(lambda x: x * rsqrt(_mean_square(x, self.axis) + self.eps), x)
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class GroupNorm(LayerNormBase):
     """Group normalization: normalize each group of channels together with the axes of space, then scale and shift.
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _kernels
-from .._jax_versions import set_apart
-from .._strided_slices import strided_slice
 from ..axis import AxisSpec, Names, axes_of_spec
+from ..core.jax_versions import set_apart
 from ..named_array import NamedArray, NamedOrNumeric
+from ..ops import _kernels
 from ..ops._operands import distinct, extreme, require_named, scalar
+from ..ops._strided_slices import strided_slice
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
 __all__ = ["max_pool", "mean_pool", "min_pool", "pool"]

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from .. import _errors, _kernels
-from .._jax_versions import active_platform, varying_axes
-from .._mesh_axes import (
+from ..axis import Axis, AxisSelector, Names
+from ..core import errors
+from ..core.jax_versions import active_platform, varying_axes
+from ..core.tree_spec import TreeSpec, flatten_arrays
+from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
     entries_of,
@@ -31,9 +33,8 @@ from .._mesh_axes import (
     spec_of,
     storage_axes,
 )
-from .._per_device import gather_axes, run_per_device, vary_like
-from .._tree_spec import TreeSpec, flatten_arrays
-from ..axis import Axis, AxisSelector, Names
+from ..distribution.operation_scope import operation_scope
+from ..distribution.per_device import gather_axes, run_per_device, vary_like
 from ..named_array import NamedArray, wrap
 from ..ops._operands import one_axis, require_named
 from ..ops.contraction import dot
@@ -132,15 +133,15 @@ class _Dispatch:
         for n in expert.names:
             if n in x.names and x.axis_size(n) != expert.axis_size(n):
                 places = [("the array", x.axis_size(n)), ("`expert`", expert.axis_size(n))]
-                raise ValueError(_errors.size_mismatch("dispatch", n, places))
+                raise ValueError(errors.size_mismatch("dispatch", n, places))
         self._row_names = expert.names
         self._own_rows = tuple(n for n in expert.names if n in x.names)
         self._features = tuple(n for n in x.names if n not in expert.names)
         for n in (rows, experts.name):
             if n in (*expert.names, *x.names):
                 raise ValueError(
-                    f"dispatch: {n!r} is an axis of the rows {_errors.describe_axes(expert.names)} or of the array "
-                    f"{_errors.describe_axes(x.names)}, and the axis of "
+                    f"dispatch: {n!r} is an axis of the rows {errors.describe_axes(expert.names)} or of the array "
+                    f"{errors.describe_axes(x.names)}, and the axis of "
                     f"{'sorted rows in `fn`: call that something else, `rows=...`' if n == rows else 'the experts'}."
                 )
         self._x = jnp.asarray(x.rearrange((*self._own_rows, *self._features)).array)
@@ -152,11 +153,11 @@ class _Dispatch:
         if not held:
             raise ValueError(
                 f"dispatch: no array of `params` has the axis {self._experts.name!r} of the experts; the axes are "
-                f"{', '.join(_errors.describe_axes(n) for n in self._tree.names if n is not None) or 'none'}."
+                f"{', '.join(errors.describe_axes(n) for n in self._tree.names if n is not None) or 'none'}."
             )
         operands = (self._expert, self._x, *params)
         in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._tree.names))
-        with jax.named_scope(_kernels.operation_scope("dispatch", in_names, self._row_names, operands)):
+        with jax.named_scope(operation_scope("dispatch", in_names, self._row_names, operands)):
             mesh = mesh_around(operands)
             run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)
@@ -174,12 +175,12 @@ class _Dispatch:
             axes, local = (), self._experts.size
         elif counts != {local}:
             places = [("the argument", self._experts.size), *(("`params`, on each device", n) for n in sorted(counts))]
-            raise ValueError(_errors.size_mismatch("dispatch", self._experts.name, places))
+            raise ValueError(errors.size_mismatch("dispatch", self._experts.name, places))
         same = set(axes) - varying_axes(operands[0]) - varying_axes(operands[1])
         if same and varying_axes(held[0][0]):  # or JAX does not track that
             raise ValueError(
-                f"dispatch: the experts are sharded over mesh axis {_errors.quoted(sorted(same))}, over which the rows "
-                f"{_errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
+                f"dispatch: the experts are sharded over mesh axis {errors.quoted(sorted(same))}, over which the rows "
+                f"{errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
             )
         return self._on_device(self._exchange(axes, mesh, local))(*operands)
 
@@ -191,7 +192,7 @@ class _Dispatch:
         for p, names in held:
             if p.shape[names.index(name)] != size:
                 places = [("the argument", size), ("`params`", p.shape[names.index(name)])]
-                raise ValueError(_errors.size_mismatch("dispatch", name, places))
+                raise ValueError(errors.size_mismatch("dispatch", name, places))
         if mesh.empty:
             return self._on_device(self._exchange((), mesh, size))(*operands)
         each = (sharded_over("dispatch", names, p, mesh, AxisType.Auto)[names.index(name)] for p, names in held)
@@ -201,7 +202,7 @@ class _Dispatch:
         for n, count, over in ((name, size, axes), *zip(self._row_names, self._expert.shape, placed, strict=True)):
             if count % shard_count(mesh, over):
                 raise ValueError(
-                    f"dispatch: axis {n!r} of size {count} cannot be sharded over mesh axis {_errors.quoted(over)}: "
+                    f"dispatch: axis {n!r} of size {count} cannot be sharded over mesh axis {errors.quoted(over)}: "
                     f"{count} is not a multiple of {shard_count(mesh, over)}. Pad it, or map it to None."
                 )
         used = {a for own in placed for a in own}
@@ -247,10 +248,10 @@ class _Dispatch:
             if size % shard_count(mesh, wanted) == 0:
                 placed[i] = wanted
                 return placed
-        shown = _errors.describe_axes(self._row_names, self._expert.shape)
+        shown = errors.describe_axes(self._row_names, self._expert.shape)
         raise ValueError(
-            f"dispatch: the experts are sharded over mesh axes {_errors.quoted(axes)}, and the devices along "
-            f"{_errors.quoted(missing)} cannot share the rows {shown}: no axis can be cut into "
+            f"dispatch: the experts are sharded over mesh axes {errors.quoted(axes)}, and the devices along "
+            f"{errors.quoted(missing)} cannot share the rows {shown}: no axis can be cut into "
             f"{shard_count(mesh, missing)} times as many shards as it has. Pad the rows, or map one of their axes to "
             "these mesh axes."
         )
@@ -304,13 +305,13 @@ class _Dispatch:
         rows = wrap(x, (self._rows, *self._features))
         y = self._fn(self._tree.unflatten(params), rows, wrap(sizes, (self._experts.name,)))
         if not isinstance(y, NamedArray) or y.shape.get(self._rows) != x.shape[0]:
-            found = _errors.describe_axes(y.names, y.array.shape) if isinstance(y, NamedArray) else type(y).__name__
+            found = errors.describe_axes(y.names, y.array.shape) if isinstance(y, NamedArray) else type(y).__name__
             raise ValueError(
                 f"dispatch: `fn` must return a named array with its axis {self._rows!r} of rows, got {found}."
             )
         y = y.rearrange((self._rows, ...))
         self._result = y.names[1:]
-        _errors.distinct("dispatch", (*self._row_names, *self._result))
+        errors.distinct("dispatch", (*self._row_names, *self._result))
         return y.array
 
 
@@ -347,7 +348,7 @@ def limit_capacity(
     _require_numbers(what, expert)
     if order is None and expert.ndim > 1:
         raise ValueError(
-            f"{what}: the rows have axes {_errors.describe_axes(expert.names)}; say which rows are the first ones, "
+            f"{what}: the rows have axes {errors.describe_axes(expert.names)}; say which rows are the first ones, "
             f"such as `order={tuple(reversed(expert.names))}`."
         )
     ordered = expert if order is None else expert.rearrange(tuple(order))

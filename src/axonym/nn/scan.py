@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 import equinox as eqx
 
-from .. import _errors
 from ..axis import Axis
+from ..core import errors
 from ..schedules._pipeline import fold_in_stages
 from ..schedules.pipeline_schedules import Schedule
 from ..state.loading import lazy_loading, stacked_from_state_dict
@@ -516,7 +516,7 @@ class BlockSeq(BlockFoldable[M]):
 
     def __check_init__(self) -> None:
         if len(self.blocks) != self.Block.size:
-            raise ValueError(f"BlockSeq: got {_errors.counted(len(self.blocks), 'layer')} for the axis {self.Block}.")
+            raise ValueError(f"BlockSeq: got {errors.counted(len(self.blocks), 'layer')} for the axis {self.Block}.")
 
     if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
-from .. import _fsdp_ops, _kernels, _output_sharding
-from .._mesh_axes import entries_of, explicit_mesh
 from ..axis import Axis, Names
+from ..distribution import fsdp_ops, output_sharding
+from ..distribution.mesh_axes import entries_of, explicit_mesh
+from . import _kernels
 from ._operands import private
 
 DotGeneral = Callable[..., jax.Array]
@@ -55,7 +56,7 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
 
     operands = [*arrays, *(parts[i] for i in held)]
     try:
-        return _output_sharding.call_with_output_sharding(
+        return output_sharding.call_with_output_sharding(
             plan.what,
             positional,
             [*plan.in_names, *held_names],
@@ -124,7 +125,7 @@ def _multiply(
     layout = names if target is None else target
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
     arrays = (left.array, right.array)
-    product = _fsdp_ops.run_gathering_parameters(
+    product = fsdp_ops.run_gathering_parameters(
         pair.multiply, (left.names, right.names), layout, *arrays, summed=summed
     )
     return _OperandTerm(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
@@ -162,7 +163,7 @@ class _Pair(NamedTuple):
             # If a summed axis is sharded, JAX asks for the sharding of the result.
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
             operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
-            spec = _output_sharding.infer_output_spec(
+            spec = output_sharding.infer_output_spec(
                 self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh, summed=self.summed
             )
             options["out_sharding"] = NamedSharding(mesh, spec)

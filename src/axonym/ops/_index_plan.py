@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .. import _errors, _kernels
-from .._jax_versions import set_apart
-from .._strided_slices import strided_slice
 from ..axis import Axis, Names, name_of
+from ..core import errors
+from ..core.jax_versions import set_apart
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
+from . import _kernels
 from ._operands import at_least_int32
+from ._strided_slices import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
 """The index of one axis: see `axonym.ops.indexing`."""
@@ -111,7 +112,7 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
     names = [name_of(selector) for selector, _ in pairs]
     missing = [n for n in names if n not in x.names]
     if missing:
-        raise ValueError(_errors.missing_axes("Indexing", missing, x.names, jnp.shape(x.array)))
+        raise ValueError(errors.missing_axes("Indexing", missing, x.names, jnp.shape(x.array)))
     twice = ", ".join(repr(n) for n in dict.fromkeys(names) if names.count(n) > 1)
     if twice:
         raise ValueError(
@@ -121,7 +122,7 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
         if isinstance(selector, Axis) and x.resolve_axis(selector.name) is not selector:
             found = x.resolve_axis(selector.name).size
             raise ValueError(
-                _errors.size_mismatch("Indexing", selector.name, [("the array", found), ("the index", selector.size)])
+                errors.size_mismatch("Indexing", selector.name, [("the array", found), ("the index", selector.size)])
             )
     return list(zip(names, (index for _, index in pairs), strict=True))
 
@@ -139,7 +140,7 @@ def make_plan(
     """
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
-        raise ValueError(_errors.wrong_rank(x.names, shape))
+        raise ValueError(errors.wrong_rank(x.names, shape))
     traced = isinstance(x.array, Tracer)
     items: list[Item] = []
     operands: list[Any] = []
@@ -248,7 +249,7 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
     if isinstance(index, NamedArray):
         array, names = index.array, index.names
         if jnp.ndim(array) != len(names):
-            raise ValueError(_errors.wrong_rank(names, jnp.shape(array)))
+            raise ValueError(errors.wrong_rank(names, jnp.shape(array)))
     else:
         array = _as_array(index) if isinstance(index, (list, tuple)) else index
         if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
@@ -288,7 +289,7 @@ def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
     if names != (name,) or mask.shape != (size,):
         raise ValueError(
             f"Indexing: a mask for axis {name!r} of size {size} has that one axis, got "
-            f"{_errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
+            f"{errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
         )
     if isinstance(mask, Tracer):
         raise TypeError(
@@ -386,7 +387,7 @@ class IndexLayout:
         for n, size in zip(value_names, value.shape, strict=True):
             if selected[n] != size:
                 places = [("the selected part", selected[n]), ("the value", size)]
-                raise ValueError(_errors.size_mismatch(f"at[...].{how}", n, places))
+                raise ValueError(errors.size_mismatch(f"at[...].{how}", n, places))
         order = tuple(n for n in (*self.shared, *self.inner_result) if n in value_names)
         value = _kernels.transpose_to(value, value_names, order)
         inner_order = tuple(n for n in order if n not in self.shared)
@@ -434,5 +435,5 @@ class IndexLayout:
                 place, known = seen.setdefault(n, (f"the index of {item.name!r}", size))
                 if known != size:
                     places = [(place, known), (f"the index of {item.name!r}", size)]
-                    raise ValueError(_errors.size_mismatch("Indexing", n, places))
+                    raise ValueError(errors.size_mismatch("Indexing", n, places))
         return {n: size for n, (_, size) in seen.items()}

@@ -15,18 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from .. import _context, _kernels, _output_sharding
-from .._jax_versions import INLINE
-from .._mesh_axes import axes_of_type, entries_of, entry_of, mesh_around, mesh_axes, restricted
 from ..axis import Axis, Names
+from ..core.jax_versions import INLINE
+from ..distribution import active_settings, output_sharding
+from ..distribution.mesh_axes import axes_of_type, entries_of, entry_of, mesh_around, mesh_axes, restricted
 from ..named_array import NamedArray, wrap
+from . import _kernels
 
 
 def new_array(
     what: str, fn: Callable[..., jax.Array], names: Names, sizes: tuple[int, ...], *arrays: Any, **options: Any
 ) -> NamedArray:
     """Call `fn(*arrays, **options)`, whose arrays are scalars and whose options are hashable, and name its axes."""
-    if not _context.active_mapping():
+    if not active_settings.active_mapping():
         return wrap(fn(*arrays, **options), names)
     return _kernel(what, fn, names, sizes, len(arrays), tuple(options.items())).apply(*arrays)
 
@@ -69,7 +70,7 @@ def run_sharded(
     names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
     mapping: Any = None
     if manual := axes_of_type(mesh, AxisType.Manual):  # inside `shard_map`, the new array is a shard along these
-        active = _context.active_mapping()
+        active = active_settings.active_mapping()
         mapping = {n: entry_of([a for a in mesh_axes(active.get(n)) if a not in manual]) for n in names}
     # Resolve the mapping first, so that its errors name the operation and the axes.
     leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), mapping, mesh, what)
@@ -79,7 +80,7 @@ def run_sharded(
         operands = [(n, entries_of(x)) for n, x in zip(in_names, arrays, strict=True) if n]
         spec = leaves[0].spec
         if spec is None:
-            spec = _output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
+            spec = output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
         spec = restricted(spec, explicit)
         placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
     return shard_quietly(wrap(placed(*arrays), names), mapping, what).array

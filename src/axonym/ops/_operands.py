@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .. import _errors, _kernels
-from .._errors import distinct
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
+from ..core import errors
+from ..core.errors import distinct
 from ..named_array import NamedArray
+from . import _kernels
 
 ArrayT = TypeVar("ArrayT", jax.Array, NamedArray)
 
@@ -23,7 +24,7 @@ def require_named(what: str, array: Any) -> NamedArray:
     if not isinstance(array, NamedArray):
         raise TypeError(
             f"{what}: expected a NamedArray, got {type(array).__name__}."
-            + (_errors.under_tree_map() or " Name its axes with axonym.named(array, axes).")
+            + (errors.under_tree_map() or " Name its axes with axonym.named(array, axes).")
         )
     return array
 
@@ -41,7 +42,7 @@ def scalar(what: str, argument: str, x: Any) -> Any:
         return x
     x, names = operand(x)
     if names:
-        described = _errors.describe_axes(names, np.shape(x))
+        described = errors.describe_axes(names, np.shape(x))
         raise ValueError(f"{what}: `{argument}` must be a scalar, got an array with axes {described}.")
     if np.ndim(x) != 0:
         raise ValueError(f"{what}: `{argument}` must be a scalar, got an array of shape {np.shape(x)}.")
@@ -105,7 +106,7 @@ def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
         x, names = operand(x)
         shape = np.shape(x)
         if len(shape) != 1:
-            described = _errors.describe_axes(names, shape) if names else f"shape {shape}"
+            described = errors.describe_axes(names, shape) if names else f"shape {shape}"
             raise ValueError(f"{what}: `{argument}` must have exactly one axis, got {described}.")
         arrays.append(x)
         sizes[f"`{argument}`"] = shape[0]
@@ -114,7 +115,7 @@ def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
         listed = " and ".join(f"{argument} has {name!r}" for argument, name in found.items())
         raise ValueError(f"{what}: {' and '.join(sizes)} must have the same axis, but {listed}.")
     if len(set(sizes.values())) > 1:
-        raise ValueError(_errors.size_mismatch(what, next(iter(found.values()), "axis"), list(sizes.items())))
+        raise ValueError(errors.size_mismatch(what, next(iter(found.values()), "axis"), list(sizes.items())))
     return arrays, private(next(iter(sizes)), tuple(found.values())[:1] or ("axis",))
 
 
@@ -133,7 +134,7 @@ def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
     found = axes_of_spec(axis, what)
     if len(found) != 1:
         first = f" Write `{found[0].name!r}` or another of them." if found else ""
-        raise ValueError(f"{what}: `{argument}` must be one axis, got {_errors.describe_selectors(found)}.{first}")
+        raise ValueError(f"{what}: `{argument}` must be one axis, got {errors.describe_selectors(found)}.{first}")
     return found[0]
 
 
@@ -141,7 +142,7 @@ def check_new_axis(what: str, axis: AxisSelector, size: Any) -> None:
     """Check the size of the axis that an operation makes, if the user gave one."""
     if isinstance(axis, Axis) and axis.size != size:
         places = [("the argument", axis.size), ("the result", size)]
-        raise ValueError(_errors.size_mismatch(what, axis.name, places))
+        raise ValueError(errors.size_mismatch(what, axis.name, places))
 
 
 def replaced(what: str, names: Names, old: str, new: Sequence[AxisSelector]) -> Names:
@@ -154,8 +155,8 @@ def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out
     extra = [n for n in inner if n not in outer]
     if extra:
         raise ValueError(
-            f"{what}: `{argument}` has axes {_errors.describe_axes(extra)} that the array "
-            f"{_errors.describe_axes(outer)} lacks.{way_out}"
+            f"{what}: `{argument}` has axes {errors.describe_axes(extra)} that the array "
+            f"{errors.describe_axes(outer)} lacks.{way_out}"
         )
 
 
@@ -214,7 +215,7 @@ def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSe
         return axis
     if len(array.names) != 1:
         raise ValueError(
-            f"{what}: which axis of {_errors.describe_shape(array.shape)}? Name one, or flatten the array first: "
+            f"{what}: which axis of {errors.describe_shape(array.shape)}? Name one, or flatten the array first: "
             f"`array.flatten('name')`."
         )
     return array.names[0]

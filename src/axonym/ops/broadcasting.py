@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
+from . import _kernels
 from ._operands import distinct, operand, require_named
 
 MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")
@@ -104,9 +105,9 @@ def _broadcast_kernel(
     wanted = distinct(what, tuple(a.name for a in spec))
     extra = [n for n in names if n not in wanted]
     if extra and no_extra_axes:
-        listed = _errors.describe_selectors(spec)
+        listed = errors.describe_selectors(spec)
         raise ValueError(
-            f"{what}: the array {_errors.describe_axes(names)} has axes {_errors.describe_axes(extra)} that are not "
+            f"{what}: the array {errors.describe_axes(names)} has axes {errors.describe_axes(extra)} that are not "
             f"among {listed}. Reduce or index them away, or pass enforce_no_extra_axes=False to keep them."
         )
     if ensure_order and not extra:
@@ -143,7 +144,7 @@ def _meshgrid_kernel(every: tuple[Names, ...]) -> _kernels.Kernel:
     for names in every:
         if len(names) != 1:
             raise ValueError(
-                f"meshgrid: each array must have one axis, got one with {_errors.describe_axes(names)}. "
+                f"meshgrid: each array must have one axis, got one with {errors.describe_axes(names)}. "
                 "To combine arrays of several axes use `axonym.broadcast_arrays(..., require_subset=False)`."
             )
     full = distinct("meshgrid", tuple(n for names in every for n in names))
@@ -161,7 +162,7 @@ def _make_together_kernel(
             for name, size in zip(names, x.shape, strict=True):
                 if sizes.setdefault(name, size) != size:
                     places = [("the arrays before", sizes[name]), (f"array {position}", size)]
-                    raise ValueError(_errors.size_mismatch(what, name, places))
+                    raise ValueError(errors.size_mismatch(what, name, places))
         return tuple(_broadcast(x, n, out, sizes) for x, n, out in zip(arrays, every, out_names, strict=True))
 
     return _kernels.make_kernel(what, positional, every, out_names, same_sizes=False)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .. import _kernels
 from ..axis import Names
 from ..named_array import NamedArray, NamedOrNumeric
+from . import _kernels
 from ._operands import operand, require_named, scalar
 
 

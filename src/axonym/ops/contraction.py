@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors, _kernels, _parsing
-from .._parsing import Dots, Expression, Name, Place, Term
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
+from ..core import errors, parsing
+from ..core.parsing import Dots, Expression, Name, Place, Term
 from ..named_array import NamedArray, wrap
+from . import _kernels
 from ._contraction_plan import DotGeneral, Plan, contract, contract_with
 from ._operands import dtype_key
 
@@ -123,10 +124,10 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
         kinds = ", ".join(type(a).__name__ for a in others)
         raise TypeError(
             f"dot: expected NamedArrays, got {kinds}."
-            + (_errors.under_tree_map() or " Name raw arrays with axonym.named(array, axes).")
+            + (errors.under_tree_map() or " Name raw arrays with axonym.named(array, axes).")
         )
     if axis is _REQUIRED:
-        listed = " and ".join(_errors.describe_axes(x.names, jnp.shape(x.array)) for x in operands)
+        listed = " and ".join(errors.describe_axes(x.names, jnp.shape(x.array)) for x in operands)
         raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None means all of them.")
     if not operands:
         raise TypeError("dot: expected at least one NamedArray.")
@@ -137,9 +138,9 @@ def _summed(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Na
     chosen = tuple(name_of(s) for s in selectors(axis))
     missing = [n for n in chosen if n not in union]
     if missing:
-        operands = " and ".join(_errors.describe_axes(n) for n in all_names)
-        hints = _errors.suggestions(missing, union)
-        raise ValueError(f"dot: no operand has axis {_errors.quoted(missing)}; the operands are {operands}.{hints}")
+        operands = " and ".join(errors.describe_axes(n) for n in all_names)
+        hints = errors.suggestions(missing, union)
+        raise ValueError(f"dot: no operand has axis {errors.quoted(missing)}; the operands are {operands}.{hints}")
     return chosen
 
 
@@ -148,16 +149,16 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
     unknown = [n for n in wanted if isinstance(n, str) and n not in kept]
     if unknown:
         raise ValueError(
-            f"dot: out_axes names {_errors.quoted(unknown)}, which the result does not have: summing leaves "
-            f"{_errors.describe_axes(kept)}."
+            f"dot: out_axes names {errors.quoted(unknown)}, which the result does not have: summing leaves "
+            f"{errors.describe_axes(kept)}."
         )
     left_out = [n for n in kept if n not in wanted]
     if left_out and ... not in wanted:
-        listed = _errors.quoted(left_out)
+        listed = errors.quoted(left_out)
         raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
     named = [n for n in wanted if isinstance(n, str)]
     if len({*named}) < len(named):
-        raise ValueError(f"dot: out_axes names an axis twice: {_errors.describe_axes(map(str, wanted))}.")
+        raise ValueError(f"dot: out_axes names an axis twice: {errors.describe_axes(map(str, wanted))}.")
     return rearrange_for_partial_order(wanted, kept)
 
 
@@ -223,13 +224,13 @@ def _einsum_plan(
     preferred_element_type: Any,
 ) -> Plan:
     """Return the contraction that an equation describes."""
-    expression = _parsing.parse("einsum", equation, comma="terms")
+    expression = parsing.parse("einsum", equation, comma="terms")
     terms = (*expression.lhs, *expression.rhs)
     for group in (g for term in terms for g in term.groups):
         expression.fail(group, "axes are not split or merged here; use rearrange before or after.")
     used = {w.name for term in terms for w in _words(term)}
     if unused := [word for word, _ in aliases if word not in used]:
-        listed, hints = _errors.quoted(unused), _errors.suggestions(unused, used)
+        listed, hints = errors.quoted(unused), errors.suggestions(unused, used)
         raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {equation!r}.{hints}")
     meaning = _Meaning(expression, all_names, {word: name_of(a) for word, a in aliases})
     sized = tuple(a for _, a in aliases if isinstance(a, Axis))
@@ -271,8 +272,8 @@ class _Meaning:
         named = {}
         for word in _words(term):
             if word.name not in self.axes:
-                known = _errors.describe_axes(self.axes)
-                hint = _errors.suggestion(word.name, self.axes)
+                known = errors.describe_axes(self.axes)
+                hint = errors.suggestion(word.name, self.axes)
                 self.expression.fail(word, f"{word.name!r} is not among the axes of the input {known}.{hint}")
             named[self.axes[word.name]] = word
         rest = tuple(n for n in self.rest if n not in named)
@@ -283,7 +284,7 @@ class _Meaning:
             elif isinstance(element, Name):
                 out.append(self.axes[element.name])
         if len(set(out)) != len(out):
-            self.expression.fail(term, _errors.duplicate_names("the result", out))
+            self.expression.fail(term, errors.duplicate_names("the result", out))
         return tuple(out)
 
     def _bind_by_name(self, term: Term) -> Names:
@@ -291,8 +292,8 @@ class _Meaning:
         for word in _words(term):
             name = self.aliases.get(word.name, word.name)
             if name not in self.union:
-                operands = " and ".join(_errors.describe_axes(n) for n in self.all_names)
-                hint = _errors.suggestion(name, self.union)
+                operands = " and ".join(errors.describe_axes(n) for n in self.all_names)
+                hint = errors.suggestion(name, self.union)
                 self.expression.fail(word, f"no array has axis {name!r}; the arrays are {operands}.{hint}")
             self._bind(word, name)
         return tuple(n for n in self.union if n not in self.axes.values())
@@ -308,10 +309,10 @@ class _Meaning:
         for term, names in zip(lhs, self.all_names, strict=True):
             words = len(term.elements) - (term.dots is not None)
             if words > len(names) or (term.dots is None and words != len(names)):
-                hint = _parsing.split_words(self.expression, [*map(len, self.all_names)])
+                hint = parsing.split_words(self.expression, [*map(len, self.all_names)])
                 hint = hint or (" Words are separated by spaces." if words < len(names) else "")
                 self.expression.fail(
-                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}"
+                    term, f"number of axes: {words}, for an array with {errors.describe_axes(names)}.{hint}"
                 )
             taken = iter(names)
             for element in term.elements:

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors, _kernels
-from .._jax_versions import INLINE
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
+from ..core import errors
+from ..core.jax_versions import INLINE
 from ..named_array import NamedArray, NamedOrNumeric, wrap
+from . import _kernels
 from ._new_array import new_array
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
@@ -34,7 +35,7 @@ def _layout(what: str, spec: Any) -> tuple[Names, tuple[int, ...]]:
 # --- filled ---
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def zeros(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array of zeros, of JAX's default float by default.
 
@@ -45,7 +46,7 @@ def zeros(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     return new_array("zeros", jnp.zeros, names, sizes, shape=sizes, dtype=dtype)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def ones(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array of ones, of JAX's default float by default.
 
@@ -100,7 +101,7 @@ def full_like(a: NamedArray, fill_value: NamedOrNumeric, dtype: DTypeLike | None
 
 def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> NamedArray:
     if len(require_named(what, a).names) != jnp.ndim(a.array):
-        raise ValueError(f"{what}: {_errors.wrong_rank(a.names, jnp.shape(a.array))}")
+        raise ValueError(f"{what}: {errors.wrong_rank(a.names, jnp.shape(a.array))}")
     return wrap(fn(a.array, *arguments), a.names)
 
 
@@ -128,7 +129,7 @@ def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
 # --- counted and spaced ---
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def arange(
     axis: AxisSpec, *, start: NamedOrNumeric = 0, step: NamedOrNumeric = 1, dtype: DTypeLike | None = None
 ) -> NamedArray:
@@ -180,7 +181,7 @@ def _spaced(
     return new_array(what, fn, names, (along.size,), start, stop, num=along.size, **options)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def linspace(
     axis: AxisSelector,
     *,
@@ -235,7 +236,7 @@ def logspace(
 # --- by position ---
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def eye(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> NamedArray:
     """Make a matrix of zeros with ones on a diagonal: 0 is the main one, positive ones are above it, negative below.
 
@@ -274,7 +275,7 @@ def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> 
     degree = _kernels.one_selector("vander", degree)
     if isinstance(degree, str) and len(x.names) != 1:
         raise ValueError(
-            f"vander: how many powers of {_errors.describe_shape(x.shape)}? Pass Axis({degree!r}, size) for them."
+            f"vander: how many powers of {errors.describe_shape(x.shape)}? Pass Axis({degree!r}, size) for them."
         )
     return _vander_kernel(x.names, degree, bool(increasing)).apply(x.array)
 

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors, _kernels
 from ..axis import AxisSelector, Names, name_of
+from ..core import errors
 from ..named_array import NamedArray
+from . import _kernels
 from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced, require_named
 
 
@@ -62,7 +63,7 @@ def _apply(
     return _matrix_kernel(fn, what, array.names, axes, new_axis, *static).apply(array.array)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the lower triangle: zero above a diagonal.
 
@@ -81,7 +82,7 @@ def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return _where(operator.ge, x, row, col, k)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the upper triangle: zero below a diagonal. The arguments are those of `tril`; `k` is the lowest kept.
 

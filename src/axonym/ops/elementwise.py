@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _fsdp_ops, _kernels
-from .._jax_versions import varying_axes
 from ..axis import Names
+from ..core.jax_versions import varying_axes
+from ..distribution import fsdp_ops
 from ..named_array import NamedArray, NamedOrNumeric, wrap
+from . import _kernels
 from ._op_types import Binary, Unary, is_tree, map_tree, publish
 from ._operands import as_float, at_least_float32, operand, require_named, scalar
 
@@ -47,7 +48,7 @@ def _binary_kernel(
     in_names = (a_names, b_names)
     if outputs > 1:
         return _kernels.make_kernel(name, positional, in_names, (names,) * outputs)
-    per_device = functools.partial(_fsdp_ops.run_gathering_parameters, positional, in_names, names)
+    per_device = functools.partial(fsdp_ops.run_gathering_parameters, positional, in_names, names)
     return _kernels.make_kernel(name, positional, in_names, names, native=True, per_device=per_device)
 
 

@@ -24,12 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import _errors, _fsdp_ops, _kernels
-from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelector, Names, name_of
+from ..core import errors
+from ..core.tree_spec import StaticLeaf
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
+from . import _kernels
 from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan
 from ._operands import distinct, require_named
+from ._sharded_tables import look_up_sharded_columns
 
 _BLOCKS = ("slice", "dynamic slice")
 _ZEROS_OUTSIDE = (("fill_value", 0), ("mode", "fill"))
@@ -53,7 +55,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     return kernel.apply(array.array, *operands)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray:
     """Return the elements of one axis at an integer, or at a named array of integers: `array[axis, index]`.
 
@@ -146,7 +148,7 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     per_device = None
     if [i.kind for i in items] == ["gather"] and not layout.shared and not options:
         per_device = functools.partial(
-            _fsdp_ops.look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name
+            look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name
         )
     # The layout compares sizes after the slices are cut out.
     return _kernels.make_kernel(

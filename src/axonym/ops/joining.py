@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .. import _errors, _kernels
-from .._mesh_axes import replicate_uneven
-from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from ..core import errors
+from ..core.tree_spec import StaticLeaf
+from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray, NamedOrNumeric
+from . import _kernels
 from ._operands import by_axis, check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
 
 # --- several arrays into one ---
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     """Join arrays with the same axes, or scalars, along a new axis, which comes first.
 
@@ -35,7 +36,7 @@ def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     return _stack_kernel(names, axis).apply(*raw)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
     """Join arrays with the same axes along one of them.
 
@@ -67,9 +68,9 @@ def _same_axes(what: str, every: tuple[Names, ...]) -> Names:
     first = every[0]
     others = {i: names for i, names in enumerate(every) if set(names) != set(first)}
     if others:
-        listed = ", ".join(f"array {i} has {_errors.describe_axes(names)}" for i, names in others.items())
+        listed = ", ".join(f"array {i} has {errors.describe_axes(names)}" for i, names in others.items())
         raise ValueError(
-            f"{what}: all arrays must have the same axes. Array 0 has {_errors.describe_axes(first)}, but {listed}. "
+            f"{what}: all arrays must have the same axes. Array 0 has {errors.describe_axes(first)}, but {listed}. "
             "Give them the axes they lack with `broadcast_to`, or rename them."
         )
     return first
@@ -102,7 +103,7 @@ def _concatenate_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernel
             for n, first, size in zip(names, aligned[0].shape, x.shape, strict=True):
                 if n != joined and size != first:
                     places = [("array 0", first), (f"array {i}", size)]
-                    raise ValueError(_errors.size_mismatch(what, n, places))
+                    raise ValueError(errors.size_mismatch(what, n, places))
         check_new_axis(what, axis, sum(x.shape[where] for x in aligned))
         return jnp.concatenate(aligned, axis=where)
 
@@ -224,7 +225,7 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
     return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, successors=successors)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def repeat(
     a: NamedArray, repeats: NamedOrNumeric | Sequence[int], axis: AxisSelector, total_repeat_length: int | None = None
 ) -> NamedArray:
@@ -247,7 +248,7 @@ def repeat(
     if not repeats_names and jnp.ndim(raw) == 1:
         repeats_names = (name_of(axis),)
     if repeats_names not in ((), (name_of(axis),)):
-        described = _errors.describe_axes(repeats_names, jnp.shape(raw))
+        described = errors.describe_axes(repeats_names, jnp.shape(raw))
         raise ValueError(f"repeat: `repeats` must be a scalar or have the one axis {name_of(axis)!r}, got {described}.")
     if not isinstance(raw, Tracer) and np.any(np.asarray(raw) < 0):
         raise ValueError(f"repeat: `repeats` cannot be negative, got {np.min(np.asarray(raw))}.")
@@ -309,7 +310,7 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
     times = {name_of(axis): n for axis, n in reps}
     negative = [n for n, k in times.items() if k < 0]
     if negative:
-        listed = _errors.describe_axes(negative, [times[n] for n in negative])
+        listed = errors.describe_axes(negative, [times[n] for n in negative])
         raise ValueError(f"tile: the number of repetitions cannot be negative, got {listed}.")
     new = tuple(n for n in times if n not in names)
     out_names = (*new, *names)
@@ -322,7 +323,7 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
 # --- moving elements ---
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def roll(array: NamedArray, shift: NamedOrNumeric | Sequence[NamedOrNumeric], axis: AxisSelection) -> NamedArray:
     """Move elements along an axis, or several; those that leave at one end enter at the other.
 
@@ -349,7 +350,7 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
     chosen = _kernels.select("roll", names, axis)
     count = shifts if isinstance(shifts, int) else len(shifts)
     if count not in (1, len(chosen)):
-        raise ValueError(f"roll: {count} shifts for the axes {_errors.describe_axes(chosen)}.")
+        raise ValueError(f"roll: {count} shifts for the axes {errors.describe_axes(chosen)}.")
     where = tuple(names.index(n) for n in chosen)
 
     def positional(x, *operands):
@@ -376,7 +377,7 @@ def _rolled(x: jax.Array, shift: int, axis: int) -> jax.Array:
     return jax.lax.concatenate(jax.lax.split(x, (size - last, last), axis)[::-1], axis)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
     """Reverse the order of elements along an axis, or several, or all by default.
 

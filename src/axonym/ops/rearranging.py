@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from .. import _errors, _kernels, _parsing
 from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
+from ..core import errors, parsing
 from ..distribution.policy import Successors
 from ..named_array import NamedArray
+from . import _kernels
 from ._operands import require_named
 
 
@@ -62,11 +63,11 @@ def _order(args: tuple[Any, ...]) -> tuple[AxisSelector | EllipsisType, ...]:
         raise TypeError('rearrange: expected an expression such as "a b -> b a", or the axes in their new order.')
     if len(args) == 1 and not isinstance(args[0], (Axis, EllipsisType)):
         if not isinstance(args[0], Iterable):
-            raise TypeError(_errors.not_a_selector(args[0]))
+            raise TypeError(errors.not_a_selector(args[0]))
         args = selectors(args[0]) if isinstance(args[0], Mapping) else tuple(args[0])
     for s in args:
         if not isinstance(s, (Axis, str, EllipsisType)):
-            raise TypeError(_errors.not_a_selector(s))
+            raise TypeError(errors.not_a_selector(s))
     return args
 
 
@@ -115,7 +116,7 @@ class _Factor:
 def _expression_kernel(
     axes: tuple[Axis, ...], text: str, bindings: tuple[tuple[str, AxisSelector | int], ...]
 ) -> _kernels.Kernel:
-    plan = _Factors(_parsing.parse("rearrange", text, comma="elements"), axes, dict(bindings))
+    plan = _Factors(parsing.parse("rearrange", text, comma="elements"), axes, dict(bindings))
     before, after = plan.factors, plan.outputs
     flat = [f for merged in after.values() for f in merged]
     order = tuple(before.index(f) for f in flat)
@@ -167,10 +168,10 @@ class _Factors:
     """The effect of an expression on an array with certain axes."""
 
     def __init__(
-        self, expression: _parsing.Expression, axes: tuple[Axis, ...], bindings: Mapping[str, AxisSelector | int]
+        self, expression: parsing.Expression, axes: tuple[Axis, ...], bindings: Mapping[str, AxisSelector | int]
     ):
         self.expression, self.axes, self.bindings = expression, axes, bindings
-        self.described = _errors.describe_selectors(axes)
+        self.described = errors.describe_selectors(axes)
         self.variables: dict[str, _Factor] = {}
         (lhs,), (rhs,) = expression.lhs, expression.rhs
         self.check_bindings(lhs, rhs)
@@ -180,34 +181,34 @@ class _Factors:
         self.outputs = self.merge(rhs)
         """The axes of the result, each with its factors."""
 
-    def fail(self, node: _parsing.Node, message: str) -> NoReturn:
+    def fail(self, node: parsing.Node, message: str) -> NoReturn:
         self.expression.fail(node, message)
 
-    def check_bindings(self, *terms: _parsing.Term) -> None:
+    def check_bindings(self, *terms: parsing.Term) -> None:
         known = [v.name for term in terms for v in term.variables]
         known += [g.name.name for term in terms for g in term.groups if g.name is not None]
         unused = [n for n in self.bindings if n not in known]
         if unused:
-            hints = _errors.suggestions(unused, known)
+            hints = errors.suggestions(unused, known)
             listed = ", ".join(f"{n}=" for n in unused)
             raise ValueError(f"rearrange: {listed} names nothing in {self.expression.text!r}.{hints}")
 
-    def alias(self, name: _parsing.Name) -> str | None:
+    def alias(self, name: parsing.Name) -> str | None:
         """Return the axis name that a name in the expression stands for, if given."""
         value = self.bindings.get(name.name)
         return name_of(value) if isinstance(value, (str, Axis)) else None
 
-    def size(self, name: _parsing.Name) -> int | None:
+    def size(self, name: parsing.Name) -> int | None:
         """Return the size of a name in the expression, if given."""
         value = self.bindings.get(name.name)
         return value.size if isinstance(value, Axis) else value if isinstance(value, int) else None
 
     # --- the left-hand side ---
 
-    def match_ordered(self, lhs: _parsing.Term) -> dict[Axis, _parsing.Element]:
+    def match_ordered(self, lhs: parsing.Term) -> dict[Axis, parsing.Element]:
         """Match the elements with the axes by position."""
         before = list(lhs.elements)
-        after: list[_parsing.Element] = []
+        after: list[parsing.Element] = []
         if lhs.dots is not None:
             where = before.index(lhs.dots)
             before, after = before[:where], before[where + 1 :]
@@ -215,8 +216,8 @@ class _Factors:
         if surplus > 0:
             self.fail((before + after)[-surplus], f"too many axes for an array with {self.described}.")
         if surplus < 0 and lhs.dots is None:
-            end = _parsing.Place(lhs.stop, lhs.stop)
-            hint = _parsing.split_words(self.expression, [len(self.axes)])
+            end = parsing.Place(lhs.stop, lhs.stop)
+            hint = parsing.split_words(self.expression, [len(self.axes)])
             way_out = f".{hint}" if hint else ": name all, or add `...` for the rest."
             self.fail(end, f"too few axes for an array with {self.described}{way_out}")
         places = [*zip(before, self.axes, strict=False)]
@@ -225,13 +226,13 @@ class _Factors:
             self.check_place(element, axis)
         return {axis: element for element, axis in places}
 
-    def check_place(self, element: _parsing.Element, axis: Axis) -> None:
+    def check_place(self, element: parsing.Element, axis: Axis) -> None:
         """Check that a name that is bound to an axis is at the position of that axis; other names are free."""
-        name = element.name if isinstance(element, _parsing.Group) else element
-        if not isinstance(name, _parsing.Name):
+        name = element.name if isinstance(element, parsing.Group) else element
+        if not isinstance(name, parsing.Name):
             return
         said = self.alias(name)
-        if said is None and (isinstance(element, _parsing.Group) or any(a.name == name.name for a in self.axes)):
+        if said is None and (isinstance(element, parsing.Group) or any(a.name == name.name for a in self.axes)):
             said = name.name
         if said is not None and said != axis.name:
             shown = repr(name.name) if said == name.name else f"{name.name!r}, that is {said!r},"
@@ -241,33 +242,33 @@ class _Factors:
                 "to find axes by name.",
             )
 
-    def match_unordered(self, lhs: _parsing.Term) -> dict[Axis, _parsing.Element]:
+    def match_unordered(self, lhs: parsing.Term) -> dict[Axis, parsing.Element]:
         """Match the elements with the axes by name."""
         known = {a.name: a for a in self.axes}
-        found: dict[Axis, _parsing.Element] = {}
+        found: dict[Axis, parsing.Element] = {}
         for element in lhs.elements:
-            if isinstance(element, _parsing.Dots):
+            if isinstance(element, parsing.Dots):
                 continue
-            name = element.name if isinstance(element, _parsing.Group) else element
+            name = element.name if isinstance(element, parsing.Group) else element
             if name is None:
                 self.fail(element, "in braces axes are found by name, so this needs one: `(name: a b)`.")
             wanted = self.alias(name) or name.name
             if wanted not in known:
-                self.fail(name, f"no axis {wanted!r} in {self.described}.{_errors.suggestion(wanted, known)}")
+                self.fail(name, f"no axis {wanted!r} in {self.described}.{errors.suggestion(wanted, known)}")
             if known[wanted] in found:
                 self.fail(name, f"axis {wanted!r} is named a second time.")
             found[known[wanted]] = element
         return found
 
-    def split(self, axis: Axis, element: _parsing.Element | None) -> list[_Factor]:
+    def split(self, axis: Axis, element: parsing.Element | None) -> list[_Factor]:
         """Split one axis into factors, and record which name stands for which factor."""
-        if isinstance(element, _parsing.Name):
+        if isinstance(element, parsing.Name):
             size = self.size(element)
             if size not in (None, axis.size):
                 self.fail(element, f"axis {axis.name!r} has size {axis.size}, not {size}.")
             self.variables[element.name] = _Factor(axis.name, axis.size, axis.name)
             return [self.variables[element.name]]
-        if not isinstance(element, _parsing.Group):
+        if not isinstance(element, parsing.Group):
             return [_Factor(axis.name, axis.size, axis.name)]
         sizes = [self.size(member) for member in element.members]
         unknown = [m for m, size in zip(element.members, sizes, strict=True) if size is None]
@@ -288,12 +289,12 @@ class _Factors:
 
     # --- the right-hand side ---
 
-    def merge(self, rhs: _parsing.Term) -> dict[str, list[_Factor]]:
+    def merge(self, rhs: parsing.Term) -> dict[str, list[_Factor]]:
         used = {v.name: self.variable(v) for v in rhs.variables}
         rest = [f for f in self.factors if f not in used.values()]
         if rest and rhs.dots is None:
-            left = _errors.describe_selectors(rest)
-            end = _parsing.Place(rhs.stop, rhs.stop)
+            left = errors.describe_selectors(rest)
+            end = parsing.Place(rhs.stop, rhs.stop)
             self.fail(end, f"{left} would be dropped: name what is left, or add `...` for it.")
         outputs: dict[str, list[_Factor]] = {}
         for element in rhs.elements:
@@ -303,22 +304,22 @@ class _Factors:
                 outputs[name] = factors
         return outputs
 
-    def variable(self, name: _parsing.Name) -> _Factor:
+    def variable(self, name: parsing.Name) -> _Factor:
         if name.name not in self.variables:
             if any(f.name == name.name for f in self.factors):
                 hint = " Name the axis there too, or let `...` stand for it."
             else:
-                hint = _errors.suggestion(name.name, self.variables)
+                hint = errors.suggestion(name.name, self.variables)
             self.fail(name, f"{name.name!r} is not on the left-hand side.{hint}")
         return self.variables[name.name]
 
     def output(
-        self, element: _parsing.Element, used: Mapping[str, _Factor], rest: Sequence[_Factor]
+        self, element: parsing.Element, used: Mapping[str, _Factor], rest: Sequence[_Factor]
     ) -> list[tuple[str, list[_Factor]]]:
         """Return the axes of the result that one element stands for."""
-        if isinstance(element, _parsing.Dots):
+        if isinstance(element, parsing.Dots):
             return [(f.name, [f]) for f in rest]
-        if isinstance(element, _parsing.Name):
+        if isinstance(element, parsing.Name):
             return [(used[element.name].name, [used[element.name]])]
         if element.name is None:
             self.fail(element, "a merged axis needs a name: `(name: a b)`.")

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels, _prefixes
 from ..axis import Names
+from ..core import errors
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
+from . import _kernels, _prefixes
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import (
     apply_along,
@@ -66,7 +67,7 @@ def _reduce_leaf(
             return fn(array, **dict(options))
         raise TypeError(
             f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names."
-            + _errors.under_tree_map()
+            + errors.under_tree_map()
         )
     axis = _kernels.hashable(axis)
     if where is None:
@@ -89,10 +90,10 @@ def _publish(op: Any, name: str, doc: str) -> Any:
 
 def _refuse(op: Callable[..., Any], array: Any, given: Mapping[str, Any]) -> NoReturn:
     """Raise the error for keywords of NumPy and PyTorch."""
-    from .. import _foreign_names
+    from ..core import foreign_names
 
     error = f"{op.__name__}() got an unexpected keyword argument {next(iter(given))!r}"
-    raise TypeError(_foreign_names.in_call(op, error, [array], given))
+    raise TypeError(foreign_names.in_call(op, error, [array], given))
 
 
 _ARGUMENTS = """
@@ -243,7 +244,7 @@ def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: s
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
     NamedArray({shown})
     """
-    return _errors.say_how_to_call(publish(op, name, __name__, doc))
+    return errors.say_how_to_call(publish(op, name, __name__, doc))
 
 
 # fmt: off
@@ -270,7 +271,7 @@ def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, s
     >>> axn.{name}(axn.named({example}, "x"), "x")
     NamedArray({shown})
     """
-    return _errors.say_how_to_call(publish(op, name, __name__, doc))
+    return errors.say_how_to_call(publish(op, name, __name__, doc))
 
 
 # fmt: off

@@ -13,15 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSelection, Names
+from ..core import errors
 from ..named_array import NamedArray
+from . import _kernels
 from ._operands import as_float, at_least_float32, distinct, extreme, one_axis, require_named, require_subset
 from .creation import ones_like
 from .elementwise import divide, maximum
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def segment_sum(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -41,7 +42,7 @@ def segment_sum(
     return _reduce("segment_sum", array, segments, new_axis, axis)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def segment_mean(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -56,7 +57,7 @@ def segment_mean(
     return divide(total, maximum(count, 1).astype(total.dtype))
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def segment_prod(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -71,7 +72,7 @@ def segment_prod(
     return _reduce("segment_prod", array, segments, new_axis, axis)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def segment_max(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -86,7 +87,7 @@ def segment_max(
     return _reduce("segment_max", array, segments, new_axis, axis)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def segment_min(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, Names, name_of, names_without
+from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric, raw
+from . import _kernels
 from ._operands import one_axis, operand, private, replaced, require_named, require_subset, scalar, vectors
 
 # --- by a condition ---
@@ -39,7 +40,7 @@ def where(
     fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...] | None = None,
     new_axis: Axis | None = None,
 ) -> Any: ...
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
     """Return elements of `x` where the condition is true, and of `y` where it is not.
 
@@ -128,7 +129,7 @@ def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[Name
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
     if len(fill) != len(array.names):
         raise ValueError(
-            f"{what}: {_errors.counted(len(fill), 'fill value')} for the axes {_errors.describe_shape(array.shape)}."
+            f"{what}: {errors.counted(len(fill), 'fill value')} for the axes {errors.describe_shape(array.shape)}."
         )
     fill = [scalar(what, "fill_value", x) for x in fill]
     return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
@@ -142,7 +143,7 @@ def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
     )
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> NamedArray:
     """Clip each element to a range, whose bounds may be arrays or None. The operands broadcast by name.
 
@@ -171,7 +172,7 @@ def select(
     if len(conditions) != len(choices) or not conditions:
         raise ValueError(
             f"select: there must be one choice for each condition, and at least one; got "
-            f"{_errors.counted(len(conditions), 'condition')} and {_errors.counted(len(choices), 'choice')}."
+            f"{errors.counted(len(conditions), 'condition')} and {errors.counted(len(choices), 'choice')}."
         )
     arrays, names = zip(*map(operand, (*conditions, *choices, default)), strict=True)
     return _broadcast_kernel(_select, "select", names).apply(*arrays)
@@ -395,16 +396,16 @@ def _field(what: str, xp: Any, fp: Any, axis: AxisSelector | None) -> tuple[list
     fp, (xp, point_names) = require_named(what, fp), operand(xp)
     if axis is None and len(point_names) != 1:
         raise ValueError(
-            f"{what}: which axis of `xp` {_errors.describe_axes(point_names, np.shape(xp))} do the points lie along? "
+            f"{what}: which axis of `xp` {errors.describe_axes(point_names, np.shape(xp))} do the points lie along? "
             "Pass it as `axis`."
         )
     chosen = _kernels.one_selector(what, point_names[0] if axis is None else axis)
     for label, n, shape in (("xp", point_names or fp.names, np.shape(xp)), ("fp", fp.names, fp.array.shape)):
         if name_of(chosen) not in n:
-            raise ValueError(f"{what}: `{label}` has no axis {name_of(chosen)!r}: {_errors.describe_axes(n, shape)}.")
+            raise ValueError(f"{what}: `{label}` has no axis {name_of(chosen)!r}: {errors.describe_axes(n, shape)}.")
     if isinstance(chosen, Axis) and fp.axis_size(chosen.name) != chosen.size:
         places = [("`fp`", fp.axis_size(chosen.name)), ("the argument", chosen.size)]
-        raise ValueError(_errors.size_mismatch(what, chosen.name, places))
+        raise ValueError(errors.size_mismatch(what, chosen.name, places))
     require_subset(what, "xp", point_names, fp.names)
     return [xp, fp.array], (point_names or (name_of(chosen),), fp.names), name_of(chosen)
 

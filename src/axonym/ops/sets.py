@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, Names
+from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
+from . import _kernels
 from ._operands import (
     apply_along,
     at_least_float32,
@@ -170,7 +171,7 @@ def histogram(
         limits, own = [scalar("histogram", "range", limit) for limit in (() if range is None else range)], ()
         if len(limits) not in (0, 2):
             raise ValueError(
-                f"histogram: `range` is the lowest and the highest edge, got {_errors.counted(len(limits), 'value')}."
+                f"histogram: `range` is the lowest and the highest edge, got {errors.counted(len(limits), 'value')}."
             )
     kernel = _histogram_kernel(array.names, bins, len(limits), own, of_weight, bool(density))
     return kernel.apply(array.array, *limits, *weight)

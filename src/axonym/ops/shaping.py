@@ -11,9 +11,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
+from ..core import errors
 from ..named_array import NamedArray, resolve_axes, wrap
+from . import _kernels
 from ._operands import by_axis, check_new_axis, distinct, replaced, require_named
 
 
@@ -37,7 +38,7 @@ def _renamed(
     new = {name_of(old): sys.intern(name_of(new)) for old, new in renames}
     missing = [n for n in new if n not in names]
     if missing:
-        raise ValueError(_errors.missing_axes("rename", missing, names, shape))
+        raise ValueError(errors.missing_axes("rename", missing, names, shape))
     distinct("rename", tuple(name_of(old) for old, _ in renames))
     if shape is not None:
         sizes = dict(zip(names, shape, strict=False))
@@ -47,7 +48,7 @@ def _renamed(
             if any(isinstance(s, Axis) and s.size != sizes[name_of(old)] for s in (old, new))
         ]
         if wrong:
-            described = _errors.describe_shape(sizes)
+            described = errors.describe_shape(sizes)
             raise ValueError(f"rename: cannot rename {', '.join(wrong)} in {described}: the sizes differ.")
     return distinct("rename", tuple(new.get(n, n) for n in names))
 
@@ -75,7 +76,7 @@ def flatten_axes(array: NamedArray | AxisSpec, old_axes: AxisSelection, new_axis
     return _flatten_kernel("flatten_axes", array.names, _kernels.hashable(old_axes), new_axis).apply(array.array)
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
     """Merge all axes into one, in their order.
 
@@ -110,7 +111,7 @@ def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
     return list(kernel.apply(raw))
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedArray]:
     """Split the array along an axis into consecutive parts, given by their axes with sizes; names may repeat.
 
@@ -184,7 +185,7 @@ def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kerne
         rest, remainder = divmod(size, known) if known else (0, size)
         if remainder or (unknown and not known) or (not unknown and size != known):
             sizes = ["?" if isinstance(s, str) else s.size for s in new]
-            described = _errors.describe_axes([name_of(s) for s in new], sizes)
+            described = errors.describe_axes([name_of(s) for s in new], sizes)
             raise ValueError(f"{what}: axis {old!r} of size {size} does not split into {described}.")
         if len(new) == 1:
             return x
@@ -217,7 +218,7 @@ def _split_kernel(names: Names, axis: AxisSelector, new_axes: tuple[Axis, ...]) 
 
     def positional(x):
         if sum(sizes) != x.shape[where]:
-            described = _errors.describe_selectors(new_axes)
+            described = errors.describe_selectors(new_axes)
             raise ValueError(
                 f"split: axis {old!r} has size {x.shape[where]}, but the parts {described} make {sum(sizes)} together."
             )

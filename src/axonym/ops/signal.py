@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
 from ..axis import AxisSelection, AxisSelector, Names, names_without
+from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
+from . import _kernels
 from ._operands import apply_along, operand, private, require_named, static_number
 
 
@@ -155,9 +156,9 @@ def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
 def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
     shared = [n for n in a_names if n in b_names]
     if shared:
-        listed = _errors.quoted(shared)
+        listed = errors.quoted(shared)
         raise ValueError(
-            f"outer: {_errors.describe_axes(a_names)} and {_errors.describe_axes(b_names)} share {listed}. "
+            f"outer: {errors.describe_axes(a_names)} and {errors.describe_axes(b_names)} share {listed}. "
             "Rename it in one of them, or use `multiply`, which matches shared axes."
         )
     names = a_names + b_names

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
-from .._per_device import vary_like
 from ..axis import AxisSelector, Names, name_of
+from ..core import errors
+from ..distribution.per_device import vary_like
 from ..named_array import NamedArray
+from . import _kernels
 from ._operands import apply_along, only_axis, require_named, unsigned_nan
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = False) -> NamedArray:
     """Sort elements along an axis, the largest first if `descending`.
 
@@ -71,7 +72,7 @@ def _taken(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
     return jnp.take_along_axis(x, order, axis, mode="promise_in_bounds")
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def argsort(
     a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = True, descending: bool = False
 ) -> NamedArray:

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
-from .._mesh_axes import replicate_uneven
 from ..axis import AxisSelection, AxisSelector, Names, name_of
+from ..core import errors
+from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray, NamedOrNumeric
+from . import _kernels
 from ._op_types import publish
 from ._operands import (
     apply_along,
@@ -66,7 +67,7 @@ def _order_kernel(
     def computed(x, *q, **options):
         sizes = [x.shape[names.index(n)] for n in reduced]
         if 0 in sizes and fn is not jnp.mean:
-            raise ValueError(f"{name}: there are no elements along {_errors.describe_axes(reduced, sizes)}.")
+            raise ValueError(f"{name}: there are no elements along {errors.describe_axes(reduced, sizes)}.")
         # The sum of the two elements in the middle may overflow in float16, and JAX counts elements in this dtype.
         wide = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
         found = _even_gradient(name, functools.partial(fn, axis=positions, **options), names)(wide, *q)
@@ -75,7 +76,7 @@ def _order_kernel(
     if q_names is None:
         return _kernels.make_kernel(name, computed, (names,), kept, selection=axis)
     if len(q_names) > 1:
-        raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
+        raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {errors.describe_axes(q_names)}.")
 
     def positional(x, q):
         q = at_least_float32(q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0)
@@ -328,7 +329,7 @@ def _gradient_kernel(names: Names, axis: AxisSelector, spacing_names: Names) -> 
     if spacing_names not in ((), (along,)):
         raise ValueError(
             f"gradient: `spacing` must be a scalar or have axis {along!r} alone, got "
-            f"{_errors.describe_axes(spacing_names)}."
+            f"{errors.describe_axes(spacing_names)}."
         )
     position = names.index(along)
 
@@ -366,7 +367,7 @@ def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -
     if x_names is not None:
         require_subset("trapezoid", "x", x_names, names)
         if along not in x_names:
-            raise ValueError(f"trapezoid: `x` must have axis {along!r}, got {_errors.describe_axes(x_names)}.")
+            raise ValueError(f"trapezoid: `x` must have axis {along!r}, got {errors.describe_axes(x_names)}.")
 
     def positional(y, x):
         # Compute with floats: small integers would overflow, and unsigned ones have no negative differences.

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
-from .._mesh_axes import replicate_uneven
-from .._tree_spec import StaticLeaf
 from ..axis import Names, name_of
+from ..core import errors
+from ..core.tree_spec import StaticLeaf
+from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
+from . import _kernels
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 from ._op_types import publish
 from ._operands import operand, private, require_named, static_number
@@ -153,8 +154,8 @@ def _update_kernel(
     extra = [n for n in value_names if n not in layout.out_names]
     if extra:
         raise ValueError(
-            f"{what}: the value has axes {_errors.describe_axes(extra)} that the selected part "
-            f"{_errors.describe_axes(layout.out_names)} lacks."
+            f"{what}: the value has axes {errors.describe_axes(extra)} that the selected part "
+            f"{errors.describe_axes(layout.out_names)} lacks."
         )
 
     def positional(a, value, *operands):
@@ -215,7 +216,7 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
     _kernels.select(what, names, per_element)
     clash = [n for n, _ in starts if n in per_element]
     if clash:
-        raise ValueError(f"{what}: a start is given along {_errors.describe_axes(clash)}, which start arrays have too.")
+        raise ValueError(f"{what}: a start is given along {errors.describe_axes(clash)}, which start arrays have too.")
     inner = tuple(n for n in names if n not in per_element)
     moved = tuple(n for n, _ in starts)
 
@@ -230,8 +231,8 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
         too_large = [n for n, s in zip(names, a.shape, strict=True) if sizes.get(n, 1) > s]
         if too_large:
             raise ValueError(
-                f"{what}: {_errors.describe_axes(too_large, [sizes[n] for n in too_large])} of the update does not fit "
-                f"{_errors.describe_axes(names, a.shape)}."
+                f"{what}: {errors.describe_axes(too_large, [sizes[n] for n in too_large])} of the update does not fit "
+                f"{errors.describe_axes(names, a.shape)}."
             )
         full = [sizes.get(n, 1 if n in moved else s) for n, s in zip(names, a.shape, strict=True)]
         update = jnp.broadcast_to(_kernels.align(update, update_names, names), full).astype(a.dtype)
@@ -253,4 +254,4 @@ def _check_per_element(
             places = [("the array", known[n]), (f"the start of {moved!r}", size)]
             places += [("the update", update[n])] if n in update else []
             if len({s for _, s in places}) > 1:
-                raise ValueError(_errors.size_mismatch("updated_slice", n, places))
+                raise ValueError(errors.size_mismatch("updated_slice", n, places))

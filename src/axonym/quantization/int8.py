@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _kernels
-from .._per_device import vary_like
 from ..axis import Names
+from ..distribution.per_device import vary_like
+from ..ops import _kernels
 from ..state.module import ModuleWithStateDictSerialization
 
 __all__ = ["Int8DotGeneralOp"]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from .. import _errors
+from ..core import errors
 
 __all__ = ["OverwriteWithGradient", "T", "apply_updates", "partition_for_grad_overwrite"]
 
@@ -75,7 +75,7 @@ def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
         found, other = jax.tree.flatten(side, is_leaf=_is_update_leaf)
         if len(found) != len(leaves):
             raise ValueError(
-                f"apply_updates: `{name}` has {_errors.counted(len(found), 'leaf', 'leaves')}, the model "
+                f"apply_updates: `{name}` has {errors.counted(len(found), 'leaf', 'leaves')}, the model "
                 f"{len(leaves)}: {other} and {structure}."
             )
         sides.append(found)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors
-from .._mesh_axes import check_mesh_axes, current_mesh, shard_count, storage_axes
-from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..core import errors
+from ..core.named_scope import named_call
+from ..distribution.mesh_axes import check_mesh_axes, current_mesh, shard_count, storage_axes
 from ..named_array import NamedArray
 from ..nn.embedding import Embedding
 from ..nn.linear import Linear, check_input
@@ -222,7 +222,7 @@ def _check_groups_in_shards(name: str, axis: str, size: int, group: int) -> None
     if size % shards == 0 and size // group % shards:
         raise ValueError(
             f"quantize_weights: {name} has {size // group} groups of {group} along axis {axis!r}, of size {size}, "
-            f"which the active mapping shards over {_errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
+            f"which the active mapping shards over {errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
             f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`."
         )
 

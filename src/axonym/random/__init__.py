@@ -56,6 +56,6 @@ from .sharded import generate_sharded as generate_sharded
 if not _typing.TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
 
     def __getattr__(name: str) -> object:
-        from .._lazy_loading import missing_name
+        from ..core.lazy_loading import missing_name
 
         raise AttributeError(missing_name(__name__, name, globals()))

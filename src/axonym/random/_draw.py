@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .. import _context, _errors, _kernels
-from .._mesh_axes import current_mesh, entries_by_name
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
+from ..core import errors
+from ..distribution import active_settings
+from ..distribution.mesh_axes import current_mesh, entries_by_name
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, resolve_axes
+from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 
@@ -75,7 +77,7 @@ def axis_of(what: str, argument: str, array: Any, axis: AxisSelector) -> Axis:
 
 def describe(axes: Sequence[Axis]) -> str:
     """Describe axes with their sizes, for messages."""
-    return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+    return errors.describe_axes([a.name for a in axes], [a.size for a in axes])
 
 
 def draw(
@@ -159,7 +161,7 @@ def _placement_is_known(key: Any) -> bool:
     """
     if not isinstance(key, Tracer) or jax.device_count() == 1:
         return True
-    return bool(_context.active_mapping()) and current_mesh() is not None
+    return bool(active_settings.active_mapping()) and current_mesh() is not None
 
 
 def _merged(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
@@ -193,10 +195,10 @@ def check_parameters(
     problems = []
     for (label, names, more), x in zip(layouts, arrays, strict=True):
         allowed = {a.name: a.size for a in (*axes, *more)}
-        described = _errors.describe_axes(names, x.shape)
+        described = errors.describe_axes(names, x.shape)
         if len(names) != x.ndim:
             if names:
-                problems.append(f"`{label}`: {_errors.wrong_rank(names, x.shape)}")
+                problems.append(f"`{label}`: {errors.wrong_rank(names, x.shape)}")
             else:
                 problems.append(
                     f"`{label}` has no axis names but shape {x.shape}; name its axes with axonym.named(array, axes)."
@@ -205,8 +207,8 @@ def check_parameters(
         extra = [n for n in names if n not in allowed]
         if extra:
             problems.append(
-                f"`{label}` {described} has {_errors.describe_axes(extra)}, which {_errors.describe_shape(allowed)} "
-                f"lacks. Add it to the shape, or index it away.{_errors.suggestions(extra, allowed)}"
+                f"`{label}` {described} has {errors.describe_axes(extra)}, which {errors.describe_shape(allowed)} "
+                f"lacks. Add it to the shape, or index it away.{errors.suggestions(extra, allowed)}"
             )
         for name, size in zip(names, x.shape, strict=True):
             if size != allowed.get(name, size):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _errors
 from ..axis import Axis, AxisSelector, AxisSpec
+from ..core import errors
 from ..named_array import NamedArray
 from ..ops._op_types import publish
 from ..ops._operands import at_least_float32, one_axis, scalar
@@ -39,7 +39,7 @@ def _row(summary: str, example: str = "", shown: str = "float32", **arguments: s
     >>> print(axn.random.{op.__name__}(jax.random.key(0), {{"batch": 100}}{example and ", " + example}))
     {shown}[batch=100]
     """
-        return _errors.say_how_to_call(op)
+        return errors.say_how_to_call(op)
 
     return document
 
@@ -357,7 +357,7 @@ def multivariate_normal(
     if len(others) != 1 or others[0].size != rows.size:
         raise ValueError(
             f"{what}: besides {rows.name!r} and axes of the result, `cov` has one axis of size {rows.size} for its "
-            f"columns, got {_errors.describe_shape(cov.shape)}. Rename it with `cov.rename`, or add an axis of a batch "
+            f"columns, got {errors.describe_shape(cov.shape)}. Rename it with `cov.rename`, or add an axis of a batch "
             "to `shape`."
         )
     parameters, further = {"mean": mean, "cov": cov}, {"mean": (rows,), "cov": (rows, others[0])}

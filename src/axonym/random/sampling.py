@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec, Names
+from ..core import errors
 from ..custom_partitioning._top_k import best, number_of_candidates
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
+from ..ops import _kernels
 from ..ops._operands import distinct, operand, require_subset, unsigned_nan
 from ..sharding.shard import shard_quietly
 from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_axes, one_key
@@ -127,7 +128,7 @@ def _check_axes(logits: NamedArray, categories: Axis, batch: tuple[Axis, ...], a
     """Check the logits, and that the result can have these axes."""
     if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
         raise ValueError(
-            f"{_WHAT}: the shape {describe(axes)} lacks {_errors.describe_axes(missing)} of the logits "
+            f"{_WHAT}: the shape {describe(axes)} lacks {errors.describe_axes(missing)} of the logits "
             f"{describe(logits.axes)}. Add it, or reduce it away first."
         )
     distinct(_WHAT, tuple(a.name for a in (*axes, categories)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec
+from ..core import errors
 from ..named_array import NamedArray
+from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import at_least_float32, require_named
 from ._draw import Key, axis_of, check_enough, new_axes, one_key
@@ -38,7 +39,7 @@ def choice(
         check_enough(what, axes, along)
     if p is not None and require_named(what, p).axes != (along,):
         raise ValueError(
-            f"{what}: `p` has exactly the axis {along} of `a`, got {_errors.describe_shape(p.shape)}. Write "
+            f"{what}: `p` has exactly the axis {along} of `a`, got {errors.describe_shape(p.shape)}. Write "
             f"`p=axonym.named(probabilities, {along.name!r})`, or rename its axis."
         )
     kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), p is not None)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from .. import _errors
-from .._function_cache import FunctionCache, Functions, HeldArrays, WithArrays
-from .._mesh_axes import NO_MESH, current_mesh, mapped_on
-from .._per_device import run_per_device
-from .._tree_spec import flatten_arrays
 from ..axis import Axis, AxisSelector
+from ..core import errors
+from ..core.function_cache import FunctionCache, Functions, HeldArrays, WithArrays
+from ..core.tree_spec import flatten_arrays
+from ..distribution.mesh_axes import NO_MESH, current_mesh, mapped_on
+from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray, describe_array, resolve_axes, wrap
 from ..ops._new_array import run_sharded
 from ..ops._operands import one_axis, private
@@ -92,7 +92,7 @@ class _BlockArguments:
         for x, names, position in zip(self.arrays, self.names, self.positions, strict=True):
             if position is not None and x.shape[position] != along.size:
                 places = [("the shape", along.size), (f"the argument {wrap(x, names)}", x.shape[position])]
-                raise ValueError(_errors.size_mismatch(what, along.name, places))
+                raise ValueError(errors.size_mismatch(what, along.name, places))
         self.of_one_block = spec.with_names(
             None if names is None else tuple(n for n in names if n != along.name) for names in spec.names
         )

@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
-from .. import _context, _errors
+from ..core import errors
+from ..distribution import active_settings
 from ..named_array import NamedArray, raw, wrap
 from ..sharding import rules, with_sharding_annotation as _annotated
 from ..sharding._compiled_function import CompiledFunction
@@ -210,8 +211,8 @@ def _activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
-        f"sjit: called in a traced function under mesh {_errors.describe_mesh(around)}, but it is meant for mesh "
-        f"{_errors.describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
+        f"sjit: called in a traced function under mesh {errors.describe_mesh(around)}, but it is meant for mesh "
+        f"{errors.describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
     )
 
 
@@ -268,7 +269,7 @@ def get_global_annotation_shardings() -> dict[str, Placement] | None:
     ...     scalax.sharding.get_global_annotation_shardings()
     {'hidden': P('data',)}
     """
-    settings = _context.active_settings()
+    settings = active_settings.active_settings()
     annotations = {} if settings is None else settings.annotations
     return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, HashablePlacement)} or None
 

@@ -28,10 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from .. import _errors
-from .._context import Entry, active_mapping, active_parameter_mapping
-from .._jax_versions import active_platform, varying_axes
-from .._mesh_axes import (
+from ..axis import Axis, Names, name_of
+from ..core import errors
+from ..core.jax_versions import active_platform, varying_axes
+from ..core.tree_spec import TreeSpec, flatten_arrays
+from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
+from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
@@ -47,9 +49,7 @@ from .._mesh_axes import (
     restricted,
     shard_count,
 )
-from .._per_device import gather_axes, permute, run_per_device, vary_like, varying_over
-from .._tree_spec import TreeSpec, flatten_arrays
-from ..axis import Axis, Names, name_of
+from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
 from ..manual import _axis_environment
 from ..manual._axis_environment import ArgumentAxis
 from ..named_array import is_named_array
@@ -183,7 +183,7 @@ class _Pipeline:
             rounds = f" in {self._rounds} rounds" if self._rounds > 1 else ""
             raise ValueError(
                 f"{what}: the {self._Layers.size} layers of axis {self._Layers.name!r} cannot be divided among the "
-                f"{self._count} stages of {_errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
+                f"{self._count} stages of {errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
                 f"{rounds}."
             )
         check_stages(self._schedule, self._count)
@@ -191,7 +191,7 @@ class _Pipeline:
             if names is None or self._batch not in names:
                 raise ValueError(
                     f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
-                    f"must have; got {_errors.describe_axes(names or (), x.shape)}."
+                    f"must have; got {errors.describe_axes(names or (), x.shape)}."
                 )
             position = names.index(self._batch)
             shards = shard_count(self._mesh, spec[position])
@@ -204,12 +204,12 @@ class _Pipeline:
             if not (isinstance(self._schedule, GPipe) or jnp.issubdtype(x.dtype, jnp.inexact)):
                 raise TypeError(
                     f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
-                    f"{x.dtype}{_errors.describe_axes(names, x.shape)}."
+                    f"{x.dtype}{errors.describe_axes(names, x.shape)}."
                 )
             if {*self._stages} & {*axes_in(entries_by_name(names))}:
                 raise ValueError(
-                    f"{what}: the carry {_errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
-                    f"stages, {_errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
+                    f"{what}: the carry {errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
+                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
                 )
 
     # --- on each device ---

@@ -1,6 +1,6 @@
 """Shard the arrays of trees: mappings, meshes, placements, rules, and compiled functions that apply them."""
 
-from .._processes import fail_together as fail_together
+from ..core.processes import fail_together as fail_together
 from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,

@@ -20,12 +20,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVa
 import jax
 import numpy as np
 
-from .. import _context, _errors
-from .._function_cache import FunctionCache
-from .._jax_versions import is_about_devices
-from .._mesh_axes import check_mesh_axes
-from .._parameter_names import parameter_names
-from .._tree_spec import PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
+from ..core import errors
+from ..core.function_cache import FunctionCache
+from ..core.jax_versions import is_about_devices
+from ..core.parameter_names import parameter_names
+from ..core.tree_spec import PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
+from ..distribution import active_settings
+from ..distribution.mesh_axes import check_mesh_axes
 from .meshes import current_mesh
 from .placement import Placement
 from .shard import call_on_mesh, shard_arguments
@@ -88,7 +89,7 @@ class CompiledFunction(Generic[P, R]):
         self._what = what
         self._fn: Callable[..., Any] = fn
         self._active = active
-        self._settings = _context.changed(None, **active)
+        self._settings = active_settings.changed(None, **active)
         self._around_last: tuple[Any, Any] = None, None
         """The settings that were active around the last call, and those that it activated instead."""
         self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
@@ -115,7 +116,7 @@ class CompiledFunction(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # If no context is entered around the call, this is the only frame above `jax.jit`.
-        if self._always_direct or (self._direct and _context.ACTIVE.value is None):
+        if self._always_direct or (self._direct and active_settings.ACTIVE.value is None):
             unseen = self._unseen  # another thread may change it
             try:
                 result: Any = self._jitted(*args, **kwargs) if unseen else self._call_flat(args, kwargs)
@@ -169,23 +170,23 @@ class CompiledFunction(Generic[P, R]):
         The function's own settings are activated inside it, so the program does not depend on those that they replace.
         All others stay active.
         """
-        outer = _context.active_settings()
+        outer = active_settings.active_settings()
         seen, wanted = self._around_last
         if seen is not outer:
-            settings = _context.changed(outer, **self._active)
+            settings = active_settings.changed(outer, **self._active)
             wanted = None if settings is self._settings else settings
             self._around_last = outer, wanted
         with (
             contextlib.nullcontext() if self._around is None else self._around(),
-            contextlib.nullcontext() if wanted is outer else _context.activate(wanted),
+            contextlib.nullcontext() if wanted is outer else active_settings.activate(wanted),
         ):
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """Run the function while it is traced."""
-        outer = _context.active_settings()
-        settings = _context.changed(outer, **self._active) if self._active else outer
-        with contextlib.nullcontext() if settings is outer else _context.activate(settings):
+        outer = active_settings.active_settings()
+        settings = active_settings.changed(outer, **self._active) if self._active else outer
+        with contextlib.nullcontext() if settings is outer else active_settings.activate(settings):
             mesh = None if settings is None else current_mesh()
             if settings is not None and mesh is not None:
                 for mapping in (settings.mapping, settings.parameter_mapping):
@@ -321,8 +322,8 @@ class CompiledFunction(Generic[P, R]):
             known = [*names, *kwargs]
             if unknown := [name for name in wanted if name not in known]:
                 raise ValueError(
-                    f"{self._what}: {_errors.quoted(unknown)} is to be donated, but is not an argument of the "
-                    f"call, which has {', '.join(known)}.{_errors.suggestions(unknown, known)}"
+                    f"{self._what}: {errors.quoted(unknown)} is to be donated, but is not an argument of the "
+                    f"call, which has {', '.join(known)}.{errors.suggestions(unknown, known)}"
                 )
             prefix = tuple([wanted.get(n, False) for n in names]), {n: wanted.get(n, False) for n in kwargs}
         spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=callable)

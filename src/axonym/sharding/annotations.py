@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import jax
 
-from .. import _context, _errors
+from ..core import errors
+from ..distribution import active_settings
 from .mapping import ActiveSettings, normalize_mapping
 from .placement import Placement, is_placement
 from .shard import shard_quietly
@@ -55,9 +56,9 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
     """
     new = hashable_annotations(annotations)
 
-    def settings(outer: _context.Settings | None) -> _context.Settings | None:
+    def settings(outer: active_settings.Settings | None) -> active_settings.Settings | None:
         kept = outer.annotations if merge and outer is not None else {}
-        return _context.changed(outer, annotations={**kept, **new})
+        return active_settings.changed(outer, annotations={**kept, **new})
 
     return ActiveSettings("sharding_annotations", settings)
 
@@ -70,11 +71,11 @@ def with_sharding_annotation(tree: T, name: str) -> T:
     >>> axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").shape
     (2,)
     """
-    settings = _context.active_settings()
+    settings = active_settings.active_settings()
     annotations = {} if settings is None else settings.annotations
     kept = annotations.get(name)
     if isinstance(kept, HashablePlacement):
         return shard_quietly(tree, kept.placement, f"with_sharding_annotation {name!r}")
-    if hint := _errors.suggestion(name, annotations):
-        _errors.warn(f"with_sharding_annotation: no annotation {name!r} is active.{hint}")
+    if hint := errors.suggestion(name, annotations):
+        errors.warn(f"with_sharding_annotation: no annotation {name!r} is active.{hint}")
     return tree

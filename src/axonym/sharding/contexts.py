@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from .. import _context
+from ..distribution import active_settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +73,7 @@ class _ContextSnapshot:
     """The mesh and the settings that were active when this was created."""
 
     def __init__(self) -> None:
-        self.settings = _context.active_settings()
+        self.settings = active_settings.active_settings()
         self.mesh = jax.sharding.get_mesh()  # has no axes if none is active
         abstract = jax.sharding.get_abstract_mesh()
         self.abstract = None if abstract == self.mesh.abstract_mesh else abstract
@@ -84,7 +84,7 @@ class _ContextSnapshot:
         with (
             jax.set_mesh(self.mesh),
             contextlib.nullcontext() if self.abstract is None else jax.sharding.use_abstract_mesh(self.abstract),
-            _context.activate(self.settings),
+            active_settings.activate(self.settings),
         ):
             yield
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import jax
 
-from .. import _errors
+from ..core import errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
 from .mapping import ResourceMapping, as_mapping, normalize_mapping
@@ -249,12 +249,12 @@ def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str
     known = {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
     # A rule sees the path within an argument.
     arguments = [dataclasses.replace(leaf, keys=leaf.keys[3:]) for leaf in leaves if leaf.keys[0].idx == 0]
-    near = {n: _errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
-    near |= {n: _errors.suggestion(n, known - parameters.keys(), 0.8) for n in parameters if n not in known}
+    near = {n: errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
+    near |= {n: errors.suggestion(n, known - parameters.keys(), 0.8) for n in parameters if n not in known}
     misspelled = [n for n, hint in near.items() if hint or (n in parameters and known.isdisjoint(parameters))]
     if misspelled:
-        _errors.warn(
-            f"{_title(fn)}: {_errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "
+        errors.warn(
+            f"{_title(fn)}: {errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "
             f"which have {', '.join(sorted(map(repr, known))) or 'no named axes'}."
             + ("".join(near[n] for n in misspelled) if known else advise_paths(arguments, parameters.values(), mesh))
         )

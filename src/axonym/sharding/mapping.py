@@ -1,6 +1,6 @@
 """Activate resource mappings, from logical axes to the mesh axes that they are sharded over.
 
-`axonym._mesh_axes` looks axes up in the active mapping; `axonym.sharding.placement` applies mappings to trees.
+`axonym.distribution.mesh_axes` looks axes up in the active mapping; `placement` applies mappings to trees.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
-from .. import _context, _errors
-from .._context import Entry
-from .._mesh_axes import check_mesh_axes, current_mesh, entry_of
 from ..axis import Axis, name_of
+from ..core import errors
+from ..distribution import active_settings
+from ..distribution.active_settings import Entry, Settings
+from ..distribution.mesh_axes import check_mesh_axes, current_mesh, entry_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,12 +102,12 @@ def axis_mapping(
     """
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
     mesh = current_mesh() if new else None
-    if mesh is not None and _errors.wrong_way_round(new, mesh.axis_names):
+    if mesh is not None and errors.wrong_way_round(new, mesh.axis_names):
         check_mesh_axes("axis_mapping", new, mesh)  # or it would apply to no axis, and nothing would say so
 
-    def settings(outer: _context.Settings | None) -> _context.Settings | None:
+    def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
-        return _context.changed(outer, mapping={**outer.mapping, **new} if merge and outer is not None else new)
+        return active_settings.changed(outer, mapping={**outer.mapping, **new} if merge and outer is not None else new)
 
     return ActiveSettings("axis_mapping", settings)
 
@@ -121,13 +122,13 @@ class EnteredBlocks(threading.local):
 class ActiveSettings:
     """Active settings as a with-block or a decorator: the result of `axis_mapping` and similar functions."""
 
-    def __init__(self, what: str, settings: Callable[[_context.Settings | None], _context.Settings | None]):
+    def __init__(self, what: str, settings: Callable[[Settings | None], Settings | None]):
         self._what = what
         self._settings = settings
         self._entered = EnteredBlocks()
 
     def _active(self) -> contextlib.AbstractContextManager[None]:
-        return _context.activate(self._settings(_context.active_settings()))
+        return active_settings.activate(self._settings(active_settings.active_settings()))
 
     def __enter__(self) -> None:
         block = self._active()
@@ -159,4 +160,4 @@ def current_mapping() -> dict[str, Entry] | None:
     ...     axn.current_mapping()
     {'batch': ('replica', 'data')}
     """
-    return dict(_context.active_mapping()) or None
+    return dict(active_settings.active_mapping()) or None

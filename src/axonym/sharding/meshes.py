@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._mesh_axes import AnyMesh, current_mesh, has_manual
+from ..distribution.mesh_axes import AnyMesh, current_mesh, has_manual
 
 
 def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:

@@ -28,10 +28,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _errors
-from .._context import Entry, active_mapping
-from .._jax_versions import followed_by
-from .._mesh_axes import (
+from ..axis import Names, name_of
+from ..core import errors
+from ..core.jax_versions import followed_by
+from ..distribution.active_settings import Entry, active_mapping
+from ..distribution.mesh_axes import (
     AnyMesh,
     axes_of_type,
     entries_by_name,
@@ -41,7 +42,6 @@ from .._mesh_axes import (
     restricted,
     shard_count,
 )
-from ..axis import Names, name_of
 from ..named_array import NamedArray, is_named_array, raw
 from .mapping import NO_SIZES, ResourceMapping, as_mapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
@@ -521,8 +521,8 @@ def _checked(
         for axis in unknown:
             problems.append(
                 f"{array}: {name} goes to mesh axis {axis!r}, which the mesh does not have."
-                + _errors.wrong_way_round({} if names is None else {names[called.index(name)]: axis}, mesh.axis_names)
-                + _errors.suggestion(axis, mesh.axis_names)
+                + errors.wrong_way_round({} if names is None else {names[called.index(name)]: axis}, mesh.axis_names)
+                + errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
             manual = axes_of_type(mesh, AxisType.Manual)
@@ -552,27 +552,27 @@ def described(leaf: Leaf) -> str:
 
 
 def _described(names: Names | None, shape: Sequence[int]) -> str:
-    return str(tuple(shape)) if names is None else _errors.describe_axes(names, shape)
+    return str(tuple(shape)) if names is None else errors.describe_axes(names, shape)
 
 
 def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     assert leaf.shape is not None
     if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
-        return f"{leaf.path}: {_errors.wrong_rank(leaf.value.names, leaf.shape)}"
+        return f"{leaf.path}: {errors.wrong_rank(leaf.value.names, leaf.shape)}"
     if leaf.names is not None and len(leaf.names) != len(leaf.shape):
-        many = _errors.counted(len(leaf.names), "axis", "axes")
+        many = errors.counted(len(leaf.names), "axis", "axes")
         return (
-            f"{leaf.path}: its field names {many} {_errors.describe_axes(leaf.names)}, but the array has shape "
+            f"{leaf.path}: its field names {many} {errors.describe_axes(leaf.names)}, but the array has shape "
             f"{leaf.shape}. A stack of modules has an axis more: make the field a named array, which `axonym.vmap` "
             "stacks by name, or place this part of the tree by a partition spec."
         )
-    many = _errors.counted(len(entries), "entry", "entries")
+    many = errors.counted(len(entries), "entry", "entries")
     return f"{leaf.path}: {PartitionSpec(*entries)} has {many} for an array of shape {leaf.shape}."
 
 
 def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
     """Return one message of all problems."""
-    where = "" if mesh is None else f" on mesh {_errors.describe_shape(mesh.shape)}"
+    where = "" if mesh is None else f" on mesh {errors.describe_shape(mesh.shape)}"
     problems = tuple(dict.fromkeys(problems))
     if len(problems) == 1:
         return f"{what}{where}: {problems[0]}"
@@ -594,7 +594,7 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
 def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
     """Return the names that are none of the known ones, each with a message."""
     return [
-        (name, f"axis {name!r} is in the mapping but not in the tree.{_errors.suggestion(name, known)}")
+        (name, f"axis {name!r} is in the mapping but not in the tree.{errors.suggestion(name, known)}")
         for name in names
         if name not in known
     ]
@@ -612,19 +612,19 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh 
         known = {n for leaf in its_leaves for n in leaf.made_from or leaf.names or ()}
         if keys and not known.intersection(keys):
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
-            hint = _errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
-            _errors.warn(
-                f"{what}: none of the axes {_errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{_errors.wrong_way_round({k: v for k, v in mapping.items() if v in known}, keys)}{hint}"
+            hint = errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
+            errors.warn(
+                f"{what}: none of the axes {errors.quoted(keys)} of the mapping is an axis of the tree, which "
+                f"{has}.{errors.wrong_way_round({k: v for k, v in mapping.items() if v in known}, keys)}{hint}"
             )
 
 
 def _warn_if_not_told(leaves: Sequence[Leaf], what: str) -> None:
     """Warn about arrays of an optimizer that are replicated because their sizes do not tell which axes they have."""
-    found = [f"{x.path} of shape {x.shape}, made from {_errors.describe_axes(x.made_from or ())}" for x in leaves]
+    found = [f"{x.path} of shape {x.shape}, made from {errors.describe_axes(x.made_from or ())}" for x in leaves]
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        _errors.warn(
+        errors.warn(
             f"{what}: arrays of an optimizer are replicated, since their sizes do not tell which axes they have: "
             f"{'; '.join(found[:3])}{more}. Place them together with the parameters, whose sizes tell, or by path with "
             "axonym.sharding.TreePathShardingRule."

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import _errors
-from .._processes import checksum, fail_together, from_all_processes
 from ..axis import AxisSelector, name_of
+from ..core import errors
+from ..core.processes import checksum, fail_together, from_all_processes
 from ..named_array import raw, wrap_like
 from .meshes import required_mesh, with_devices
 from .placement import Leaf, leaves_of, listed
@@ -47,15 +47,15 @@ def from_process_local_data(
     unknown = [a for a in over if a not in found.shape]
     if unknown:
         raise ValueError(
-            f"{what}: mesh {_errors.describe_shape(found.shape)} has no axis "
-            f"{_errors.quoted(unknown)}.{_errors.suggestion(unknown[0], found.axis_names)}"
+            f"{what}: mesh {errors.describe_shape(found.shape)} has no axis "
+            f"{errors.quoted(unknown)}.{errors.suggestion(unknown[0], found.axis_names)}"
         )
     shards = len(_shards_here(found, over))
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
     for leaf, x in loaded:
-        shape = x.shape if leaf.names is None else _errors.describe_axes(leaf.names, x.shape)
+        shape = x.shape if leaf.names is None else errors.describe_axes(leaf.names, x.shape)
         position = _position(leaf, x.ndim, axis)
         if position is None:
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which parts could follow.")

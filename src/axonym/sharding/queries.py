@@ -10,10 +10,10 @@ from typing import Any, Literal
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import _errors
-from .._context import active_mapping
-from .._mesh_axes import axes_in, check_mesh_axes, entries_by_name, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ..core import errors
+from ..distribution.active_settings import active_mapping
+from ..distribution.mesh_axes import axes_in, check_mesh_axes, entries_by_name, mapped_axes, mesh_axes, shard_count
 from ..named_array import raw, wrap
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
 from .meshes import AnyMesh, current_mesh, required_mesh, with_devices
@@ -199,11 +199,11 @@ class MappingReport:
         return len(self.findings)
 
     def __str__(self) -> str:
-        arrays = _errors.counted(self.arrays, "array")
+        arrays = errors.counted(self.arrays, "array")
         if not self.findings:
             return f"{arrays}, nothing found."
         lines = "".join(f"\n  {f.kind}: {f.message}" for f in self.findings)
-        return f"{arrays}, {_errors.counted(len(self.findings), 'finding')}:{lines}"
+        return f"{arrays}, {errors.counted(len(self.findings), 'finding')}:{lines}"
 
 
 def lint_mapping(
@@ -255,7 +255,7 @@ def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> I
         if mesh is not None and isinstance(placement, Mapping):
             for a in mapped_axes(name, normalize_mapping(placement)):
                 if a not in mesh.shape:
-                    yield Finding("problem", name, _errors.unknown_mesh_axis("lint_mapping", name, a, mesh))
+                    yield Finding("problem", name, errors.unknown_mesh_axis("lint_mapping", name, a, mesh))
 
 
 def _replicated(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Finding]:
@@ -264,7 +264,7 @@ def _replicated(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Findin
     if leaf.shape is None or mesh is None or _bytes(leaf) < large:
         return
     if (devices := math.prod(mesh.shape.values())) > 1 and shard_count(mesh, axes_in(leaf.spec or ())) == 1:
-        size = _errors.describe_bytes(_bytes(leaf))
+        size = errors.describe_bytes(_bytes(leaf))
         text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
         yield Finding("replicated", leaf.path, text)
 

@@ -16,8 +16,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import _errors
-from .._per_device import run_per_device
+from ..core import errors
+from ..distribution.per_device import run_per_device
 from ..named_array import is_jax_array_like, raw, wrap_like
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, resolve
@@ -51,7 +51,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
     what = "remap"
     found = with_devices(required_mesh(what, mesh))
     if not isinstance(found, Mesh):
-        raise TypeError(f"{what}: mesh {_errors.describe_shape(found.shape)} has no devices to move arrays to.")
+        raise TypeError(f"{what}: mesh {errors.describe_shape(found.shape)} has no devices to move arrays to.")
     leaves, structure = resolve(tree, placement, found, what)
     moves = []
     for leaf in leaves:

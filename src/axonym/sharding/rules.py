@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import _errors
-from .._context import Entry
-from .._mesh_axes import mesh_axes, shard_count
+from ..core import errors
+from ..distribution.active_settings import Entry
+from ..distribution.mesh_axes import mesh_axes, shard_count
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
 from .placement import Leaf, Placement, Rule, entries_for, is_placement, unused_in, unused_names
@@ -201,8 +201,8 @@ class FSDPShardingRule(ShardingRule):
         unknown = [] if mesh is None else [a for a in mesh_axes(self.fsdp_axis_name) if a not in mesh.shape]
         if mesh is not None and unknown:
             raise ValueError(
-                f"{self!r}: mesh {_errors.describe_shape(mesh.shape)} has no axis {unknown[0]!r}."
-                + _errors.suggestion(unknown[0], mesh.axis_names)
+                f"{self!r}: mesh {errors.describe_shape(mesh.shape)} has no axis {unknown[0]!r}."
+                + errors.suggestion(unknown[0], mesh.axis_names)
             )
         if math.prod(shape) < self.min_fsdp_size:
             return PartitionSpec()
@@ -272,7 +272,7 @@ class TreePathShardingRule(ShardingRule):
         return found
 
     def __repr__(self) -> str:
-        return f"TreePathShardingRule({_errors.counted(len(self.rules), 'pattern')})"
+        return f"TreePathShardingRule({errors.counted(len(self.rules), 'pattern')})"
 
 
 class PolicyShardingRule(ShardingRule):
@@ -370,7 +370,7 @@ class LogicalAxesRule(ShardingRule):
         if names is None:
             return None
         if names and len(names) != len(leaf.shape or ()):
-            listed = _errors.describe_axes(map(str, names))
+            listed = errors.describe_axes(map(str, names))
             raise ValueError(f"LogicalAxesRule: {leaf.path} has shape {leaf.shape}, and its names are {listed}.")
         found: dict[str | None, Entry] = {}
         for name, entry in self.pairs:
@@ -387,14 +387,14 @@ class LogicalAxesRule(ShardingRule):
         return next((self.names[end] for end in ends if end in self.names), None)
 
     def refusal(self, leaf: Leaf) -> str:
-        return f"the tree of names has none for it.{_errors.suggestion(leaf.path, self.names)}"
+        return f"the tree of names has none for it.{errors.suggestion(leaf.path, self.names)}"
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         known = {n for names in map(self._names_of, leaves) for n in names or () if n is not None}
         return unused_names(dict(self.pairs), known)
 
     def __repr__(self) -> str:
-        return f"LogicalAxesRule({_errors.counted(len(self.names), 'array')})"
+        return f"LogicalAxesRule({errors.counted(len(self.names), 'array')})"
 
 
 def _is_names(x: Any) -> bool:
@@ -414,7 +414,7 @@ def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tup
     """Return the message for a pattern that occurs in no path."""
     if any(pattern.search(leaf.path) for leaf in leaves):
         return []
-    hint = _errors.suggestion(pattern.pattern, [leaf.path for leaf in leaves])
+    hint = errors.suggestion(pattern.pattern, [leaf.path for leaf in leaves])
     return [(pattern.pattern, f"pattern {pattern.pattern!r} is found in no path of the tree.{hint}")]
 
 

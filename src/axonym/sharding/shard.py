@@ -14,13 +14,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _errors
-from .._context import active_mapping, active_parameter_mapping
-from .._jax_versions import INLINE, is_about_devices
-from .._kernels import operation_scope
-from .._mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
-from .._parameter_names import by_parameter, parameter_names
-from .._processes import checksum, fail_together
+from ..core import errors
+from ..core.jax_versions import INLINE, is_about_devices
+from ..core.parameter_names import by_parameter, parameter_names
+from ..core.processes import checksum, fail_together
+from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
+from ..distribution.operation_scope import operation_scope
 from ..named_array import raw, wrap_like
 from .mapping import normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
@@ -181,15 +181,15 @@ def shard_arguments(
     elif isinstance(placement, Mapping):
         if unknown := [name for name in placement if name not in values]:
             raise ValueError(
-                f"{what}: {_errors.quoted(unknown)} is not an argument of the call, which has "
-                f"{', '.join(values)}.{_errors.suggestions(unknown, values)}"
+                f"{what}: {errors.quoted(unknown)} is not an argument of the call, which has "
+                f"{', '.join(values)}.{errors.suggestions(unknown, values)}"
             )
         chosen = dict(placement)
     elif isinstance(placement, Sequence) and not isinstance(placement, str):
         chosen = by_parameter(what, fn, placement, static)
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
-                f"{what}: {_errors.counted(len(placement), 'placement')}, and none for {', '.join(missing)}. Give "
+                f"{what}: {errors.counted(len(placement), 'placement')}, and none for {', '.join(missing)}. Give "
                 "one for each positional argument; None says nothing about it."
             )
         chosen = {name: p for name, p in chosen.items() if name in values}
@@ -249,7 +249,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
     if placement is None and not active_mapping():
         if warn:
-            _errors.warn(
+            errors.warn(
                 f"{what}: no mapping is active, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
             )
         return tree
@@ -276,7 +276,7 @@ def warn_without_mesh(what: str, placements: Any, otherwise: str = "") -> None:
     """Warn that placements and the active mappings shard nothing without a mesh."""
     axes = dict.fromkeys(_axes_of(placements), 1)
     sizes = {axis: size if i else -1 for i, (axis, size) in enumerate(axes.items())} or {"data": -1}
-    _errors.warn(
+    errors.warn(
         f"{what}: no mesh is active, so nothing is sharded. Activate one around the call: "
         f"`with jax.set_mesh(axonym.make_mesh({sizes})):`{otherwise}."
     )
@@ -359,7 +359,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     found = with_devices(mesh)
     if isinstance(found, AbstractMesh):
         raise ValueError(
-            f"{what}: mesh {_errors.describe_shape(found.shape)} is abstract: it has no devices to move arrays to. "
+            f"{what}: mesh {errors.describe_shape(found.shape)} is abstract: it has no devices to move arrays to. "
             "Activate a mesh with devices, as in `with jax.set_mesh(mesh):`, or pass one."
         )
     return moved(x, NamedSharding(found, spec))

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .. import _errors
-from .._processes import ProcessAgreement, fail_together
+from ..core import errors
+from ..core.processes import ProcessAgreement, fail_together
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
@@ -397,7 +397,7 @@ def _misfit(x: Any, entry: Mapping[str, Any]) -> str | None:
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     if isinstance(x, NamedArray) and names is not None:
         if dict(zip(names, shape, strict=True)) != x.shape:
-            return f"has axes {_errors.describe_axes(names, shape)}"
+            return f"has axes {errors.describe_axes(names, shape)}"
     elif list(x.shape if not isinstance(x, NamedArray) else x.array.shape) != shape:
         return f"has shape {tuple(shape)}"
     same = dtype == str(x.dtype) if _is_key(x) or "key" in entry else same_kind(jnp.dtype(dtype), x.dtype)

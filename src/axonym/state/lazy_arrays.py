@@ -20,8 +20,8 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
-from .. import _context
-from .._tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
+from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
+from ..distribution import active_settings
 from ..named_array import NamedArray, wrap
 from .naming import require_representable
 
@@ -237,7 +237,7 @@ def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
         return results
 
     # The shardings are applied later, when the arrays are read.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _context.activate(None):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), active_settings.activate(None):
         program = jax.make_jaxpr(of_arrays)(*map(abstract, arrays))
         outputs = _evaluate_jaxpr(program.jaxpr, program.consts, arrays)
     return returned[0].unflatten(outputs)

@@ -14,7 +14,7 @@ from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import _errors
+from ..core import errors
 from .naming import with_prefix
 
 # Beyond this many comparisons, the search for similar names would take longer than loading.
@@ -83,7 +83,7 @@ class LoadContext:
         advice = _shifted(list(self.missing), self.keys) if self.source == "state dict" else ""
         far_too_many = len(self.missing) * len(self.unexpected) > _MOST_COMPARISONS
         compared = [] if advice or far_too_many else self.missing
-        hints = {key: _errors.suggestion(key, self.unexpected) for key in compared}
+        hints = {key: errors.suggestion(key, self.unexpected) for key in compared}
         problems = [f"{key!r} is missing, for {wanted}.{hints.get(key, '')}" for key, wanted in self.missing.items()]
         problems += self.misfits
         problems += [f"{key!r} is in the {self.source}, but not in the tree." for key in self.unexpected]

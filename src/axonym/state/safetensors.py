@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._processes import fail_together
+from ..core.processes import fail_together
 from ..named_array import NamedArray, describe_array
 from ..sharding.shard import copied_to_host
 from .naming import StateDict, is_number

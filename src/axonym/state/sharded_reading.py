@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .. import _context, _errors
+from ..core import errors
+from ..distribution import active_settings
 from ..named_array import is_jax_array_like, raw, wrap_like
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from ..sharding.placement import (
@@ -61,7 +62,7 @@ def shardings_of(
         mesh = required_mesh(what, mesh)
     mesh = current_mesh() if mesh is None else mesh
     mesh = None if mesh is None else with_devices(mesh)
-    if placement is None and (mesh is None or not _context.active_mapping()):
+    if placement is None and (mesh is None or not active_settings.active_mapping()):
         leaves, structure = leaves_of(tree)
     else:
         leaves, structure = resolve(tree, placement, mesh, what)
@@ -113,7 +114,7 @@ def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Ar
     """
     if not isinstance(sharding.mesh, Mesh):
         raise ValueError(
-            f"{leaf.path}: mesh {_errors.describe_shape(sharding.mesh.shape)} is abstract: it has no devices to load "
+            f"{leaf.path}: mesh {errors.describe_shape(sharding.mesh.shape)} is abstract: it has no devices to load "
             "arrays to. Pass a concrete mesh, or use jax.set_mesh."
         )
     users: dict[tuple[tuple[int, int], ...], list[Any]] = {}

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
-from .._context import Entry
-from .._jax_versions import varying_axes
-from .._mesh_axes import entry_of, mesh_around, mesh_axes, padded, reshard
-from .._per_device import vary_like, varying_over
-from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
+from ..core import errors
+from ..core.jax_versions import varying_axes
+from ..core.tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten_arrays
+from ..distribution.active_settings import Entry
+from ..distribution.mesh_axes import entry_of, mesh_around, mesh_axes, padded, reshard
+from ..distribution.per_device import vary_like, varying_over
+from ..ops import _kernels
 
 R = TypeVar("R")
 
@@ -220,9 +221,9 @@ def _entries(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 def _described(names: Names | None, aval: Any) -> str:
     varying = sorted(varying_axes(aval))
-    differs = f" that differs along mesh axis {_errors.quoted(varying)}" if varying else ""
+    differs = f" that differs along mesh axis {errors.quoted(varying)}" if varying else ""
     kind = "" if names is not None or not aval.shape else "raw "
-    return f"{kind}{_errors.describe_sharded(aval.dtype, names, aval.shape, _entries(aval))}{differs}"
+    return f"{kind}{errors.describe_sharded(aval.dtype, names, aval.shape, _entries(aval))}{differs}"
 
 
 def _kind(slot: Slot, leaf: Any) -> str:

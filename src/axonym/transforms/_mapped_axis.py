@@ -14,9 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from .. import _errors
-from .._context import activate_here
-from .._mesh_axes import (
+from ..axis import Axis, AxisSelector, Names, name_of
+from ..core import errors
+from ..core.tree_spec import ARRAYS
+from ..distribution.active_settings import activate_here
+from ..distribution.mesh_axes import (
     Axes,
     current_mesh,
     entries_of,
@@ -27,8 +29,6 @@ from .._mesh_axes import (
     reshard,
     shard_count,
 )
-from .._tree_spec import ARRAYS
-from ..axis import Axis, AxisSelector, Names, name_of
 from ..named_array import NamedArray, is_named_array, wrap
 
 
@@ -47,8 +47,8 @@ def stacked(what: str, x: NamedArray, *names: str) -> NamedArray:
     twice = [n for n in names if n in x.names]
     if twice:
         raise ValueError(
-            f"{what}: a result of the function has axis {_errors.quoted(twice)} of its own, "
-            f"{_errors.describe_axes(x.names)}, so it cannot be given back. Rename that axis in the function."
+            f"{what}: a result of the function has axis {errors.quoted(twice)} of its own, "
+            f"{errors.describe_axes(x.names)}, so it cannot be given back. Rename that axis in the function."
         )
     return wrap(x.array, (*names, *x.names))
 
@@ -128,7 +128,7 @@ def collision(what: str, names: Names) -> str:
     noun = "axis" if len(names) == 1 else "one of the axes"
     return (
         f"{what}: the function shards an axis of an array over a mesh axis that already shards {noun} "
-        f"{_errors.quoted(names)}, over which the function is mapped. Map one of the two elsewhere, or to None."
+        f"{errors.quoted(names)}, over which the function is mapped. Map one of the two elsewhere, or to None."
     )
 
 

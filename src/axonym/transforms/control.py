@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._function_cache import Functions, HeldArrays, WithArrays
-from .._jax_versions import INLINE
-from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
+from ..core.function_cache import Functions, HeldArrays, WithArrays
+from ..core.jax_versions import INLINE
+from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ._carry import CARRY, MismatchMessages, conform, settled
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors
-from .._tree_spec import StaticLeaf, flatten_arrays
 from ..axis import Names
+from ..core import errors
+from ..core.tree_spec import StaticLeaf, flatten_arrays
 from ..named_array import NamedArray, raw, wrap
 from ._function_types import ToOtherAndSame, ToSame, ToSameAndOther
 
@@ -217,5 +217,5 @@ def _entry(x: Any, of: Names | None, by: Names | None, prefix: str) -> Any:
         )
     names = (*(of or ()), *(prefix + n for n in by or ()))
     if len(set(names)) < len(names):
-        raise ValueError(f"{_errors.duplicate_names('jacobian', names)} Another `prefix` tells them apart.")
+        raise ValueError(f"{errors.duplicate_names('jacobian', names)} Another `prefix` tells them apart.")
     return wrap(x, names)

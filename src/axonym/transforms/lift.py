@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .. import _errors, _kernels, _parsing
-from .._function_cache import FunctionCache, Functions, WithArrays
-from .._mesh_axes import has_explicit, mesh_around
-from .._parameter_names import parameter_names
-from .._tree_spec import TreeSpec, flatten_arrays, is_hashable
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
+from ..core import errors, parsing
+from ..core.function_cache import FunctionCache, Functions, WithArrays
+from ..core.parameter_names import parameter_names
+from ..core.tree_spec import TreeSpec, flatten_arrays, is_hashable
+from ..distribution.mesh_axes import has_explicit, mesh_around
 from ..named_array import NamedArray, wrap, wrap_result
+from ..ops import _kernels
 from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
 
@@ -227,7 +228,7 @@ class _Signature:
             )
         if len(call.args) < len(self.inputs):
             raise TypeError(
-                f"{what}: the spec {self.text!r} has {_errors.counted(len(self.inputs), 'argument')}, but the call has "
+                f"{what}: the spec {self.text!r} has {errors.counted(len(self.inputs), 'argument')}, but the call has "
                 f"{len(call.args)} by position."
             )
         operands, names, handed_on = [], [], []
@@ -317,7 +318,7 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
     if spec is not None:
         if in_axes is not None or out_axes is not None:
             raise TypeError(f"{what}: the axes are given by a spec or by in_axes and out_axes, not both.")
-        expression = _parsing.parse(what, spec, comma="terms")
+        expression = parsing.parse(what, spec, comma="terms")
         inputs, outputs = (
             tuple(_words_of(expression, term) for term in side) for side in (expression.lhs, expression.rhs)
         )
@@ -329,7 +330,7 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
     chosen = [None if a is None else selectors(a) for a in (*given, *results)]
     terms = [None if c is None else tuple(map(name_of, c)) for c in chosen]
     for term in terms:
-        _errors.distinct(what, term or ())
+        errors.distinct(what, term or ())
     sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
     outputs = tuple(term for term in terms[len(given) :] if term is not None)
     return _Signature(tuple(terms[: len(given)]), outputs, tuple(sized.items()))
@@ -340,13 +341,13 @@ def _is_several(out_axes: Any) -> bool:
     return not isinstance(out_axes, (str, Axis, Mapping)) and any(not isinstance(a, (str, Axis)) for a in out_axes)
 
 
-def _words_of(expression: _parsing.Expression, term: _parsing.Term) -> Names:
+def _words_of(expression: parsing.Expression, term: parsing.Term) -> Names:
     if not term.ordered:
         expression.fail(term, "the positions of a function's axes have an order, so they are written without braces.")
     for element in term.elements:
-        if isinstance(element, _parsing.Dots):
+        if isinstance(element, parsing.Dots):
             expression.fail(element, "axes that are not written are always mapped over; leave out the `...`.")
-        if isinstance(element, _parsing.Group):
+        if isinstance(element, parsing.Group):
             expression.fail(element, "axes are not split or merged here; use rearrange before or after.")
     return tuple(v.name for v in term.variables)
 
@@ -355,8 +356,8 @@ def _check_aliases(what: str, signature: _Signature, axes: Mapping[str, Any]) ->
     """Check that keywords for axes are words of the spec, and that their values name axes."""
     for word, axis in axes.items():
         if word not in signature.words:
-            known = _errors.quoted(signature.words) or "none"
-            hint = _errors.suggestion(word, signature.words)
+            known = errors.quoted(signature.words) or "none"
+            hint = errors.suggestion(word, signature.words)
             raise TypeError(f"{what}: {word!r} is not among the axes of the spec, {known}.{hint}")
         if not isinstance(axis, (str, Axis)):
             raise TypeError(
@@ -453,8 +454,8 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
 def _seen(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
     """Describe the arguments of the function."""
     types = [jax.typeof(x) for x in operands]
-    listed = ", ".join(f"{t.dtype}{_errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
-    over = f", mapped over {_errors.describe_axes(mapped)}" if mapped else ""
+    listed = ", ".join(f"{t.dtype}{errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
+    over = f", mapped over {errors.describe_axes(mapped)}" if mapped else ""
     return f"{what}: raised by the function on {listed}{over}."
 
 
@@ -481,7 +482,7 @@ def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
     """Return the axes of a result: in the order of the layout, with new axes where the first one is missing."""
     twice = [n for n in own if n in mapped or own.count(n) > 1]
     if twice:
-        raise ValueError(_errors.duplicate_names(what, (*mapped, *own)))
+        raise ValueError(errors.duplicate_names(what, (*mapped, *own)))
     kept = [n in mapped or n in own for n in layout]
     place = kept.index(False) if False in kept else len(layout)
     new = tuple(n for n in own if n not in layout)
@@ -545,7 +546,7 @@ def _checked_results(
 
 def _described(results: Any) -> str:
     if isinstance(results, (tuple, list)):
-        return _errors.counted(len(results), "result")
+        return errors.counted(len(results), "result")
     return "one array" if isinstance(results, jax.Array) else f"a {type(results).__name__}"
 
 
@@ -558,9 +559,9 @@ def _raise_lacking(what: str, in_names: Sequence[Names], own: Sequence[Names], a
     for i, (names, needed, x) in enumerate(zip(in_names, own, arrays, strict=True)):
         missing = [n for n in needed if n not in names]
         if missing:
-            listed = _errors.quoted(missing)
-            problems.append(f"operand {i} {_errors.describe_axes(names, jnp.shape(x))} has no axis {listed}")
-            hints = hints or _errors.suggestions(missing, names)
+            listed = errors.quoted(missing)
+            problems.append(f"operand {i} {errors.describe_axes(names, jnp.shape(x))} has no axis {listed}")
+            hints = hints or errors.suggestions(missing, names)
     raise ValueError(
         f"{what}: {', and '.join(problems)}.{hints} Say by keyword which axis a word of the spec stands for, as in "
         "`i='row'`."

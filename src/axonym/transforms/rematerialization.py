@@ -24,8 +24,8 @@ import jax
 import jax.ad_checkpoint
 import numpy as np
 
-from .. import _errors
-from .._tree_spec import FlatTree, flatten_arrays
+from ..core import errors
+from ..core.tree_spec import FlatTree, flatten_arrays
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class ScanCheckpointPolicy:
         """
         if isinstance(remat_policy, (bool, str)) and remat_policy in _WORDS:
             return _WORDS[remat_policy]
-        raise ValueError(f"ScanCheckpointPolicy: expected one of {_errors.quoted(_WORDS)}, got {remat_policy!r}.")
+        raise ValueError(f"ScanCheckpointPolicy: expected one of {errors.quoted(_WORDS)}, got {remat_policy!r}.")
 
     def checkpoint(self, carry_name: str, input_name: str, fn: Callable[..., T]) -> Callable[..., T]:
         """Return a step that keeps for its backward pass what the policy says.
@@ -197,7 +197,7 @@ def _contradiction(policy: ScanCheckpointPolicy) -> str | None:
         return "save_block_internals=True keeps everything, the carries too, so save_carries=False contradicts it."
     twice = set(policy.offload_block_internals).intersection(() if isinstance(internals, bool) else internals)
     if twice:
-        return f"{_errors.quoted(sorted(twice))} cannot be both saved on the device and offloaded to the host."
+        return f"{errors.quoted(sorted(twice))} cannot be both saved on the device and offloaded to the host."
     return None
 
 
@@ -369,10 +369,10 @@ def _warn_of_unknown(
     found = recorded | set(_names_in(jax.make_jaxpr(body)(*args).jaxpr))
     unknown = [n for n in wanted if n not in found]
     left = sorted(found.difference(wanted))
-    hints = "".join(dict.fromkeys(_errors.suggestion(n, left) for n in unknown))
+    hints = "".join(dict.fromkeys(errors.suggestion(n, left) for n in unknown))
     if unknown and (hints or len(unknown) == len(wanted)):
-        listed, named = _errors.quoted(unknown), _errors.quoted(sorted(found))
-        _errors.warn(
+        listed, named = errors.quoted(unknown), errors.quoted(sorted(found))
+        errors.warn(
             f"{label}: the checkpoint policy has {listed}, but the body gives no array such a name. "
             + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
         )

@@ -18,13 +18,15 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _output_sharding, _prefixes
-from .._function_cache import Functions, HeldArrays, WithArrays
-from .._jax_versions import INLINE, stackable
-from .._mesh_axes import check_mapped, entries_of, explicit_mesh, reshard
-from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Axis, AxisSelector, Names, names_without
+from ..core import errors
+from ..core.function_cache import Functions, HeldArrays, WithArrays
+from ..core.jax_versions import INLINE, stackable
+from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
+from ..distribution import output_sharding
+from ..distribution.mesh_axes import check_mapped, entries_of, explicit_mesh, reshard
 from ..named_array import wrap
+from ..ops import _prefixes
 from ..ops._operands import private
 from . import _mapped_axis
 from ._carry import CARRY, MismatchMessages, conform, settled
@@ -40,7 +42,7 @@ ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
 """Which of the arrays that could be scanned are: all, none, or the ones for which a function returns True."""
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def scan(
     fn: Callable[Concatenate[Carry, P], tuple[Carry, R]],
     axis: AxisSelector,
@@ -295,7 +297,7 @@ def _sharded_again(
     rest = names[1:] if names is not None else private("an output", tuple(str(i) for i in range(1, y.ndim)))
     entries = entries_of(y)
     operands = [((name,), (entries_of(x)[p],)) for x, p in scanned]
-    spec = _output_sharding.infer_output_spec(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
+    spec = output_sharding.infer_output_spec(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
     return reshard(y, spec, mesh)
 
 
@@ -309,7 +311,7 @@ def _sizes_differ(
     scanned = [(path, x.shape[p], names) for path, x, names, p in found if p is not None]
     places = [(path, size) for path, size, _ in scanned]
     places += [("the axis given", axis.size)] if isinstance(axis, Axis) else []
-    text = _errors.size_mismatch(loop.what, loop.name, places)
+    text = errors.size_mismatch(loop.what, loop.name, places)
     raw = [path for path, _, names in scanned if names is None]
     if not raw:
         return text
@@ -323,9 +325,9 @@ def _sizes_differ(
 def _no_size(loop: _Loop, spec: TreeSpec) -> str:
     name = loop.name
     known = list(dict.fromkeys(n for names in spec.names for n in names or ()))
-    hint = "" if name in known else _errors.suggestion(name, known)
+    hint = "" if name in known else errors.suggestion(name, known)
     return (
-        f"{loop.what}: no scanned array has axis {name!r}; the arguments have {_errors.describe_axes(known)}."
+        f"{loop.what}: no scanned array has axis {name!r}; the arguments have {errors.describe_axes(known)}."
         f"{hint} To loop without scanning anything, pass an Axis with a size."
     )
 
@@ -375,7 +377,7 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     given = [("the axis given", axis.size)] if isinstance(axis, Axis) else []
     if any(s != sizes[0] for s in [*sizes, *(size for _, size in given)]):
         places = [*zip(_array_paths(spec), sizes, strict=True), *given]
-        raise ValueError(_errors.size_mismatch("associative_scan", name, places))
+        raise ValueError(errors.size_mismatch("associative_scan", name, places))
     functions = Functions(fn)
     run = functions.compiled(_build_associative, _AssociativePlan(name, positions, reverse), spec)
     return spec.unflatten(run(functions.arrays, arrays))
@@ -421,6 +423,6 @@ def _without_axis(name: str, spec: TreeSpec, missing: list[int]) -> str:
     if not spec.names:
         return "associative_scan: there is no array to scan."
     paths, names = _array_paths(spec), spec.names
-    listed = ", ".join(f"{paths[i]} {_errors.describe_axes(names[i] or ())}" for i in missing)
+    listed = ", ".join(f"{paths[i]} {errors.describe_axes(names[i] or ())}" for i in missing)
     known = [n for i in missing for n in names[i] or ()]
-    return f"associative_scan: no axis {name!r} in {listed}.{_errors.suggestion(name, known)}"
+    return f"associative_scan: no axis {name!r} in {listed}.{errors.suggestion(name, known)}"

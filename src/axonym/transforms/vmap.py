@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import _errors, _output_sharding
-from .._context import active_parameter_mapping
-from .._fsdp_ops import gathered_for_each_shard
-from .._function_cache import closed, opened
-from .._mesh_axes import (
+from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
+from ..core import errors
+from ..core.function_cache import closed, opened
+from ..core.tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten_arrays
+from ..distribution import output_sharding
+from ..distribution.active_settings import active_parameter_mapping
+from ..distribution.fsdp_ops import gathered_for_each_shard
+from ..distribution.mesh_axes import (
     Axes,
     axes_in,
     entries_of,
@@ -26,8 +29,6 @@ from .._mesh_axes import (
     restricted,
     shard_count,
 )
-from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten_arrays
-from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap
 from . import _mapped_axis
 
@@ -44,7 +45,7 @@ RawAxis: TypeAlias = (
 prefix of them: in a list, a tuple, a dictionary or a module."""
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def vmap(
     fn: Callable[P, R],
     axis: AxisSelection,
@@ -85,7 +86,7 @@ def vmap(
     if not names:
         raise ValueError("vmap: expected at least one axis to map over.")
     if len(set(names)) != len(names):
-        raise ValueError(f"vmap: an axis is mapped over once, got {_errors.describe_axes(names)}.")
+        raise ValueError(f"vmap: an axis is mapped over once, got {errors.describe_axes(names)}.")
     given = {s.name: s.size for s in selected if isinstance(s, Axis)}
     raw_axes = _RawAxes(default, args, kwargs or {})
 
@@ -200,7 +201,7 @@ def _sizes(
         for leaf in _mapped_axis.flatten((args, kwargs))[0]:
             known.update(leaf.shape if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array) else {})
         raise ValueError(
-            _errors.missing_axes("vmap", missing, tuple(known), tuple(known.values()))
+            errors.missing_axes("vmap", missing, tuple(known), tuple(known.values()))
             + " Pass an axonym.Axis with its size to map over an axis that no argument has."
         )
     return sizes
@@ -222,7 +223,7 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
         placed.append((tuple(its_own), tuple(its_own.values())))
     present = tuple(n for n in names if any(n in found for found, _ in placed))
     # As if the arrays were the operands of one operation: an axis keeps its sharding, and the mapping decides ties.
-    spec = _output_sharding.infer_output_spec("vmap", present, [sizes[n] for n in present], placed, mesh)
+    spec = output_sharding.infer_output_spec("vmap", present, [sizes[n] for n in present], placed, mesh)
     chosen = dict(zip(present, spec, strict=True))
     left = set(mesh.axis_names).difference(axes_in(spec))
     for i, (operand, found) in enumerate(zip(operands, entries, strict=True)):
@@ -349,13 +350,13 @@ class _RawAxes:
     def of_leaves(self, names: Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_CheckedRawAxis]:
         """Return how each leaf of the arguments is mapped if it is a raw array."""
         if unknown := [k for k in self.kwargs if k not in kwargs]:
-            listed, hints = _errors.quoted(unknown), _errors.suggestions(unknown, kwargs)
+            listed, hints = errors.quoted(unknown), errors.suggestions(unknown, kwargs)
             raise TypeError(
                 f"vmap: `kwargs` says how to map {listed}, but the call has only {sorted(kwargs)} by keyword.{hints}"
             )
         if len(self.args) > len(args):
             raise TypeError(
-                f"vmap: `args` says how to map {_errors.counted(len(self.args), 'argument')}, but the call has "
+                f"vmap: `args` says how to map {errors.counted(len(self.args), 'argument')}, but the call has "
                 f"{len(args)} by position."
             )
         found: list[_CheckedRawAxis] = []
@@ -443,7 +444,7 @@ def _with_axes(slot: Slot, names: Names) -> Slot:
 
 
 def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: Names) -> str:
-    over = f"axis {names[0]!r}" if len(names) == 1 else f"{len(names)} axes {_errors.describe_axes(names)}"
+    over = f"axis {names[0]!r}" if len(names) == 1 else f"{len(names)} axes {errors.describe_axes(names)}"
     return (
         f"vmap: {path} is a raw array of shape {tuple(shape)}, which cannot be mapped over {over} at position {where}. "
         "Pass a position that it has, or None for an array that is the same for every element, in `args`, `kwargs` or "
@@ -472,4 +473,4 @@ def _conflict(
             first_with.setdefault(operand.array.shape[dim], paths[operand.leaf])
             raw |= operand.inner_names is None
     hint = " `args`, `kwargs` and `default` say how raw arrays are mapped." if raw else ""
-    return _errors.size_mismatch("vmap", name, [(path, size) for size, path in first_with.items()]) + hint
+    return errors.size_mismatch("vmap", name, [(path, size) for size, path in first_with.items()]) + hint

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 
-from .. import _errors, _parsing
 from ..axis import Axis, AxisSelector, Names, PartialShapeDict, name_of, selectors
+from ..core import errors, parsing
 from ..named_array import NamedArray, describe_array
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class NamedArrayAxes:
     def __post_init__(self) -> None:
         if self.after and not (self.ordered and self.subset):
             raise ValueError("NamedArrayAxes: axes come after an ellipsis, so `after` needs `subset` and `ordered`.")
-        _errors.distinct("NamedArrayAxes", self.names)
+        errors.distinct("NamedArrayAxes", self.names)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_class(self.dtype))
 
@@ -130,9 +130,9 @@ def read(what: str, spec: Any) -> NamedArrayAxes:
 
 @functools.lru_cache(maxsize=4096)
 def _read_text(what: str, text: str) -> NamedArrayAxes:
-    (term,) = _parsing.parse_terms(what, text, comma="elements", sizes=True)
+    (term,) = parsing.parse_terms(what, text, comma="elements", sizes=True)
     for group in term.groups:
-        _parsing.fail(what, text, group, "an annotation cannot contain parentheses: name the merged axis itself.")
+        parsing.fail(what, text, group, "an annotation cannot contain parentheses: name the merged axis itself.")
     axes = [e.name if e.size is None else Axis(e.name, e.size) for e in term.variables]
     before = len(axes) if term.dots is None or not term.ordered else term.elements.index(term.dots)
     return NamedArrayAxes(tuple(axes[:before]), tuple(axes[before:]), term.ordered, term.dots is not None)
@@ -208,7 +208,7 @@ def mismatch(what: str, x: Any, asked: NamedArrayAxes) -> str:
         return f"{what}: expected {asked}, got {type(x).__name__}."
     shape = getattr(x.array, "shape", None)
     if shape is not None and len(shape) != len(x.names):
-        return f"{what}: {_errors.wrong_rank(x.names, shape)}"
+        return f"{what}: {errors.wrong_rank(x.names, shape)}"
     if problem := _wrong_axes(what, asked, x.names, shape):
         return problem
     # The array can be a placeholder, as in a partitioned tree. A placeholder matches an annotation without a dtype.
@@ -219,12 +219,12 @@ def mismatch(what: str, x: Any, asked: NamedArrayAxes) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _wrong_axes(what: str, asked: NamedArrayAxes, names: Names, shape: tuple[Any, ...] | None) -> str:
-    has = _errors.describe_axes(names, shape)
+    has = errors.describe_axes(names, shape)
     if missing := [n for n in asked.names if n not in names]:
-        return point(_errors.missing_axes(what, missing, names, shape), asked, missing[0])
+        return point(errors.missing_axes(what, missing, names, shape), asked, missing[0])
     extra = [n for n in names if n not in asked.names]
     if extra and not asked.subset:
-        listed = _errors.quoted(extra)
+        listed = errors.quoted(extra)
         return point(f"{what}: {listed} of {has} is not in the annotation. `...` allows more axes.", asked, "")
     if asked.ordered:
         # The dots take the axes in the middle.
@@ -236,7 +236,7 @@ def _wrong_axes(what: str, asked: NamedArrayAxes, names: Names, shape: tuple[Any
     for s in asked.selectors:
         if isinstance(s, Axis) and shape is not None and shape[names.index(s.name)] != s.size:
             places = [("the annotation", s.size), ("the array", shape[names.index(s.name)])]
-            return point(_errors.size_mismatch(what, s.name, places), asked, s.name)
+            return point(errors.size_mismatch(what, s.name, places), asked, s.name)
     return ""
 
 
@@ -249,4 +249,4 @@ def point(message: str, asked: NamedArrayAxes, name: str | None) -> str:
     """Append the annotation to a message, with a caret at a name, at the dtype (None) or at the end (an empty name)."""
     text, spans, end = _write(asked)
     start, stop = (0, text.index("[")) if name is None else spans.get(name, (end, end))
-    return _errors.caret(text, start, stop, message)
+    return errors.caret(text, start, stop, message)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from ..._jax_versions import active_platform
+from ...core.jax_versions import active_platform
 from ...named_array import NamedArray
 from ...nn.linear import Linear as Linear
 from ...nn.moe import MoELinear as _MoELinear

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ... import _errors, _kernels
-from ..._mesh_axes import Axes
 from ...axis import Names
+from ...core import errors
+from ...distribution.mesh_axes import Axes
 from ...named_array import NamedArray
+from ...ops import _kernels
 from .masks import Causal, Mask
 
 
@@ -75,9 +76,9 @@ def find_roles(
     own = tuple(n for n in query.names if n not in shared and n != Key)
     for label, x in {"query": query, "value": value}.items():
         if missing := [n for n in shared if n not in x.names]:
-            problems.append(f"the {label} lacks {_errors.describe_axes(missing)} of the key")
+            problems.append(f"the {label} lacks {errors.describe_axes(missing)} of the key")
     if both := [n for n in values if n in own]:
-        problems.append(f"query and value have {_errors.describe_axes(both)}, which the key lacks")
+        problems.append(f"query and value have {errors.describe_axes(both)}, which the key lacks")
     if causal is not None:
         problems += _problems_of_mask(causal, own, KPos)
         positions, window = (causal.QPos,), causal.window
@@ -94,7 +95,7 @@ def _problems_of_mask(causal: Causal, own: Names, KPos: Names) -> Iterator[str]:
     if causal.QPos not in own:
         yield f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone"
     if len(KPos) != 1:
-        yield f"a causal mask needs one axis of key positions, not {_errors.describe_axes(KPos)}"
+        yield f"a causal mask needs one axis of key positions, not {errors.describe_axes(KPos)}"
 
 
 def _query_positions(query: NamedArray, own: Names, KPos: Names, sharded: Mapping[str, Axes]) -> Names:

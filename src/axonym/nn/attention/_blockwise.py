@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._jax_versions import varying_axes
-from ..._mesh_axes import Axes
-from ..._per_device import permute, vary_like, varying_over
+from ...core.jax_versions import varying_axes
+from ...distribution.mesh_axes import Axes
+from ...distribution.per_device import permute, vary_like, varying_over
 
 BLOCK = 512
 """The largest number of positions in a block."""

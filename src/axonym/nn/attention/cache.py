@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from ... import _errors
 from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
+from ...core import errors
 from ...named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from ...ops._operands import known_values, one_axis, require_named
 from ...ops.creation import zeros
@@ -21,7 +21,7 @@ from ...ops.elementwise import astype
 from ...ops.updating import updated_slice
 
 
-@_errors.say_how_to_make
+@errors.say_how_to_make
 class KVCache(eqx.Module):
     """The keys and values of all positions so far, with room for more.
 
@@ -161,7 +161,7 @@ class KVCache(eqx.Module):
         counts = np.asarray(given) if isinstance(given, int) else known_values(given)
         if counts is not None and np.any((counts < 0) | (counts > new.size)):
             raise ValueError(
-                f"KVCache.update: `count` is how many of the {_errors.counted(new.size, 'position')} are valid, got "
+                f"KVCache.update: `count` is how many of the {errors.counted(new.size, 'position')} are valid, got "
                 f"{counts.min()} to {counts.max()}."
             )
         room = self._room_for(new)
@@ -193,8 +193,8 @@ class KVCache(eqx.Module):
         """Return the axis of the positions of new keys and values, which must have the axes of the cache."""
         if unknown := [n for n in at if not self.lengths.has_axis(n)]:
             raise ValueError(
-                f"KVCache.update: at: {_errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
-                f"{_errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
+                f"KVCache.update: at: {errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
+                f"{errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
                 "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
             )
         for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
@@ -213,7 +213,7 @@ class KVCache(eqx.Module):
         if new.size > room:
             do = "do" if new.size > 1 else "does"
             raise ValueError(
-                f"KVCache.update: {_errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
+                f"KVCache.update: {errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
                 f"for {room}."
             )
         if self.window is not None and new.size > (most := room - self.window + 1):
@@ -247,7 +247,7 @@ class KVCache(eqx.Module):
     def _within_room(self, method: str, lengths: NamedArray, count: int) -> NamedArray:
         """Check that no length exceeds the capacity, and return the lengths."""
         room = self.keys.axis_size(self.KPos)
-        most = _errors.counted(room, "position")
+        most = errors.counted(room, "position")
         message = f"KVCache.{method}: with {count} more, some have more than the {most} that there is room for."
         if self.window is not None:
             return lengths
@@ -290,12 +290,12 @@ def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Coll
     missing = [n for n in old.names if n not in new.names and n != KPos and n not in at]
     extra = [n for n in new.names if n not in old.names or n in at]
     if missing or extra:
-        problems = [f"lack {_errors.describe_axes(missing)}"] if missing else []
-        problems += [f"have {_errors.describe_axes(extra)} besides"] if extra else []
+        problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
+        problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
         hint = ""
         if not missing and len(extra) == 1 and KPos not in new.names and extra[0] not in old.names:
             hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
         raise ValueError(
-            f"KVCache.update: the {label} {_errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"the cache's {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
+            f"KVCache.update: the {label} {errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
+            f"the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
         )

@@ -23,12 +23,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from ... import _errors, _kernels
-from ..._jax_versions import set_apart
-from ..._mesh_axes import AnyMesh, Axes, fits, has_manual, mapped_axes, mesh_around, shard_count, sharded_over, spec_of
-from ..._per_device import run_per_device
 from ...axis import Names
+from ...core import errors
+from ...core.jax_versions import set_apart
+from ...distribution.mesh_axes import (
+    AnyMesh,
+    Axes,
+    fits,
+    has_manual,
+    mapped_axes,
+    mesh_around,
+    shard_count,
+    sharded_over,
+    spec_of,
+)
+from ...distribution.per_device import run_per_device
 from ...named_array import NamedArray, wrap
+from ...ops import _kernels
 from ...ops._operands import require_subset
 from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, from_zigzag, to_zigzag
@@ -93,7 +104,7 @@ def attend_along_sequence(
     if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
-            raise ValueError(_errors.size_mismatch(what, KPos[0], sizes))
+            raise ValueError(errors.size_mismatch(what, KPos[0], sizes))
     hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(roles.positions[0]), mask)
     exchanged = _exchanged(roles, placed, query)
     # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
@@ -101,9 +112,9 @@ def attend_along_sequence(
     if context == "all_to_all" and exchanged is None:
         axes = [*roles.batch, *roles.heads]
         raise ValueError(
-            f"{what}: the positions are sharded over {_errors.describe_axes(placed.sequence)}, which are "
+            f"{what}: the positions are sharded over {errors.describe_axes(placed.sequence)}, which are "
             f"{placed.shards} devices. They must divide a shard of the key's heads or batch, and divide none of "
-            f"{_errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
+            f"{errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
         )
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if not isinstance(scale, (int, float)):  # a traced scale
@@ -120,7 +131,7 @@ def _described(context: str | None) -> str:
         return "dot_product_attention"
     what = f"dot_product_attention by context={context!r}"
     if context not in get_args(Context):
-        hint = _errors.suggestion(context, get_args(Context))
+        hint = errors.suggestion(context, get_args(Context))
         raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, get_args(Context)))}.{hint}")
     return what
 
@@ -147,7 +158,7 @@ def _roles_and_sharding(
     found = _sharded_over(what, mesh, operands)
     roles = find_roles(*operands, KPos, Key, mask, problems, found)
     if len(KPos) != 1 and not roles.causal:
-        problems.append(f"it takes one axis of key positions, not {_errors.describe_axes(KPos)}")
+        problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
     if not roles.positions:
         problems.append("the query has no positions")
     placed = None if problems else _placed(roles, mesh, found, operands, problems)
@@ -194,7 +205,7 @@ def _placed(
     placed = SequenceSharding(mesh, tuple(axes.items()), sequence)
     sizes = {n: s for x in operands for n, s in x.shape.items()}
     problems += [
-        f"axis {n!r} of size {sizes[n]} is sharded over {_errors.describe_shape({a: mesh.shape[a] for a in own})}, "
+        f"axis {n!r} of size {sizes[n]} is sharded over {errors.describe_shape({a: mesh.shape[a] for a in own})}, "
         "which does not divide it"
         for n, own in axes.items()
         if sizes[n] % shard_count(mesh, own)

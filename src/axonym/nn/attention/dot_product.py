@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ... import _errors, _kernels
-from ..._mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ...core import errors
+from ...distribution.mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
 from ...named_array import NamedArray, resolve_axes
+from ...ops import _kernels
 from ...ops._operands import dtype_key, require_named, require_subset
 from ...ops.contraction import dot
 from ...ops.elementwise import astype
@@ -41,7 +42,7 @@ from .fused import Implementation, fused_attention
 from .masks import Causal, Mask, as_truth_values
 
 
-@_errors.say_how_to_call
+@errors.say_how_to_call
 def dot_product_attention(
     query: NamedArray,
     key: NamedArray,
@@ -179,7 +180,7 @@ def group_heads(
     group = Axis(name_of(HeadsPerGroup), heads.size // KVHeads.size)
     if isinstance(HeadsPerGroup, Axis) and HeadsPerGroup is not group:
         places = [("the argument", HeadsPerGroup.size), ("the result", group.size)]
-        raise ValueError(_errors.size_mismatch("group_heads", group.name, places))
+        raise ValueError(errors.size_mismatch("group_heads", group.name, places))
     return unflatten_axis(query, heads, (KVHeads, group))
 
 
@@ -215,7 +216,7 @@ def _weights(
     if isinstance(mask, Causal):
         if len(KPos) != 1:
             raise ValueError(
-                f"{what}: a Causal mask needs one axis of key positions, got {_errors.describe_axes(KPos)}."
+                f"{what}: a Causal mask needs one axis of key positions, got {errors.describe_axes(KPos)}."
             )
         mask = mask.written_out(query.resolve_axis(mask.QPos), key.resolve_axis(KPos[0]))
     if mask is not None:
@@ -237,8 +238,8 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
     if taken:
         n = taken[0]
         raise ValueError(
-            f"{what}: {_errors.describe_axes(taken)} of KPos is an axis of the query, too: "
-            f"{_errors.describe_shape(arrays[0].shape)}. The positions of keys need another name. For self-attention, "
+            f"{what}: {errors.describe_axes(taken)} of KPos is an axis of the query, too: "
+            f"{errors.describe_shape(arrays[0].shape)}. The positions of keys need another name. For self-attention, "
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions

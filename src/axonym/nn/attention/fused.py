@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _errors, _kernels
-from ..._jax_versions import active_platform
 from ...axis import Names
+from ...core import errors
+from ...core.jax_versions import active_platform
 from ...named_array import NamedArray, wrap
+from ...ops import _kernels
 from ...ops._operands import require_subset
 from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
 from .masks import Causal, Mask, as_truth_values
@@ -73,8 +74,8 @@ def _choose_kernel(what: str, implementation: str) -> str:
     if implementation == "fused":
         return next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
     if implementation != "xla" and implementation not in PLATFORMS:
-        listed = _errors.quoted((None, "fused", "xla", *PLATFORMS))
-        hint = _errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
+        listed = errors.quoted((None, "fused", "xla", *PLATFORMS))
+        hint = errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
         raise ValueError(f"{what}: no such implementation; choose one of {listed}.{hint}")
     needed = PLATFORMS.get(implementation, platform)
     if needed != platform:
@@ -95,11 +96,11 @@ def _kernel_roles(
     if sizes != [key.axis_size(Key)]:
         problems.append(
             f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
-            f"{_errors.describe_axes(roles.values, sizes)}"
+            f"{errors.describe_axes(roles.values, sizes)}"
         )
     if problems:
         described = ", ".join(
-            f"{label} {_errors.describe_shape(x.shape)}"
+            f"{label} {errors.describe_shape(x.shape)}"
             for label, x in (("query", query), ("key", key), ("value", value))
         )
         raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
@@ -155,7 +156,7 @@ def _splash_attention(
     if mask is not None and (extra := [n for n in mask.names if n not in (*roles.batch, *roles.keys)]):
         raise ValueError(
             "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries of an "
-            f"example; got one with {_errors.describe_axes(extra)}. Use implementation=None, which takes any mask."
+            f"example; got one with {errors.describe_axes(extra)}. Use implementation=None, which takes any mask."
         )
     replicated = (*roles.values, *roles.positions) if roles.causal else roles.values
     operands = (query, key, value) if mask is None else (query, key, value, mask)

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ... import _kernels
-from ..._context import active_mapping
-from ..._mesh_axes import current_mesh, entries_by_name, fits, mapped_axes
 from ...axis import Axis, AxisSelector, Names, name_of
+from ...distribution.active_settings import active_mapping
+from ...distribution.mesh_axes import current_mesh, entries_by_name, fits, mapped_axes
 from ...named_array import NamedArray, NamedOrNumeric, describe_array, named
+from ...ops import _kernels
 from ...ops._new_array import sharded_kernel
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _errors, _kernels
 from ...axis import AxisSelector, Names
+from ...core import errors
 from ...named_array import NamedArray, resolve_axes, wrap
+from ...ops import _kernels
 from ...ops._operands import as_float, require_named, require_subset
 
 
@@ -91,7 +92,7 @@ class Rotary:
         if kind not in KINDS:
             listed = ", ".join(KINDS)
             raise ValueError(
-                f"Rotary.from_config: unknown kind {kind!r}, not one of {listed}.{_errors.suggestion(str(kind), KINDS)}"
+                f"Rotary.from_config: unknown kind {kind!r}, not one of {listed}.{errors.suggestion(str(kind), KINDS)}"
             )
         if "rope_theta" in given:
             given["theta"] = given.pop("rope_theta")
@@ -105,12 +106,12 @@ class Rotary:
         unknown = [name for name in given if name not in fields]
         if unknown:
             raise ValueError(
-                f"Rotary.from_config: {kind!r} has no {_errors.quoted(unknown)}; it has {', '.join(fields)}."
-                f"{_errors.suggestions(unknown, fields)}"
+                f"Rotary.from_config: {kind!r} has no {errors.quoted(unknown)}; it has {', '.join(fields)}."
+                f"{errors.suggestions(unknown, fields)}"
             )
         given = {name: value for name, value in given.items() if value is not None}
         if missing := [name for name in KINDS[kind]._required if name not in given]:
-            raise ValueError(f"Rotary.from_config: the entry of kind {kind!r} must have {_errors.quoted(missing)}.")
+            raise ValueError(f"Rotary.from_config: the entry of kind {kind!r} must have {errors.quoted(missing)}.")
         return KINDS[kind](**given)
 
     def to_config(self) -> dict[str, Any]:
@@ -295,7 +296,7 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
         if size % 2:
             raise ValueError(
                 f"{what}: features are rotated in pairs, but {size} features of axis {features!r} are to be rotated, "
-                f"an odd number: {_errors.describe_axes(names, x.shape)}, partial_rotary_factor="
+                f"an odd number: {errors.describe_axes(names, x.shape)}, partial_rotary_factor="
                 f"{config.partial_rotary_factor}."
             )
         x = as_float(x)

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from ._context import is_mapped
-from ._jax_versions import INLINE, varying_axes
-from ._mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, padded, reshard, spec_of
+from ..core.jax_versions import INLINE, varying_axes
+from .active_settings import is_mapped
+from .mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, padded, reshard, spec_of
 
 
 def run_per_device(
@@ -30,7 +30,7 @@ def run_per_device(
     Arguments:
         fn: the function for one device, of shards.
         arrays: the operands. On Explicit mesh axes they are resharded to `in_specs` first, as JAX requires.
-        in_specs: the sharding of each operand; `axonym._mesh_axes.fits` checks whether it is possible.
+        in_specs: the sharding of each operand; `axonym.distribution.mesh_axes.fits` checks whether it is possible.
         out_specs: the shardings of the results, in their structure. Read after `fn` has run.
         axis_names: the mesh axes that become manual in `fn`; by default all that are not manual yet.
         check_vma: whether JAX tracks which values are device-varying.

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from ..core.tree_spec import ARRAYS, flatten_arrays
+from ..sharding.mapping import axis_mapping
+from ..sharding.placement import leaves_of
+from ..sharding.shard import shard
 from ._diagnosis import Recording, diagnose
-from ._tree_spec import ARRAYS, flatten_arrays
 from ._widening import WidenedProgram, wide_dtype
-from .sharding.mapping import axis_mapping
-from .sharding.placement import leaves_of
-from .sharding.shard import shard
 
 __all__ = ["ShardInvariance", "check_shard_invariance"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from . import _errors
+from . import errors
 
 # If threads import a package and a module in it at the same time, they can deadlock, for which Python raises an error.
 # No module below the package imports it, so a thread that holds this lock never waits for one that wants it.
@@ -53,7 +53,7 @@ def loaders(namespace: dict[str, Any], apart: tuple[str, ...]) -> tuple[Callable
 
 def missing_name(package: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that a package does not have."""
-    from . import _foreign_names
+    from . import foreign_names
 
-    hint = _foreign_names.in_package(package, name) or _errors.suggestion(name, known)
+    hint = foreign_names.in_package(package, name) or errors.suggestion(name, known)
     return f"module {package!r} has no attribute {name!r}.{hint}"

@@ -7,7 +7,7 @@ the function lives, and used again if everything else that is static is equal.
 A function can hold arrays, as a method of a module or a `functools.partial` does. They are operands of the compiled
 code, so that another module of the same spec uses it too, and so that they may be traced or sharded.
 
-Operations have a cache of their own, `axonym._kernels.cached`, and so has each function of `named_jit`.
+Operations have a cache of their own, `axonym.ops._kernels.cached`, and so has each function of `named_jit`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from ._tree_spec import StaticLeaf, TreeSpec, WeakLeaf, flatten_arrays, is_known_by_identity
-from .named_array import is_named_array
+from ..named_array import is_named_array
+from .tree_spec import StaticLeaf, TreeSpec, WeakLeaf, flatten_arrays, is_known_by_identity
 
 R = TypeVar("R")
 

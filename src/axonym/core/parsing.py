@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
-from . import _errors
+from . import errors
 
 CommaSeparates: TypeAlias = Literal["terms", "elements"]
 
@@ -123,7 +123,7 @@ def split_words(expression: Expression, ranks: Sequence[int]) -> str:
 def fail(what: str, text: str, node: Node, message: str) -> NoReturn:
     """Raise a ValueError that points at a part of the text."""
     flat = re.sub(r"\s", " ", text)  # a line break would move the caret away from its place
-    raise ValueError(_errors.caret(flat, node.start, node.stop, f"{what}: {message}"))
+    raise ValueError(errors.caret(flat, node.start, node.stop, f"{what}: {message}"))
 
 
 def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:

@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from . import _errors
-from .axis import Names
-from .named_array import NamedArray, is_named_array, wrap
+from ..axis import Names
+from ..named_array import NamedArray, is_named_array, wrap
+from . import errors
 
 ARRAYS: tuple[type, ...] = (jax.Array, np.ndarray)
 """The types of raw arrays, which have axes."""
@@ -227,7 +227,7 @@ def flatten_arrays(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool 
             slots.append(None)
         elif isinstance(leaf, NamedArray) and isinstance(leaf.array, arrays):
             if getattr(leaf.array, "ndim", 0) != len(leaf.names):
-                raise ValueError(_errors.wrong_rank(leaf.names, np.shape(leaf.array)))
+                raise ValueError(errors.wrong_rank(leaf.names, np.shape(leaf.array)))
             found.append(leaf.array)
             slots.append(leaf.names)
         else:
@@ -252,7 +252,7 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
 def check_rank(x: NamedArray) -> None:
     """Raise an error unless an array has as many axes as names; if not, a positional transform was applied."""
     if isinstance(x.array, ARRAYS) and x.array.ndim != len(x.names):
-        raise ValueError(_errors.wrong_rank(x.names, x.array.shape))
+        raise ValueError(errors.wrong_rank(x.names, x.array.shape))
 
 
 def _leaf(slot: Slot, left: Iterator[Any]) -> Any:

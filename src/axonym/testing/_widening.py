@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from jax.extend.source_info_util import summarize
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._jax_versions import scan_operands, x64_while_partitioning
+from ..core.jax_versions import scan_operands, x64_while_partitioning
 
 # Equations that only call a program, in the parameter named here. Rules for derivatives and the like are used already.
 _CALLS = {

@@ -110,9 +110,9 @@ def say_how_to_call(f: F) -> F:
             # An error about the arguments has no frame of the function: it was raised before the body began.
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            from . import _foreign_names
+            from . import foreign_names
 
-            raise TypeError(_foreign_names.in_call(f, str(error), args, kwargs)) from None
+            raise TypeError(foreign_names.in_call(f, str(error), args, kwargs)) from None
 
     return called  # pyright: ignore[reportReturnType]
 

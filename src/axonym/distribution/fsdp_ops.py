@@ -9,12 +9,9 @@ The operation itself must run per device. If only the all-gather did, the gradie
 before it is scattered. And all mesh axes must be manual: if some are left to the partitioner, it moves more than
 necessary.
 
-Products and elementwise operations run like this. A look-up in a table (`look_up_sharded_columns`) also runs per
-device, but does not gather the table: each device looks up its shard of the columns for the rows that all devices need,
-and an all-to-all exchanges columns for rows. The gradient takes the same way back. If storage and compute mapping shard
-the rows of the table over the same other mesh axes, each device looks up the rows in its shard, and the results are
-added. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that its function
-uses (`gathered_for_each_shard`).
+Products and elementwise operations run like this. A look-up in a table does not gather the table: see
+`ops/_sharded_tables`. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that
+its function uses (`gathered_for_each_shard`).
 
 Which operands are parameters, over which mesh axes they are gathered, and what is added up, follows from names:
 `axonym.distribution.policy` decides it.
@@ -26,12 +23,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from . import _kernels
-from ._context import active_mapping, active_parameter_mapping
-from ._mesh_axes import (
+from ..axis import Names
+from . import policy
+from .active_settings import active_mapping, active_parameter_mapping
+from .decisions import Mappings, PlacedAxes, Undecided
+from .mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
@@ -48,10 +46,7 @@ from ._mesh_axes import (
     spec_of,
     storage_axes,
 )
-from ._per_device import gather_axes, run_per_device, varying_over
-from .axis import Names
-from .distribution import policy
-from .distribution.decisions import Mappings, PlacedAxes, Undecided
+from .per_device import gather_axes, run_per_device, varying_over
 
 
 def run_gathering_parameters(
@@ -64,12 +59,12 @@ def run_gathering_parameters(
             independently.
         summed: the axes that the operation sums over.
     """
-    mesh = _mesh_to_run_on()
+    mesh = mesh_to_run_on()
     if mesh is None:
         return None
-    by = _active_mappings(mesh)
+    by = active_mappings(mesh)
     operands = [PlacedAxes(names, [*map(by.used, names)]) for names in in_names]
-    if not _possible(operands, arrays, mesh):
+    if not possible(operands, arrays, mesh):
         return None
     sizes = {n: size for names, x in zip(in_names, arrays, strict=True) for n, size in zip(names, x.shape, strict=True)}
     try:
@@ -77,7 +72,7 @@ def run_gathering_parameters(
     except Undecided:
         return None  # the operation runs as usual, and says what is wrong
     gathers = decision.gathers
-    if not gathers or not _possible(decision.operands, arrays, mesh):
+    if not gathers or not possible(decision.operands, arrays, mesh):
         return None
     specs = [spec_of(operand.over) for operand in decision.operands]
 
@@ -85,7 +80,7 @@ def run_gathering_parameters(
         operands = []
         for i, x in enumerate(shards):
             if i in gathers:
-                x = gather_axes(_varying_alike(x, specs[i], specs, mesh), gathers[i])
+                x = gather_axes(varying_alike(x, specs[i], specs, mesh), gathers[i])
             operands.append(x)
         result = fn(*operands)
         for part in decision.sums:
@@ -99,77 +94,20 @@ def run_gathering_parameters(
     return run_per_device(per_device, arrays, specs, spec_of(decision.result.over), mesh)
 
 
-def look_up_sharded_columns(
-    fn: Callable[..., jax.Array],
-    in_names: tuple[Names, Names],
-    out_names: Names,
-    indexed: str,
-    table: jax.Array,
-    indices: jax.Array,
-) -> jax.Array | None:
-    """Look up rows of a table whose columns are stored sharded like the batch; return None for other tables.
-
-    Arguments:
-        fn: the look-up, on shards of the table and the indices.
-        indexed: the axis of the table that is indexed.
-    """
-    mesh = _mesh_to_run_on()
-    if mesh is None:
-        return None
-    names, index_names = in_names
-    by = _active_mappings(mesh)
-    exchange, over = policy.exchange_columns(names, index_names, indexed, by), by.used(indexed)
-    if exchange is None:
-        return None
-    if over and (table.dtype == jnp.bool_ or any(a in over for n in index_names for a in by.used(n))):
-        return None
-    operands = [PlacedAxes(names, [*map(by.stored, names)]), PlacedAxes(index_names, [*map(by.used, index_names)])]
-    out_spec = spec_of(map(by.used, out_names))
-    used = axes_in(out_spec)
-    if len(set(used)) < len(used) or not _possible(operands, (table, indices), mesh):
-        return None
-    specs = [spec_of(operand.over) for operand in operands]
-    extra, row_of_indices = exchange.axes, index_names.index(exchange.row)
-    row, column = out_names.index(exchange.row), out_names.index(exchange.column)
-
-    def per_device(table, indices):
-        table = _varying_alike(table, specs[0], specs, mesh)
-        indices = jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True)
-        if not over:
-            return trade(fn(table, indices))
-        size = table.shape[names.index(indexed)]
-        last = size * jax.lax.axis_size(over) - 1
-        # As in JAX, negative indices count from the end, and indices out of range have the value of the nearest row,
-        # but no gradient goes back to that row.
-        if indices.dtype.itemsize < 4:  # whose dtype may be too small for the size
-            indices = indices.astype(jnp.int32)
-        indices = jnp.where(indices < 0, indices + (last + 1), indices)
-        exists = _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
-        indices = jnp.clip(indices, 0, last).astype(jnp.int32) - size * jax.lax.axis_index(over)
-        is_here = _kernels.align((indices >= 0) & (indices < size), index_names, out_names)
-        found = jnp.where(is_here, fn(table, indices), jnp.zeros((), table.dtype))
-        return jax.lax.psum(trade(jnp.where(exists, found, jax.lax.stop_gradient(found))), over)
-
-    def trade(found):
-        return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)
-
-    return run_per_device(per_device, (table, indices), specs, out_spec, mesh)
-
-
 def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.Array | None:
     """Gather a parameter once for each shard of a batch over these mesh axes; return None for other arrays.
 
     The result has an axis of these shards in front. Under `vmap` over the batch, each shard uses its own: the gradients
     of the shards are reduce-scattered. If all used one, the gradient would be summed over all devices.
     """
-    mesh = _mesh_to_run_on()
+    mesh = mesh_to_run_on()
     if mesh is None:
         return None
-    by = _active_mappings(mesh)
+    by = active_mappings(mesh)
     if not policy.gathered_over(names, over, by):
         return None
     used, stored = (PlacedAxes(names, [*map(lies, names)]) for lies in (by.used, by.stored))
-    if not _possible([used], [weight], mesh) or not _possible([stored], [weight], mesh):
+    if not possible([used], [weight], mesh) or not possible([stored], [weight], mesh):
         return None
     extra, spec = [*map(by.gathered, names)], spec_of(stored.over)
     out_spec = PartitionSpec(entry_of(over), *spec_of(used.over))
@@ -181,22 +119,22 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
     return run_per_device(per_device, [weight], [spec], out_spec, mesh)
 
 
-def _mesh_to_run_on() -> AnyMesh | None:
+def mesh_to_run_on() -> AnyMesh | None:
     """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already."""
     mesh = current_mesh() if active_parameter_mapping() else None
     return None if mesh is None or has_manual(mesh) else mesh
 
 
-def _active_mappings(mesh: AnyMesh) -> Mappings:
+def active_mappings(mesh: AnyMesh) -> Mappings:
     return Mappings(mesh.shape, active_mapping(), active_parameter_mapping())
 
 
-def _possible(operands: Sequence[PlacedAxes], arrays: Sequence[Any], mesh: AnyMesh) -> bool:
+def possible(operands: Sequence[PlacedAxes], arrays: Sequence[Any], mesh: AnyMesh) -> bool:
     """Return whether the operands can be sharded; if not, the operation runs as usual."""
     return all(fits(spec_of(o.over), x.shape, mesh) for o, x in zip(operands, arrays, strict=True))
 
 
-def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AnyMesh) -> jax.Array:
+def varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AnyMesh) -> jax.Array:
     """Make the shard of a parameter device-varying over all mesh axes over which any operand varies.
 
     This happens before the all-gather, so that the gradient is scattered before it is summed over the rest of the mesh.

@@ -22,7 +22,7 @@ def named_call(f: Any = None, name: str | None = None) -> Any:
         name: the name; by default that of the function, for a method with that of its class in front, and for
             `__call__` only that of the class.
 
-    >>> from axonym._named_scope import named_call
+    >>> from axonym.core.named_scope import named_call
     >>> @named_call(name="squares")
     ... def f(x):
     ...     return x * x

@@ -22,21 +22,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from ._context import Entry, active_mapping, is_mapped
-from ._mesh_axes import (
-    NO_MESH,
-    axes_of_type,
-    entries_of,
-    entry_of,
-    explicit_mesh,
-    mapped_on,
-    mesh_axes,
-    spec_of,
-)
-from .axis import Names
-from .distribution import policy
-from .distribution.decisions import Mappings, PlacedAxes
-from .distribution.policy import Successors
+from ..axis import Names
+from . import policy
+from .active_settings import Entry, active_mapping, is_mapped
+from .decisions import Mappings, PlacedAxes
+from .mesh_axes import NO_MESH, axes_of_type, entries_of, entry_of, explicit_mesh, mapped_on, mesh_axes, spec_of
+from .policy import Successors
 
 
 def infer_output_spec(

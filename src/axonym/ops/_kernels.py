@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -26,10 +25,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
-from . import _context, _errors, _output_sharding
-from ._context import ACTIVE, Entry, active_mapping, active_parameter_mapping
-from ._jax_versions import INLINE, is_staged
-from ._mesh_axes import (
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
+from ..core import errors
+from ..core.jax_versions import INLINE, is_staged
+from ..distribution import active_settings, output_sharding
+from ..distribution.active_settings import ACTIVE, Entry, active_mapping
+from ..distribution.mesh_axes import (
     AnyMesh,
     axes_in,
     check_mapped,
@@ -40,19 +41,12 @@ from ._mesh_axes import (
     replicate_along,
     reshard,
     shard_count,
-    storage_axes,
 )
-from ._per_device import run_per_device
-from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
-from .named_array import NamedArray, wrap_result
+from ..distribution.operation_scope import names_of_results, operation_scope, unmarked
+from ..distribution.per_device import run_per_device
+from ..named_array import NamedArray, wrap_result
 
 CACHE_SIZE = 8192
-
-_PLAIN = re.compile(r"[^\w.\- ]")
-"""Matches characters that a name must not have in a scope."""
-
-_NUMBER = re.compile(r"#\d")
-"""Matches a number that stands for a name: see `shared`."""
 
 
 class Kernel:
@@ -75,7 +69,7 @@ class Kernel:
         """Call the function, and name the axes of its result or results."""
         # Apart from finding the kernel, this is all the Python code of an eager operation: every frame counts here.
         shared = self.shared
-        if shared is not None and (not _context.activated or ACTIVE.value is None):
+        if shared is not None and (not active_settings.activated or ACTIVE.value is None):
             for x in arrays:
                 if type(x) not in _concrete and _is_staged(x):
                     break
@@ -207,25 +201,25 @@ def _call(build: Callable[..., Kernel], key: tuple[Any, ...], *arrays: Any) -> A
 
 
 def _raise_unknown(what: str, missing: Sequence[str], names: Names, operand: int, *arrays: Any) -> None:
-    raise ValueError(_errors.missing_axes(what, missing, names, jnp.shape(arrays[operand])))
+    raise ValueError(errors.missing_axes(what, missing, names, jnp.shape(arrays[operand])))
 
 
 def select(what: str, names: Names, selection: AxisSelection | None, operand: int = 0) -> Names:
     """Return the selected names, all of which must exist; None selects every axis."""
     if selection is None:
         return names
-    chosen = tuple(name_of(s) for s in selectors(selection, lambda found: _errors.not_a_selector(found, names)))
+    chosen = tuple(name_of(s) for s in selectors(selection, lambda found: errors.not_a_selector(found, names)))
     missing = [n for n in chosen if n not in names]
     if missing:
         raise UnknownAxes(what, missing, names, operand)
-    return _errors.distinct(what, chosen)
+    return errors.distinct(what, chosen)
 
 
 def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0) -> str:
     """Return the only selected name."""
     chosen = select(what, names, selector, operand)
     if len(chosen) != 1:
-        raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(chosen)}.")
+        raise ValueError(f"{what}: expected one axis, got {errors.describe_axes(chosen)}.")
     return chosen[0]
 
 
@@ -235,7 +229,7 @@ def one_selector(what: str, axis: Any) -> Any:
         return axis  # None and positions are rejected later, where the axes of the array are known
     chosen = selectors(axis)
     if len(chosen) != 1:
-        raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(map(name_of, chosen))}.")
+        raise ValueError(f"{what}: expected one axis, got {errors.describe_axes(map(name_of, chosen))}.")
     return chosen[0]
 
 
@@ -261,7 +255,7 @@ def make_kernel(
     selection: AxisSelection | None = None,
     per_device: Callable[..., Any] | None = None,
     keep_unused: bool = True,
-    successors: _output_sharding.Successors = MappingProxyType({}),
+    successors: output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
     """Make a kernel for one operation on operands of the given names.
 
@@ -270,18 +264,18 @@ def make_kernel(
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
-        native: see `axonym._output_sharding.call_with_output_sharding`.
+        native: see `axonym.distribution.output_sharding.call_with_output_sharding`.
         mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
         same_sizes: whether an axis must have one size in all operands.
         selection: the axes that the user selected, whose sizes, if given, are checked.
         per_device: a function of the operands that is tried first. If one of them is a parameter in its storage
-            sharding, it runs the operation per device; if not, it returns None: see `axonym._fsdp_ops`.
+            sharding, it runs the operation per device; if not, it returns None: see `axonym.distribution.fsdp_ops`.
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
             from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
-    all_names = dict.fromkeys(_unmarked(n) for names in (*in_names, *_layouts(out_names)) for n in names)
+    all_names = dict.fromkeys(unmarked(n) for names in (*in_names, *names_of_results(out_names)) for n in names)
 
     def kernel(*arrays):
         check_operands(what, in_names, arrays, same_sizes)
@@ -293,7 +287,7 @@ def make_kernel(
                 return fn(*arrays)
             if per_device is not None and (result := per_device(*arrays)) is not None:
                 return result
-            return _output_sharding.call_with_output_sharding(
+            return output_sharding.call_with_output_sharding(
                 what, fn, in_names, out_names, arrays, native=native, successors=successors
             )
 
@@ -304,48 +298,6 @@ def make_kernel(
 def as_in_jit(arrays: Sequence[Any]) -> list[jax.Array]:
     """Convert operands to JAX arrays, as `jax.jit` would, also under `jax.disable_jit`."""
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
-
-
-def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
-    """Return the scope of an operation, which describes it in profiles and compiled programs.
-
-    It is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]`: the axes of each operand and each result, and
-    where an axis is first named, its size, the mesh axes that the active mapping shards it over, and those of the
-    parameter mapping, if they differ. `axonym.insight` reads it. XLA drops everything after an `@`.
-    """
-    layouts = _layouts(out_names)
-    if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
-        return _PLAIN.sub("_", what)  # the kernel is for any names
-    mapping, stored_by = active_mapping(), active_parameter_mapping()
-    seen: dict[str, int | None] = {}
-
-    def term(names: Names, shape: Sequence[int | None]) -> str:
-        return ",".join(map(axis, names, shape))
-
-    def axis(name: str, size: int | None) -> str:
-        name = _unmarked(name)
-        text = _PLAIN.sub("_", name)
-        if name in seen and size in (None, seen[name]):
-            return text
-        seen[name] = size
-        over, stored = map("+".join, (mapped_axes(name, mapping), storage_axes(name, stored_by, mapping)))
-        if size is not None:
-            text += f"={size}"
-        return text + (f"|{over}" if over else "") + (f"~{stored}" if stored and stored != over else "")
-
-    inputs = [term(names, jnp.shape(x)) for names, x in zip(in_names, arrays, strict=True)]
-    results = [term(names, (None,) * len(names)) for names in layouts]
-    return f"{_PLAIN.sub('_', what)}[{';'.join(inputs)}->{';'.join(results)}]"
-
-
-def _layouts(out_names: Any) -> Sequence[Names]:
-    """Return the axes of each result."""
-    return out_names if out_names and not isinstance(out_names[0], str) else (out_names or (),)
-
-
-def _unmarked(name: str) -> str:
-    """Return the name of an axis that may be marked, as those that are indexed."""
-    return name.partition(" (")[0]
 
 
 @shared("names", "axis")
@@ -367,7 +319,7 @@ def make_along_kernel(
     replicated: bool = False,
     per_device: bool = False,
     selection: AxisSelection | None = None,
-    successors: _output_sharding.Successors = MappingProxyType({}),
+    successors: output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
     """Make a kernel for an operation, such as a transform, that runs along some axes and treats the others as batches.
 
@@ -393,10 +345,10 @@ def make_along_kernel(
             return fn(*arrays)
         if any(t != AxisType.Explicit for t in mesh.axis_types):
             # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
-            return _output_sharding.call_with_output_sharding(
+            return output_sharding.call_with_output_sharding(
                 what, fn, in_names, out_names, arrays, successors=successors
             )
-        several, specs = _output_sharding.infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors)
+        several, specs = output_sharding.infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors)
         layouts = out_names if several else (out_names,)
         entries = {n: e for names, spec in zip(layouts, specs, strict=True) for n, e in zip(names, spec, strict=True)}
         batch = {n for names in in_names for n in names if n not in along}
@@ -492,14 +444,14 @@ def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], 
                     f"{what}: an operand has no axis names but shape {shape}. Only scalars go without names: "
                     "name its axes with axonym.named(array, axes)."
                 )
-            raise ValueError(f"{what}: {_errors.wrong_rank(names, shape)}")
+            raise ValueError(f"{what}: {errors.wrong_rank(names, shape)}")
         if not same_sizes:
             continue
         for name, size in zip(names, shape, strict=True):
             first, known = seen.setdefault(name, (position, size))
             if known != size:
                 places = [(f"operand {first}", known), (f"operand {position}", size)]
-                raise ValueError(_errors.size_mismatch(what, name, places))
+                raise ValueError(errors.size_mismatch(what, name, places))
 
 
 def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any], sized: Sequence[Axis]) -> None:
@@ -508,7 +460,7 @@ def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any],
         found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
         if found != axis.size:
             places = [("the array", found), ("the argument", axis.size)]
-            raise ValueError(_errors.size_mismatch(what, axis.name, places))
+            raise ValueError(errors.size_mismatch(what, axis.name, places))
 
 
 def align(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
@@ -532,7 +484,7 @@ def broadcast_names(what: str, all_names: Sequence[Names]) -> Names:
     for names in all_names:
         if len(names) == len(union):
             return names
-    listed = " and ".join(_errors.describe_axes(n) for n in all_names if n)
+    listed = " and ".join(errors.describe_axes(n) for n in all_names if n)
     raise ValueError(
         f"{what}: cannot broadcast {listed}: no operand has all the axes, so the result would be an outer product. If "
         "that is meant, say so with `broadcast_axis` on one operand, or `axonym.broadcast_arrays(..., "

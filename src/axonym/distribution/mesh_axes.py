@@ -15,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from . import _errors
-from ._context import Entry, active_mapping, active_parameter_mapping
+from ..core import errors
+from .active_settings import Entry, active_mapping, active_parameter_mapping
 
 Axes: TypeAlias = tuple[str, ...]
 """Several mesh axes, the major one first."""
@@ -209,7 +209,7 @@ def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> N
     for name, entry in mapping.items():
         for mesh_axis in mesh_axes(entry):
             if mesh_axis not in mesh.shape:
-                raise ValueError(_errors.unknown_mesh_axis(what, name, mesh_axis, mesh))
+                raise ValueError(errors.unknown_mesh_axis(what, name, mesh_axis, mesh))
 
 
 def check_mapped(what: str, names: Iterable[str]) -> None:
