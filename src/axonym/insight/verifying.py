@@ -22,7 +22,7 @@ from ._hlo import HloProgram, HloShape, UnknownForm
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed, value_dtype
 from ._topologies import moved_to
-from .differing import Difference, Trace, described, first_difference
+from .differing import FirstDifference, Trace, described, first_difference
 from .explaining import active, distributed, mesh_of
 
 SCALES = 1.0, 1 / 16, 16.0
@@ -47,7 +47,7 @@ class Verification:
     """The scales of the arguments at which the results were compared, up to the first that differ."""
     different: tuple[str, ...] = ()
     """The results that differ."""
-    first: Difference | None = None
+    first: FirstDifference | None = None
     """The first instruction whose value is another one, though the values of its operands are the same."""
     unknown: tuple[str, ...] = ()
     """Why it is not known: what the programs have that cannot be evaluated here."""
@@ -137,7 +137,7 @@ def compare_programs(
     except UnknownForm as e:
         return Verification(step, devices, None, unknown=(str(e),))
     except IllFormed as e:
-        where = Difference(*described(e.instruction, after), f"is ill-formed: in the partitioned program, it {e}")
+        where = FirstDifference(*described(e.instruction, after), f"is ill-formed: in the partitioned program, it {e}")
         return Verification(step, devices, False, tuple(scales), ("all results",), where)
     return Verification(step, devices, True, tuple(scales))
 
