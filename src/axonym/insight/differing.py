@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _scopes
 from ._hlo import COLLECTIVES, HloProgram, Instruction, along, groups
-from ._hlo_shardings import NOTHING, Placed, close, far_from, placed
+from ._hlo_shardings import NOTHING, PlacedArray, close, far_from, placed
 from ._hlo_values import Machine, listed
 from .collectives import Source, source
 
@@ -90,7 +90,7 @@ class Fingerprints:
             self._arrays.setdefault(self._kind(made.value), []).append(made.value)
         self._found = {kind: np.array([*map(self._print, xs)]) for kind, xs in self._arrays.items()}
 
-    def has(self, x: np.ndarray, placed: Placed | None = None) -> bool:
+    def has(self, x: np.ndarray, placed: PlacedArray | None = None) -> bool:
         """Return whether an array was computed, or the shards of one."""
         if placed is not None and any(n % count for n, count in zip(x.shape[1:], placed.tiling.counts, strict=True)):
             shards = self._arrays.get((placed.shard(), x.dtype.kind == "f"), ())

@@ -161,7 +161,7 @@ class _Inputs:
     def at(self, scale: float) -> Trace | None:
         """Evaluate the program at inputs of some scale; return None if all that are tried give NaN."""
         for _ in range(8):
-            draw = _Draw(self._arguments, scale, self._below)
+            draw = _DrawnInput(self._arguments, scale, self._below)
             trace = Trace(self._program, [draw(shape, n in self._positive) for n, shape in enumerate(self._shapes)])
             if not any(np.isnan(x).any() for x in trace.results):
                 return trace
@@ -171,7 +171,7 @@ class _Inputs:
         return None
 
 
-class _Draw:
+class _DrawnInput:
     """Draws values for parameters. Each is like the first argument of the same sizes that no other parameter had."""
 
     def __init__(self, arguments: Sequence[Any], scale: float, below: int):
