@@ -178,7 +178,8 @@ def written(cache: KVCache) -> KVCache:
 
 
 def cache_of(**options: Any) -> KVCache:
-    return KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1), **options)
+    KPos, HeadSize = axn.make_axes(key_pos=4, head_size=1)
+    return KVCache.init(axn.Axis("batch", 2), (), KPos, HeadSize, **options)
 
 
 def days() -> Any:

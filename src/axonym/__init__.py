@@ -15,7 +15,7 @@ import jax as _jax  # noqa: F401  # first: from deeper in the stack, JAX's impor
 
 from ._methods import attach as _attach
 from .axis import Axis as Axis, make_axes as make_axes
-from .core import lazy_loading
+from .core import lazy_loading as _lazy_loading
 from .named_array import NamedArray as NamedArray, is_named_array as is_named_array, named as named
 from .ops._index_plan import ds as ds
 from .ops.broadcasting import (
@@ -283,4 +283,4 @@ if _typing.TYPE_CHECKING:
     )
     from ._late_names import *  # noqa: F403  # a list here would repeat the one there
 else:  # so that type checkers refuse a name that does not exist
-    __getattr__, __dir__ = lazy_loading.loaders(globals(), apart=("core", "distribution", "haliax", "scalax"))
+    __getattr__, __dir__ = _lazy_loading.loaders(globals(), apart=("core", "distribution", "haliax", "scalax"))

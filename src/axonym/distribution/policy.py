@@ -150,9 +150,7 @@ def settle(
     return PlacedAxes(names, [chosen[n] for n in names])
 
 
-def _each_to_one(
-    what: str, chosen: Mapping[str, Axes], mapping: Mapping[str, Axes], by: Mappings
-) -> Mapping[str, Axes]:
+def _each_to_one(what: str, chosen: dict[str, Axes], mapping: Mapping[str, Axes], by: Mappings) -> dict[str, Axes]:
     """Leave each mesh axis to one axis of a result: to the one that is mapped to it, if several would have it."""
     for axis in by.mesh:
         users = [n for n, axes in chosen.items() if axis in axes]

@@ -12,7 +12,7 @@ from .chips import CHIPS as CHIPS, Chip as Chip
 from .collectives import Collective as Collective, Source as Source
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
-from .differing import Difference as Difference
+from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
 from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan
 from .report import Bounds as Bounds, Memory as Memory, Report as Report

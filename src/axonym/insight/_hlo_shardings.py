@@ -44,7 +44,7 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class PlacedArray:
     """An array of the program before it is partitioned, and its tiles."""
 
     shape: HloShape
@@ -91,11 +91,11 @@ def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
         return bool(((x == y) | (np.abs(x - y) <= far)).all())
 
 
-def placed(i: Instruction, devices: int) -> list[Placed]:
+def placed(i: Instruction, devices: int) -> list[PlacedArray]:
     """Return the results of an instruction with their shardings."""
     text = i.attribute("sharding") or "{replicated}"
     texts = [*split(text[1:-1])] if text.startswith("{{") else [text] * len(i.shapes)
-    return [Placed(s, tiling(t, len(s.sizes), devices)) for s, t in zip(i.shapes, texts, strict=True)]
+    return [PlacedArray(s, tiling(t, len(s.sizes), devices)) for s, t in zip(i.shapes, texts, strict=True)]
 
 
 _TILES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(?: last_tile_dim(.*))?\}")

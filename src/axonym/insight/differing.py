@@ -13,16 +13,16 @@ import numpy as np
 
 from . import _scopes
 from ._hlo import COLLECTIVES, HloProgram, Instruction, along, groups
-from ._hlo_shardings import NOTHING, Placed, close, far_from, placed
+from ._hlo_shardings import NOTHING, PlacedArray, close, far_from, placed
 from ._hlo_values import Machine, listed
 from .collectives import Source, source
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """Where a partitioned program begins to differ from the program that was partitioned.
 
-    >>> print(axn.insight.Difference("pad", axn.insight.Source("model.py", 12, "loss"), "is wrong"))
+    >>> print(axn.insight.FirstDifference("pad", axn.insight.Source("model.py", 12, "loss"), "is wrong"))
     pad at model.py:12 is wrong
     """
 
@@ -90,7 +90,7 @@ class Fingerprints:
             self._arrays.setdefault(self._kind(made.value), []).append(made.value)
         self._found = {kind: np.array([*map(self._print, xs)]) for kind, xs in self._arrays.items()}
 
-    def has(self, x: np.ndarray, placed: Placed | None = None) -> bool:
+    def has(self, x: np.ndarray, placed: PlacedArray | None = None) -> bool:
         """Return whether an array was computed, or the shards of one."""
         if placed is not None and any(n % count for n, count in zip(x.shape[1:], placed.tiling.counts, strict=True)):
             shards = self._arrays.get((placed.shard(), x.dtype.kind == "f"), ())
@@ -116,7 +116,9 @@ def _weights(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(len(shape)).normal(size=shape)
 
 
-def first_difference(before: Trace, after: Trace, results: Sequence[int], mesh: Mapping[str, int]) -> Difference | None:
+def first_difference(
+    before: Trace, after: Trace, results: Sequence[int], mesh: Mapping[str, int]
+) -> FirstDifference | None:
     """Find the first instruction whose value the partitioned program does not compute, though it has its operands."""
     devices = before.program.devices
     prints, found = Fingerprints(after, devices), dict[int, bool]()
@@ -144,7 +146,7 @@ def first_difference(before: Trace, after: Trace, results: Sequence[int], mesh: 
     made = next((m for key, m in before.made.items() if key in ends and m.by is not None), None)
     if made is None or made.by is None:
         return None
-    return Difference(*described(made.by, before.program), _how(made, made.by, after, mesh))
+    return FirstDifference(*described(made.by, before.program), _how(made, made.by, after, mesh))
 
 
 def described(i: Instruction, program: HloProgram) -> tuple[str, Source | None]:

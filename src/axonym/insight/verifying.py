@@ -22,7 +22,7 @@ from ._hlo import HloProgram, HloShape, UnknownForm
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed, value_dtype
 from ._topologies import moved_to
-from .differing import Difference, Trace, described, first_difference
+from .differing import FirstDifference, Trace, described, first_difference
 from .explaining import active, distributed, mesh_of
 
 SCALES = 1.0, 1 / 16, 16.0
@@ -47,7 +47,7 @@ class Verification:
     """The scales of the arguments at which the results were compared, up to the first that differ."""
     different: tuple[str, ...] = ()
     """The results that differ."""
-    first: Difference | None = None
+    first: FirstDifference | None = None
     """The first instruction whose value is another one, though the values of its operands are the same."""
     unknown: tuple[str, ...] = ()
     """Why it is not known: what the programs have that cannot be evaluated here."""
@@ -137,7 +137,7 @@ def compare_programs(
     except UnknownForm as e:
         return Verification(step, devices, None, unknown=(str(e),))
     except IllFormed as e:
-        where = Difference(*described(e.instruction, after), f"is ill-formed: in the partitioned program, it {e}")
+        where = FirstDifference(*described(e.instruction, after), f"is ill-formed: in the partitioned program, it {e}")
         return Verification(step, devices, False, tuple(scales), ("all results",), where)
     return Verification(step, devices, True, tuple(scales))
 
@@ -161,7 +161,7 @@ class _Inputs:
     def at(self, scale: float) -> Trace | None:
         """Evaluate the program at inputs of some scale; return None if all that are tried give NaN."""
         for _ in range(8):
-            draw = _Drawing(self._arguments, scale, self._below)
+            draw = _DrawnInput(self._arguments, scale, self._below)
             trace = Trace(self._program, [draw(shape, n in self._positive) for n, shape in enumerate(self._shapes)])
             if not any(np.isnan(x).any() for x in trace.results):
                 return trace
@@ -171,7 +171,7 @@ class _Inputs:
         return None
 
 
-class _Drawing:
+class _DrawnInput:
     """Draws values for parameters. Each is like the first argument of the same sizes that no other parameter had."""
 
     def __init__(self, arguments: Sequence[Any], scale: float, below: int):
