@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     "collectives": Family(
         "axonym.manual.collectives", "src/axonym/_late_names.py",
         "CASES or EXCHANGES of tests/manual/test_collectives.py",
-        _in(test_collectives.CASES, test_collectives.EXCHANGES), {"axis_size"},
+        _in(test_collectives.CASES, test_collectives.EXCHANGES), {"axis_size", "sharded_over"},
     ),
     "samplers": Family(
         "axonym.random.distributions", "src/axonym/random/__init__.py",

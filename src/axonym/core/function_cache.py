@@ -178,6 +178,11 @@ def _is_immutable(x: Any) -> bool:
     return not jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) or type(x).__eq__ is not object.__eq__
 
 
+def _same_leaves(a: Any, b: Any) -> bool:
+    before, after = (jax.tree.flatten(x, is_leaf=is_named_array) for x in (a, b))
+    return before[1] == after[1] and all(x is y for x, y in zip(before[0], after[0], strict=True))
+
+
 def closed(tree: Any) -> Any:
     """Return the tree that was opened."""
 
@@ -189,9 +194,12 @@ def closed(tree: Any) -> Any:
             return types.MethodType(*parts)
         if x.make is types.FunctionType:
             f, held = parts
-            made = types.FunctionType(
-                f.__code__, f.__globals__, f.__name__, f.__defaults__, tuple(map(types.CellType, held))
-            )
+            # A variable in which nothing was replaced stays the same one, so that the function can write to it.
+            cells = [
+                cell if _same_leaves(cell.cell_contents, x) else types.CellType(x)
+                for cell, x in zip(f.__closure__, held, strict=True)
+            ]
+            made = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, tuple(cells))
             made.__kwdefaults__ = f.__kwdefaults__
             return functools.update_wrapper(made, f, updated=("__dict__",))
         function, args, keywords = parts

@@ -110,6 +110,8 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
     if not possible([used], [weight], mesh) or not possible([stored], [weight], mesh):
         return None
     extra, spec = [*map(by.gathered, names)], spec_of(stored.over)
+    if set(over) & set(axes_in(spec_of(used.over))):
+        return None  # the shards of the batch and the parameter would have one mesh axis: the function runs as usual
     out_spec = PartitionSpec(entry_of(over), *spec_of(used.over))
 
     def per_device(shard):

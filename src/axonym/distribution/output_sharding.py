@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..axis import Names
 from . import policy
 from .active_settings import Entry, active_mapping, is_mapped
-from .decisions import Mappings, PlacedAxes
+from .decisions import Mappings, PlacedAxes, Undecided
 from .mesh_axes import NO_MESH, axes_of_type, entries_of, entry_of, explicit_mesh, mapped_on, mesh_axes, spec_of
 from .policy import Successors
 
@@ -50,9 +50,12 @@ def infer_output_spec(
     compute = {n: entry_of(mapped_on(what, n, mesh, AxisType.Explicit)) for n in out_names if n in known}
     sizes, by = dict(zip(out_names, out_shape, strict=True)), Mappings(mesh.shape, compute, {})
     placed = [PlacedAxes(names, [*map(mesh_axes, entries)]) for names, entries in operands]
-    if summed:
-        return spec_of(policy.combine(what, placed, out_names, sizes, by, summed).result.over)
-    return spec_of(policy.settle(what, out_names, sizes, placed, by, successors).over)
+    try:
+        if summed:
+            return spec_of(policy.combine(what, placed, out_names, sizes, by, summed).result.over)
+        return spec_of(policy.settle(what, out_names, sizes, placed, by, successors).over)
+    except Undecided as undecided:
+        raise ValueError(str(undecided)) from None
 
 
 def call_with_output_sharding(

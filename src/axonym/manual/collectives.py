@@ -354,8 +354,15 @@ def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> Any:
                 f"`axonym.axis_offset({name!r}, x=x)`."
             )
         return jax.lax.axis_index(axes) * sizes[0]
-    local = require_named(what, x).axis_size(name)
-    ways = list(dict.fromkeys(without_trivial(f.now) for f in possible_shardings(name, local)))
+    axes = sharded_over(what, require_named(what, x), axis)
+    return jax.lax.axis_index(axes) * x.axis_size(name) if axes else np.int32(0)
+
+
+def sharded_over(what: str, x: NamedArray, axis: AxisSelector) -> Axes:
+    """Return the mesh axes that an axis of an array is sharded over here, as its size tells, or else its name."""
+    name = name_of(axis)
+    known = active_environment().found(name)
+    ways = list(dict.fromkeys(without_trivial(f.now) for f in possible_shardings(name, x.axis_size(name))))
     if len(ways) > 1:
         listed = " or ".join(f"sharded over {describe_axes(w)}" if w else "replicated" for w in ways)
         raise ValueError(
@@ -363,7 +370,7 @@ def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> Any:
         )
     if not ways and not (known and not declared(name)):  # its size says nothing: it was resized, or is new
         ways = [axes_meant(what, axis)]
-    return jax.lax.axis_index(ways[0]) * local if ways and ways[0] else np.int32(0)
+    return ways[0] if ways else ()
 
 
 # --- without tiling ---

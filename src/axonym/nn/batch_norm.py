@@ -15,8 +15,9 @@ from jax.core import Tracer
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from ..core import errors
 from ..core.named_scope import named_call
-from ..manual._axis_environment import MeshAxis, count, possible_shardings
-from ..manual.collectives import pmean
+from ..distribution.mesh_axes import has_manual, mesh_around
+from ..manual._axis_environment import MeshAxis, axes_of_sharded, count
+from ..manual.collectives import pmean, sharded_over
 from ..named_array import NamedArray
 from ..ops._operands import one_axis, require_named
 from ..ops.creation import ones, zeros
@@ -139,7 +140,8 @@ class BatchNorm(ModuleWithStateDictSerialization):
                 variance = where(inference, old.running_var, variance)
             # `State.set` refuses a value with another sharding on Explicit mesh axes.
             state = state.update(eqx.nn.State(_index(self.running, new)))
-        y = ((wide - center) * rsqrt(variance + self.eps)).astype(x.dtype)
+        y = (wide - center) * rsqrt(variance + self.eps)
+        y = y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else y
         y = y if self.weight is None else y * self.weight
         return (y if self.bias is None else y + self.bias), state
 
@@ -202,7 +204,8 @@ def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
 def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, NamedArray, int]:
     """Return mean and variance along some axes, and of how many elements they are."""
     # Inside `shard_map`, a device has a shard of the batch.
-    over = tuple(a for n in batch for sharding in possible_shardings(n, x.axis_size(n))[:1] for a in sharding.now)
+    shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
+    over = tuple(a for n in shards for a in sharded_over("BatchNorm", x, n))
 
     def average(x: NamedArray) -> NamedArray:
         found = mean(x, batch)

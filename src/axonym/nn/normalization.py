@@ -299,6 +299,11 @@ class GroupNorm(LayerNormBase):
         group, member = f"groups of {channels}", f"{channels} of a group"
 
         def normalize(x: NamedArray) -> NamedArray:
+            if x.axis_size(channels) % size:
+                raise ValueError(
+                    f"GroupNorm: a shard of axis {channels!r} has {x.axis_size(channels)} channels, which is no "
+                    f"multiple of the {size} channels of a group. Shard the axis over fewer devices."
+                )
             x = unflatten_axis(x, channels, {group: x.axis_size(channels) // size, member: size})
             along = (member, *self.Spatial)
             x = x - mean(x, along)

@@ -52,9 +52,11 @@ def segment_mean(
     >>> axn.segment_mean(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
     NamedArray(float32[node=3], [2. 0. 2.])
     """
-    total = _reduce("segment_mean", as_float(require_named("segment_mean", array)), segments, new_axis, axis)
+    x = as_float(require_named("segment_mean", array))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # half precision has neither the sum nor the count
+    total = _reduce("segment_mean", wide, segments, new_axis, axis)
     count = _reduce("segment_mean", ones_like(segments), segments, new_axis, axis)
-    return divide(total, maximum(count, 1).astype(total.dtype))
+    return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
 
 
 @errors.say_how_to_call

@@ -174,7 +174,9 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         if isinstance(given, Mapping) and leaf.made_from and (problems or _is_not_told(leaf, given)):
             examined.not_told.append(leaf)
             spec, problems = PartitionSpec(), []  # its names may be wrong
-        examined.leaves.append(dataclasses.replace(leaf, spec=spec, mesh=own_mesh))
+        # `dataclasses.replace` takes twice the time, which counts where nothing moves.
+        placed = Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh, leaf.made_from)
+        examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
 

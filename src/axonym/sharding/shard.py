@@ -141,12 +141,13 @@ def _is_of_keys(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
-    """Return whether the same devices, in the same order, get other shards, so that a program can exchange them."""
+    """Return whether the devices of one mesh get other shards, so that a program can exchange them.
+
+    Between meshes of other axes, XLA may replicate the whole array on each device.
+    """
     if not isinstance(has, NamedSharding) or has.memory_kind != target.memory_kind:
         return False
-    meshes: list[Any] = [has.mesh, target.mesh]
-    same = [*meshes[0].devices.flat] == [*meshes[1].devices.flat]
-    return same and not has.is_equivalent_to(target, ndim)
+    return has.mesh == target.mesh and not has.is_equivalent_to(target, ndim)
 
 
 @functools.lru_cache(maxsize=256)

@@ -346,7 +346,9 @@ def _stored_as(dtype: Any) -> np.dtype[Any]:
     try:
         tensorstore.dtype(dtype.name)
     except (TypeError, ValueError):
-        return np.dtype(np.uint8 if jnp.issubdtype(dtype, jnp.integer) else np.float16)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
+        return np.dtype(np.float16)
     return dtype
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,8 @@ _SAME_VALUES = re.compile(
     "|reshard|sharding_constraint|squeeze|stop_gradient|transpose"
 )
 _MOST_ELEMENTS_RECORDED = 1 << 18
-_LIBRARIES = re.compile("|".join(re.escape(str(f).rpartition("/")[0]) for f in (__file__, jax.__file__)))
+_FOLDERS = Path(__file__).parents[1], Path(str(jax.__file__)).parent
+_LIBRARIES = re.compile("|".join(re.escape(f"{folder}/") for folder in _FOLDERS))
 
 
 def wide_dtype(dtype: Any) -> Any:

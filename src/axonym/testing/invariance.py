@@ -406,7 +406,7 @@ class _Check:
             return False
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         raised = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")  # not by JAX below it
-        return raised and frame.f_globals.get("__name__", "").startswith(f"{__package__}.")
+        return raised and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]
 
     def _run(
         self, fn: Callable[..., Any], placement: _Placement, scales: Sequence[float] = (), recording: bool = False

@@ -386,10 +386,13 @@ class _RawAxes:
             return _spread(path, self.default, argument)
         found: list[_CheckedRawAxis] = []
         for part in jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, NamedArray) or _is_module(x)):
+            if not _is_module(part):
+                found.append(self.default)
+                continue
             leaves = _mapped_axis.flatten(part)[0]
             of_named = [x.names for x in leaves if isinstance(x, NamedArray)]
             how = self.default
-            if _is_module(part) and any(map(_mapped_axis.is_array, leaves)):
+            if any(map(_mapped_axis.is_array, leaves)):
                 if not of_named:
                     raise ValueError(_module_without_names(path, type(part).__name__, names, ways))
                 if not any(n in names for own in of_named for n in own):
