@@ -26,7 +26,8 @@ nn
 schedules state
 random
 _methods custom_partitioning
-_xarray fft linalg manual poly ref transforms tree
+_xarray fft linalg manual poly ref transforms
+tree
 ops
 sharding
 core.function_cache

@@ -197,6 +197,27 @@ def test_under_vmap_over_the_batch(held: str, explicit: bool) -> None:
     assert moved["reduce-scatter"].count == moved["all-reduce"].count == 1
 
 
+def test_stacked_layers_under_vmap_are_gathered_one_at_a_time(mesh) -> None:
+    """On Explicit axes JAX refuses that, so all are gathered before."""
+    Layers, Embed = axn.make_axes(layers=3, embed=16)
+    stack = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
+    step = axn.fsdp(lambda stack, x: axn.vmap(stack.fold, "batch")(x), {"embed": "data"}, {"batch": "data"})
+    with jax.set_mesh(mesh):
+        text = step.lower(stack, axn.ones({"batch": 8, "embed": 16})).compile().as_text()
+    gathered_at_once = re.search(r"f32\[3,16,16\]\S* all-gather", text) is not None
+    assert gathered_at_once == (mesh.axis_types[0] == jax.sharding.AxisType.Explicit)
+
+
+def test_parameters_on_the_mesh_axis_of_the_batch_under_vmap(auto_mesh) -> None:
+    """They cannot be gathered for each shard of the batch, so the function runs as usual."""
+    w, x = axn.ones({"experts": 8, "embed": 8}), axn.ones({"batch": 8, "embed": 8})
+    call = lambda w, x: axn.vmap(lambda x: axn.dot(w, x, axis=("experts", "embed")), "batch")(x)
+    compute, storage = {"batch": ("data", "model"), "experts": "data"}, {"embed": "model"}
+    with jax.set_mesh(auto_mesh):
+        found = jax.block_until_ready(axn.fsdp(call, storage, compute)(w, x))
+        assert np.array_equal(found.array, call(w, x).array)
+
+
 def test_gradients_of_each_example_under_vmap(mesh) -> None:
     rng = np.random.default_rng(0)
     w, x = (axn.named(rng.normal(size=(8, 8)), names) for names in (("embed", "mlp"), ("batch", "embed")))

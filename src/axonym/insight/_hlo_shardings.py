@@ -80,7 +80,9 @@ def far_from(x: np.ndarray) -> float:
     """Return how far a value may be from one in an array."""
     if x.dtype.kind != "f":
         return 0.0
-    return NOTHING + CLOSE * float(np.abs(x[np.isfinite(x)]).max(initial=0))
+    sizes = np.abs(x[np.isfinite(x) & (x != 0)])
+    usual = sizes[sizes < 1e8 * max(1.0, np.quantile(sizes, 0.1))] if sizes.size else sizes  # others are masks
+    return NOTHING + CLOSE * float(usual.max(initial=0))
 
 
 def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
@@ -88,7 +90,7 @@ def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
     if x.dtype.kind != "f":
         return bool((x == y).all())
     with np.errstate(invalid="ignore"):
-        return bool(((x == y) | (np.abs(x - y) <= far)).all())
+        return bool(((x == y) | (np.abs(x - y) <= far + CLOSE * np.minimum(np.abs(x), 1e300))).all())
 
 
 def placed(i: Instruction, devices: int) -> list[PlacedArray]:

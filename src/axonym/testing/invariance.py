@@ -289,8 +289,8 @@ class _Outcome(NamedTuple):
     """The results and the gradients of a function under a placement."""
 
     structs: Any
-    values: Mapping[float, Sequence[np.ndarray]]
-    """By scale, on the host."""
+    values: Mapping[float, Sequence[Sequence[np.ndarray]]]
+    """By scale, on the host: the copies that devices have of each, which are equal if the function is right."""
     devices: int
     program: WidenedProgram
     recording: Recording
@@ -339,7 +339,7 @@ class _Check:
                 "check_shard_invariance: the function runs on several devices wherever its arguments are. To say what "
                 "is right, pass a function that runs on one device: `reference=`."
             )
-        values = self._expected.values
+        values = {scale: [copies[0] for copies in found] for scale, found in self._expected.values.items()}
         self.scales = tuple([scale for scale in self.scales if not any(map(_has_nan, values[scale]))])
         if 1.0 not in self.scales:
             where = next(path for path, x in zip(self._paths(), values[1.0], strict=True) if _has_nan(x))
@@ -376,10 +376,11 @@ class _Check:
         default = max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
         rtol = default if self._rtol is None else self._rtol
         for scale in self.scales:
-            expected = self._expected.values[scale]
+            expected = [copies[0] for copies in self._expected.values[scale]]
             # Rounding errors of large values: elements of which the true value is 0 may have these instead.
             noise = 2.0**-43 * max([float(np.max(_sizes(x), initial=0)) for x in expected], default=0)
-            words = [_words(a, b, rtol, noise) for a, b in zip(expected, found.values[scale], strict=True)]
+            pairs = zip(expected, found.values[scale], strict=True)
+            words = [next(filter(None, (_words(a, b, rtol, noise) for b in copies)), None) for a, copies in pairs]
             if wrong := [i for i, w in enumerate(words) if w]:
                 at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
                 return _Mismatch(f"{paths[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
@@ -423,7 +424,7 @@ class _Check:
                     if compiled is None:
                         compiled = widened.compile(wide)
                     results, recorded = jax.block_until_ready(compiled(wide))
-                    values[scale] = [_on_host(x) for x in results]
+                    values[scale] = [_copies(x) for x in results]
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
         recorded = {i: np.asarray(x) for i, x in recorded.items()}
         return _Outcome(structs, values, devices, widened, Recording(widened.steps, recorded))
@@ -458,7 +459,7 @@ def _asymmetric(x: np.ndarray) -> np.ndarray:
     An array of zeros becomes one of small positive numbers. Zeros beside other elements may be a mask, and stay.
     """
     x = x.astype(wide_dtype(x.dtype))
-    if x.size < 2 or np.unique(x[x != 0]).size == np.count_nonzero(x) > 0:
+    if np.unique(x[x != 0]).size == np.count_nonzero(x) > 0:
         return x
     factors = 1 + np.random.default_rng(x.size).random(x.shape) / 64
     return x * factors if x.any() else factors / 16
@@ -473,9 +474,9 @@ def _has_nan(x: np.ndarray) -> bool:
 
 
 def _sizes(x: np.ndarray) -> np.ndarray:
-    """Return the sizes of elements without zeros, and without the huge ones that stand for infinity."""
-    sizes = np.abs(x) if np.issubdtype(x.dtype, np.inexact) else np.zeros(0)
-    return sizes[(sizes > 0) & (sizes < 1e29)]
+    """Return the sizes of elements without zeros, and without the huge ones that stand for infinity, as in masks."""
+    sizes = np.abs(x[np.isfinite(x) & (x != 0)]) if np.issubdtype(x.dtype, np.inexact) else np.zeros(0)
+    return sizes[sizes < 1e8 * max(1.0, np.quantile(sizes, 0.1))] if sizes.size else sizes
 
 
 def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float) -> str | None:
@@ -492,9 +493,12 @@ def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float) -> str | Non
     return f"differs by up to {most:.3g}, with values up to {np.max(sizes, initial=0.0):.3g}"
 
 
-def _on_host(x: jax.Array) -> np.ndarray:
-    # jax 0.10 raises an error for empty arrays that were computed sharded over Explicit axes.
-    return np.asarray(x) if x.size else np.empty(x.shape, x.dtype)
+def _copies(x: jax.Array) -> list[np.ndarray]:
+    """Return the copies of an array that devices have. Per-device code may say that they are equal, and be wrong."""
+    copies: dict[int, np.ndarray] = {}
+    for part in x.addressable_shards if x.size else ():
+        copies.setdefault(part.replica_id, np.empty(x.shape, x.dtype))[part.index] = part.data
+    return [*copies.values()] or [np.empty(x.shape, x.dtype)]
 
 
 def _weighted(x: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -30,6 +30,7 @@ from ..distribution.mesh_axes import (
     shard_count,
 )
 from ..named_array import NamedArray, wrap
+from ..tree import LayerStack
 from . import _mapped_axis
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def vmap(
         leaves, structure = _mapped_axis.flatten((args, kwargs))
         operands, leaves = _operands(names, leaves, raw_axes.of_leaves(names, args, kwargs), args, kwargs)
         sizes = _sizes(names, given, operands, args, kwargs)
-        held, function = _mapped_axis.flatten(opened(fn, closures=True) if active_parameter_mapping() else None)
-        shards = _find_shards(names, sizes, operands, [*leaves, *held])
+        opened_fn = opened(fn, closures=True) if active_parameter_mapping() else None
+        held, function = _mapped_axis.flatten(opened_fn)
+        shards = _find_shards(names, sizes, operands, [*leaves, *held], _in_stacks((args, kwargs, opened_fn)))
         returned: list[TreeSpec] = []  # JAX's transform returns only arrays, so `one` leaves the rest of the tree here
 
         def one(arrays: Sequence[Any]) -> list[Any]:
@@ -299,13 +301,14 @@ class _BatchShards:
 
 
 def _find_shards(
-    names: Names, sizes: Mapping[str, int], operands: list[_Operand], leaves: Sequence[Any]
+    names: Names, sizes: Mapping[str, int], operands: list[_Operand], leaves: Sequence[Any], stacked: Collection[int]
 ) -> _BatchShards | None:
     """Return the shards of an axis of which each uses parameters that are stored sharded; None if there is none.
 
     Arguments:
-        operands: those of the arguments.
+        operands: the operands among the arguments.
         leaves: the leaves of the arguments and of the function.
+        stacked: the arrays of stacked layers, by `id`. A loop gathers one layer at a time; here, all would be gathered.
     """
     if not active_parameter_mapping():
         return None
@@ -313,10 +316,13 @@ def _find_shards(
     nowhere = (None,) * len(names)
     for level, name in enumerate(names):
         kinds = (AxisType.Auto, AxisType.Explicit)
-        over = next(filter(None, (_mapped_axis.mapped_to("vmap", name, sizes[name], kind) for kind in kinds)), ())
+        kind, over = next(
+            ((k, axes) for k in kinds if (axes := _mapped_axis.mapped_to("vmap", name, sizes[name], k))), (None, ())
+        )
+        by_layer = stacked if kind == AxisType.Auto else ()  # JAX refuses other parameters on Explicit axes
         parameters = {}
         for i, leaf in enumerate(leaves if over else ()):
-            if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array):
+            if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array) and id(leaf.array) not in by_layer:
                 operand = known.get(i, _Operand(i, leaf.array, leaf.names, nowhere))
                 mapped = operand.dims[level] is not None
                 gathered = None if mapped else gathered_for_each_shard(leaf.names, leaf.array, over)
@@ -325,6 +331,15 @@ def _find_shards(
         if parameters:
             return _BatchShards(level, over, shard_count(mesh_around(), over), parameters)
     return None
+
+
+def _in_stacks(tree: Any) -> set[int]:
+    """Return the named arrays of stacked layers, by the `id` of their raw arrays."""
+    if not active_parameter_mapping():
+        return set()
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (LayerStack, NamedArray)))
+    stacks = [part for part in parts if isinstance(part, LayerStack)]
+    return {id(x.array) for x in _mapped_axis.flatten(stacks)[0] if isinstance(x, NamedArray)}
 
 
 # --- how raw arrays are mapped ---
