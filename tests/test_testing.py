@@ -310,3 +310,21 @@ def test_a_function_with_a_mesh_of_its_own(auto_mesh: Mesh) -> None:
     with pytest.raises(RuntimeError, match="not on one device") as raised, jax.set_mesh(auto_mesh):
         check_shard_invariance(needs_many, X.array)
     assert any("pass `reference=`" in note for note in raised.value.__notes__)
+
+
+def test_every_copy_of_a_result_counts(auto_mesh: Mesh) -> None:
+    def of_the_first(x: jax.Array) -> jax.Array:
+        return jnp.where(jax.lax.axis_index("data") == 0, jax.lax.psum(jnp.sum(x, 0), "data"), 0)
+
+    fn = jax.shard_map(of_the_first, mesh=auto_mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    with pytest.raises(AssertionError, match="the result differs"):
+        check_shard_invariance(fn, X.array, reference=lambda x: x.sum(0), gradients=False)
+
+
+def test_masks_do_not_loosen_the_tolerance(auto_mesh: Mesh) -> None:
+    def masked(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.arange(16) < 12, -1e20, x)
+
+    doubled = jax.shard_map(lambda x: masked(2 * x), mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(AssertionError, match="the result differs"):
+        check_shard_invariance(doubled, X.array, reference=masked, gradients=False)

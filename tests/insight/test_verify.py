@@ -226,3 +226,14 @@ def test_operations_are_evaluated_as_they_run(name: str, auto_mesh: Mesh) -> Non
         np.testing.assert_allclose(value[0], np.asarray(expected), rtol=1e-4, atol=1e-5)
     found = verify(fn, *args)
     assert found.same, found
+
+
+def test_masks_do_not_loosen_the_tolerance(auto_mesh: Mesh) -> None:
+    """A bug of convolutions is found beside elements that stand for infinity."""
+
+    def gradient(x: jax.Array, weight: jax.Array) -> jax.Array:
+        found = jax.grad(lambda w: jnp.sum(jax.lax.conv(x, w, (1,), "SAME") ** 2))(weight)
+        return jnp.where(jnp.tri(4, 3) > 0, found, jnp.finfo(jnp.float32).min)
+
+    arguments = placed(auto_mesh, (2, 4, 16), None, None, "data"), placed(auto_mesh, (4, 4, 3))
+    assert verify(gradient, *arguments).same is False

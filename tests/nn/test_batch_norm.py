@@ -180,3 +180,18 @@ def test_group_norm(explicit: bool | None) -> None:
         assert not axn.insight.explain(lambda x: layer(x), x, mapping=mapping).collectives
         mapped = axn.shard_map(lambda layer, x: layer(x), mapping=mapping)
         assert_named(jax.block_until_ready(jax.jit(mapped)(layer, X)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_of_shards_that_a_pool_has_made_smaller(auto_mesh: Any) -> None:
+    def pooled(x: axn.NamedArray) -> axn.NamedArray:
+        layer, state = made()
+        return layer(nn.max_pool(x, axn.Axis("batch", 2), stride=2), state)[0]
+
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"batch": "data"}):
+        assert_named(jax.jit(axn.shard_map(pooled))(X), pooled(X), rtol=1e-5, atol=1e-5)
+
+
+def test_integers_are_normalized_as_floats() -> None:
+    layer, state = made()
+    found, _ = layer((X * 10).astype(int), state)
+    assert jnp.issubdtype(found.dtype, jnp.floating) and found.max().item() > 1

@@ -100,3 +100,9 @@ def test_sharded_segments_send_results_alone(explicit: bool) -> None:
         pull = jax.jit(lambda x, s, y: jax.vjp(lambda x: axn.segment_sum(x, s, NODE), x)[1](y))
         assert _collectives(pull, x, s, cotangent) == []
         np.testing.assert_array_equal(jax.block_until_ready(pull(x, s, cotangent))[0]["embed", 0].array, S.array >= 0)
+
+
+def test_mean_in_half_precision() -> None:
+    """Which has neither the sum nor the number of elements."""
+    x = axn.ones({"edge": 70_000}, dtype=jnp.float16)
+    assert axn.segment_mean(x, axn.zeros({"edge": 70_000}, dtype=int), axn.Axis("node", 1)).tolist() == [1]

@@ -208,6 +208,22 @@ def test_stacked_layers_under_vmap_are_gathered_one_at_a_time(mesh) -> None:
     assert gathered_at_once == (mesh.axis_types[0] == jax.sharding.AxisType.Explicit)
 
 
+def test_a_function_under_vmap_writes_to_its_variables(mesh) -> None:
+    seen: list[Any] = []
+    w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+
+    def step(w: axn.NamedArray, x: axn.NamedArray) -> axn.NamedArray:
+        def of_one(x: axn.NamedArray) -> axn.NamedArray:
+            seen.append(x.shape)
+            return axn.dot(x, w, axis="embed")
+
+        return axn.vmap(of_one, "batch")(x)
+
+    with jax.set_mesh(mesh):
+        jax.block_until_ready(axn.fsdp(step, {"embed": "data"}, {"batch": "data"})(w, x))
+    assert seen and all(shape == {"embed": 8} for shape in seen)
+
+
 def test_parameters_on_the_mesh_axis_of_the_batch_under_vmap(auto_mesh) -> None:
     """They cannot be gathered for each shard of the batch, so the function runs as usual."""
     w, x = axn.ones({"experts": 8, "embed": 8}), axn.ones({"batch": 8, "embed": 8})

@@ -148,6 +148,12 @@ def test_a_state_by_itself_is_placed_as_far_as_it_tells(auto_mesh: jax.sharding.
     assert_placed(axn.shard(state, STORAGE, auto_mesh), {"v_row/w": ("data",), "v_col/w": ("model",)})
 
 
+def test_an_axis_that_a_data_loader_added_is_an_error(auto_mesh: jax.sharding.Mesh) -> None:
+    stacked = jax.tree.map(lambda *x: np.stack(x), *[{"tokens": axn.ones({"pos": 8})}] * 4)
+    with pytest.raises(ValueError, match=r"tokens: .* 1 name \(pos\) for an array of rank 2, shape \(4, 8\)"):
+        axn.shard(stacked, {"pos": "data"}, auto_mesh)
+
+
 def test_axes_that_a_mesh_does_not_divide_are_replicated_and_said(auto_mesh: jax.sharding.Mesh) -> None:
     """A matrix of Shampoo by itself, where no size of a parameter excludes a name."""
     state = shampoo(0.1).init({"w": axn.ones({"embed": 6, "mlp": 6})})

@@ -232,3 +232,10 @@ def test_without_orbax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for call in (save_checkpoint, restore_checkpoint):
         with pytest.raises(ImportError, match=rf"{call.__name__} needs Orbax.*install axonym\[checkpoint\]"):
             call(tmp_path / "1", {})
+
+
+@pytest.mark.parametrize("values", [np.array(["a"]), np.array([None]), np.array(["2020-01-01"], "datetime64[D]")])
+def test_dtypes_that_jax_lacks(values: np.ndarray, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^save_checkpoint: b has the dtype .*, which JAX does not have"):
+        save_checkpoint(tmp_path / "1", {"a": np.zeros(2), "b": values})
+    assert not [*tmp_path.iterdir()]

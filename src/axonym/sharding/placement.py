@@ -240,12 +240,17 @@ def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
             for name, size in zip(leaf.names or (), leaf.shape or (), strict=True):
                 sizes.setdefault(name, set()).add(size)
 
-    def found(leaf: Leaf) -> Names | None:
+    def named(leaf: Leaf) -> Leaf:
         if leaf.made_from and leaf.shape is not None:
-            return _names_left(leaf.made_from, leaf.shape, sizes)
-        return ("_",) if leaf.shape == (1,) and (leaf.keys[-1:], leaf.names) in larger else leaf.names
+            known = {size for n in leaf.made_from for size in sizes.get(n, ())}
+            if len(leaf.shape) > len(leaf.made_from) and not known.issuperset(leaf.shape):
+                # A data loader or a positional function has added an axis: to place the array is an error.
+                return dataclasses.replace(leaf, made_from=None)
+            return dataclasses.replace(leaf, names=_names_left(leaf.made_from, leaf.shape, sizes))
+        stands_for_larger = leaf.shape == (1,) and (leaf.keys[-1:], leaf.names) in larger
+        return dataclasses.replace(leaf, names=("_",)) if stands_for_larger else leaf
 
-    return [dataclasses.replace(leaf, names=found(leaf)) for leaf in leaves]
+    return [named(leaf) for leaf in leaves]
 
 
 def _is_not_told(leaf: Leaf, mapping: Mapping[str, Entry]) -> bool:
@@ -627,9 +632,9 @@ def _warn_if_not_told(leaves: Sequence[Leaf], what: str) -> None:
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         errors.warn(
-            f"{what}: arrays of an optimizer are replicated, since their sizes do not tell which axes they have: "
-            f"{'; '.join(found[:3])}{more}. Place them together with the parameters, whose sizes tell, or by path with "
-            "axonym.sharding.TreePathShardingRule."
+            f"{what}: arrays of an optimizer, or of a positional function, are replicated, since their sizes do not "
+            f"tell which axes they have: {'; '.join(found[:3])}{more}. Place them together with the parameters, whose "
+            "sizes tell, or by path with axonym.sharding.TreePathShardingRule."
         )
 
 
@@ -647,7 +652,7 @@ def advise_paths(leaves: Sequence[Leaf], entries: Iterable[Any], mesh: AnyMesh |
 
     if not largest[0].keys:
         return f" Place an array without names by position: pass `{spec(largest[0])}` instead."
-    rules = [f"({re.escape(leaf.path) + '$'!r}, {spec(leaf)})" for leaf in largest]
+    rules = [f"({'(^|/)' + re.escape(leaf.path) + '$'!r}, {spec(leaf)})" for leaf in largest]
     return (
         " Place arrays without names by path: pass "
         f"`axonym.sharding.TreePathShardingRule({', '.join(rules)}, ('.*', jax.P()))` instead."

@@ -75,7 +75,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
                 if not isinstance(array, jax.Array):
                     require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
                 about[key] = _about(leaf, array)
-                data = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
+                data = jax.random.key_data(array) if _is_key(array) else _as_jax_array(leaf.path, array)
                 if (wider := _stored_as(data.dtype)) != data.dtype:
                     about[key]["stored"], data = wider.name, data.astype(wider)
                 if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
@@ -337,6 +337,13 @@ def _about(leaf: Leaf, array: Any) -> dict[str, Any]:
     names = None if leaf.made_from else names  # which are those of another array
     about = {"axes": names, "shape": list(array.shape), "dtype": str(array.dtype)}
     return about | ({"key": str(jax.random.key_impl(array))} if _is_key(array) else {})
+
+
+def _as_jax_array(path: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except TypeError:
+        raise TypeError(f"save_checkpoint: {path} has the dtype {x.dtype}, which JAX does not have.") from None
 
 
 def _stored_as(dtype: Any) -> np.dtype[Any]:
