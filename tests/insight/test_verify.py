@@ -65,7 +65,7 @@ def test_a_missing_sum_is_named(auto_mesh: Mesh) -> None:
     assert found.first is not None and found.first.source is not None
     assert found.first.source.function == "test_a_missing_sum_is_named.<locals>.<lambda>"
     assert str(found).startswith(
-        "dot: changed by the compiler for 8 devices: result[0]\n  dot[batch, embed; embed, mlp -> "
+        "dot: not kept by the compiler for 8 devices: result[0]\n  dot[batch, embed; embed, mlp -> "
     )
     assert "gives a partial sum: the sum over model is missing" in found.first.what
 

@@ -60,7 +60,7 @@ class Verification:
             return f"{self.step}: the same at these sizes, inputs and mesh, which has {on}"
         listed = ", ".join(self.different[:3]) + (f" and {len(self.different) - 3} more" if self.different[3:] else "")
         where = f"\n  {self.first}" if self.first else ""
-        return f"{self.step}: changed by the compiler for {on}: {listed}{where}"
+        return f"{self.step}: not kept by the compiler for {on}: {listed}{where}"
 
 
 def verify(
