@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import axonym as axn
+
 SCRIPTS = sorted((Path(__file__).parent / "typing_examples").glob("[a-z]*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_runs(script: Path) -> None:
-    assert callable(runpy.run_path(str(script))["refused"])
+    with axn.set_mesh(axn.make_mesh({"data": 1})):
+        assert callable(runpy.run_path(str(script))["refused"])

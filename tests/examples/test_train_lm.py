@@ -82,7 +82,7 @@ def test_warmup_by_default() -> None:
     assert [of.warmup_steps for of in found] == [0, 0, 2, 3, 30, 30]
     for steps in (1, 3):
         rate = train_lm.steps.make_optimizer(parse(["--steps", str(steps)]).optimizer)
-        assert jax.tree.leaves(rate.init(jnp.ones(2)))
+        assert jax.tree.leaves(rate.init(axn.ones({"embed": 2})))
     chosen = parse(["--steps", "20", "--warmup", "5"])
     for config, expected in ((chosen, 5), (parse(["--steps", "20"]), 10)):
         loaded = load(train_lm.settings.Config(), train_lm.settings.as_json(config), [], "")

@@ -126,7 +126,7 @@ def test_errors(helper):
         helper.sjit(f, {"parms": P()})(x, x)
     with pytest.raises(ValueError, match="3 placements for the 2 parameters params, x"):
         helper.sjit(f, (P(), P(), P()))(x, x)
-    with pytest.raises(TypeError, match=r"sjit \(in_shardings\): 'data' is not a placement"):
+    with pytest.raises(TypeError, match=r"sjit \(in_shardings\): 'data', for 'params', is not a placement"):
         helper.sjit(f, ("data", None))(x, x)
     with pytest.raises(ValueError, match=r"\(in_shardings\) on mesh .*: params/w \(6, 4\): .* size 6 .* over data=4"):
         helper.sjit(f, (P("data"), None))({"w": x}, x)

@@ -111,7 +111,7 @@ class Fingerprints:
         return float((x * _weights(shape)).sum()), float(np.linalg.norm(x.ravel()))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _weights(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(len(shape)).normal(size=shape)
 

@@ -257,7 +257,7 @@ def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) ->
     try:
         return timeline(program, mesh)
     except UnknownForm as e:
-        notes.append(f"what is held in the course of the step is not known: {e}")
+        notes.append(f"the memory over the course of the step is not known: {e}")
         return None
 
 
