@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,10 +29,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym import nn
-from axonym.core import foreign_names
+from axonym.core import errors, foreign_names
 from axonym.nn.attention import Causal, KVCache, combine_masks_or, dot_product_attention
 from axonym.quantization import quantize_weights
-from tests.helpers import spec
+from tests.helpers import exports, modules, spec
 
 ROOT = Path(axn.__file__).parent
 untyped: Any = axn  # for calls that a type checker would refuse
@@ -371,6 +373,13 @@ TABLE = [
         lambda loss: loss.shape == {"draw": 2},
         run="axonym.nn.cross_entropy_loss(CODE, 'label', targets, reduction=None)",
         names={"targets": axn.named([0, 1], "draw"), "logits": LOGITS["batch", 0]},
+    ),
+    Advice(  # an axis of another size is not the axis of the logits
+        "axonym.broadcast_axis(logits, {…})",
+        lambda: nn.cross_entropy_loss(LOGITS, "label", axn.named([0, 1], "draw")),
+        lambda loss: loss.shape == {"draw": 2, "batch": 4},
+        run="axonym.nn.cross_entropy_loss(CODE, 'label', targets, reduction=None)",
+        names={"targets": axn.named([0, 1], "draw"), "logits": LOGITS},
     ),
     Advice(
         "ignore_index=...",
@@ -807,6 +816,61 @@ def test_advice_about_names_from_elsewhere(tmp_path: Path, monkeypatch: pytest.M
         except Exception as error:
             error.add_note(f"in `{code}`")
             raise
+
+
+# --- calls with wrong arguments ---
+
+AXES = {
+    "Batch": "batch",
+    "Col": "col",
+    "Experts": "experts",
+    "HeadSize": "head_size",
+    "Input": "embed",
+    "KPos": "key_pos",
+}
+AXES |= {"KVHeads": "head", "Output": "out", "Row": "row", "Vocab": "vocab"}
+WORDS_OF_CALLS: dict[str, Any] = {
+    **{word: axn.Axis(name, 3) for word, name in AXES.items()},
+    **dict.fromkeys(("b", "concentration", "df", "dfden", "dfnum", "lam", "loc", "mean", "scale"), 2.0),
+    **{"left": 0.0, "mode": 0.5, "right": 1.0, "lower": 0.0, "upper": 1.0, "minval": 0, "maxval": 9, "n": 3, "p": 0.5},
+    **{"carry": 0.0, "depth": 1, "index": 1, "kernel_size": 1, "groups": 1, "q": 0.5, "width": 4, "Spatial": "height"},
+    **{"f": lambda *args: args, "segments": INTEGERS, "xp": axn.arange({"batch": 4}, dtype=float), "fp": X},
+    **{"layer": BATCH_NORM, "state": jax.tree.map(lambda x: x, STATE)},  # a copy, since a state is used once
+}
+OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
+UNKNOWN: list[dict[str, Any]] = [{"what": 1}, {"dim": "batch"}, {"dim": 0}, {"dims": (0,)}, {"num_segments": 4}]
+
+
+@functools.cache
+def say_how_to_call() -> dict[str, Any]:
+    """Return the public functions and layers whose errors for wrong arguments end with a correct call, by path."""
+    code = errors.say_how_to_call(lambda: None).__code__
+    found = {id(v): (f"{m.__name__}.{n}", v) for m in modules(native=True) for n, v in exports(m).items()}
+    return {
+        path: x
+        for path, x in found.values()
+        if not inspect.isabstract(x) and getattr(x.__init__ if isinstance(x, type) else x, "__code__", None) is code
+    }
+
+
+@pytest.mark.parametrize("path", say_how_to_call())
+def test_calls_in_messages(path: str) -> None:
+    """Whatever argument is unknown, the call that the message advises runs."""
+    found, name = say_how_to_call()[path], path.rpartition(".")[2]
+    if isinstance(found, type):
+        calls = [
+            found,
+            *([found.init] if hasattr(found, "init") else ()),
+            *([BATCH_NORM] if name == "BatchNorm" else ()),
+        ]
+    else:
+        calls = [functools.partial(found, X)]
+    texts = [message_of(functools.partial(call, **unknown)) for call in calls for unknown in UNKNOWN]
+    codes = [re.findall(r"`([^`]+)`", text) for text in texts]
+    assert all(codes), texts
+    for code in set(itertools.chain(*codes)):
+        own = {k: v for word, names in OWN_WORDS_OF_CALLS.items() if word in code for k, v in names.items()}
+        run(code, COMMON | WORDS | WORDS_OF_CALLS | own | {name: found})
 
 
 def message_of(provoke: Callable[[], Any]) -> str:

@@ -96,6 +96,7 @@ def test_keywords_of_a_reduction() -> None:
 untyped: Any = axn
 layers: Any = nn
 KEY = jax.random.key(0)
+BATCH_NORM: Any = nn.BatchNorm.init(axn.Axis("pos", 3), "batch")
 BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by name, `{}`."
 
 
@@ -109,6 +110,31 @@ BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by 
             lambda: untyped.concatenate([X, X], dim=0),
             BY_POSITION.format("concatenate()", "dim", "concatenate([x, y], 'batch')"),
         ),
+        (lambda: untyped.stack([X, X], dim=0), BY_POSITION.format("stack()", "dim", "stack([x, y], 'new')")),
+        (lambda: untyped.stack([X, X], dim="time"), BY_POSITION.format("stack()", "dim", "stack([x, y], 'time')")),
+        (lambda: untyped.stack(X, 0), "as in axonym.stack([x, y], 'new'); got"),
+        (lambda: untyped.tril(X, dim=0), BY_POSITION.format("tril()", "dim", "tril(x, 'batch', 'pos')")),
+        (lambda: untyped.median(X, dim=0), BY_POSITION.format("median()", "dim", "median(x, 'batch')")),
+        (lambda: untyped.quantile(X, 0.5, dim=0), BY_POSITION.format("quantile()", "dim", "quantile(x, q, 'batch')")),
+        (
+            lambda: untyped.interp(1, X, X, dim=1),
+            BY_POSITION.format("interp()", "dim", "interp(x, xp, fp, axis='pos')"),
+        ),
+        (
+            lambda: untyped.unique(X, dim=0),
+            BY_POSITION.format("unique()", "dim", "unique(x, axonym.Axis('unique', 8), axis='batch')"),
+        ),
+        (
+            lambda: untyped.broadcast_axis(X, dim="time"),
+            BY_POSITION.format("broadcast_axis()", "dim", "broadcast_axis(x, axonym.Axis('time', 8))"),
+        ),
+        *[
+            (
+                lambda f=f: getattr(axn, f)(X, X, num_segments=4),
+                f"Write `{f}(x, segments, axonym.Axis('new', 4))`.",
+            )
+            for f in ("segment_sum", "segment_mean", "segment_prod", "segment_max", "segment_min")
+        ],
         (lambda: untyped.roll(X, 1, dims=1), BY_POSITION.format("roll()", "dims", "roll(x, 1, 'pos')")),
         (lambda: untyped.sort(X, dim=1), BY_POSITION.format("sort()", "dim", "sort(x, 'pos')")),
         (lambda: untyped.triu(X), "Write `triu(x, 'batch', 'pos')`."),
@@ -134,6 +160,13 @@ BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by 
         (lambda: layers.Linear(3, 4), "Write `Linear.init(In, Out, key=key)`."),
         (lambda: layers.Linear.init({"a": 3}, {"b": 4}), "Write `Linear.init(In, Out, key=key)`."),
         (lambda: layers.LayerNorm(64), "Write `LayerNorm.init(Embed)`."),
+        (
+            lambda: layers.LayerNorm.init(),
+            "LayerNorm.init() missing 1 required positional argument: 'axis'. Write `LayerN",
+        ),
+        (lambda: layers.RmsNorm.init(dim=64), "Axes are selected by name, `RmsNorm.init(Embed)`."),
+        (lambda: layers.BatchNorm(3), "Write `equinox.nn.make_with_state(axonym.nn.BatchNorm.init)(Embed, 'batch')`."),
+        (lambda: BATCH_NORM(X), "argument: 'state'. Write `y, state = layer(x, state)`."),
         (lambda: layers.Embedding(1000, 64), "Write `Embedding.init(Vocab, Embed, key=key)`."),
         (
             lambda: layers.Embedding.init(1000, 64, key=KEY),

@@ -27,6 +27,8 @@ _GRADIENT = "`axonym.grad(loss)(model)` computes gradients"
 _NAME = "`axonym.named(a, ('batch', 'embed'))` names the axes of an array or a list"
 _DRAW = "`axonym.random.{name}(key, {'batch': 8})` draws numbers with a key"
 _JOIN = "`axonym.concatenate([x, y], {last})` joins along an axis, and `axonym.stack([x, y], 'new')` along a new one"
+_PARTS = "[axonym.Axis({last}, 1), axonym.Axis({last}, x.axis_size({last}) - 1)]"
+_STATEFUL = "equinox.nn.make_with_state(axonym.nn.BatchNorm.init)({})"
 _NETWORK_FUNCTIONS = ("softmax", "log_softmax", "relu", "gelu", "silu", "sigmoid", "elu", "leaky_relu", "one_hot")
 _IN_NN = {name: f"it is `axonym.nn.{name}`" for name in _NETWORK_FUNCTIONS}
 for _along in ("softmax", "log_softmax"):
@@ -67,7 +69,7 @@ ARRAY = {
     "dims": "`x.names` are the names of the axes",
     **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),
     **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
-    "chunk": "`axonym.split(x, {last}, [axonym.Axis({last}, 2), axonym.Axis({last}, 3)])` splits an axis",
+    "chunk": f"`axonym.split(x, {{last}}, {_PARTS})` splits an axis",
 }
 """Advice by attribute of an array; `{axes}`, `{reversed}`, `{first}` and `{last}` stand for names of its axes."""
 
@@ -132,7 +134,7 @@ NETWORKS = {
     ),
     **dict.fromkeys(
         ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
-        "`equinox.nn.make_with_state(axonym.nn.BatchNorm.init)(Channels, ('batch', 'height', 'width'))`",
+        "`" + _STATEFUL.format("Channels, ('batch', 'height', 'width')") + "`",
     ),
     **dict.fromkeys(
         ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
@@ -159,8 +161,14 @@ CALLS = {
     "Dropout.__init__": "Dropout(0.1)",
     "where": "where(mask, x, y)",
     "clip": "clip(x, 0, 1)",
+    "stack": "stack([x, y], {new})",
+    "broadcast_axis": "broadcast_axis(x, axonym.Axis({new}, 8))",
+    **dict.fromkeys(("gamma", "loggamma"), "{name}(key, {'batch': 8}, a)"),
+    "beta": "beta(key, {'batch': 8}, a, b)",
+    **dict.fromkeys(("BatchNorm.__init__", "BatchNorm.init"), _STATEFUL.format("Embed, 'batch'")),
+    "BatchNorm.__call__": "y, state = layer(x, state)",
 }
-"""Example calls of functions for which `_call` does not write a good one."""
+"""Example calls of functions for which `_call` does not write a good one; `{new}` is an axis that the array lacks."""
 
 KEYWORDS = {
     **dict.fromkeys(("dim", "dims"), "Axes are selected by name, `{call}`."),
@@ -177,7 +185,9 @@ _ARGUMENTS = {
     "arrays": "[x, y]",
     **dict.fromkeys(("axis", "axis2"), "{last}"),
     "axis1": "{first}",
-    "new_axes": "[axonym.Axis({last}, 2), axonym.Axis({last}, 3)]",
+    "new_axes": _PARTS,
+    "new_axis": "axonym.Axis('new', {segments})",
+    "Unique": "axonym.Axis('unique', 8)",
     "new_axis_name": "'new'",
     "shift": "1",
     "repeats": "2",
@@ -188,21 +198,28 @@ _ARGUMENTS = {
 def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the message for a call with wrong arguments, followed by a correct call."""
     name, arguments = f.__qualname__.removesuffix(".__init__"), (*args, *kwargs.values())
+    parameters = list(inspect.signature(f).parameters)
+    if parameters[0] == "cls":  # the class that was called, which inherits the method
+        name = f"{args[0].__name__}.{f.__name__}"
+        error = error.replace(f.__qualname__, name)
+    keyword = error.partition("unexpected keyword argument ")[2].strip("'")
+    asked = kwargs[keyword] if keyword in ("dim", "dims") else None
     flat = [x for a in arguments for x in (a if isinstance(a, (list, tuple)) else [a])]
     names = next((n for x in flat if isinstance(n := getattr(x, "names", ()), tuple) and n), ("batch", "embed"))
     if f.__qualname__ in CALLS:
-        call = CALLS[f.__qualname__]
+        call = CALLS[f.__qualname__].replace("{name}", name)
     elif f.__qualname__.endswith(".__init__"):  # a layer is made by its `init`
         call = _call(type(arguments[0]).init, f"{name}.init")
     else:
-        call = _call(f, name)
-    parameters = list(inspect.signature(f).parameters)
+        call = _call(f, name, along=asked is not None)
+    call = call.replace("{new}", repr(asked) if isinstance(asked, str) and asked not in names else "'new'")
+    count = kwargs.get("num_segments")
+    call = call.replace("{segments}", str(count if type(count) is int else 8))
     if parameters[0] == "key" and arguments and not hasattr(arguments[0], "dtype"):
         return f"{error}. The first argument is a random key: write `{call}`."
-    keyword = error.partition("unexpected keyword argument ")[2].strip("'")
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
-    if keyword in ("dim", "dims"):
-        advice = advice.replace("{last}", _by_name(kwargs[keyword], names))
+    if asked is not None and "{first}" not in advice:
+        advice = advice.replace("{last}", _by_name(asked, names))
     return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
 
 
@@ -216,13 +233,13 @@ def _by_name(asked: Any, names: Sequence[str]) -> str:
     return f"({', '.join(found)})" if len(found) > 1 else found[0]
 
 
-def _call(f: Callable[..., Any], name: str) -> str:
-    """Return an example call with every required argument and the axis."""
+def _call(f: Callable[..., Any], name: str, *, along: bool = False) -> str:
+    """Return an example call with every required argument and the axis, if it is positional or `along` asks for it."""
     words = []
     for p in inspect.signature(f).parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name == "cls":
             continue
-        if p.default is not p.empty and p.name != "axis":
+        if p.default is not p.empty and (p.name != "axis" or (p.kind is p.KEYWORD_ONLY and not along)):
             continue
         word = ("Embed" if p.name == "axis" else p.name) if name.endswith(".init") else _ARGUMENTS.get(p.name, p.name)
         words.append(f"{p.name}={word}" if p.kind is p.KEYWORD_ONLY else word)

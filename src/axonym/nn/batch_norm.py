@@ -110,6 +110,7 @@ class BatchNorm(ModuleWithStateDictSerialization):
         return BatchNorm(axis, Batch, weight, bias, eqx.nn.StateIndex(running), eps, momentum)  # pyright: ignore[reportArgumentType]
 
     @named_call
+    @errors.say_how_to_call
     def __call__(
         self, x: NamedArray, state: eqx.nn.State, *, inference: bool | None = None, key: Any = None
     ) -> tuple[NamedArray, eqx.nn.State]:

@@ -153,6 +153,8 @@ def _cross_entropy(
             f"{what}: `ignore_index` is for targets that are positions along {name!r}, and these are probabilities, "
             f"{describe_array(targets)}. Leave examples out with `where`."
         )
+    if name in logits.names and not set(targets.names) <= set(logits.names):
+        require_subset(what, "targets", targets.names, logits.names, _how_to_match(targets, logits, name))
     checked, out_of_range = out_of_range is None, out_of_range or 0.0
     # NaN is not equal to itself, so a cache would not find it again: it is replaced by None.
     other = None if out_of_range != out_of_range else float(out_of_range)
@@ -220,16 +222,17 @@ def reduce_loss(
 # --- cross-entropy ---
 
 
-def _how_to_match(targets: Names, logits: Names, rest: Names) -> str:
+def _how_to_match(targets: NamedArray, logits: NamedArray, label: str) -> str:
     """Return advice for targets with axes that the logits lack."""
-    extra, left = [n for n in targets if n not in logits], [n for n in rest if n not in targets]
-    if not left:
-        axes = [f"targets.resolve_axis({n!r})" for n in extra]
-        each = axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
-        return f" If the logits are the same along them, pass `axonym.broadcast_axis(logits, {each})`."
-    if len(left) == len(extra):
+    extra = {n: size for n, size in targets.shape.items() if n not in logits.names}
+    left = {n: size for n, size in logits.shape.items() if n not in (label, *targets.names)}
+    if list(extra.values()) == list(left.values()):
         return f" If they are those of the logits, pass `targets.rename({dict(zip(extra, left, strict=True))})`."
-    return f" If they are among {errors.describe_axes(left)} of the logits, rename them, with `targets.rename`."
+    if set(extra.values()) <= set(left.values()):
+        return f" If they are among {errors.describe_shape(left)} of the logits, rename them, with `targets.rename`."
+    axes = [f"targets.resolve_axis({n!r})" for n in extra]
+    each = axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
+    return f" If the logits are the same along them, pass `axonym.broadcast_axis(logits, {each})`."
 
 
 @_kernels.shared("names", "target_names", "axis")
@@ -245,7 +248,6 @@ def _cross_entropy_kernel(
     chosen = _kernels.select_one(what, names, axis)
     position = names.index(chosen)
     rest = tuple(n for n in names if n != chosen)
-    require_subset(what, "targets", target_names, names, _how_to_match(target_names, names, rest))
 
     def positional(logits, targets):
         if not jnp.issubdtype(logits.dtype, jnp.floating):

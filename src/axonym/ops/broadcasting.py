@@ -39,6 +39,7 @@ def broadcast_to(
     return _broadcast_kernel("broadcast_to", names, spec, ensure_order, enforce_no_extra_axes).apply(array)
 
 
+@errors.say_how_to_call
 def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
     """Add axes in front of those of an array; axes that it already has keep their positions.
 

@@ -52,7 +52,8 @@ def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
 def _operands(what: str, arrays: Sequence[Any], axis: AxisSelector) -> tuple[list[Any], tuple[Names, ...]]:
     if isinstance(arrays, (str, Axis)) or not isinstance(axis, (str, Axis)):
         raise TypeError(
-            f"{what}: the arrays come first, and then the axis, as in axonym.{what}([x, y], 'batch'); got "
+            f"{what}: the arrays come first, and then the axis, as in "
+            f"axonym.{what}([x, y], {'new' if what == 'stack' else 'batch'!r}); got "
             f"{type(arrays).__name__} and {type(axis).__name__}."
         )
     if isinstance(arrays, (NamedArray, Mapping)):

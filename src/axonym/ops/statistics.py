@@ -121,7 +121,7 @@ def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: st
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
     NamedArray({shown})
     """
-    return publish(op, name, __name__, doc)
+    return errors.say_how_to_call(publish(op, name, __name__, doc))
 
 
 def _by_percent(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ def _quantile(
     >>> axn.{name}(axn.named({example}, ("x", "y")), {q}, "y")
     NamedArray({shown})
     """
-    return publish(op, name, __name__, doc)
+    return errors.say_how_to_call(publish(op, name, __name__, doc))
 
 
 _SHARE, _PERCENT = ("share", 1), ("percentage", 100)
