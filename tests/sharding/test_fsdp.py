@@ -203,7 +203,7 @@ def test_stacked_layers_under_vmap_are_gathered_one_at_a_time(mesh) -> None:
     stack = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
     step = axn.fsdp(lambda stack, x: axn.vmap(stack.fold, "batch")(x), {"embed": "data"}, {"batch": "data"})
     with jax.set_mesh(mesh):
-        text = step.lower(stack, axn.ones({"batch": 8, "embed": 16})).compile().as_text()
+        text = str(step.lower(stack, axn.ones({"batch": 8, "embed": 16})).compile().as_text())
     gathered_at_once = re.search(r"f32\[3,16,16\]\S* all-gather", text) is not None
     assert gathered_at_once == (mesh.axis_types[0] == jax.sharding.AxisType.Explicit)
 

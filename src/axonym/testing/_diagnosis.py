@@ -52,7 +52,7 @@ class _Diagnosis:
         self._steps, self._values, self._names = found.steps, found.values, names
         self._known = {_fingerprint(x) for x in reference.values.values()}
         self._sizes = {a: n for s in found.steps for a, n in s.devices.items()}
-        self._likeness = functools.cache(self._find_likeness)
+        self._likeness = functools.lru_cache(4096)(self._find_likeness)
 
     def sentence(self, wrong: Sequence[int]) -> str | None:
         waiting, seen, first = list(wrong), set[int](), list[int]()

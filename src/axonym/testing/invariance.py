@@ -363,14 +363,19 @@ class _Check:
                 "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything "
                 "runs on one device. Shard arguments, such as with `jax.device_put(x, NamedSharding(mesh, spec))`."
             )
+        return self._difference_of_structs(found) or self._difference_of_values(found)
+
+    def _difference_of_structs(self, found: _Outcome) -> _Mismatch | None:
         before, after = self._expected.structs, found.structs
         if jax.tree.structure(before) != jax.tree.structure(after):
             trees = [jax.tree.structure(x[0]) for x in (after, before)]
             return _Mismatch(f"the result is another tree: {trees[0]} instead of {trees[1]}")
-        paths = self._paths()
-        for path, a, b in zip(paths, jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        for path, a, b in zip(self._paths(), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
             if a.dtype != b.dtype or a.shape != b.shape:
                 return _Mismatch(f"{path} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
+        return None
+
+    def _difference_of_values(self, found: _Outcome) -> _Mismatch | None:
         own = {**self._expected.program.own_precision, **found.program.own_precision}
         self.own_precision |= own
         default = max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
@@ -383,7 +388,7 @@ class _Check:
             words = [next(filter(None, (_words(a, b, rtol, noise) for b in copies)), None) for a, copies in pairs]
             if wrong := [i for i, w in enumerate(words) if w]:
                 at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
-                return _Mismatch(f"{paths[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
+                return _Mismatch(f"{self._paths()[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
         return None
 
     def diagnose(self, placement: _Placement, difference: _Mismatch) -> str | None:
