@@ -38,10 +38,10 @@ class ColumnExchange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How an operation on several operands is distributed."""
+    """The distribution of an operation on several operands."""
 
     operands: Sequence[PlacedAxes]
-    """Where operands lie when the operation begins."""
+    """The placements of the operands when the operation begins."""
     gathers: Mapping[int, Sequence[Axes]]
     """By operand, the mesh axes over which each of its axes is all-gathered: it is a parameter."""
     sums: Sequence[PartialSum]

@@ -115,7 +115,7 @@ def _carried(
 
 
 class _Cause(NamedTuple):
-    """What makes a collective necessary."""
+    """The cause of a collective."""
 
     frames: tuple[Frame, ...]
     reason: str | None = None

@@ -13,10 +13,10 @@ import numpy as np
 from ._hlo import HloShape, Instruction, UnknownForm, split
 
 CLOSE = 1e-10
-"""How far values may be off, of the largest in their array: orders of summation differ by less in float64."""
+"""The relative tolerance of values: in float64, another order of summation makes less of a difference."""
 
 NOTHING = 1e-13
-"""How far values may be off that should be 0."""
+"""The tolerance of values that should be 0."""
 
 
 @dataclasses.dataclass(frozen=True)
