@@ -853,6 +853,7 @@ def say_how_to_call() -> dict[str, Any]:
     }
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("path", say_how_to_call())
 def test_calls_in_messages(path: str) -> None:
     """Whatever argument is unknown, the call that the message advises runs."""

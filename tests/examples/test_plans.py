@@ -85,6 +85,7 @@ def test_the_winner_is_trained_under(planned: Planned, finished: Path) -> None:
     assert (dict(strategy.mesh), strategy.schedule()) == (kept(out)["mesh"], None)
 
 
+@pytest.mark.further
 def test_experts_are_planned(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that have not the memory for all experts have some of them each, and exchange tokens."""
     made = insight.plan

@@ -14,7 +14,7 @@ from tests.fuzz.programs import Program, draw_program
 from tests.fuzz.worker import ABORTED, Worker
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.further) for i in (3, 4, 5))])
 def test_random_programs(seed: int) -> None:
     found = try_seed(seed)
     assert found is None, str(found)
@@ -28,9 +28,8 @@ def test_planted_fault_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) 
     """A wrong sign in one operation; the report shows a program of few steps that ends in it."""
     monkeypatch.setattr(checks, "CHECKS", (check_steps,))
     right = axn.negative
-    program = next(
-        p for p in map(draw_program, map(random.Random, range(100))) if "negative" in [s.kind for s in p.steps]
-    )
+    seeds = range(29, 100)  # drawing programs takes long, and the first of these has the operation now
+    program = next(p for p in map(draw_program, map(random.Random, seeds)) if "negative" in [s.kind for s in p.steps])
     assert failure(program, 0) is None
     monkeypatch.setattr(axn, "negative", lambda x: right(x) + 1)
     found = failure(program, 0)

@@ -38,7 +38,10 @@ def worker() -> Iterator[Worker]:
 
 @pytest.mark.parametrize(
     "of",
-    [*(Uneven(case, tuple(mesh.items()), tuple(mapping.items())) for case, mesh, mapping in FAILED), *SAMPLE],
+    [
+        *(Uneven(case, tuple(mesh.items()), tuple(mapping.items())) for case, mesh, mapping in FAILED),
+        *(pytest.param(of, marks=pytest.mark.further) for of in SAMPLE),
+    ],
     ids=str,
 )
 def test_slices_of_sharded_arrays(of: Uneven, worker: Worker) -> None:
