@@ -46,7 +46,7 @@ def test_psum_in_place_passes() -> None:
     def summed(x: axn.NamedArray, w: axn.NamedArray) -> Any:
         return axn.shard_map(lambda x, w: axn.psum(axn.dot(x, w, axis="embed"), "embed"))(x, w)
 
-    result = check_shard_invariance(summed, X, W, draws=10)
+    result = check_shard_invariance(summed, X, W, draws=20)
     assert result.compared and result.refusals, "mappings that leave embed alone are refused"
     assert all("psum: 'embed' is neither" in m or "both go to mesh axis" in m for m in result.refusals.values())
 
@@ -104,7 +104,7 @@ def test_the_same_seed_draws_the_same_placements() -> None:
         return x
 
     for _ in range(2):
-        check_shard_invariance(watch, X, draws=8, gradients=False, seed=4)
+        check_shard_invariance(watch, X, draws=8, gradients=False, seed=5)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
     assert any(len(set(kinds)) == 2 for _, kinds, _ in seen), "mixed meshes are drawn too"
     assert any("('data', 'model')" in mapping for _, _, mapping in seen), "and mappings to two mesh axes"
