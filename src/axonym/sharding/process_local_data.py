@@ -26,7 +26,7 @@ def from_process_local_data(
 ) -> Any:
     """Make global arrays from the data that each process has loaded.
 
-    The code is the same with one process and with many. Processes that differ only along other mesh axes must load the
+    The code is the same with one process and with many. Processes that hold the same part of the axis must load the
     same data, and all others different data: the first call for a mesh compares checksums, and reports mistakes.
 
     Arguments:

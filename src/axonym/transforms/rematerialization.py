@@ -1,7 +1,7 @@
-"""Policies for what a scan keeps for its backward pass, and what it computes again.
+"""Policies that say which arrays a scan keeps for its backward pass, and which it computes again.
 
 The backward pass of a step needs its carry, its inputs and its intermediate results, the *internals*. A scan that keeps
-them all needs memory for every step. A policy says what is kept instead:
+them all needs memory for every step. A policy says which arrays are kept instead:
 
 - the carries: a step is computed again from its carry, so the carries of all steps stay by default. They can be moved
   to the host, or not be kept at all, in which case the backward pass first runs the whole scan once more;

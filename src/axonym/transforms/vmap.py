@@ -272,7 +272,7 @@ class _BatchShards:
         return [operand for operand, _ in found], [x for _, x in found]
 
     def split_levels(self, levels: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Return the sizes and mesh axes of all axes that are mapped over, with those of the shards and the rest."""
+        """Return the sizes and mesh axes of all axes mapped over, with this one split into shards and the rest."""
         size, spmd = levels[self.level]
         return [*levels[: self.level], (self.count, spmd), (size // self.count, None), *levels[self.level + 1 :]]
 
