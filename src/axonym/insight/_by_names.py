@@ -36,7 +36,7 @@ from .report import Memory, Report, bounds_on
 NOTES: tuple[str, ...] = (
     "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "
     "combine some, leave some out, or send another dtype",
-    "the only temporaries counted are arrays that loops keep for the backward pass, and the largest product",
+    "only some temporaries are counted: arrays that loops keep for the backward pass, and the largest product",
 )
 
 

@@ -27,8 +27,8 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
 
     Use it for functions that other threads run, and for coroutine functions that become tasks. A task keeps its mesh
     and mapping, also ones that it activates itself, while other tasks run. A function also takes along Python's
-    context variables; a task takes them along in any case. Other settings that JAX keeps per thread are not
-    taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
+    context variables; a task always has the ones of the code that makes it. Other settings that JAX keeps per thread
+    are not taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> mesh = axn.make_mesh({"data": -1})

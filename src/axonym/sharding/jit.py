@@ -86,7 +86,8 @@ def named_jit(
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
         mapping: the mapping that is active inside. By default the mapping around the call.
         in_placement: the placement of the arguments: one for all of them, a tuple with one for each positional
-            parameter, or a dictionary with some by parameter. By default they keep their sharding.
+            parameter, or a dictionary with some by parameter. Arguments without one keep their sharding. In a tuple
+            or dictionary, None is the active mapping.
         out_placement: the placement of the results; `mapping` by default.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.

@@ -191,7 +191,7 @@ def shard_arguments(
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
                 f"{what}: {errors.counted(len(placement), 'placement')}, and none for {', '.join(missing)}. Give "
-                "one for each positional argument; None says nothing about it."
+                "one for each positional argument; None leaves an argument to the active mapping."
             )
         chosen = {name: p for name, p in chosen.items() if name in values}
     else:

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.jax_versions import scan_operands, x64_while_partitioning
 
-# Equations that only call a program, by the parameter that holds it. Their rules, as for derivatives, are already used.
+# Equations that only call the program in the parameter named here. Rules for derivatives and the like are used before.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
