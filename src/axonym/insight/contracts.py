@@ -246,7 +246,7 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
         )
     moved = " and ".join(c.moved or c.named_axes) or "the axis that it moves"
     return (
-        f"Either keep {moved} sharded alike before and after, by axn.shard; or map that to another mesh axis than "
+        f"Either keep {moved} sharded alike before and after, by axn.shard; or map it to another mesh axis than "
         f"{mesh_axis}."
     )
 

@@ -166,7 +166,7 @@ class BatchNorm(ModuleWithStateDictSerialization):
 def with_state(model: T, state: eqx.nn.State) -> T:
     """Return a model that has its state in it, as before `equinox.nn.make_with_state` took it out.
 
-    Functions that write a model to a file or a state dict take it in this form, and those that load one return it.
+    Functions that write a model to a file or a state dict take it in this form, and functions that load one return it.
     Then `equinox.nn.State(model)` is the state, and `equinox.nn.delete_init_state(model)` the model without it.
 
     >>> import equinox as eqx

@@ -187,7 +187,7 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
         ) from None
     except TypeError:
         kinds = ", ".join(type(b).__name__ for b in (index.start, index.stop, index.step) if b is not None)
-        raise TypeError(f"Indexing: a slice of axis {name!r} has integers for bounds, got {kinds}.") from None
+        raise TypeError(f"Indexing: the bounds of a slice of axis {name!r} must be integers, got {kinds}.") from None
     return bounds if range(*bounds) else (0, 0, 1)
 
 
@@ -225,7 +225,7 @@ def _add_dynamic_slice(
         add(name, "dynamic slice", index.size, start)
         return
     if name in names:
-        raise ValueError(f"Indexing: the start of the slice of axis {name!r} has that axis itself.")
+        raise ValueError(f"Indexing: the start of a slice of axis {name!r} cannot have axis {name!r}.")
     offsets = jnp.arange(index.size, dtype=jnp.int32)
     array = jnp.expand_dims(start, -1) + offsets.reshape((1,) * len(names) + (-1,))
     add(name, "gather", (*names, name), array, padded)
@@ -288,7 +288,7 @@ def _check_in_range(name: str, indices: np.ndarray, size: int) -> None:
 def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
     if names != (name,) or mask.shape != (size,):
         raise ValueError(
-            f"Indexing: a mask for axis {name!r} of size {size} has that one axis, got "
+            f"Indexing: a mask for axis {name!r} of size {size} must have this axis alone, got "
             f"{errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
         )
     if isinstance(mask, Tracer):

@@ -47,7 +47,7 @@ def dot(
         axis: the axes to sum over; None for all of them, `()` for none.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
-        out_axes: the order of the result's axes, with `...` for those not named.
+        out_axes: the order of the result's axes, with `...` for the axes not named.
         dot_general: a replacement for `jax.lax.dot_general`. If it uses arrays of its own, make it a pytree that holds
             them, such as `jax.tree_util.Partial(fn, array)`; on Explicit mesh axes it must be one.
 

@@ -212,7 +212,7 @@ def take_along_axis(
 def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mode: str | None) -> _kernels.Kernel:
     what = "take_along_axis"
     along = _kernels.select_one(what, names, axis)
-    way_out = f" Index it instead, as in array[{{{along!r}: indices}}]; which can also add axes."
+    way_out = f" Index it instead, as in array[{{{along!r}: indices}}], which can also add axes."
     require_subset(what, "indices", index_names, names, way_out)
     position = names.index(along)
     kept = names if along in index_names else tuple(n for n in names if n != along)

@@ -5,7 +5,7 @@ there is one Python frame above `jax.jit`. After a call with another leaf, or if
 flattened. For each structure it is then decided once which leaves are donated, kept or static. `jax.jit` gets only the
 arrays, and the static leaves are part of the function that it compiles.
 
-Placements are applied inside the compiled function: arguments on the host arrive sharded, and those with another
+Placements are applied inside the compiled function: arguments on the host arrive sharded, and arguments with another
 placement are moved. Only arguments on devices outside the mesh are moved before the call, after `jax.jit` has rejected
 them.
 """

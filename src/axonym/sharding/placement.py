@@ -570,7 +570,7 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
         many = errors.counted(len(leaf.names), "axis", "axes")
         return (
             f"{leaf.path}: its field names {many} {errors.describe_axes(leaf.names)}, but the array has shape "
-            f"{leaf.shape}. A stack of modules has an axis more: make the field a named array, which `axonym.vmap` "
+            f"{leaf.shape}. A stack of modules has one more axis: make the field a named array, which `axonym.vmap` "
             "stacks by name, or place this part of the tree by a partition spec."
         )
     many = errors.counted(len(entries), "entry", "entries")

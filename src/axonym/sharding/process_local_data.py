@@ -58,7 +58,7 @@ def from_process_local_data(
         shape = x.shape if leaf.names is None else errors.describe_axes(leaf.names, x.shape)
         position = _position(leaf, x.ndim, axis)
         if position is None:
-            problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which parts could follow.")
+            problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
         elif x.shape[position] % shards:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
             problems.append(

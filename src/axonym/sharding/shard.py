@@ -110,7 +110,7 @@ def copied_to_host(x: jax.Array) -> np.ndarray:
 
 
 _COMPILED_BYTES = 2**24
-"""A compiled program moves arrays of at least so many bytes. For smaller ones, copying through the host is faster."""
+"""A compiled program moves arrays of at least this many bytes. For smaller ones, copying through the host is faster."""
 
 
 def moved(x: Any, target: NamedSharding) -> jax.Array:

@@ -349,7 +349,7 @@ class _Check:
             )
 
     def difference(self, placement: _Placement) -> _Mismatch | None:
-        """Return how the results under a placement differ from those expected; None if they agree."""
+        """Return how the results under a placement differ from the expected ones; None if they agree."""
         try:
             found = self._run(self._fn, placement)
         except Exception as error:

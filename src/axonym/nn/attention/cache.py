@@ -208,7 +208,7 @@ class KVCache(eqx.Module):
         return Axis(self.KPos, sizes.pop())
 
     def _room_for(self, new: Axis) -> int:
-        """Return the number of positions of the cache; raise an error if so many new ones can never fit."""
+        """Return the number of positions of the cache; raise an error if this many new ones can never fit."""
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
             do = "do" if new.size > 1 else "does"
