@@ -41,7 +41,11 @@ KEYS = [
     ),
     (("pos", axn.ds(-1, 1)), IndexError, "ds(-1, 1) is out of range for axis 'pos' of size 4"),
     (("pos", axn.ds(0, 5)), IndexError, "a slice of 5 elements does not fit axis 'pos' of size 4"),
-    (("pos", axn.ds(named([0, 1], "pos"), 2)), ValueError, "the start of a slice of axis 'pos' cannot have axis 'pos'"),
+    (
+        ("pos", axn.ds(named([0, 1], "pos"), 2)),
+        ValueError,
+        "the start of a slice of axis 'pos' cannot have this axis itself",
+    ),
     (("pos", axn.ds(0.5, 2)), TypeError, "axis 'pos' cannot be indexed with float"),  # pyright: ignore[reportArgumentType]
     (
         0,

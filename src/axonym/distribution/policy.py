@@ -3,7 +3,7 @@
 `settle`: an axis of a result keeps its sharding; where operands disagree, or an axis is new, the mapping decides.
 `add_up`: devices that have parts of a sum add them up in an all-reduce; gradients of parameters are reduce-scattered.
 `gathered_over`: a parameter is all-gathered where it meets operands that are sharded over its mesh axes.
-`combine`: products and elementwise operations make these three decisions.
+`combine`: the three together, for products and elementwise operations.
 `exchange_columns`: a look-up in a table whose columns are stored sharded gathers indices in place of the table.
 
 Other code carries these decisions out or predicts them: see the package. Some families are not decided here, because

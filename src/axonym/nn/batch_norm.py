@@ -52,7 +52,7 @@ class RunningStatistics(eqx.Module):
 class BatchNorm(ModuleWithStateDictSerialization):
     """Batch normalization: normalize each channel over the batch, then scale and shift it.
 
-    In training, mean and variance come from the batch, and running ones are updated; in inference, these are used.
+    In training, mean and variance come from the batch, and update the running ones, which inference uses.
     The statistics are of the whole batch, however it is sharded, inside `shard_map` too. The running ones are kept in
     Equinox's `State`: `equinox.nn.make_with_state` makes a layer or model and its state, and each call returns the new
     state with the result. `equinox.nn.inference_mode` switches all such layers of a model.

@@ -225,7 +225,7 @@ def _add_dynamic_slice(
         add(name, "dynamic slice", index.size, start)
         return
     if name in names:
-        raise ValueError(f"Indexing: the start of a slice of axis {name!r} cannot have axis {name!r}.")
+        raise ValueError(f"Indexing: the start of a slice of axis {name!r} cannot have this axis itself.")
     offsets = jnp.arange(index.size, dtype=jnp.int32)
     array = jnp.expand_dims(start, -1) + offsets.reshape((1,) * len(names) + (-1,))
     add(name, "gather", (*names, name), array, padded)

@@ -370,7 +370,7 @@ def interp(
         xp: the points where the function is given, rising along `axis`. It may have other axes of `fp`, too.
         fp: the values of the function there: along `axis`, and along any number of other axes.
         axis: the axis of the points; by default the only axis of `xp`.
-        left, right: the value below the first and above the last point, by default its value. Or "extrapolate".
+        left, right: the value below the first and above the last point, by default the value there. Or "extrapolate".
         period: the period of the function, if it has one.
 
     >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))

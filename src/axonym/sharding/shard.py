@@ -39,8 +39,8 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
 
     Arguments:
         tree: named arrays, raw arrays, models, optimizer states, ...
-        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, or a tree prefix of these. By default the
-            active mapping.
+        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, a rule, or a tree prefix of these. By
+            default the active mapping.
         mesh: the mesh; by default the active one.
 
     >>> x, mesh = axn.ones({"batch": 16, "embed": 4}), axn.make_mesh({"data": -1})
