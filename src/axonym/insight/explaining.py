@@ -1,4 +1,4 @@
-"""`explain`: report what a step communicates, keeps and computes, from its compiled program."""
+"""`explain`: report what a step communicates, keeps and computes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def explain(
     chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Compile a step, and report what it sends between devices, what each device keeps, and what it computes.
+    """Report what a step sends between devices, what each device keeps, and what it computes, without running it.
 
     Arguments:
         fn: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
