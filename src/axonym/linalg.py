@@ -236,7 +236,7 @@ def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
 def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
     """Compute the rank of matrices: the number of singular values that are not zero.
 
-    Those below the fraction `rtol` of the largest count as zero.
+    Singular values below the fraction `rtol` of the largest count as zero.
 
     >>> axn.linalg.matrix_rank(axn.named([[1., 1.], [1., 1.]], ("i", "j")), ("i", "j"))
     NamedArray(int32[], 1)

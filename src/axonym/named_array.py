@@ -526,7 +526,7 @@ def resolve_axes(names: Names, shape: tuple[int, ...], selection: AxisSelection,
 # --- representation ---
 
 _SMALL, _PRINTED = 64, 32
-"""Up to so many elements are shown by `repr`, and by `print`, where each row is a line."""
+"""Up to this many elements are shown by `repr`, and by `print`, where each row is a line."""
 
 
 def describe_array(array: Any) -> str:

@@ -288,5 +288,5 @@ def test_an_axis_is_listed_once():
 
 
 def test_sizes_need_a_string():
-    with pytest.raises(TypeError, match="sizes are those of factors in a string"):
+    with pytest.raises(TypeError, match="sizes are for the factors of a string"):
         partitioned(lambda x: x, h=2)

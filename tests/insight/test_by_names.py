@@ -96,7 +96,7 @@ def test_mixtures_of_experts(mapping: str) -> None:
             for by in ("names", "shardy", "partitioner")
         )
     assert sent(early) == sent(near) == sent(true) and early.uncertain < 0.001 * (true.total_sent() or 0)
-    assert early.flops == near.flops and "at most so many, as rows in no group take none" in str(early)
+    assert early.flops == near.flops and "this is the most, since rows in no group take none" in str(early)
     extra = re.search(r"([\d,]+) of the flops multiply rows by the matrices of other groups", str(true))
     assert extra and early.flops and early.bounds and true.bounds
     least = (true.flops or 0) - int(extra[1].replace(",", ""))  # where small products are simplified

@@ -149,7 +149,7 @@ def test_in_half_precision() -> None:
 def test_a_full_cache(per_example: bool) -> None:
     empty = KVCache.init(Batch, Heads, KPos, Size, per_example=per_example)
     full = KVCache(empty.keys, empty.values, empty.lengths + 8, "key_pos")
-    with pytest.raises(ValueError, match="update: with 1 more, some have more than the 8 positions"):
+    with pytest.raises(ValueError, match="update: with 1 more, a length exceeds the 8 positions of the cache"):
         full.update(K["pos", 0], V["pos", 0])
 
 
@@ -183,7 +183,7 @@ def test_a_full_cache_in_a_loop_over_layers(per_example: bool, mesh: Mesh) -> No
         full = extend(cache, 4)
         assert (full.lengths.array == 8).all()
         with pytest.raises(
-            ValueError, match=r"KVCache\.require_room: with 1 more, some have more than the 8 positions"
+            ValueError, match=r"KVCache\.require_room: with 1 more, a length exceeds the 8 positions of the cache"
         ):
             full.require_room(1)
         assert jax.jit(lambda cache: cache.require_room(9).lengths)(cache).axes == cache.lengths.axes, "not in jit"
@@ -195,7 +195,9 @@ def test_a_full_cache_in_a_compiled_program(per_example: bool) -> None:
     cache = KVCache.init((MODEL.Block, Batch), Heads, KPos, Size, per_example=per_example, checked=True)
     step = eqx.filter_jit(extend)
     assert (jax.block_until_ready(step(cache, 4)).lengths.array == 8).all()
-    with pytest.raises(RuntimeError, match=r"KVCache\.update: with 2 more, some have more than the 8 positions"):
+    with pytest.raises(
+        RuntimeError, match=r"KVCache\.update: with 2 more, a length exceeds the 8 positions of the cache"
+    ):
         jax.block_until_ready(step(cache, 5))
     with pytest.raises(RuntimeError, match=r"KVCache\.require_room: with 9 more"):
         jax.block_until_ready(eqx.filter_jit(lambda cache: cache.require_room(9))(cache))

@@ -41,7 +41,11 @@ KEYS = [
     ),
     (("pos", axn.ds(-1, 1)), IndexError, "ds(-1, 1) is out of range for axis 'pos' of size 4"),
     (("pos", axn.ds(0, 5)), IndexError, "a slice of 5 elements does not fit axis 'pos' of size 4"),
-    (("pos", axn.ds(named([0, 1], "pos"), 2)), ValueError, "the start of the slice of axis 'pos' has that axis itself"),
+    (
+        ("pos", axn.ds(named([0, 1], "pos"), 2)),
+        ValueError,
+        "the start of a slice of axis 'pos' cannot have this axis itself",
+    ),
     (("pos", axn.ds(0.5, 2)), TypeError, "axis 'pos' cannot be indexed with float"),  # pyright: ignore[reportArgumentType]
     (
         0,
@@ -64,9 +68,9 @@ KEYS = [
     (("pos", named([0.0, 1.0], "picked")), TypeError, "axis 'pos' needs integers, got an array of float"),
     (("pos", np.zeros((2, 2), int)), ValueError, "a raw index array for axis 'pos' has shape (2, 2); only 1-D ones go"),
     (("pos", [[0, 1], [1, 2]]), ValueError, "Name its axes with axonym.named(array, axes)."),
-    (("pos", slice(0.0, 2)), TypeError, "a slice of axis 'pos' has integers for bounds, got float, int."),
+    (("pos", slice(0.0, 2)), TypeError, "the bounds of a slice of axis 'pos' must be integers, got float, int."),
     (("pos", slice(0, 2, 0)), ValueError, "slice step cannot be zero"),
-    (("pos", np.ones(3, bool)), ValueError, "a mask for axis 'pos' of size 4 has that one axis, got (pos=3)"),
+    (("pos", np.ones(3, bool)), ValueError, "a mask for axis 'pos' of size 4 must have this axis alone, got (pos=3)"),
     (("pos", named(np.ones((4, 2), bool), "pos", "heads")), ValueError, "got (pos=4, heads=2). For masks over several"),
     (("pos", named(np.ones(4, bool), "heads")), ValueError, "got (heads=4)"),
     (
@@ -188,7 +192,11 @@ SLICES = [
         "each axis needs a start and a size; got starts for ['pos'] and sizes",
     ),
     (lambda: axn.slice(X, {"pos": 1}, {"batch": 1}), ValueError, "got starts for ['pos'] and sizes for ['batch']"),
-    (lambda: axn.slice(X, "pos", axn.Axis("a", 3), length=2), ValueError, "the new axis a(3) is not of the length 2"),
+    (
+        lambda: axn.slice(X, "pos", axn.Axis("a", 3), length=2),
+        ValueError,
+        "the new axis a(3) does not have the length 2",
+    ),
     (lambda: axn.slice(X, "pos", start=3, length=2), IndexError, "ds(3, 2) is out of range for axis 'pos' of size 4"),
     (lambda: axn.slice(X, "pos", axn.Axis("batch", 2)), ValueError, "slice: 'batch' would name more than one axis"),
     (lambda: updated_slice(X, {"key": 0}, X), ValueError, "updated_slice: no axis 'key' in (batch=3, pos=4)."),

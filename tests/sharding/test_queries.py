@@ -100,7 +100,7 @@ def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:
         w: Any = axn.field(axis_names=("embed", "mlp"))
 
     stack = axn.lint_mapping(Layer(jnp.ones((3, 4, 4))), {"embed": "data"}, auto_mesh)
-    assert [f.kind for f in stack] == ["problem"] and "A stack of modules has an axis more" in str(stack)
+    assert [f.kind for f in stack] == ["problem"] and "A stack of modules has one more axis" in str(stack)
     narrow = axn.make_mesh({"data": 8, "model": 1})
     whole = axn.lint_mapping(axn.zeros({"vocab": 1024, "embed": 1024}), {"vocab": "model"}, narrow)
     assert [f.kind for f in whole] == ["replicated"]

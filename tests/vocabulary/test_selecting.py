@@ -120,7 +120,7 @@ def test_refusals():
     axis: Any = axn.Axis("k", 2)
     with pytest.raises(TypeError, match=r"`k` is a number of elements, got k\(2\): pass its size, 2\."):
         top_k(LOGITS, "vocab", axis)
-    with pytest.raises(TypeError, match=r"`replacement` stands for what is beyond `k`, so it needs `max_k`"):
+    with pytest.raises(TypeError, match=r"`replacement` is the value of elements beyond `k`, so it needs `max_k`"):
         top_k(LOGITS, "vocab", 3, replacement=0.0)
     with pytest.raises(ValueError, match=r"`k` has axes \(pos\) that the array \(batch\) lacks"):
         top_k(LOGITS, "vocab", axn.named([1, 2], "pos"), max_k=3)

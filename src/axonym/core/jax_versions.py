@@ -90,7 +90,7 @@ def active_platform() -> str:
 
 
 def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split the operands of a `scan` equation into constants, the first carry, and what is scanned over."""
+    """Split the operands of a `scan` equation into constants, the first carry, and the arrays that are scanned over."""
     if "num_carry" in params:
         constants, carry = params["num_consts"], params["num_consts"] + params["num_carry"]
         return list(operands[:constants]), list(operands[constants:carry]), list(operands[carry:])

@@ -29,7 +29,7 @@ def loaders(namespace: dict[str, Any], apart: tuple[str, ...]) -> tuple[Callable
         return {m.name for m in pkgutil.iter_modules(namespace["__path__"]) if m.name[0] != "_"}.difference(apart)
 
     def names() -> set[str]:
-        """Load all public names and return those that are not modules. Later look-ups find them directly."""
+        """Load all public names and return the ones that are not modules. Later look-ups find them directly."""
         with _ONE_AT_A_TIME:
             for name, value in vars(importlib.import_module(f"{package}._late_names")).items():
                 if not name.startswith("_"):

@@ -18,7 +18,7 @@ def field(
 ) -> Any:
     """Make an `equinox.field` for a raw array with axis names, so that `axonym.shard` can shard it by a mapping.
 
-    `axis_names` has the name of each axis in order. The other arguments are those of `equinox.field`.
+    `axis_names` has the name of each axis in order. The other arguments are as for `equinox.field`.
 
     >>> import equinox as eqx
     >>> class Table(eqx.Module):

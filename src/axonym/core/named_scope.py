@@ -19,8 +19,8 @@ def named_call(f: Any = None, name: str | None = None) -> Any:
     """Decorate a function so that profiles and compiled programs show what it does under its name.
 
     Arguments:
-        name: the name; by default that of the function, for a method with that of its class in front, and for
-            `__call__` only that of the class.
+        name: the name; by default the function's name, for a method with the name of its class in front, and for
+            `__call__` only the name of the class.
 
     >>> from axonym.core.named_scope import named_call
     >>> @named_call(name="squares")

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str] = ()) -> list[str]:
-    """Return the names of the first positional arguments: those of their parameters, and `rest[0]`, ... for `*rest`.
+    """Return the names of the first positional arguments: their parameters' names, and `rest[0]`, ... for `*rest`.
 
     `keywords` are the names of keyword arguments, which positional arguments must not get.
     """

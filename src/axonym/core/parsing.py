@@ -96,7 +96,7 @@ class Term(NamedTuple):
 class Expression(NamedTuple):
     """`lhs -> rhs`. A side has at least one term: a blank one is a single term without elements.
 
-    Terms on the left can be in braces, those on the right are ordered.
+    Terms on the left can be in braces, terms on the right are ordered.
     """
 
     what: str

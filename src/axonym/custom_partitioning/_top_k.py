@@ -57,8 +57,8 @@ def top_k(
     if its sign bit is not set.
 
     With `max_k`, `k` need not be known when the program is compiled, and each example can have one of its own. The
-    result then has `max_k` elements, and those beyond `k` have the value `replacement`. Their positions are those of
-    the next elements, so that they are valid.
+    result then has `max_k` elements, and elements beyond `k` have the value `replacement`. Their positions are the
+    positions of the next elements, so that they are valid.
 
     Arguments:
         array: a named array, or a raw array.
@@ -85,7 +85,7 @@ def top_k(
     check_new_axis(_WHAT, new, count)
     if max_k is None:
         if replacement is not None:
-            raise TypeError(f"{_WHAT}: `replacement` stands for what is beyond `k`, so it needs `max_k`.")
+            raise TypeError(f"{_WHAT}: `replacement` is the value of elements beyond `k`, so it needs `max_k`.")
         return _top_k_kernel(array.names, along.name, count, name_of(new)).apply(array.array)
     if replacement is None:
         replacement = extreme(array.dtype, largest=False)

@@ -126,7 +126,7 @@ def partitioned(
     if sizes:
         listed = ", ".join(sizes)
         raise TypeError(
-            f"partitioned: sizes are those of factors in a string, and there is none, but {listed} is given."
+            f"partitioned: sizes are for the factors of a string, and there is no string, but {listed} is given."
         )
     return Partitioned(_checked(fn), None, reduced, replicated, permuted, sizes)
 
@@ -233,8 +233,8 @@ class Partitioned:
             if isinstance(slot, StaticLeaf):
                 value = raw(slot.value)
                 raise TypeError(
-                    f"{self._what}: operand {i} should be an array or a number, got {type(value).__name__}. What is to "
-                    "be handed on as it is goes by keyword."
+                    f"{self._what}: operand {i} should be an array or a number, got {type(value).__name__}. Pass "
+                    "arguments that are not operands by keyword."
                 )
         arrays = _of_own_dtype(arrays)
         abstract = tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
@@ -264,8 +264,8 @@ class Partitioned:
             found, out = call(self._per_shard, arrays)
             if out.structure != results.spec.structure:
                 raise ValueError(
-                    f"{what}, per shard: the result is {out.structure}, where that of the function of unsharded arrays "
-                    f"is {results.spec.structure}."
+                    f"{what}, per shard: the result is {out.structure}, but the function of unsharded arrays returns "
+                    f"{results.spec.structure}."
                 )
             expected = zip(found, out.names, results.spec.names, shapes, results.dtypes, strict=True)
             return tuple(
@@ -439,7 +439,7 @@ _FAMILIES = (jnp.floating, jnp.integer, jnp.complexfloating)
 
 
 def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
-    """Convert the operands to arrays; numbers without a dtype of their own get that of the others.
+    """Convert the operands to arrays; numbers without a dtype of their own get the dtype of the others.
 
     Custom partitioning would lose their weak types.
     """

@@ -245,7 +245,7 @@ def make_rule(
 ) -> PartitioningRule:
     """Check what the author lists, and make the rule: a factor that is neither listed nor passed through is replicated.
 
-    The arguments are those of `PartitioningRule`, but `replicated` are only factors that operands and results have.
+    The arguments are as for `PartitioningRule`, but `replicated` are only factors that operands and results have.
     """
     into, out = set(_factors(operands)), set(_factors(results))
     known = list(dict.fromkeys((*_factors(operands), *_factors(results))))

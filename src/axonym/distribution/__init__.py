@@ -1,7 +1,7 @@
 """Decide how operations are distributed, and carry it out.
 
-`policy` decides where the result of an operation lies, what is gathered and what is added up; `decisions` has the terms
-of a decision. These two know no arrays: a decision follows from names, sizes and mappings. So it is the same for the
+`policy` decides where the result of an operation lies, and what devices gather and add up; `decisions` has the terms of
+a decision. These two see no arrays: a decision follows from names, sizes and mappings. So it is the same for the
 code that carries it out, on Explicit mesh axes (`output_sharding`, `ops/_contraction_plan`) and with FSDP parameters
 (`fsdp_ops`), and for the code that predicts it (`insight/_by_names`). On Auto mesh axes XLA decides, and
 `tests/distribution` compares.

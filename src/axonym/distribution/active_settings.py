@@ -105,8 +105,8 @@ def is_mapped() -> bool:
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate the mappings and annotations of settings in a with-block.
 
-    Such settings can come from other code. What depends on the surrounding code, the axis environment and whether it is
-    mapped, stays as it is.
+    Such settings can come from other code. The axis environment, and whether a function is mapped, depend on the
+    surrounding code, and stay as they are.
     """
     here = ACTIVE.value
     environment, mapped = (None, False) if here is None else (here.environment, here.mapped)
@@ -117,7 +117,7 @@ def activate(settings: Settings | None) -> contextlib.AbstractContextManager[Non
 
 
 def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
-    """Activate the axis environment, or that a function is mapped, in a with-block."""
+    """Activate an axis environment, or the mark that a function is mapped, in a with-block."""
     return _activate(changed(ACTIVE.value, **parts))
 
 

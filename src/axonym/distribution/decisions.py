@@ -43,13 +43,13 @@ class Decision:
     operands: Sequence[PlacedAxes]
     """The placements of the operands when the operation begins."""
     gathers: Mapping[int, Sequence[Axes]]
-    """By operand, the mesh axes over which each of its axes is all-gathered: it is a parameter."""
+    """For each operand that is a parameter, the mesh axes over which each of its axes is all-gathered."""
     sums: Sequence[PartialSum]
     result: PlacedAxes
 
 
 class Undecided(ValueError):
-    """Raised if names and mappings leave it open how an operation is distributed: an error, or a report is refused."""
+    """Raised if names and mappings do not determine how an operation is distributed."""
 
 
 class Mappings:

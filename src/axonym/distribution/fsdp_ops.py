@@ -1,4 +1,4 @@
-"""Operations on FSDP parameters: all-gathered where they are used, with gradients that are reduce-scattered at once.
+"""Run operations on FSDP parameters: all-gather a parameter where it is used, and reduce-scatter its gradient at once.
 
 Fully sharded data parallelism shards a parameter over the mesh axis that also shards the batch. Every use gathers it on
 all devices; its gradient is a sum over the batch, and each device keeps its shard of it. That is one all-gather and one
@@ -13,8 +13,8 @@ Products and elementwise operations run like this. A look-up in a table does not
 `ops/_sharded_tables`. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that
 its function uses (`gathered_for_each_shard`).
 
-Which operands are parameters, over which mesh axes they are gathered, and what is added up, follows from names:
-`axonym.distribution.policy` decides it.
+Names determine which operands are parameters, over which mesh axes they are gathered, and which sums are added up:
+see `axonym.distribution.policy`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run_gathering_parameters(
     try:
         decision = policy.combine("fsdp", operands, out_names, sizes, by, summed)
     except Undecided:
-        return None  # the operation runs as usual, and says what is wrong
+        return None  # the operation runs as usual, and raises the error
     gathers = decision.gathers
     if not gathers or not possible(decision.operands, arrays, mesh):
         return None
@@ -98,7 +98,7 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
     """Gather a parameter once for each shard of a batch over these mesh axes; return None for other arrays.
 
     The result has an axis of these shards in front. Under `vmap` over the batch, each shard uses its own: the gradients
-    of the shards are reduce-scattered. If all used one, the gradient would be summed over all devices.
+    of the shards are reduce-scattered. If all shards used one, the gradient would be summed over all devices.
     """
     mesh = mesh_to_run_on()
     if mesh is None:
@@ -148,7 +148,7 @@ def varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpe
 def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:
     """All-gather a parameter that is stored sharded over Explicit mesh axes: see `axonym.fsdp`.
 
-    Otherwise its storage sharding would decide that of the result, as far as the batch leaves mesh axes for it.
+    Otherwise the result would take over its storage sharding, over the mesh axes that the batch leaves free.
     """
     mesh = mesh_around([weight])
     if not has_explicit(mesh) or not is_parameter(names):

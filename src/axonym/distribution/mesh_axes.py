@@ -66,7 +66,7 @@ NO_MESH = AbstractMesh((), ())
 
 
 def current_mesh() -> AnyMesh | None:
-    """Return the active mesh, or None: that of `jax.set_mesh`, or else of an older `with mesh:`.
+    """Return the active mesh, set by `jax.set_mesh` or else by an older `with mesh:`; None if there is none.
 
     Inside a traced function the mesh has no devices; names need only its axes, sizes and types.
 
@@ -248,7 +248,7 @@ def sharded_over(what: str, names: Iterable[str], x: Any, mesh: AnyMesh, *types:
 def replicate_uneven(what: str, names: Iterable[str], x: jax.Array, *, several: bool = False) -> jax.Array:
     """Replicate an array along the axes that their Auto mesh axes do not divide, as in a slice of a sharded axis.
 
-    The mesh axes are those of the active mapping. Without one, any axis may be sharded over all of them.
+    The active mapping names the mesh axes. Without a mapping, any axis may be sharded over all of them.
 
     Arguments:
         several: whether to do it only on a mesh with several Auto axes.

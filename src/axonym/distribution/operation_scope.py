@@ -22,9 +22,10 @@ _NUMBER = re.compile(r"#\d")
 def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
     """Return the scope of an operation, which describes it in profiles and compiled programs.
 
-    It is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]`: the axes of each operand and each result, and
-    where an axis is first named, its size, the mesh axes that the active mapping shards it over, and those of the
-    parameter mapping, if they differ. `axonym.insight` reads it. XLA drops everything after an `@`.
+    An example is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]`: the axes of each operand and each result.
+    Where an axis is first named, its size follows, then the mesh axes that the active mapping shards it over (`|`), and
+    the mesh axes of the parameter mapping (`~`), if they differ. `axonym.insight` reads it. There is no `@`, since XLA
+    drops everything after one.
     """
     layouts = names_of_results(out_names)
     if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
@@ -57,5 +58,5 @@ def names_of_results(out_names: Any) -> Sequence[Names]:
 
 
 def unmarked(name: str) -> str:
-    """Return the name of an axis that may be marked, as those that are indexed."""
+    """Return the name of an axis without the mark that indexed axes have."""
     return name.partition(" (")[0]

@@ -7,7 +7,7 @@ partitioner together with the output sharding.
 
 An axis that is split, merged or renamed has other names in the output. The operation then declares which of them are
 its *successors*, which take over its mesh axes, major to minor. So no data moves whenever shards stay contiguous: if
-`batch` is split into `(step, row)`, `step` takes over its mesh axes, and `row` takes those that do not divide `step`.
+`batch` is split into `(step, row)`, `step` takes over its mesh axes, and `row` takes any that do not divide `step`.
 
 If its mesh axes do not divide the new size of an axis (a slice of a sharded axis, say), it comes out replicated: JAX
 has no type for uneven shards.
@@ -96,7 +96,7 @@ def _call_mapped(fn: Callable[..., Any], arrays: Sequence[Any], mesh: AbstractMe
     """Call a function of unsharded arrays that is mapped over an axis, which may be sharded.
 
     The types of the arrays do not have that axis. For some functions, such as a look-up by mapped indices in an array
-    that is not mapped, JAX cannot infer the sharding of the result, but it adds the axis to one that it is given.
+    that is not mapped, JAX cannot infer the sharding of the result, but it adds the axis to a sharding that is given.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.sharding.auto_axes(fn, axes=axes_of_type(mesh, AxisType.Explicit), out_sharding=everywhere)(*arrays)

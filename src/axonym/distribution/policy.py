@@ -1,9 +1,9 @@
-"""The policy: how each operation is distributed. This is the file to change for another one.
+"""Decide how each operation is distributed: the policy. This is the file to change for another policy.
 
 `settle`: an axis of a result keeps its sharding; where operands disagree, or an axis is new, the mapping decides.
 `add_up`: devices that have parts of a sum add them up in an all-reduce; gradients of parameters are reduce-scattered.
 `gathered_over`: a parameter is all-gathered where it meets operands that are sharded over its mesh axes.
-`combine`: products and elementwise operations, which are these three.
+`combine`: the three together, for products and elementwise operations.
 `exchange_columns`: a look-up in a table whose columns are stored sharded gathers indices in place of the table.
 
 Other code carries these decisions out or predicts them: see the package. Some families are not decided here, because
@@ -42,7 +42,7 @@ def combine(
     """Decide an operation that treats every index of an axis independently, or sums over the axis.
 
     Arguments:
-        operands: where they lie when they are used. A parameter begins where it is stored.
+        operands: the placements in which the operands are used. A parameter begins in its storage sharding.
         names: the axes of the result.
         sizes: the sizes of all axes.
         summed: the axes that are summed over.
@@ -69,14 +69,14 @@ def add_up(
     stored: PlacedAxes | None = None,
     at_once: bool = True,
 ) -> tuple[PlacedAxes, Sequence[PartialSum]]:
-    """Decide where a sum lies if devices have parts of it, and how these are added up.
+    """Decide where a sum lies if devices have parts of it, and how the parts are added up.
 
     A policy that shards the sum would use its sizes and the mappings; this one leaves it as the parts lie.
 
     Arguments:
         parts: for each axis that is summed over, the mesh axes that it is sharded over.
         result: the axes of the sum, as the parts lie.
-        sizes: their sizes.
+        sizes: the sizes of these axes.
         stored: where the sum must lie in the end if it is the gradient of a parameter.
         at_once: whether all axes are summed in one step, as products are. Others sum one axis after another.
     """
@@ -95,8 +95,8 @@ def add_up(
 def gathered_over(names: Iterable[str | None], others: Iterable[str], by: Mappings) -> Axes | None:
     """Return the mesh axes over which an operand is all-gathered before use because it is a parameter.
 
-    There are none if it lies as it is used. Returns None if it does not, but cannot be gathered: its storage sharding
-    must refine its compute sharding, and other operands must be sharded over the mesh axes of the gather.
+    There are none if the operand is stored as it is used. Return None if it is not, but cannot be gathered: its storage
+    sharding must refine its compute sharding, and other operands must be sharded over the mesh axes of the gather.
 
     Arguments:
         others: the mesh axes that other operands are sharded over.
@@ -165,7 +165,7 @@ def _each_to_one(what: str, chosen: dict[str, Axes], mapping: Mapping[str, Axes]
 def _inherited(
     operand: PlacedAxes, names: Names, sizes: Mapping[str, int], by: Mappings, successors: Successors
 ) -> Mapping[str, Axes]:
-    """Return the mesh axes of each axis of the result that one operand implies."""
+    """Return the mesh axes that one operand implies for each axis of the result."""
     placed = dict(zip(operand.names, operand.over, strict=True))
     kept = {n: axes for n, axes in placed.items() if n is not None and axes and n not in successors}
     taken: dict[str, Axes] = {}

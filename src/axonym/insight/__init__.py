@@ -1,10 +1,10 @@
 """Report what a step sends between devices, keeps in memory and computes, in the names of its model.
 
-`explain` compiles a step and reads the program: it neither runs the step nor estimates anything, and reports what it
-cannot know as not known. `compare` explains a step under several mappings, `contract` checks what a step must not do,
-and `blame` finds where an axis stops being sharded. `plan` searches for the mapping under which a step takes the least
-time. `snapshot` writes a text to keep with the tests. From the command line, `python -m axonym.insight` explains and
-compares.
+`explain` reads the compiled program of a step, without running it, or works it out by name; it reports numbers that it
+cannot know as not known. `compare` explains a step under several mappings, `contract` checks limits on a step, and
+`blame` finds where an axis stops being sharded. `verify` checks that the compiler kept a step the same when it
+partitioned it. `plan` searches for the mapping under which a step takes the least time. `snapshot` writes a text to
+keep with the tests. From the command line, `python -m axonym.insight` explains and compares.
 """
 
 from .blaming import Blame as Blame, blame as blame

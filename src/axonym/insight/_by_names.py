@@ -1,4 +1,4 @@
-"""Compute from names what a traced step does under a mapping."""
+"""Compute from names the cost of a traced step under a mapping: its exchanges, its memory and its flops."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from .collectives import Collective, sent_by, source
 from .report import Memory, Report, bounds_on
 
 NOTES: tuple[str, ...] = (
-    "by='names' takes every array to be sharded by the mappings, and counts each exchange for itself: a compiler may "
+    "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "
     "combine some, leave some out, or send another dtype",
-    "of temporaries it knows what loops keep for the backward pass, and the largest product: there are more",
+    "only some temporaries are counted: arrays that loops keep for the backward pass, and the largest product",
 )
 
 
 OF_GROUPS = (
-    "flops of products of groups of rows, as experts', are those of each row with the matrix of its group: at most so "
-    "many, as rows in no group take none"
+    "flops of grouped products, such as experts', count each row with the matrix of its group: this is the most, since "
+    "rows in no group take none"
 )
 
 
@@ -104,7 +104,7 @@ class CountedExchange:
     axes: Axes
     value: Value
     over: tuple[Axes, ...] | None
-    """The mesh axes that the array is sharded over; those of the compute mapping if None."""
+    """The mesh axes that the array is sharded over; None if the compute mapping gives them."""
     of_indices: bool
     size: int
     """The bytes of the array on each device."""
@@ -128,7 +128,7 @@ def by_names(
     chip: Chip | None = None,
     names: Sequence[str] = (),
 ) -> Report:
-    """Report what a traced step does under a compute and a parameter mapping.
+    """Report the cost of a traced step under a compute and a parameter mapping.
 
     Arguments:
         chip: the chip for which to compute lower bounds on time.
@@ -140,16 +140,16 @@ def by_names(
         have = "product has" if trace.unnamed == 1 else "products have"
         notes.append(f"{trace.unnamed} {have} axes without names, which are taken to be replicated")
     if trace.uncounted:
-        notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
+        notes.append(f"flops are not known, because the flops of {', '.join(trace.uncounted)} are not counted")
     if trace.grouped:
         notes.append(OF_GROUPS)
     if account.saved:
         notes.append(
-            f"a compiler may save up to {account.saved:,} of the flops, of constants and of what is computed twice"
+            f"a compiler may save up to {account.saved:,} of the flops, of constants and of repeated operations"
         )
     if any(len(e.axes) > 1 and e.kind == "all-gather" for e in account.exchanges):
         notes.append(
-            "what is gathered over several mesh axes may be gathered over one after the other, at the same bytes"
+            "an array gathered over several mesh axes may be gathered over one after the other, at the same bytes"
         )
     found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, account.layout)
     limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
@@ -184,7 +184,7 @@ def _refusal(found: Mapping[str, Occurrence], alike: Mapping[str, int]) -> NotKn
         lines.append(f"{what}{f' (at {line})' if line else ''}")
     more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
     listed = "; ".join(lines)
-    message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' says it."
+    message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' shows it."
     return NotKnown(message, lines[0], alike)
 
 
@@ -309,7 +309,7 @@ class Account:
             lies = final.over if part.kind == "reduce-scatter" else lies
         if event.flops and lies is None:
             self._may_be_apart(event.place, layout.bytes(result), parts)
-        for part in sums if lies is not None and not stored else ():  # what follows takes it to lie by the mapping
+        for part in sums if lies is not None and not stored else ():  # later operations assume the mapping's sharding
             self._exchange(event.place, "all-gather", part.axes, result)
 
     def _may_be_apart(self, place: Occurrence, size: int, parts: Sequence[Axes]) -> None:
@@ -466,13 +466,13 @@ def _within(place: Occurrence) -> str:
 
 
 def _placed(dims: Dims, at: Callable[[str | None], Axes]) -> PlacedAxes:
-    """Return where an array lies. An axis counts as nameless if another has its name, as in products of derivatives."""
+    """Return where an array lies. Two axes with one name count as nameless, as in products of derivatives."""
     names = [n for n, _ in dims]
     return PlacedAxes([n if names.count(n) == 1 else None for n in names], [*map(at, names)])
 
 
 def _is_look_up(place: Occurrence) -> bool:
-    """Return whether this is a named look-up, or its gradient, and no update, nor the gradient of one."""
+    """Return whether an operation is a named look-up or its gradient, rather than an update or its gradient."""
     return place.operation is not None and place.operation.name == "index"
 
 

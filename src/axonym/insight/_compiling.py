@@ -34,7 +34,7 @@ def own_lines() -> Iterator[None]:
 
 
 def compiled(lowered: Any, options: dict[str, Any] | None = None) -> Any:
-    """Compile a lowered function with its own options, and with others."""
+    """Compile a lowered function with its own options and further ones."""
     with own_lines():
         try:
             return lowered.compile(compiler_options=options)

@@ -88,7 +88,7 @@ class Constraints:
 
 
 def _constraints(operation: Any) -> Iterator[Constraint]:
-    """Yield the constraints in an operation, except those that JAX adds for the type of a result."""
+    """Yield the constraints in an operation, except the ones that JAX adds for the type of a result."""
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:

@@ -215,7 +215,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
 
 
 def _user(exchange: Exchange, axes: Sequence[str]) -> Origin | None:
-    """Return the first user of a result that does not compute each shard along some axes by itself."""
+    """Return the first user of a result that does not compute the shards along some axes independently."""
     for user in exchange.users():
         operation = _scopes.operation(user.scope)
         if user.scope and not (operation and _scopes.keeps(operation, axes)):

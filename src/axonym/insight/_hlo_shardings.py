@@ -54,7 +54,7 @@ class PlacedArray:
         return tuple(-(-n // count) for n, count in zip(self.shape.sizes, self.tiling.counts, strict=True))
 
     def on_devices(self, x: np.ndarray) -> np.ndarray:
-        """Return what each device has. Where a shard reaches beyond the array, it is filled with zeros."""
+        """Return the shard of an array on each device, filled with zeros where it reaches beyond the array."""
         found = np.zeros((len(self.tiling.index), *self.shard()), x.dtype)
         for p in range(len(found)):
             piece = x[p % len(x)][self._piece(p)]
@@ -77,7 +77,7 @@ class PlacedArray:
 
 
 def far_from(x: np.ndarray) -> float:
-    """Return how far a value may be from one in an array."""
+    """Return how far another value may be from the values of an array."""
     if x.dtype.kind != "f":
         return 0.0
     sizes = np.abs(x[np.isfinite(x) & (x != 0)])

@@ -1,8 +1,8 @@
 """Evaluate the text of a program in NumPy, in float64 and with all devices simulated: see `Machine`.
 
-A value has a leading axis for devices, whose size is 1 where all devices have the same. Floating-point numbers are
-float64, so that two orders of the same sum agree to 15 digits; integers keep their widths. What is not in the table of
-this module raises `UnknownForm`.
+A value has a leading axis for devices, whose size is 1 if all devices have the same value. Floating-point numbers are
+float64, so that two orders of the same sum agree to 15 digits; integers keep their widths. Operations outside of the
+table of this module raise `UnknownForm`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Machine:
         self.program, self.devices, self._watch = program, program.devices, watch
         self._operations: dict[int, Operation] = {}
         self._inside = 0
-        """How many combining functions are being called, in which scalars are arrays."""
+        """The number of calls to combining functions around an instruction; inside them, scalars are arrays."""
         unknown: dict[str, None] = {}
         for self._around in program.computations.values():
             for i in self._around.values():
@@ -54,7 +54,7 @@ class Machine:
                 except UnknownForm as e:
                     unknown[str(e)] = None
         self.unknown = tuple(unknown)
-        """What the program has that is not known here; if there is anything, it cannot be evaluated."""
+        """The instructions that this module does not know; if there are any, the program cannot be evaluated."""
 
     def operand(self, i: Instruction) -> Instruction:
         """Return the producer of the first operand of an instruction that is being prepared."""
@@ -678,7 +678,7 @@ def _from_shards(i: Instruction, machine: Machine) -> Operation:
 
 
 def _random_bits(i: Instruction, machine: Machine) -> Operation:
-    """Stand in for the generator: bits that depend on the state as its bits do, but are others."""
+    """Stand in for the generator: the bits depend on the state in the same way, but differ from its bits."""
     shape, dtype = i.shapes[-1].sizes, value_dtype(i.shapes[-1].dtype)
 
     def drawn(state: Array) -> Array:

@@ -24,7 +24,7 @@ def matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
 
 
 def new_names(dims: Dims, operation: _scopes.ScopedOperation, *, mapped: bool) -> dict[str, str]:
-    """Return the operation's names for those axes of an operand that it names otherwise, matched by size.
+    """Return the operation's names for the axes of an operand that it names differently, matched by size.
 
     Arguments:
         mapped: whether the operation runs in a `vmap`, which adds axes that the operation does not have.

@@ -1,4 +1,4 @@
-"""The events of a traced step, by name: its arrays, and the operations that may communicate under a mapping."""
+"""Record a traced step as events, by name: its arrays, and the operations that may communicate under a mapping."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from . import _scopes
 from ._hlo import Frame
 
 Dims = tuple[tuple[str | None, int], ...]
-"""The axes of an array: for each, its name (or None) and size."""
+"""The name (or None) and the size of each axis of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array in the trace."""
+    """An array that the traced step uses."""
 
     dims: Dims
     dtype: np.dtype
     origin: int
-    """A number that is the same for an array and for its copies in other layouts."""
+    """A number that identifies the array; copies in other layouts, such as a transpose, have the same number."""
     base: Dims
-    """Its axes before broadcasting added any."""
+    """The axes that the array had before it was broadcast."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ class Value:
 
     @property
     def has_names(self) -> bool:
-        """Whether an axis has a name, also one that broadcasting added."""
+        """Whether any axis has a name, including axes that broadcasting added."""
         return any(n is not None for n, _ in self.dims)
 
 
@@ -46,30 +46,30 @@ class Occurrence:
     times: int | None
     in_branch: bool
     within: int
-    """The number of the function or loop body."""
+    """The number of the function or loop body that contains the operation."""
     recomputes: bool
-    """Whether this body recomputes values for the backward pass."""
+    """Whether that function or loop body recomputes values for the backward pass."""
     frames: tuple[Frame, ...]
     avoidable: bool = False
-    """Whether a compiler may omit the operation: its operands are constants, or it was computed before."""
+    """Whether a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum over some axes of the operands: by a product, a reduction, or an update of a table."""
+    """An operation that sums over some axes of its operands: a product, a reduction, or an update of a table."""
 
     place: Occurrence
     result: Value
     summed: Dims
     axes: Dims
-    """The axes of all operands."""
+    """The axes of all operands together."""
     flops: bool
-    """Whether it is a product."""
+    """Whether the operation is a product, which has flops."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A look-up of rows in a table."""
+    """An operation that looks up rows of a table, or, with `backward`, the gradient of one."""
 
     place: Occurrence
     table: Value
@@ -81,7 +81,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """The use of an operand by an operation that gathers parameters."""
+    """An operation that uses an operand, and all-gathers it if it is a parameter."""
 
     place: Occurrence
     operand: Value
@@ -91,7 +91,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Open:
-    """An operation whose communication is known only if some axes are not sharded."""
+    """An operation whose communication names determine only if some axes are not sharded."""
 
     place: Occurrence
     what: str
@@ -100,7 +100,7 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Axes of one array, which must be sharded over different mesh axes."""
+    """Several axes of one array: a mapping must not shard two of them over the same mesh axis."""
 
     place: Occurrence
     names: tuple[str, ...]
@@ -108,20 +108,20 @@ class Together:
 
 @dataclasses.dataclass(frozen=True)
 class Renamed:
-    """An array whose axes get other names."""
+    """An operation that gives axes of an array other names, which a mapping may shard differently."""
 
     place: Occurrence
     before: Dims
     after: Dims
     whole: bool
-    """Whether the renamed axes must not be sharded at all."""
+    """Whether the renamed axes must be replicated, even if both names are sharded alike."""
     by_size: bool = False
-    """Whether equal sizes leave open which axes are renamed; then each possibility is an event."""
+    """Whether the axes were matched by size, and several have the same size; then each possibility is an event."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerDevice:
-    """The gradient of a per-device operation, which JAX sums over all mesh axes that it is not sharded over."""
+    """The gradient of a per-device operation: JAX sums it over all mesh axes that do not shard it."""
 
     place: Occurrence
     result: Value
@@ -132,7 +132,7 @@ Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice
 
 @dataclasses.dataclass(frozen=True)
 class NamedTrace:
-    """A traced step, by name."""
+    """A traced step, with a name for each axis: its arrays and its events."""
 
     name: str
     events: tuple[Event, ...]
@@ -149,7 +149,7 @@ class NamedTrace:
     exchanged: frozenset[str]
     """The axes of experts, along which rows are exchanged."""
     joined: Mapping[str, tuple[str, ...]]
-    """For each axis made by joining several, the names of these; each device joins its own shards."""
+    """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
 
 
 class NotKnown(ValueError):
@@ -159,4 +159,4 @@ class NotKnown(ValueError):
         super().__init__(message)
         self.reason = reason or message
         self.alike = alike
-        """The sharded axes that are refused only because others have the same size, which it gives."""
+        """Sharded axes that are refused only because other axes have the same size, each with this size."""

@@ -250,7 +250,7 @@ class _Walk:
         arrays = [x for x in everything if x.has_names]
         lacking = [term for term in terms if not any(has_names_of(x.dims, term) for x in everything)]
         strange = [x for x in arrays if not any(has_names_of(x.dims, term) for term in terms)]
-        # An array that no operand has the names of is most likely an operand that no array has the names of.
+        # An array whose names match no operand is most likely an operand whose names match no array.
         for term in lacking:
             self._pair(place, [(x, term) for x in strange], [(x, term) for x in arrays])
         for x in strange:
@@ -510,7 +510,7 @@ class _Walk:
             self.events.append(Open(place, what, names))
 
     def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value, product: bool = False) -> Value:
-        """Record what an operation uses, and return its result."""
+        """Record the operands that an operation uses, and return its result."""
         for x in operands:
             # In a product, a broadcast operand counts with all its axes.
             dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
@@ -693,11 +693,11 @@ _RULES: dict[str, Callable[[_Walk, _Equation], list[Value] | None]] = {
     **dict.fromkeys(_ELEMENTWISE, _Walk._elementwise),
     **dict.fromkeys(_UNCOUNTED, _Walk._not_counted),
 }
-"""For each primitive, how the names of its operands become those of its results, and what devices exchange for it."""
+"""For each primitive, the rule that names its results after its operands, and records what devices exchange for it."""
 
 
 def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
-    """Return a key that is equal for operations that compute the same; None for those that call functions."""
+    """Return a key that is equal for operations that compute the same; None if they call functions."""
     given = tuple(
         (str(var), x.dtype) if hasattr(var, "val") else (x.origin, x.dims)
         for var, x in zip(eqn.invars, operands, strict=True)

@@ -45,7 +45,7 @@ class ScopedOperation:
         return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
 
     def looks_up(self, term: Term) -> bool:
-        """Return whether the operation looks up values, and these are the axes of an operand with indices."""
+        """Return whether the operation looks up values, and an operand with indices has these axes."""
         return self.name == "index" and term in self.operands[1:] and term != self.operands[0]
 
     def __str__(self) -> str:
@@ -319,7 +319,7 @@ def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
 
 
 def keeps(op: ScopedOperation, axes: Collection[str]) -> bool:
-    """Return whether an operation computes each shard along some axes by itself, as elementwise operations do."""
+    """Return whether an operation computes the shards along some axes independently, as elementwise operations do."""
     in_results = {a.name for term in op.results for a in term}
     return op.name in _KEEPS_SHARDS and in_results.issuperset(axes)
 

@@ -1,4 +1,4 @@
-"""Meshes of TPUs that this machine does not have, for which XLA can still compile."""
+"""Make meshes of TPUs that this machine does not have, for which XLA can still compile."""
 
 from __future__ import annotations
 

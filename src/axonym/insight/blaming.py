@@ -14,7 +14,7 @@ from .explaining import Mappings, explain, quickest_exact
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
-    """Where an axis stops being sharded: found by `blame`.
+    """The operation at which an axis stops being sharded: the result of `blame`.
 
     >>> print(axn.insight.Blame("batch", None, ()))
     nothing gathers or moves batch
@@ -22,9 +22,9 @@ class Blame:
 
     axis: str
     culprit: Collective | None
-    """The first all-gather that completes the axis on each device, or all-to-all that shards another axis for it."""
+    """The first all-gather that completes the axis on each device, or all-to-all that shards another axis instead."""
     not_known: tuple[Collective, ...]
-    """All-gathers and all-to-alls before it, or all, whose axes are not known: any of them may be the first."""
+    """All-gathers and all-to-alls before `culprit` (all, if None) whose axes are not known: each may be the first."""
 
     def __str__(self) -> str:
         if self.culprit is None:

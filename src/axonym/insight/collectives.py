@@ -100,7 +100,7 @@ class Collective:
     of_indices: bool
     """Whether the array holds the indices of a look-up, which are small beside the values."""
     reason: str | None
-    """Why it is there, in names; None if that is not known."""
+    """The reason for it, in names; None if it is not known."""
     source: Source | None
     """The line of the user's code that it comes from."""
     scope: str

@@ -68,7 +68,7 @@ class Comparison:
     reports: Mapping[str, Report]
 
     def differences(self, first: str, second: str) -> tuple[str, ...]:
-        """List the exchanges that only the second report has (`+`), and those that only the first has (`-`).
+        """List the exchanges that only the second report has (`+`), and the ones that only the first has (`-`).
 
         >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")

@@ -1,4 +1,4 @@
-"""`contract`: limits on what a step sends and keeps, checked on its compiled program."""
+"""`contract`: limit the communication and the memory of a step, by checks of its compiled program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def contract(
     mapping: Mappings = None,
     mesh: AnyMesh | None = None,
 ) -> Contract:
-    """Make a contract: limits on what a step may send between devices, and keep in memory.
+    """Make a contract: limits on a step's communication between devices, and on its memory.
 
     There are three ways to use it. `contract(...).check(step, *args)` checks a step. `with contract(...) as c:` raises
     everything that `c.check` finds together at the end; a block that checks nothing is an error. As a decorator of a
@@ -246,7 +246,7 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
         )
     moved = " and ".join(c.moved or c.named_axes) or "the axis that it moves"
     return (
-        f"Either keep {moved} sharded alike before and after, by axn.shard; or map that to another mesh axis than "
+        f"Either keep {moved} sharded alike before and after, by axn.shard; or map it to another mesh axis than "
         f"{mesh_axis}."
     )
 

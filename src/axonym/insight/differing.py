@@ -1,4 +1,4 @@
-"""Find where a partitioned program begins to differ from the program that was partitioned, by the values on the way."""
+"""Find the first operation that a partitioned program computes wrongly, by comparing intermediate values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .collectives import Source, source
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
-    """Where a partitioned program begins to differ from the program that was partitioned.
+    """The first operation that a partitioned program computes differently from the original program.
 
     >>> print(axn.insight.FirstDifference("pad", axn.insight.Source("model.py", 12, "loss"), "is wrong"))
     pad at model.py:12 is wrong
@@ -29,9 +29,9 @@ class FirstDifference:
     operation: str
     """The named operation, or JAX's name for it."""
     source: Source | None
-    """The user's line."""
+    """The line of the user's code that the operation comes from."""
     what: str
-    """How its value differs."""
+    """The difference of its value in words, such as `is wrong`, to follow the operation in a sentence."""
 
     def __str__(self) -> str:
         return f"{self.operation}{f' at {self.source}' if self.source else ''} {self.what}"
@@ -39,7 +39,7 @@ class FirstDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """An array, the instruction that computed it, which of its results it is, and the operands."""
+    """An array, with the instruction that computed it, its place among the results, and the operands."""
 
     value: np.ndarray
     by: Instruction | None
@@ -49,7 +49,7 @@ class Made:
 
 
 class Trace:
-    """The arrays that a program computes, in order, and what each was computed from."""
+    """The arrays that a program computes, in order, and the operands of each."""
 
     def __init__(self, program: HloProgram, args: Sequence[np.ndarray]):
         self.program, self.args = program, args
@@ -63,7 +63,7 @@ class Trace:
                 self.made.setdefault(id(x), Made(x, i, place, tuple(inputs)))
 
     def causes_of_nan(self) -> set[int]:
-        """Return the numbers of the arguments from which values that have no root, say, were computed elementwise."""
+        """Return the arguments, by number, from which elementwise operations led to NaN, such as the root of -1."""
         waiting: list[Made] = []
         for made in self.made.values():
             operands = [self.made[o] for o in made.operands if o in self.made]
@@ -81,7 +81,7 @@ class Trace:
 
 
 class Fingerprints:
-    """Fingerprints of the arrays that a partitioned program computes, to find those that are equal."""
+    """Fingerprints of the arrays that a partitioned program computes, to find equal arrays."""
 
     def __init__(self, trace: Trace, devices: int):
         self._devices = devices
@@ -91,10 +91,10 @@ class Fingerprints:
         self._found = {kind: np.array([*map(self._print, xs)]) for kind, xs in self._arrays.items()}
 
     def has(self, x: np.ndarray, placed: PlacedArray | None = None) -> bool:
-        """Return whether an array was computed, or the shards of one."""
+        """Return whether the program computes an array, or, with its placement, the shards of the array."""
         if placed is not None and any(n % count for n, count in zip(x.shape[1:], placed.tiling.counts, strict=True)):
             shards = self._arrays.get((placed.shard(), x.dtype.kind == "f"), ())
-            return any(placed.agree(x, y) for y in shards)  # whatever lies beyond the array
+            return any(placed.agree(x, y) for y in shards)  # elements beyond the array may differ
         x = x if placed is None else placed.on_devices(x)
         known = self._found.get(self._kind(x))
         if known is None:
@@ -119,7 +119,7 @@ def _weights(shape: tuple[int, ...]) -> np.ndarray:
 def first_difference(
     before: Trace, after: Trace, results: Sequence[int], mesh: Mapping[str, int]
 ) -> FirstDifference | None:
-    """Find the first instruction whose value the partitioned program does not compute, though it has its operands."""
+    """Find the first instruction whose value the partitioned program lacks, although it computes the operands."""
     devices = before.program.devices
     prints, found = Fingerprints(after, devices), dict[int, bool]()
 
@@ -150,7 +150,7 @@ def first_difference(
 
 
 def described(i: Instruction, program: HloProgram) -> tuple[str, Source | None]:
-    """Return the operation that an instruction belongs to, and the user's line."""
+    """Return the operation that an instruction belongs to, and the line of the user's code."""
     operation = _scopes.operation(i.scope)
     return str(operation) if operation else i.scope.rpartition("/")[2] or i.opcode, source(program.frames(i))
 
@@ -194,7 +194,7 @@ def _relation(wrong: np.ndarray, right: np.ndarray, mesh: Mapping[str, int]) -> 
 
 
 def _sums(x: np.ndarray, axes: Sequence[str], mesh: Mapping[str, int]) -> np.ndarray:
-    """Sum what devices along some mesh axes have."""
+    """Sum an array over the devices along some mesh axes."""
     grid = x.reshape(*mesh.values(), *x.shape[1:])
     over = tuple([*mesh].index(a) for a in axes)
     return np.broadcast_to(grid.sum(over, keepdims=True), grid.shape).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""`explain`: report what a step communicates, keeps and computes, from its compiled program."""
+"""`explain`: report what a step communicates, keeps and computes."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def explain(
     chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Compile a step, and report what it sends between devices, what each device keeps, and what it computes.
+    """Report what a step sends between devices, what each device keeps, and what it computes, without running it.
 
     Arguments:
         fn: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
-        *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
+        *args: its arguments, which may be abstract; keywords too. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
             it, or a parameter mapping and a compute mapping, for `fsdp`.
         mesh: the mesh; by default the active one. A mesh without devices takes this machine's, if there are enough.
@@ -191,9 +191,9 @@ class _FlopCount:
 
     counted: int | None = 0
     needed: int | None = 0
-    """Without those of branches, and of rows with the matrices of other groups than theirs."""
+    """The same without branches, and without products of rows with matrices of other groups."""
     grouped: int = 0
-    """Those of rows with the matrices of other groups."""
+    """The flops of products of rows with matrices of other groups."""
 
     def add(self, visit: Visit, each: int, own: int) -> None:
         """Add the flops of an instruction, of which `own` are needed."""
@@ -284,7 +284,7 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
 
 
 def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:
-    """Note which numbers depend on values; `loops` is whether flops do."""
+    """Note which numbers depend on values; `loops` says whether flops do."""
     if loops:
         yield "flops are not known, because the length of a loop depends on values"
     if any(c.times is None for c in collectives):

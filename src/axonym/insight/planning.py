@@ -114,7 +114,7 @@ class MappingPlan:
     """The mappings that do not fit, the smallest first."""
     considered: int
     asked: int
-    """How many of these Shardy was asked for."""
+    """The number of these mappings whose cost Shardy computed."""
     left_out: Mapping[str, str]
     """The kinds of mappings that were not considered, each with the reason."""
     cautions: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ def plan(
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
         ask: the largest number of mappings to run Shardy on.
         verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
-            can simulate. These are ordered by its figures; if that puts others first, up to as many of them follow.
+            can simulate. Its figures order these; if other mappings then come first, as many of them are explained too.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -257,7 +257,7 @@ def plan(
         fitting[:verify] = [_verified(p, fn, args, chip) for p in fitting[:verify]]
         fitting.sort(key=PlannedMapping._order)
         for _ in range(verify):
-            if fitting[0].verified is None:  # those before it turned out to take longer
+            if fitting[0].verified is None:  # the mappings before it turned out to take longer
                 fitting[0] = _verified(fitting[0], fn, args, chip)
                 fitting.sort(key=PlannedMapping._order)
     cautions = []
@@ -299,7 +299,7 @@ class _Search:
         self.trace, self.chip = trace, chip
         self.left_out: dict[str, str] = {}
         self.alike: dict[str, int] = {}
-        """Axes that names do not tell anything about because others have the same size, which it gives."""
+        """Axes that names do not identify because other axes have the same size, each with this size."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
         self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)

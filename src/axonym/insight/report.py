@@ -138,7 +138,7 @@ class Report:
         return _sum(chosen)
 
     def count(self, kind: str | None = None) -> int | None:
-        """Return how many collectives run in a call, counting those with several arrays once; None if values decide.
+        """Return how many collectives run in a call, one with several arrays once; None if values decide.
 
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").count("all-gather")
         0

@@ -32,7 +32,7 @@ class HeldArray:
     """The array as it is on each device, with the names of its axes if they are known."""
     count: int
     bytes: int
-    """Of all of them."""
+    """The bytes of all of them together."""
     phase: str
     """When they are made: `forward`, `backward` or `recomputed`; empty if they are not differentiated."""
     operation: str | None

@@ -1,4 +1,4 @@
-"""`verify`: whether the compiler kept a step the same when it partitioned it."""
+"""`verify`: check that the compiler kept a step the same when it partitioned it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .differing import FirstDifference, Trace, described, first_difference
 from .explaining import active, distributed, mesh_of
 
 SCALES = 1.0, 1 / 16, 16.0
-"""What the arguments are multiplied by: branches that one scale never takes, another does."""
+"""The factors of the arguments: a branch that is never taken at one scale may be taken at another."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Whether a partitioned program computes the same as the program that was partitioned.
+    """The answer of `verify`: whether a partitioned program computes the same as the original program.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> print(axn.insight.verify(jnp.cumsum, jnp.ones(4), mesh=mesh))
@@ -42,15 +42,15 @@ class Verification:
     devices: int
     """The number of devices of the mesh, which need not exist."""
     same: bool | None
-    """Whether all results are the same; None if that is not known."""
+    """Whether all results are the same; None if it is not known."""
     scales: tuple[float, ...] = ()
     """The scales of the arguments at which the results were compared, up to the first that differ."""
     different: tuple[str, ...] = ()
     """The results that differ."""
     first: FirstDifference | None = None
-    """The first instruction whose value is another one, though the values of its operands are the same."""
+    """The first instruction whose value differs although its operands do not."""
     unknown: tuple[str, ...] = ()
-    """Why it is not known: what the programs have that cannot be evaluated here."""
+    """The reasons if it is not known, such as instructions that cannot be evaluated here."""
 
     def __str__(self) -> str:
         if self.same is None:
@@ -74,10 +74,10 @@ def verify(
 
     Arguments:
         step: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`.
-        *args: its arguments, as for `explain`: they may be abstract, and placed. Numbers are drawn for those without
+        *args: its arguments, as for `explain`: they may be abstract, and placed. Numbers are drawn for arrays without
             values; of the others, magnitudes are varied, and signs, integers and keys are kept.
         mapping: how to distribute a plain function, as for `explain`.
-        mesh: the mesh; by default the active one, or that of the arguments. It may have more devices than there are.
+        mesh: the mesh; by default the active one, or the arguments' mesh. It may have more devices than there are.
 
     >>> axn.insight.verify(lambda x: x * 2, jnp.ones(4), mesh=jax.make_mesh((1,), ("data",))).same
     True
@@ -150,7 +150,7 @@ class _Inputs:
 
     At first, numbers without values have any sign, and integers are below 32. Where a root or a logarithm gives NaN,
     the inputs from which it was computed elementwise become positive; where an index leads out of an array, integers
-    become smaller. What was found at one scale is tried first at the next.
+    become smaller. Inputs found at one scale are tried first at the next.
     """
 
     def __init__(self, program: HloProgram, arguments: Sequence[Any]):
@@ -172,7 +172,7 @@ class _Inputs:
 
 
 class _DrawnInput:
-    """Draws values for parameters. Each is like the first argument of the same sizes that no other parameter had."""
+    """Draws values for parameters. Each is like the first argument of the same sizes that no earlier one took."""
 
     def __init__(self, arguments: Sequence[Any], scale: float, below: int):
         self._scale, self._below, self._rng = scale, below, np.random.default_rng(0)

@@ -57,7 +57,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
 
 
 def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
-    """Return the mesh axes to shard an axis over, of those asked for, major first."""
+    """Return the mesh axes, among the ones asked for, to shard an axis over, major first."""
     found, wanted = possible_shardings(name, x.axis_size(name)), set(without_trivial(axes))
     if not found:
         return _all_or_none(what, x, name, axes)

@@ -1,19 +1,19 @@
-"""Convolutions, with right values and gradients on meshes.
+"""Compute convolutions with right values and gradients on meshes.
 
-XLA partitions products rightly, but not all convolutions. A convolution is a sum of products, one for each position in
-the kernel, where XLA would be wrong:
+XLA partitions products rightly, but not all convolutions. Where it would be wrong, a convolution is computed as a sum
+of products, one for each position in the kernel:
 
-- Along a sharded axis, XLA adds up what the devices along all mesh axes have, also those along which they have equal
-  shards or other channels. With one mesh axis, second derivatives are wrong, and XLA fails if the kernel is dilated.
+- Along a sharded axis, XLA adds up the parts of all devices, also along mesh axes along which they have equal shards
+  or other channels. With one mesh axis, second derivatives are wrong, and XLA fails if the kernel is dilated.
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.
-- XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups, or
-  those of the input and of the result over different mesh axes.
+- XLA ends the process if channels are sharded over a number of devices that does not divide the number of groups, or
+  if the channels of the input and of the result are sharded over different mesh axes.
 
-Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
+Values are wrong, too, if the kernel is sharded along an axis of the convolution, so there it is always replicated.
 
-The shardings over Explicit mesh axes are in the types of the arrays, those over Auto ones come from the active mapping,
+Shardings over Explicit mesh axes are in the types of the arrays. Shardings over Auto axes come from the active mapping,
 and outside of jit from the arrays: see `known_shardings`. Inside jit, on Auto mesh axes that the mapping says nothing
 about, the batch of a grouped convolution counts as sharded. Without an active mesh, nothing is known there.
 """
@@ -55,7 +55,7 @@ from ._window_arguments import Padding
 
 
 class Parameters(NamedTuple):
-    """The static arguments of `jax.lax.conv_general_dilated`, but for the order of axes."""
+    """The static arguments of `jax.lax.conv_general_dilated`, except for the order of axes."""
 
     strides: tuple[int, ...]
     input_dilation: tuple[int, ...]
@@ -118,10 +118,10 @@ def apply_convolution(
     """Call `fn(x, weight, convolve)` with the function for one convolution that XLA partitions rightly.
 
     Arguments:
-        in_names: the axes of `x` and `weight`, and `out_names` those of the result.
+        in_names: the axes of `x` and `weight`; `out_names` are the axes of the result.
         channels: the axis of `x` with the input channels.
         spatial: the axes of the convolution.
-        known: what is known of the arrays outside of jit.
+        known: the shardings of the arrays, as far as they are known.
     """
     mesh = mesh_around([x, weight])
     convolve = convolve_at_once
@@ -139,7 +139,7 @@ def apply_convolution(
             if not sharded:
                 x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
         batch = [n for n in names if n != channels and n not in spatial]
-        # Several batch axes are merged, of which XLA keeps the sharding of the first.
+        # Several batch axes are merged, and XLA keeps the sharding of the first.
         used = {a for n in batch[:1] for a in over[n]}
         unknown = known.sizes is None and len(large) > 1 and not {*batch} <= active_mapping().keys()
         unknown = unknown and AxisType.Auto in mesh.axis_types

@@ -116,7 +116,7 @@ def _shards(product: GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyM
         rows, shared = tuple(a for a in rows if a not in groups), ()
         in_rows = {**in_rows, product.rows: rows}
     summed, weight_summed = in_rows[product.summed[0]], in_weight[product.summed[1]]
-    # A gathered array varies over these mesh axes, as the result does over those of the rows. For JAX, a result that
+    # A gathered array varies over these mesh axes, as the result does over the rows' mesh axes. For JAX, a result that
     # varies over other mesh axes could not be replicated over them, so operands are replicated over these beforehand.
     if summed != weight_summed:
         in_rows = {**in_rows, product.summed[0]: summed if {*summed} <= {*rows, *groups} else ()}
@@ -150,7 +150,7 @@ class _Shards(NamedTuple):
     of_rows: PartitionSpec
     of_weight: PartitionSpec
     wanted: PartitionSpec
-    """The final sharding of the result, with its rows sharded like those of the operand."""
+    """The final sharding of the result, with its rows sharded like the rows of the operand."""
 
     @property
     def of_result(self) -> PartitionSpec:

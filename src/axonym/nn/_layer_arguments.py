@@ -1,6 +1,6 @@
-"""Slice the arguments of stacked layers into those of each layer, and stack the results.
+"""Slice the arguments of stacked layers into the arguments of each layer, and stack the results.
 
-The rules are those of `axonym.scan`: a named array with the layer axis is sliced along that axis, a raw array along its
+The rules are as for `axonym.scan`: a named array with the layer axis is sliced along that axis, a raw array along its
 first axis, and every layer gets the same scalars and other values.
 """
 

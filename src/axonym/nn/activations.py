@@ -1,7 +1,7 @@
 """Activation functions.
 
-They have the names of those in `jax.nn`, and are elementwise, except for `glu`. They take named arrays, raw arrays,
-numbers and trees of them.
+They have the names of the functions in `jax.nn`, and are elementwise, except for `glu`. They take named arrays, raw
+arrays, numbers and trees of them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _quick_gelu(x: Any) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-# --- those with options ---
+# --- activations with options ---
 
 
 def celu(a: A, alpha: float = 1.0) -> A:

@@ -52,14 +52,14 @@ class RunningStatistics(eqx.Module):
 class BatchNorm(ModuleWithStateDictSerialization):
     """Batch normalization: normalize each channel over the batch, then scale and shift it.
 
-    In training, mean and variance are those of the batch, and running ones are updated; in inference, these are used.
+    In training, mean and variance come from the batch, and update the running ones, which inference uses.
     The statistics are of the whole batch, however it is sharded, inside `shard_map` too. The running ones are kept in
     Equinox's `State`: `equinox.nn.make_with_state` makes a layer or model and its state, and each call returns the new
     state with the result. `equinox.nn.inference_mode` switches all such layers of a model.
 
     Arguments:
         axis: the axis of the channels, which the statistics have.
-        Batch: all other axes of the input, along which the statistics are computed: those of the batch and of space.
+        Batch: all other axes of the input, along which the statistics are computed: batch axes and spatial axes.
         weight: the scale of each channel, or None.
         bias: the shift of each channel, or None.
         running: where the state keeps the running statistics.
@@ -114,14 +114,14 @@ class BatchNorm(ModuleWithStateDictSerialization):
     def __call__(
         self, x: NamedArray, state: eqx.nn.State, *, inference: bool | None = None, key: Any = None
     ) -> tuple[NamedArray, eqx.nn.State]:
-        """Normalize an array, and return it with the new state; `inference` overrides that of the layer."""
+        """Normalize an array, and return it with the new state; `inference` overrides the layer's setting."""
         batch = tuple(map(name_of, self.Batch))
         require_named("BatchNorm", x)
         if set(x.names) != {self.axis.name, *batch} or len(x.names) < 2:
             raise ValueError(
                 f"BatchNorm: the layer is for arrays with the axes "
                 f"{errors.describe_axes((*batch, self.axis.name))}, got {errors.describe_shape(x.shape)}. Name all "
-                "axes but that of the channels as `Batch`, and call the layer on a whole batch, outside of `vmap`."
+                "axes but the channels as `Batch`, and call the layer on a whole batch, outside of `vmap`."
             )
         inference = self.inference if inference is None else inference
         old: RunningStatistics = state.get(self.running)
@@ -166,7 +166,7 @@ class BatchNorm(ModuleWithStateDictSerialization):
 def with_state(model: T, state: eqx.nn.State) -> T:
     """Return a model that has its state in it, as before `equinox.nn.make_with_state` took it out.
 
-    Functions that write a model to a file or a state dict take it in this form, and those that load one return it.
+    Functions that write a model to a file or a state dict take it in this form, and functions that load one return it.
     Then `equinox.nn.State(model)` is the state, and `equinox.nn.delete_init_state(model)` the model without it.
 
     >>> import equinox as eqx
@@ -217,5 +217,5 @@ def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, Name
 
 
 def _moved(old: NamedArray, new: NamedArray, share: float) -> NamedArray:
-    """Move a running statistic towards that of a batch, which it is not differentiated by."""
+    """Move a running statistic towards the statistic of a batch, without a gradient with respect to the batch."""
     return (old + (jax.lax.stop_gradient(new) - old) * share).astype(old.dtype)

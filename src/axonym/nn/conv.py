@@ -167,7 +167,7 @@ class ConvTranspose(_Convolution):
     ) -> ConvTranspose:
         """Make a layer with random weights and bias, uniform up to 1 / sqrt(channels of a group * kernel elements).
 
-        The arguments are those of `Conv.init`, except:
+        The arguments are as for `Conv.init`, except:
 
         Arguments:
             stride: the distance between the copies of the kernel.
@@ -203,7 +203,7 @@ class ConvTranspose(_Convolution):
         return dataclasses.replace(self, weight=rearrange(weight, (..., _IN, _OUT, *spatial)))
 
     def unflatten_from_export(self, template: Any) -> ConvTranspose:
-        """Return the layer that `flatten_for_export` made into PyTorch's form."""
+        """Return the layer from PyTorch's form: the inverse of `flatten_for_export`."""
         out, stored, spatial = template._weight_names()
         if not is_jax_array_like(self.weight):
             return self
@@ -344,8 +344,8 @@ def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names)
     left = [n for n in weight_names if n not in (out_name, *spatial)]
     if len(left) != 1 or len(weight_names) != len(spatial) + 2:
         raise ValueError(
-            f"{what}: the axes of the weight are {errors.describe_axes(weight_names)}; they should be those of the "
-            f"output channels {out_name!r}, of the input channels, and {errors.describe_axes(spatial)}. Apply stacked "
+            f"{what}: the axes of the weight are {errors.describe_axes(weight_names)}; they should be the "
+            f"output channels {out_name!r}, the input channels, and {errors.describe_axes(spatial)}. Apply stacked "
             "layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     return left[0]

@@ -60,7 +60,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     An axis can be in both `In` and `Out`. An array has each name only once, so the weight then stores the axis of the
     input under another name, `embed_in` for `embed`. In a mapping, `embed` is the axis of the output and `embed_in`
-    that of the input.
+    the axis of the input.
 
     The fields besides `weight` and `bias` are arguments of `init`.
 
@@ -101,7 +101,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
             Out: the axes of the output, one or several.
             key: a random key.
             use_bias: whether there is a bias.
-            out_first: whether the axes of the output come first in the weight, or those of the input.
+            out_first: whether the axes of the output come first in the weight, rather than the axes of the input.
             dot_general: a replacement for `jax.lax.dot_general`, such as a quantized one. If it is a module with
                 arrays, these are part of the model's tree.
             init_scale: multiplies the standard deviation of the weights.
@@ -127,7 +127,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @property
     def out_first(self) -> bool:
-        """Return whether the axes of the output come before those of the input in the weight.
+        """Return whether the axes of the output come before the axes of the input in the weight.
 
         >>> In, Out = axn.make_axes(embed=3, mlp=4)
         >>> axn.nn.Linear.init(In, Out, key=jax.random.key(0), out_first=False).out_first

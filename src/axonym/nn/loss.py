@@ -1,7 +1,7 @@
 """Loss functions, and the reduction that they share.
 
 A loss function takes a reduction (`axonym.mean` by default), the axes to reduce (all by default), and a mask of the
-losses to include. With `reduction=None`, losses are not reduced, and those that are masked out are zero.
+losses to include. With `reduction=None`, losses are not reduced, and losses that are masked out are zero.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def cross_entropy_loss(
         reduction_axis: the axes to reduce; all by default.
         ignore_index: the target of examples without a label, such as -100: the reduction leaves them out, as `where`
             does.
-        out_of_range: the loss of any other target that is no position along `Label`; NaN makes one show.
-        dtype: the dtype of the losses; that of the logits by default.
+        out_of_range: the loss of any other target that is no position along `Label`; NaN makes such a target show.
+        dtype: the dtype of the losses; by default the dtype of the logits.
 
     >>> logits = axn.named([[0., 0.], [0., 1.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss(logits, "label", axn.named([0, 1], "batch"), reduction=None)
@@ -118,7 +118,7 @@ def cross_entropy_loss_and_log_normalizers(
 ) -> tuple[NamedArray, NamedArray]:
     """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 
-    The arguments are those of `cross_entropy_loss`. The loss of a target that is `ignore_index` is zero.
+    The arguments are as for `cross_entropy_loss`. The loss of a target that is `ignore_index` is zero.
 
     >>> logits = axn.named([[0., 0.], [0., 9.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
@@ -227,7 +227,7 @@ def _how_to_match(targets: NamedArray, logits: NamedArray, label: str) -> str:
     extra = {n: size for n, size in targets.shape.items() if n not in logits.names}
     left = {n: size for n, size in logits.shape.items() if n not in (label, *targets.names)}
     if list(extra.values()) == list(left.values()):
-        return f" If they are those of the logits, pass `targets.rename({dict(zip(extra, left, strict=True))})`."
+        return f" If they match axes of the logits, pass `targets.rename({dict(zip(extra, left, strict=True))})`."
     if set(extra.values()) <= set(left.values()):
         return f" If they are among {errors.describe_shape(left)} of the logits, rename them, with `targets.rename`."
     axes = [f"targets.resolve_axis({n!r})" for n in extra]
@@ -309,8 +309,8 @@ def _log_normalizer(position: int, over: Axes, x: jax.Array) -> tuple[jax.Array,
 @_log_normalizer.defjvp
 def _(position: int, over: Axes, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    # The sum is the same for any first term, so only the remainder is differentiated. The exponentials are those of
-    # the sum itself, so the compiler has them already.
+    # The sum is the same for any first term, so only the remainder is differentiated. The sum itself has the
+    # same exponentials, so the compiler has them already.
     largest, remainder = _log_normalizer(position, over, x)
     change = _sum(position, over, jnp.exp(x - largest) * t) * jnp.exp(-remainder)
     return (largest, remainder), (jnp.zeros_like(largest), change)

@@ -23,8 +23,8 @@ class MLP(eqx.Module):
     """A multi-layer perceptron.
 
     The axes of the hidden layers are called `mlp` and `mlp2` in turn. If a mapping shards only `mlp`, the weight of the
-    first layer is sharded over its output and that of the second over its input, so no all-gather is needed between
-    them.
+    first layer is sharded over its output and the weight of the second over its input, so no all-gather is needed
+    between them.
 
     Arguments:
         activation: the function between the layers.

@@ -95,7 +95,7 @@ def standardize(
     Arguments:
         x: a named array.
         axis: the axes to compute mean and variance along.
-        mean: the mean to use, by name; that of `x` by default.
+        mean: the mean to use, by name; by default the mean of `x`.
         variance: the variance to use, by name; by default the mean of the squares less the square of the mean.
         eps: added to the variance, so that nothing is divided by zero.
         where: the elements to include in mean and variance, by name.
@@ -140,7 +140,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
         eps: added to the variance or mean square, to avoid division by zero.
-        dtype: the dtype to normalize in; by default that of the input, but at least float32. The result is cast back to
+        dtype: the dtype to normalize in; by default the input's, but at least float32. The result is cast back to
             the dtype of the input before it is scaled and shifted.
 
     >>> class Scale(axn.nn.normalization.LayerNormBase):
@@ -212,7 +212,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 class LayerNorm(LayerNormBase):
     """Layer normalization: subtract the mean, divide by the standard deviation, then scale and shift.
 
-    The fields are those of `LayerNormBase`.
+    The fields are as in `LayerNormBase`.
 
     >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
     >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
@@ -232,7 +232,7 @@ class LayerNorm(LayerNormBase):
 class RmsNorm(LayerNormBase):
     """Root-mean-square normalization: divide by the root of the mean square, then scale and shift.
 
-    The fields are those of `LayerNormBase`.
+    The fields are as in `LayerNormBase`.
 
     >>> layer = axn.nn.RmsNorm.init(axn.Axis("embed", 2), use_bias=False)
     >>> layer(axn.named([[1., 1.], [-2., 2.]], ("batch", "embed")))
@@ -279,7 +279,7 @@ class GroupNorm(LayerNormBase):
         """Make a layer with a scale of one and a shift of zero. The arguments are the fields of the layer.
 
         Arguments:
-            Spatial: those of space, such as `("height", "width")`; `()` if there are none.
+            Spatial: the spatial axes, such as `("height", "width")`; `()` if there are none.
             use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift.
 

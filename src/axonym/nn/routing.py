@@ -367,8 +367,8 @@ def limit_capacity(
 def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: Axis) -> NamedArray:
     """Return the load-balancing loss of Switch Transformers: 1, its minimum, if all experts get equally many rows.
 
-    The loss is the number of experts times the sum, over experts, of the share of the rows that an expert gets and the
-    mean probability that the router gives it. Only the latter has a gradient.
+    The loss is the number of experts times a sum over experts: the share of the rows that an expert gets, times the
+    mean probability that the router gives it. Only the probability has a gradient.
 
     Arguments:
         probabilities: the probability that the router gives to each expert, for each row.

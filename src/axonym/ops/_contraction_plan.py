@@ -23,7 +23,7 @@ DotGeneral = Callable[..., jax.Array]
 class Plan(NamedTuple):
     """A contraction as static data: axes that are not in `out_names` are summed over.
 
-    `sized` are the axes that the user gave with a size, which is checked.
+    `sized` holds the axes that the user gave with a size; their sizes are checked.
     """
 
     what: str
@@ -100,7 +100,7 @@ def _order(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
     letters = {n: chr(ord("a") + i) for i, n in enumerate(dict.fromkeys(n for t in terms for n in t.names))}
-    if len(letters) > 26:  # einsum_path has only so many letters; the order only affects speed
+    if len(letters) > 26:  # einsum_path has 26 letters; the order only affects speed
         return [(0, 1)] + [(0, len(terms) - k - 1) for k in range(1, len(terms) - 1)]
     spelled = ["".join(letters[n] for n in names) for names in (*(t.names for t in terms), plan.out_names)]
     equation = f"{','.join(spelled[:-1])}->{spelled[-1]}"

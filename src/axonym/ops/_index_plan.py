@@ -31,7 +31,7 @@ SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
 
 class ds:
-    """A slice with a known length, a number or that of an axis, whose start may be traced.
+    """A slice whose length is known (a number, or an axis with a size), and whose start may be traced.
 
     >>> x = axn.arange(axn.Axis("x", 8))
     >>> jax.jit(lambda i: x["x", axn.ds(i, 3)])(2)
@@ -88,7 +88,7 @@ class Item(NamedTuple):
         return () if self.kind.startswith("dynamic") else None
 
     def renamed(self, rename: Callable[[Any], Any]) -> Item:
-        """Return the item for other names."""
+        """Return the item with its names replaced."""
         static = rename(self.static) if self.kind == "gather" else self.static
         return self._replace(name=rename(self.name), static=static)
 
@@ -134,7 +134,7 @@ def make_plan(
 
     Outside a trace, positions are operands, so that walking along an axis compiles once. In a trace they are static, so
     that the compiler knows them. For an update, or a look-up with a mode for indices out of range, dynamic slices
-    become index arrays, because cutting out a block would move one that is out of range. Index arrays with known
+    become index arrays, because cutting out a block moves a block that is out of range. Index arrays with known
     values, such as NumPy arrays and lists, must be in range unless `in_range` is false. For a view, every dynamic
     slice must fit, even one that does not have to fit elsewhere.
     """
@@ -187,7 +187,7 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
         ) from None
     except TypeError:
         kinds = ", ".join(type(b).__name__ for b in (index.start, index.stop, index.step) if b is not None)
-        raise TypeError(f"Indexing: a slice of axis {name!r} has integers for bounds, got {kinds}.") from None
+        raise TypeError(f"Indexing: the bounds of a slice of axis {name!r} must be integers, got {kinds}.") from None
     return bounds if range(*bounds) else (0, 0, 1)
 
 
@@ -225,7 +225,7 @@ def _add_dynamic_slice(
         add(name, "dynamic slice", index.size, start)
         return
     if name in names:
-        raise ValueError(f"Indexing: the start of the slice of axis {name!r} has that axis itself.")
+        raise ValueError(f"Indexing: the start of a slice of axis {name!r} cannot have this axis itself.")
     offsets = jnp.arange(index.size, dtype=jnp.int32)
     array = jnp.expand_dims(start, -1) + offsets.reshape((1,) * len(names) + (-1,))
     add(name, "gather", (*names, name), array, padded)
@@ -288,7 +288,7 @@ def _check_in_range(name: str, indices: np.ndarray, size: int) -> None:
 def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
     if names != (name,) or mask.shape != (size,):
         raise ValueError(
-            f"Indexing: a mask for axis {name!r} of size {size} has that one axis, got "
+            f"Indexing: a mask for axis {name!r} of size {size} must have this axis alone, got "
             f"{errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
         )
     if isinstance(mask, Tracer):
@@ -339,7 +339,7 @@ class IndexLayout:
         self.items = {i.name: i for i in items}
         self.operands = tuple(i.operand_names for i in items if i.operand_names is not None)
         index_names = list(dict.fromkeys(n for layout in self.operands for n in layout))
-        # If an index array has an axis that is sliced, its elements along the axis match those of the slice.
+        # If an index array has an axis that is sliced, its elements along the axis match the slice's.
         indexed = [i.name for i in items if i.kind != "slice" or i.name in index_names]
         self.shared = tuple(n for n in names if n in index_names and n not in indexed)
         self.new = tuple(n for n in index_names if n not in self.shared)
@@ -359,7 +359,7 @@ class IndexLayout:
         for n in names:
             out += self.new if n == first else () if n in indexed else (n,)
         self.out_names = tuple(out)
-        """The layout of the result: that of the array, with the new axes in place of the first gathered one."""
+        """The layout of the result: the array's, with the new axes in place of the first gathered one."""
 
     def get(self, a: jax.Array, operands: Sequence[jax.Array], keywords: Mapping[str, Any]) -> jax.Array:
         """Return the selected elements, in the layout `out_names`."""

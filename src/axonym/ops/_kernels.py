@@ -2,8 +2,8 @@
 
 Dispatching `jax.lax` primitives one by one from Python is slow, and so is matching operands by name. Both happen once
 for each operation, operand names and static arguments: a *kernel* is one inlined `jax.jit` function over raw arrays,
-found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the compiled program
-is that of hand-written positional code.
+found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so
+hand-written positional code compiles to the same program.
 
 Outside of jit, operations that differ only in names run one compiled function: see `shared`.
 
@@ -331,10 +331,10 @@ def make_along_kernel(
         along: the axes of the operands that the operation runs along. All others are batch axes, which every result
             has. As `fn` is called with a shard of the batch, it takes sizes from its operands.
         replicated: whether these axes are replicated on Auto mesh axes, too: see `_on_auto_axes`.
-        per_device: whether each device also computes its shard of the batch on Auto mesh axes, where the active mapping
-            says what that is: XLA fails to partition the operation along sharded axes, or ends the process.
+        per_device: whether each device computes its shard of the batch on Auto mesh axes, too, as the active mapping
+            shards it. Needed where XLA fails to partition the operation along sharded axes, or ends the process.
 
-    The other arguments are those of `make_kernel`.
+    The other arguments are as for `make_kernel`.
     """
     if replicated or per_device:
         fn = _on_auto_axes(fn, in_names, out_names, along, per_device)
@@ -369,9 +369,10 @@ def _on_auto_axes(
 ) -> Callable[..., Any]:
     """Return a function that avoids what the partitioner does wrongly along some axes of its operands and results.
 
-    XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over those along which devices
-    have equal shards. With one mesh axis there are none. So these axes are replicated. XLA does the same if operands
-    share a batch axis, whatever is sharded, so then each device computes its shard of the batch.
+    XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over mesh axes along which the
+    devices have equal shards; on a mesh with one axis there are none. So the axes that the operation runs along are
+    replicated. If operands share a batch axis, XLA adds up too much whichever axis is sharded, so then each device
+    computes its shard of the batch.
     """
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
@@ -413,7 +414,7 @@ def map_over(fn: Callable[..., Any], over: Names, in_names: Sequence[Names], out
 
     Arguments:
         fn: the function of operands without these axes; its result lacks them too.
-        in_names: the axes of each operand, with those that are mapped over.
+        in_names: the axes of each operand, with the axes that are mapped over.
         out_names: the same for the result.
     """
     for depth in reversed(range(len(over))):

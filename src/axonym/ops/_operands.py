@@ -65,7 +65,7 @@ def at_least_int32(x: ArrayT) -> ArrayT:
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
-    """Convert numbers of a small dtype, which has too few for sums, squares, positions and probabilities."""
+    """Convert numbers of a small dtype, which is too coarse for sums, squares, positions and probabilities."""
     return x if jnp.result_type(x).itemsize >= 4 else x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -120,7 +120,7 @@ def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
 
 
 def private(argument: str, names: Names) -> Names:
-    """Return names for the axes of an operand that must not be matched with those of the others."""
+    """Return new names for the axes of an operand, so that they match no axis of another operand."""
     return tuple(f"{n} of {argument}" for n in names)
 
 
@@ -177,7 +177,7 @@ def require_positions(
     Arguments:
         what: the operation, for the message.
         label: the word for one of the integers there.
-        x: the integers; traced ones, and those that other processes hold, are not checked.
+        x: the integers; they are not checked if they are traced, or if other processes hold some of them.
         ignored: another number that is allowed.
         way_out: advice, for the message.
         from_end: whether negative numbers count from the end.
@@ -222,7 +222,7 @@ def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSe
 
 
 def apply_along(fn: Callable[..., Any], what: str, array: NamedArray, axis: AxisSelector, **options: Any) -> NamedArray:
-    """Apply a function along one axis, which the result keeps. Options are static; those that are None are left out."""
+    """Apply a function along one axis, which the result keeps. Options are static; None leaves one out."""
     require_named(what, array)
     given = {name: value for name, value in options.items() if value is not None}
     axis = _kernels.one_selector(what, axis)

@@ -64,7 +64,7 @@ def look_up_sharded_columns(
         last = size * jax.lax.axis_size(over) - 1
         # As in JAX, negative indices count from the end, and indices out of range have the value of the nearest row,
         # but no gradient goes back to that row.
-        if indices.dtype.itemsize < 4:  # whose dtype may be too small for the size
+        if indices.dtype.itemsize < 4:  # the dtype may not hold the size of the table
             indices = indices.astype(jnp.int32)
         indices = jnp.where(indices < 0, indices + (last + 1), indices)
         exists = _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)

@@ -7,8 +7,8 @@ XLA partitions a slice or a pad that does two things at once wrongly, or not at 
 - A pad with gaps and edges, if the edges are larger than a shard; or with gaps and a negative edge. So here the gaps
   are inserted first. The gradient of a strided slice is such a pad.
 
-If several gradients of strided slices pad the same array, XLA pads it only once, also with wrong values, or not at all.
-So here each gradient pads an array of its own.
+If several gradients of strided slices pad the same array, XLA pads it only once, which again gives wrong values or
+fails. So here each gradient pads an array of its own.
 """
 
 from __future__ import annotations

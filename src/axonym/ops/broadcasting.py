@@ -1,6 +1,6 @@
 """Broadcast by name: give arrays axes that they lack.
 
-Elementwise operations broadcast by themselves if one operand has all the axes. The functions here are for a certain
+Elementwise operations broadcast by themselves if one operand has all the axes. The functions here give a certain
 layout, or an intended outer product.
 """
 
@@ -41,7 +41,7 @@ def broadcast_to(
 
 @errors.say_how_to_call
 def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
-    """Add axes in front of those of an array; axes that it already has keep their positions.
+    """Add axes in front of the axes of an array; axes that it already has keep their positions.
 
     >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
     NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
@@ -56,7 +56,7 @@ def broadcast_arrays(
 ) -> tuple[MaybeArray, ...]:
     """Broadcast arrays to the axes of all of them.
 
-    The layout is that of the first array with the most axes. Axes that it lacks come in front.
+    The results have the layout of the first array with the most axes. Axes that it lacks come in front.
 
     Arguments:
         *arrays: named arrays. Scalars and None are returned unchanged.

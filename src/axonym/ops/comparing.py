@@ -45,7 +45,7 @@ def allclose(
     atol: NamedOrNumeric = 1e-08,
     equal_nan: bool = False,
 ) -> bool:
-    """Return whether the operands are nearly equal everywhere. The arguments are those of `isclose`.
+    """Return whether the operands are nearly equal everywhere. The arguments are as for `isclose`.
 
     >>> axn.allclose(axn.named([1., 2.], "x"), axn.named([1., 2.000001], "x"))
     True

@@ -2,8 +2,8 @@
 
 `dot` takes the axes to sum over, `einsum` an equation of input and output axes. Both use `jax.lax.dot_general`, two
 operands at a time, in the order that costs least if there are more. By default the result has the axes of the first
-operand in order, then those that only the others have. `axonym.distribution.policy` decides where each product lies and
-what devices exchange: `combine`, for Explicit mesh axes and for FSDP parameters.
+operand in order, then the axes that only the others have. `axonym.distribution.policy` decides where each product lies
+and what devices exchange: `combine`, for Explicit mesh axes and for FSDP parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def dot(
         axis: the axes to sum over; None for all of them, `()` for none.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
-        out_axes: the order of the result's axes, with `...` for those not named.
+        out_axes: the order of the result's axes, with `...` for the axes not named.
         dot_general: a replacement for `jax.lax.dot_general`. If it uses arrays of its own, make it a pytree that holds
             them, such as `jax.tree_util.Partial(fn, array)`; on Explicit mesh axes it must be one.
 
@@ -183,12 +183,12 @@ def einsum(
       in the output, or in front;
     - not at all, `"-> batch h"`: all other axes are summed over.
 
-    `...` stands for the axes that are not named, each matched by name; the output has those that it names, or all if it
-    has a `...`.
+    `...` stands for the axes that are not named, each matched by name; the output keeps the ones that it names, or all
+    of them if it has a `...` too.
 
     Arguments:
         equation: the axes of the operands, `->`, and the axes of the result in order.
-        **axis_aliases: the axis that a word of the equation stands for. All other options are those of `dot`.
+        **axis_aliases: the axis that a word of the equation stands for. All other options are as for `dot`.
 
     >>> x, w = axn.ones({"batch": 2, "embed": 3}), axn.ones({"embed": 3, "mlp": 4})
     >>> axn.einsum("b e, e m -> b m", x, w).shape

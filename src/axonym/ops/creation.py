@@ -137,7 +137,7 @@ def arange(
 
     Arguments:
         axis: the axis to count along; several are counted through in order, the last one fastest.
-        dtype: the dtype; that of `start` and `step` by default.
+        dtype: the dtype; by default the dtype of `start` and `step`.
 
     >>> axn.arange(axn.Axis("x", 3), start=1, step=2)
     NamedArray(int32[x=3], [1 3 5])
@@ -192,7 +192,7 @@ def linspace(
 ) -> NamedArray:
     """Make evenly spaced numbers from `start` to `stop`; `endpoint=False` excludes `stop`.
 
-    An axis without a size gets 50 of them, as in NumPy.
+    An axis without a size gets 50 points, as in NumPy.
 
     >>> axn.linspace(axn.Axis("x", 3), start=0, stop=1)
     NamedArray(float32[x=3], [0. 0.5 1. ])
@@ -225,7 +225,7 @@ def logspace(
     base: NamedOrNumeric = 10.0,
     dtype: DTypeLike | None = None,
 ) -> NamedArray:
-    """Make powers of `base` with evenly spaced exponents: those that `linspace` makes of the other arguments.
+    """Make powers of `base` with evenly spaced exponents, which `linspace` makes from the other arguments.
 
     >>> axn.logspace(axn.Axis("x", 3), start=0, stop=2)
     NamedArray(float32[x=3], [ 1. 10. 100.])
@@ -238,7 +238,7 @@ def logspace(
 
 @errors.say_how_to_call
 def eye(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> NamedArray:
-    """Make a matrix of zeros with ones on a diagonal: 0 is the main one, positive ones are above it, negative below.
+    """Make a matrix of zeros with ones on diagonal `k`: 0 is the main one, positive ones are above it, negative below.
 
     >>> axn.eye(axn.Axis("row", 2), axn.Axis("col", 2))
     NamedArray(float32[row=2, col=2], [[1. 0.] [0. 1.]])
@@ -264,7 +264,7 @@ def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> 
     """Compute the powers of each element, along a new last axis.
 
     Arguments:
-        degree: the new axis, whose size is the number of powers. If it has no size, it gets that of `x`, which must
+        degree: the new axis, whose size is the number of powers. If it has no size, it gets the size of `x`, which must
             then have one axis.
         increasing: start with the power zero rather than end with it.
 

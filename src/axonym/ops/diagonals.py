@@ -1,7 +1,7 @@
 """Diagonals and triangles of matrices, whose rows and columns are two named axes.
 
-`axis1` is the axis of the rows and `axis2` that of the columns; all others are batch axes. Offsets count from the main
-diagonal: positive ones are above it, negative ones below.
+`axis1` is the axis of the rows and `axis2` the axis of the columns; all others are batch axes. Offsets count from the
+main diagonal: positive ones are above it, negative ones below.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
 
 @errors.say_how_to_call
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """Return the upper triangle: zero below a diagonal. The arguments are those of `tril`; `k` is the lowest kept.
+    """Return the upper triangle: zero below diagonal `k`. The other arguments are as for `tril`.
 
     >>> axn.triu(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 1.] [0. 1.]])
@@ -116,7 +116,7 @@ def diagonal(
 ) -> NamedArray:
     """Return the elements of a diagonal, along a new last axis.
 
-    The axes of the matrix are those of `tril`, and `offset` says which diagonal: 0 is the main one.
+    The axes of the matrix are as for `tril`, and `offset` says which diagonal: 0 is the main one.
 
     >>> axn.diagonal(axn.named([[1, 2], [3, 4]], ("row", "col")), "row", "col", new_axis="row")
     NamedArray(int32[row=2], [1 4])

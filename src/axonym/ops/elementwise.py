@@ -74,7 +74,7 @@ def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown:
 def _sinc(x: jax.Array) -> jax.Array:
     """Compute the normalized sinc function, also inside `shard_map`.
 
-    From jax 0.12 on, JAX's evaluates a polynomial, which it refuses for device-varying values.
+    From jax 0.12 on, `jnp.sinc` evaluates a polynomial, which JAX refuses for device-varying values.
     """
     if not varying_axes(x) or jnp.iscomplexobj(x):
         return jnp.sinc(x)
@@ -215,7 +215,7 @@ def round(a: NamedArray, decimals: int = 0) -> NamedArray: ...
 @overload
 def round(a: Any, decimals: int = 0) -> Any: ...
 def round(a: Any, decimals: int = 0) -> Any:
-    """Round each element to a number of decimals, halves to even; negative ones round to tens, hundreds, ...
+    """Round each element to a number of decimals, halves to even; a negative number rounds to tens, hundreds, ...
 
     >>> axn.round(axn.named([0.125, 2.5], "x"), 2)
     NamedArray(float32[x=2], [0.12 2.5 ])
@@ -270,7 +270,7 @@ def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray
 
 
 def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-    """Split each element into mantissa and exponent: `a` is the first times two to the power of the second.
+    """Split each element into mantissa and exponent: `a` is the mantissa times two to the power of the exponent.
 
     >>> axn.frexp(axn.named([4., 0.5], "x"))
     (NamedArray(float32[x=2], [0.5 0.5]), NamedArray(int32[x=2], [3 0]))
@@ -305,8 +305,8 @@ def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf:
     """Replace each NaN and infinity by a number.
 
     Arguments:
-        posinf: what replaces infinity; the largest number of the dtype by default.
-        neginf: what replaces minus infinity; the smallest number of the dtype by default.
+        posinf: the number that replaces infinity; the largest one of the dtype by default.
+        neginf: the number that replaces minus infinity; the smallest one of the dtype by default.
 
     >>> axn.nan_to_num(axn.named([jnp.nan, 1.], "x"))
     NamedArray(float32[x=2], [0. 1.])

@@ -124,7 +124,7 @@ def _sized(axis: Any, length: Any) -> Any:
         return length
     size = length.size if isinstance(length, Axis) else length
     if isinstance(axis, Axis) and axis.size != size:
-        raise ValueError(f"slice: the new axis {axis} is not of the length {size}.")
+        raise ValueError(f"slice: the new axis {axis} does not have the length {size}.")
     return Axis(name_of(axis), size)
 
 

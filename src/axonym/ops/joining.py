@@ -27,7 +27,7 @@ from ._operands import by_axis, check_new_axis, distinct, operand, replaced, req
 def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     """Join arrays with the same axes, or scalars, along a new axis, which comes first.
 
-    The other axes are in the order of the first array. The size of an `Axis` must be the number of arrays.
+    The other axes are in the order of the first array. If `axis` is an `Axis`, its size must be the number of arrays.
 
     >>> axn.stack([axn.named([1, 2], "y"), axn.named([3, 4], "y")], "x")
     NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
@@ -40,7 +40,7 @@ def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
 def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
     """Join arrays with the same axes along one of them.
 
-    The result has the layout of the first array. The size of an `Axis` must be that of the result.
+    The result has the layout of the first array. If `axis` is an `Axis`, its size must be the size of the result.
 
     >>> axn.concatenate([axn.named([1, 2], "x"), axn.named([3], "x")], "x")
     NamedArray(int32[x=3], [1 2 3])
@@ -326,7 +326,7 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
 
 @errors.say_how_to_call
 def roll(array: NamedArray, shift: NamedOrNumeric | Sequence[NamedOrNumeric], axis: AxisSelection) -> NamedArray:
-    """Move elements along an axis, or several; those that leave at one end enter at the other.
+    """Move elements along an axis, or several; elements that leave at one end enter at the other.
 
     `shift` is the number of places: an integer, a scalar array, or one of them for each axis.
 
@@ -368,7 +368,7 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
 def _rolled(x: jax.Array, shift: int, axis: int) -> jax.Array:
     """Roll by a static number of places.
 
-    The gradient is the roll back, since that of a split is a concatenation. `jax.numpy.roll` slices, and the gradient
+    The gradient rolls back, as the gradient of a split is a concatenation. `jax.numpy.roll` slices, and the gradient
     of each slice pads the whole array: along a sharded axis this takes twice the communication.
     """
     size = x.shape[axis]

@@ -25,7 +25,7 @@ from ._operands import require_named
 def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> NamedArray:
     """Reorder, split or merge the axes of an array.
 
-    If only the order changes, give the axes in the new order, with `...` for those not named. Otherwise give an
+    If only the order changes, give the axes in the new order, with `...` for the axes not named. Otherwise give an
     expression `lhs -> rhs`:
 
     - `x y z -> z x y` refers to the axes by position, with any names; `{z x} -> ... z x` refers to them by name.
@@ -295,7 +295,7 @@ class _Factors:
         if rest and rhs.dots is None:
             left = errors.describe_selectors(rest)
             end = parsing.Place(rhs.stop, rhs.stop)
-            self.fail(end, f"{left} would be dropped: name what is left, or add `...` for it.")
+            self.fail(end, f"{left} would be dropped: name every axis, or add `...` for the rest.")
         outputs: dict[str, list[_Factor]] = {}
         for element in rhs.elements:
             for name, factors in self.output(element, used, rest):
@@ -325,7 +325,7 @@ class _Factors:
             self.fail(element, "a merged axis needs a name: `(name: a b)`.")
         factors = [used[m.name] for m in element.members]
         size, merged = self.size(element.name), math.prod(f.size for f in factors)
-        # A name may stand for both a factor and the merged axis; its size is then that of the factor.
+        # A name may stand for both a factor and the merged axis; its size is then the factor's.
         if size not in (None, merged) and element.name.name not in self.variables:
             self.fail(element, f"{element.name.name!r} is said to have size {size}, but its factors make {merged}.")
         return [(self.alias(element.name) or element.name.name, factors)]

@@ -131,7 +131,7 @@ def _spread(name: str, fn: Callable[..., Any], summary: str, example: str, shown
             fn, name, array, axis, where, True, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
         )
 
-    extra = "\n        ddof: what to subtract from the count before dividing.\n        dtype: the dtype to compute in."
+    extra = "\n        ddof: the number to subtract from the count.\n        dtype: the dtype to compute in."
     return _publish(op, name, _doc(name, summary, extra, example, shown))
 
 
@@ -213,7 +213,7 @@ nanstd = _spread("nanstd", _wide(jnp.nanstd), "Compute the standard deviation of
 nanvar = _spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
 std = _spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
 var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+logsumexp = _plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 count_nonzero = _plain("count_nonzero", _count_nonzero, "Count the elements that are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")
 # fmt: on
 
@@ -239,7 +239,7 @@ def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: s
     doc = f"""{summary}
 
     Arguments:
-        axis: the axis to search; by default the index is that in the flattened array.
+        axis: the axis to search; by default all axes, and the result is an index into the flattened array.
 
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
     NamedArray({shown})

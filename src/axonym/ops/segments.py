@@ -33,7 +33,7 @@ def segment_sum(
         segments: the number of the segment of each element: integers along some axes of `array`. Elements whose number
             is negative or beyond `new_axis` belong to no segment.
         new_axis: the axis of the segments. In the result, it takes the place of the axes that are reduced.
-        axis: the axes to reduce along; by default all axes of `segments`. Its others are batch axes, which are matched.
+        axis: the axes to reduce along; by default all axes of `segments`. Its others are batch axes, matched by name.
 
     >>> x = axn.named([1., 2., 3.], "edge")
     >>> axn.segment_sum(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
@@ -46,14 +46,14 @@ def segment_sum(
 def segment_mean(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
-    """Compute the mean of the elements of each segment; zero without elements. For the arguments see `segment_sum`.
+    """Compute the mean of the elements of each segment, zero if it has none. For the arguments see `segment_sum`.
 
     >>> x = axn.named([1., 2., 3.], "edge")
     >>> axn.segment_mean(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
     NamedArray(float32[node=3], [2. 0. 2.])
     """
     x = as_float(require_named("segment_mean", array))
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # half precision has neither the sum nor the count
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # half precision can hold neither the sum nor the count
     total = _reduce("segment_mean", wide, segments, new_axis, axis)
     count = _reduce("segment_mean", ones_like(segments), segments, new_axis, axis)
     return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
@@ -63,7 +63,7 @@ def segment_mean(
 def segment_prod(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
-    """Multiply the elements of each segment; one without elements. For the arguments see `segment_sum`.
+    """Multiply the elements of each segment; a segment without elements gives one. For the arguments see `segment_sum`.
 
     It can be differentiated, a second time only where no element is zero.
 
@@ -80,7 +80,7 @@ def segment_max(
 ) -> NamedArray:
     """Return the largest element of each segment. For the arguments see `segment_sum`.
 
-    For a segment without elements it is the least value of the dtype: minus infinity for floats.
+    A segment without elements gives the least value of the dtype: minus infinity for floats.
 
     >>> x = axn.named([1., 2., 3.], "edge")
     >>> axn.segment_max(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
@@ -95,7 +95,7 @@ def segment_min(
 ) -> NamedArray:
     """Return the smallest element of each segment. For the arguments see `segment_sum`.
 
-    For a segment without elements it is the greatest value of the dtype: infinity for floats.
+    A segment without elements gives the greatest value of the dtype: infinity for floats.
 
     >>> x = axn.named([1., 2., 3.], "edge")
     >>> axn.segment_min(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
@@ -154,7 +154,7 @@ def _extreme(scatter: Callable[..., jax.Array], largest: bool, shape: Any, numbe
 def _accumulated(
     scatter: Callable[..., jax.Array], reduction: Any, start: int, shape: Any, numbers: Any, x: Any, **how: Any
 ) -> Any:
-    """Reduce in the dtype of the reduction of a whole array, or a wider one."""
+    """Reduce in the dtype in which a whole array is reduced, or in a wider one."""
     kind = jax.eval_shape(reduction, x).dtype
     x = at_least_float32(x.astype(kind)) if jnp.issubdtype(kind, jnp.inexact) else x.astype(kind)
     return scatter(jnp.full(shape, start, x.dtype), numbers, x, **how).astype(kind)

@@ -51,7 +51,7 @@ def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, 
             program or its gradient.
         y: a named array or a scalar. One of the three operands has all the axes of the others.
         fill_value: for the condition alone: the position that fills places without a true element.
-        new_axis: for the condition alone: the axis of the positions, whose size is the most that there can be.
+        new_axis: for the condition alone: the axis of the positions. Positions that do not fit are left out.
 
     >>> axn.where(axn.named([True, False], "x"), axn.named([1, 2], "x"), 0)
     NamedArray(int32[x=2], [1 0])
@@ -212,7 +212,7 @@ def take_along_axis(
 def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mode: str | None) -> _kernels.Kernel:
     what = "take_along_axis"
     along = _kernels.select_one(what, names, axis)
-    way_out = f" Index it instead, as in array[{{{along!r}: indices}}]; which can also add axes."
+    way_out = f" Index it instead, as in array[{{{along!r}: indices}}], which can also add axes."
     require_subset(what, "indices", index_names, names, way_out)
     position = names.index(along)
     kept = names if along in index_names else tuple(n for n in names if n != along)
@@ -370,7 +370,7 @@ def interp(
         xp: the points where the function is given, rising along `axis`. It may have other axes of `fp`, too.
         fp: the values of the function there: along `axis`, and along any number of other axes.
         axis: the axis of the points; by default the only axis of `xp`.
-        left, right: the value below the first and above the last point, by default that at the point. Or "extrapolate".
+        left, right: the value below the first and above the last point, by default the value there. Or "extrapolate".
         period: the period of the function, if it has one.
 
     >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))
@@ -422,7 +422,7 @@ def _interp_kernel(
 ) -> _kernels.Kernel:
     batch = names_without(value_names, along)
     out_names = replaced("interp", value_names, along, names_without(names, *batch))
-    # Positions may lie along an axis of the same name, which is another one.
+    # The positions may have an axis with the name of the points' axis. The two are different axes.
     of_points, of_values = (tuple(private("`fp`", (n,))[0] if n == along else n for n in own) for own in (
         point_names, value_names))  # fmt: skip
 

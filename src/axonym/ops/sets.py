@@ -88,7 +88,7 @@ def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = No
     """Count how often each of the integers 0, 1, 2, ... occurs, over all axes.
 
     Arguments:
-        x: a named array of integers. Those that are negative or beyond the axis of the counts are not counted.
+        x: a named array of integers. Negative ones, and ones beyond the axis of the counts, are not counted.
         weights: the weight of each element, by name; one by default.
         minlength: the least size of `Counts`, which is checked.
 
@@ -182,7 +182,7 @@ def histogram(
 def _histogram_kernel(
     names: Names, bins: Axis | str, limits: int, own: Names, of_weight: tuple[Names, ...], density: bool
 ) -> _kernels.Kernel:
-    """Make a kernel; `bins` is an axis, with two limits or none, or the axis name of the edges, the only limit.
+    """Make a kernel; `bins` is an axis, with two limits or none, or the axis name of the edges, as the only limit.
 
     `own` are the axes of a limit.
     """

@@ -17,7 +17,7 @@ from ._operands import apply_along, operand, private, require_named, static_numb
 
 
 def _union(a_names: Names, b_names: Names) -> Names:
-    """Return the axes of the first operand, then those that only the second has."""
+    """Return the axes of the first operand, then the axes that only the second has."""
     return a_names + tuple(n for n in b_names if n not in a_names)
 
 
@@ -55,12 +55,12 @@ def convolve(
     """Compute the convolution of two arrays along an axis.
 
     Axes that the operands share are matched; the operands broadcast along the others. The result has the axes of `a`,
-    then those that only `v` has.
+    then the axes that only `v` has.
 
     Arguments:
         v: a named array; its axis may have another size.
         mode: "full" for every position where the operands overlap, "same" for as many as the longer one has elements,
-            "valid" for those where they overlap completely.
+            "valid" for the positions where they overlap completely.
         precision: how exactly to multiply, as in `jax.lax`.
 
     >>> axn.convolve(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
@@ -103,7 +103,7 @@ def _unwrap(x: jax.Array, axis: int, discont: Any = None, period: Any = None) ->
 
 
 def _unwrap_by_odd(x: jax.Array, axis: int, discont: Any, period: int) -> jax.Array:
-    """Unwrap integers of an odd period, where JAX takes a jump by the larger half of it for one by the smaller half."""
+    """Unwrap integers with an odd period, where JAX takes a jump by the larger half for a jump by the smaller half."""
     jumps = jnp.diff(x, axis=axis)
     nearest = jnp.mod(jumps + period // 2, period) - period // 2
     added = jnp.cumsum(jnp.where(jnp.abs(jumps) < discont, 0, nearest - jumps), axis=axis)
@@ -143,7 +143,7 @@ def _cross_kernel(a_names: Names, b_names: Names, axis: AxisSelector) -> _kernel
 def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
     """Multiply each element of one array by each element of another, which shares no axis with it.
 
-    The result has the axes of `a`, then those of `b`.
+    The result has the axes of `a`, then the axes of `b`.
 
     >>> axn.outer(axn.named([1, 2], "x"), axn.named([1, 10, 100], "y"))
     NamedArray(int32[x=2, y=3], [[ 1 10 100] [ 2 20 200]])
@@ -170,10 +170,10 @@ def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
 
 
 def kron(a: NamedArray, b: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
-    """Compute the Kronecker product: each element of `a` is replaced by itself times `b`.
+    """Compute the Kronecker product: replace each element of `a` by the element times `b`.
 
     Along the chosen axes, by default all that the operands share, the sizes multiply. Other shared axes are matched,
-    and an axis that only `b` has comes after those of `a`.
+    and an axis that only `b` has comes after the axes of `a`.
 
     >>> axn.kron(axn.named([1, 2], "x"), axn.named([1, 10, 100], "x"))
     NamedArray(int32[x=6], [ 1 10 100 2 20 200])
@@ -187,7 +187,7 @@ def _kron_kernel(a_names: Names, b_names: Names, axis: Any) -> _kernels.Kernel:
     chosen = tuple(n for n in a_names if n in b_names) if axis is None else _kernels.select("kron", a_names, axis)
     _kernels.select("kron", b_names, chosen, operand=1)
     names = _union(a_names, b_names)
-    # Until the end, a chosen axis counts as two: that of `a`, and that of `b` as the minor one. Each operand lacks one.
+    # Until the end, a chosen axis counts as two: `a`'s, and `b`'s as the minor one. Each operand lacks one.
     inner = [names.index(n) + 1 + k for k, n in enumerate(n for n in names if n in chosen)]
     matched = {n for n in a_names if n in b_names and n not in chosen}
 

@@ -1,6 +1,6 @@
 """Sort along one axis.
 
-The order is that of NumPy: NaN comes last. The axis can be left out for arrays with only one.
+Elements are ordered as in NumPy: NaN comes last. The axis can be left out for arrays with only one.
 `axonym.top_k` brings its own partitioning, so it is in `axonym.custom_partitioning`.
 """
 
@@ -42,9 +42,9 @@ def _sort(x: jax.Array, axis: int, descending: bool) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sorted(axis: int, x: jax.Array) -> jax.Array:
-    """Sort, with a gradient that XLA can partition: JAX's looks up unsigned positions.
+    """Sort, with a gradient that XLA can partition: the gradient of `jnp.sort` looks up unsigned positions.
 
-    XLA ends the process if an axis of the array is sharded unevenly, as a slice of a sharded axis is.
+    For these XLA ends the process if an axis of the array is sharded unevenly, as a slice of a sharded axis is.
     """
     return jnp.sort(x, axis=axis)
 
@@ -93,7 +93,7 @@ def _positions(x: jax.Array, **options: Any) -> jax.Array:
 
 
 def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """Reorder elements along an axis so that the `kth` is where sorting puts it, and those before it are no larger.
+    """Reorder elements along an axis so that the `kth` is where sorting puts it, and no element before it is larger.
 
     >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)

@@ -1,6 +1,6 @@
 """Statistics: order statistics, averages, covariances, and differences along an axis.
 
-Reductions remove one, several or (by default) all axes, like those of `axonym.ops.reductions`.
+Reductions remove one, several or (by default) all axes, like the functions of `axonym.ops.reductions`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ._operands import (
 
 
 class Median(Protocol):
-    """`f(array, axis)`: reduces the axes, all of them by default."""
+    """`f(array, axis)`: reduce the axes, all of them by default."""
 
     def __call__(self, array: NamedArray, axis: AxisSelection | None = None) -> NamedArray: ...
 
@@ -87,10 +87,9 @@ def _order_kernel(
 
 
 def _even_gradient(what: str, fn: Callable[..., jax.Array], names: Names) -> Callable[..., jax.Array]:
-    """Return a function whose derivative is computed with axes replicated that its mesh axes do not divide.
+    """Return a function whose derivative replicates axes that their mesh axes do not divide.
 
-    XLA ends the process where an array is sharded like that, because JAX's gradient of a sort looks up unsigned
-    positions.
+    XLA ends the process if an array is sharded unevenly, because JAX's gradient of a sort looks up unsigned positions.
     """
     differentiated = jax.custom_jvp(fn)
 
@@ -125,9 +124,9 @@ def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: st
 
 
 def _by_percent(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function for percentages from that for shares.
+    """Make the function of percentages from the function of shares.
 
-    XLA would multiply by 0.01, and join that with other factors, so that 100 percent were less than all.
+    XLA would multiply by 0.01, and join the factor with others, so that 100 percent would be less than all.
     """
 
     def computed(x: Any, q: jax.Array, **options: Any) -> jax.Array:
@@ -234,7 +233,7 @@ def cov(
 def corrcoef(
     array: NamedArray, variables: AxisSelector, observations: AxisSelection, *, new_axis: AxisSelector
 ) -> NamedArray:
-    """Compute the correlation of each pair of variables, from -1 to 1. The arguments are those of `cov`.
+    """Compute the correlation of each pair of variables, from -1 to 1. The arguments are as for `cov`.
 
     >>> x = axn.named([[1., 2., 3.], [6., 4., 2.]], ("feature", "batch"))
     >>> axn.corrcoef(x, "feature", "batch", new_axis="feature2")
@@ -260,9 +259,9 @@ def _covariance_kernel(
     variable = _kernels.select_one(what, names, variables)
     observed = _kernels.select(what, names, observations)
     if variable in observed:
-        raise ValueError(f"{what}: axis {variable!r} cannot be that of the variables and of the observations at once.")
+        raise ValueError(f"{what}: axis {variable!r} cannot be the axis of both the variables and the observations.")
     batch = tuple(n for n in names if n != variable and n not in observed)
-    # The layout of the contraction, and that of the result: the matrix takes the place of the variables.
+    # The layouts of the contraction and of the result, in which the matrix takes the place of the variables.
     made = (*batch, variable, name_of(new_axis))
     kept = tuple(n for n in names if n not in observed)
     out_names = distinct(what, tuple(m for n in kept for m in ((n, name_of(new_axis)) if n == variable else (n,))))
@@ -346,8 +345,8 @@ def trapezoid(
 ) -> NamedArray:
     """Compute the integral along an axis, by the trapezoidal rule.
 
-    `x` are the coordinates of the elements: they have `axis`, and may have other axes of the array. If it is not given,
-    `dx` is the distance of the elements.
+    `x` holds the coordinates of the elements: it has `axis`, and may have other axes of the array. Without `x`, the
+    distance between elements is `dx`.
 
     >>> axn.trapezoid(axn.named([1., 2., 3.], "x"), "x", dx=0.5)
     NamedArray(float32[], 2.)

@@ -44,7 +44,7 @@ def _update(name: str, summary: str, example: str, shown: str) -> Update:
     doc = f"""{summary}
 
     Arguments:
-        value: a named array that broadcasts by name to what the index selects, or a scalar.
+        value: a named array that broadcasts by name to the selected elements, or a scalar.
         mode: what to do with indices out of range, as in `jax.numpy.ndarray.at`: they are dropped by default.
         indices_are_sorted, unique_indices: promises that the indices are in order, and that none occurs twice.
 
@@ -164,7 +164,7 @@ def _update_kernel(
         value, *operands = map(even, (value_names, *layout.operands), (value, *operands))
         return layout.update(how, a, value, value_names, operands, dict(options))
 
-    # The result keeps the sharding of the array, whatever those of the indices and the value. The layout checks sizes.
+    # The result keeps the array's sharding, however the indices and the value are sharded. The layout checks sizes.
     others = [value_names, *layout.operands]
     in_names = [names, *(mask_names(n, n) for n in others)]
     return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False)

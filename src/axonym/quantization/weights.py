@@ -77,7 +77,7 @@ class SmallLinear(ModuleWithStateDictSerialization):
         if names != stored:
             inputs = rename(inputs, {n: s for n, s in zip(names, stored, strict=True) if n != s})
         if set(stored).isdisjoint(self.scale.names):
-            # One scale for each output: it leaves the sum, so no weight is scaled before the product.
+            # One scale for each output: it multiplies the sum, so no weight is scaled before the product.
             product = dot(inputs, self.weight.astype(inputs.dtype), axis=stored) * self.scale.astype(inputs.dtype)
         else:
             groups = self.scale.axis_size(stored[-1])

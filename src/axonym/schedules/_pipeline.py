@@ -652,7 +652,7 @@ def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any
 
 
 def _with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
-    """Return gradients for all arrays, in their dtypes; None for those that cannot be differentiated."""
+    """Return gradients for all arrays, in their dtypes; None for arrays that cannot be differentiated."""
     floats, with_others = _floating(xs)
     return with_others([g.astype(x.dtype) for g, x in zip(gradients, floats, strict=True)], [None] * len(xs))
 

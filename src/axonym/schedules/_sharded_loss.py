@@ -1,7 +1,7 @@
 """Decide whether a loss can be computed from shards of some axes: whether only the cross-entropy reduces them.
 
-The function is traced twice, with the complete axes and with their shards. The axes are those whose sizes differ
-between the two programs. Both must have the same operations, with the same numbers. Operations on such an axis must be
+The function is traced twice, with the complete axes and with their shards. The sharded axes have different sizes
+in the two programs. Both must have the same operations, with the same numbers. Operations on such an axis must be
 elementwise, or products that keep the axis, except for `axonym.nn.cross_entropy_loss`, which reduces shards itself.
 """
 

@@ -5,7 +5,7 @@ there is one Python frame above `jax.jit`. After a call with another leaf, or if
 flattened. For each structure it is then decided once which leaves are donated, kept or static. `jax.jit` gets only the
 arrays, and the static leaves are part of the function that it compiles.
 
-Placements are applied inside the compiled function: arguments on the host arrive sharded, and those with another
+Placements are applied inside the compiled function: arguments on the host arrive sharded, and arguments with another
 placement are moved. Only arguments on devices outside the mesh are moved before the call, after `jax.jit` has rejected
 them.
 """
@@ -52,7 +52,7 @@ class JitOptions(TypedDict, total=False):
 
 
 class CompiledFunction(Generic[P, R]):
-    """A function compiled by `named_jit`, `fsdp` or `sjit`: called like the function, and like `jax.jit` of it.
+    """A function compiled by `named_jit`, `fsdp` or `sjit`. Call it like the function, or lower and trace it.
 
     >>> type(axn.named_jit(lambda x: x * 2)).__name__
     'CompiledFunction'
@@ -77,7 +77,7 @@ class CompiledFunction(Generic[P, R]):
         """Arguments:
         what: the public function that made it, for messages.
         fn: the function.
-        active: the parts of the settings that are active inside, whatever they are around the call.
+        active: the parts of the settings that are active inside, whatever is active around the call.
         arguments: placements of the arguments, which are applied in turn, each with a word for messages.
         results: a function of the arguments and the results, which returns the results sharded.
         donate: which positional and keyword arguments may be overwritten: tree prefixes of booleans or functions.
@@ -91,7 +91,7 @@ class CompiledFunction(Generic[P, R]):
         self._active = active
         self._settings = active_settings.changed(None, **active)
         self._around_last: tuple[Any, Any] = None, None
-        """The settings that were active around the last call, and those that it activated instead."""
+        """The settings that were active around the last call, and the settings that it activated instead."""
         self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
         self._results = results
         self._donate = donate
@@ -167,8 +167,8 @@ class CompiledFunction(Generic[P, R]):
     def _surroundings(self):
         """Activate, around the call, the settings that its program depends on.
 
-        The function's own settings are activated inside it, so the program does not depend on those that they replace.
-        All others stay active.
+        The function's own settings are activated inside it, so the program does not depend on the
+        settings that they replace. All others stay active.
         """
         outer = active_settings.active_settings()
         seen, wanted = self._around_last
@@ -340,7 +340,7 @@ class _Program:
         self.spec = spec
         self.jitted = jitted
         self.unflattened = unflattened
-        """Whether it takes the arguments unchanged, rather than lists of kept and donated arrays."""
+        """Whether the compiled function takes the arguments unchanged, rather than lists of kept and donated arrays."""
         self._donated = donated
         self._donates = any(donated)
         static = [(i, s.value) for i, s in enumerate(spec.slots) if isinstance(s, StaticLeaf)]
@@ -355,15 +355,15 @@ class _Program:
         self._has_static_fields = bool(self._structure.static_fields)
 
     def arrays(self, leaves: list[Any], structure: Any) -> tuple[list[Any], ...] | None:
-        """Reduce the leaves to their arrays, and return these, if this is certainly the program for them; else None.
+        """Remove the static leaves, and return the arrays, if this is certainly the program for the leaves; else None.
 
-        That is so if they are as expected: the same static values, and arrays otherwise.
+        It is certain if the leaves are as expected: the same static values, and arrays otherwise.
         """
         if list(map(type, leaves)) != self._types:
             return None
         for i, value, compares in self._static:
             leaf = leaves.pop(i)
-            # Zero has a sign, so it is not certain.
+            # Zero is not certain, since 0.0 and -0.0 are equal.
             if leaf is not value and not (compares and leaf == value and leaf != 0):
                 return None
         if self._has_static_fields and not same_static_fields(structure, self._structure):
@@ -371,11 +371,11 @@ class _Program:
         return self.apart(leaves) if self._donates else (leaves,)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
-        """Return the arrays among leaves that match this program: those that are kept and those that are donated."""
+        """Return the arrays among leaves that match this program: the kept ones and the donated ones."""
         return self.apart([leaf for leaf, slot in zip(leaves, self.spec.slots, strict=True) if slot is None])
 
     def apart(self, arrays: list[Any]) -> tuple[list[Any], ...]:
-        """Return the arrays that are kept, and those that are donated."""
+        """Split arrays into the kept ones and the donated ones."""
         if not self._donates:
             return (arrays,)
         both = list(zip(arrays, self._donated, strict=True))
@@ -395,7 +395,7 @@ def _is_surely_array(leaf: Any) -> bool:
 
 
 class _AmbiguousArgumentsError(Exception):
-    """Raised while tracing arguments that `jax.jit` could not distinguish from those of another program."""
+    """Raised while tracing arguments that `jax.jit` could not distinguish from the arguments of another program."""
 
 
 def _checked(leaf: StaticLeaf) -> StaticLeaf:
@@ -447,9 +447,9 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class Stage:
-    """One of `jax.stages` for a function with static leaves or donated arguments; it is called like the function.
+    """A stage of `jax.stages` for a function with static leaves or donated arguments. Call it like the function.
 
-    All other attributes are those of JAX's stage.
+    All other attributes come from JAX's stage.
     """
 
     def __init__(self, stage: Any, program: _Program | None):

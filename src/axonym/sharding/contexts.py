@@ -26,9 +26,9 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function that runs under the mesh and the mapping that are active now, wherever it is called.
 
     Use it for functions that other threads run, and for coroutine functions that become tasks. A task keeps its mesh
-    and mapping, also those that it activates itself, while other tasks run. A function also takes along Python's
-    context variables; a task has those of where it is made, as always. Other settings that JAX keeps per thread are not
-    taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
+    and mapping, also ones that it activates itself, while other tasks run. A function also takes along Python's
+    context variables; a task always has the ones of the code that makes it. Other settings that JAX keeps per thread
+    are not taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> mesh = axn.make_mesh({"data": -1})
@@ -80,7 +80,7 @@ class _ContextSnapshot:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Activate them in a with-block, and restore the previous ones afterwards."""
+        """Activate this mesh and these settings in a with-block, and restore the previous ones afterwards."""
         with (
             jax.set_mesh(self.mesh),
             contextlib.nullcontext() if self.abstract is None else jax.sharding.use_abstract_mesh(self.abstract),

@@ -84,9 +84,10 @@ def named_jit(
 
     Arguments:
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
-        mapping: the mapping that is active inside. By default that around the call.
+        mapping: the mapping that is active inside. By default the mapping around the call.
         in_placement: the placement of the arguments: one for all of them, a tuple with one for each positional
-            parameter, or a dictionary with some by parameter. By default they keep their sharding.
+            parameter, or a dictionary with some by parameter. Arguments without one keep their sharding. In a tuple
+            or dictionary, None is the active mapping.
         out_placement: the placement of the results; `mapping` by default.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
@@ -156,7 +157,7 @@ def fsdp(
     Arguments can come from the host, or from any other placement.
 
     To store parameters without names, pass a rule (see `axonym.sharding.FSDPShardingRule`), which then places
-    everything that `compute_mapping` does not shard. In that case the compiler decides what is gathered where.
+    everything that `compute_mapping` does not shard. In that case the compiler decides which arrays are gathered where.
 
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ResourceMapping: TypeAlias = Mapping[Any, str | Sequence[str] | None]
-"""From a logical axis to the mesh axis that it is sharded over, to several, or to None: explicitly replicated."""
+"""Maps a logical axis to the mesh axis that it is sharded over, to several, or to None: explicitly replicated."""
 
 PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 """One mesh axis, or several that an axis is sharded over."""
@@ -61,8 +61,8 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
     )
 
 
-NO_SIZES = " The sizes are those of the mesh, as in `axonym.make_mesh({'data': 4})`."
-"""Said where a mesh axis was expected."""
+NO_SIZES = " Sizes belong to the mesh, as in `axonym.make_mesh({'data': 4})`."
+"""Advice where a mesh axis was expected."""
 
 
 def as_mapping(given: Any) -> str:

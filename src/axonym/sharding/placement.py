@@ -2,8 +2,8 @@
 
 A *placement* says how the leaves of a tree are sharded. It is one of
 
-- a resource mapping: named arrays by their names, and raw arrays by those that `field(axis_names=...)` gives in Equinox
-  modules, and `with_partitioning` in Flax;
+- a resource mapping: named arrays by their names, and raw arrays by the names that `field(axis_names=...)` gives in
+  Equinox modules, and `with_partitioning` in Flax;
 - a `PartitionSpec` or a `NamedSharding`, for every array below it, by position;
 - a rule, which decides for each leaf which of the above it gets: see `axonym.sharding.ShardingRule`;
 - None: the active mapping;
@@ -71,7 +71,7 @@ class Leaf:
     mesh: AnyMesh | None = None
     """The mesh of the sharding, if the placement is a sharding."""
     made_from: Names | None = None
-    """The names of the array that an optimizer made this one from, which has other axes; see `_name_axes_left`."""
+    """The names of the array with other axes that an optimizer made this one from; see `_name_axes_left`."""
 
     @property
     def path(self) -> str:
@@ -108,7 +108,7 @@ class Rule(abc.ABC):
         return []
 
     def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
-        """Return the final answer for the leaf, of the rule and those that it hands the leaf to."""
+        """Return the final answer for the leaf, from this rule or the rules that it hands the leaf to."""
         answer = self.place(leaf, mesh)
         return answer.answer(leaf, mesh) if isinstance(answer, Rule) else answer
 
@@ -141,7 +141,7 @@ class PlacementCheck:
     given: list[tuple[Placement, Leaf]]
     """The placement of each leaf, which may be a rule, with the leaf as the rule sees it."""
     answers: list[tuple[Placement, Leaf]]
-    """The answers of rules, apart from those of the library that answer with mappings for other leaves too."""
+    """The answers of rules, except the library's own rules that answer with mappings for other leaves too."""
     problems: list[tuple[str, str]]
     """Paths and messages."""
     not_told: list[Leaf]
@@ -149,7 +149,7 @@ class PlacementCheck:
 
 
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> PlacementCheck:
-    """Resolve a placement, and return its errors beside the leaves; the arguments are those of `resolve`."""
+    """Resolve a placement, and return its errors beside the leaves; the arguments are as for `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
     # Each mapping is normalized once for all leaves.
@@ -192,7 +192,7 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
 
 
 def is_placed_whole(x: Any) -> bool:
-    """Return whether something is a named array that is one leaf, unlike one in which an optimizer keeps several.
+    """Return whether something is a named array that is one leaf, unlike one that an optimizer fills with several.
 
     Shampoo, for example, keeps two matrices for each matrix.
     """
@@ -218,16 +218,16 @@ def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
 
 
 def _is_mapped(x: Any) -> bool:
-    """Return whether `jax.vmap` has taken an axis from an array, which then lacks it only here."""
+    """Return whether an array lacks an axis only here, because `jax.vmap` maps over it."""
     return isinstance(x, Tracer) and getattr(followed_by(x), "shape", x.shape) != x.shape
 
 
 def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
     """Name the axes of arrays that an optimizer made from others, as far as the sizes of the tree's axes tell.
 
-    Such an array has the names of a parameter but other axes, for example those that are left after a mean. Its axes
-    are in the order of the names; one that could be several of them, or none, becomes `_`, which no mapping contains.
-    So does the axis of an array of one element that stands for a larger one with its names and key.
+    Such an array has the names of a parameter but other axes, for example the axes that are left after a mean. Its
+    axes are in the order of the names; an axis that could have several of the names, or none, gets the name `_`, which
+    no mapping contains. So does the axis of a one-element array in place of a larger array with the same names and key.
     """
     ones = [leaf for leaf in leaves if leaf.names and leaf.shape == (1,)]
     if not ones and not any(leaf.made_from for leaf in leaves):
@@ -254,7 +254,7 @@ def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _is_not_told(leaf: Leaf, mapping: Mapping[str, Entry]) -> bool:
-    """Return whether a mapping would shard an array of an optimizer if one knew which axes it has."""
+    """Return whether a mapping would shard an array of an optimizer if its axes were known."""
     unknown = set(leaf.names or ()) == {"_"} and math.prod(leaf.shape or ()) > 1
     return unknown and any(mapping.get(n) for n in leaf.made_from or ())
 
@@ -331,7 +331,7 @@ def _child(parent: Any, key: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterOrComputeMapping(Rule):
-    """The parameter mapping for parameters, and the compute mapping for everything else."""
+    """Place parameters by the parameter mapping, and everything else by the compute mapping."""
 
     parameters: Mapping[str, Entry]
     compute: Mapping[str, Entry]
@@ -344,7 +344,7 @@ class ParameterOrComputeMapping(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class ComputeMappingOrParameterRule(Rule):
-    """The compute mapping for what it shards, such as batches, and a rule for everything else, the parameters."""
+    """Place leaves by the compute mapping if it shards them, as it does batches, and else, as parameters, by a rule."""
 
     parameters: Rule
     compute: Mapping[str, Entry]
@@ -357,7 +357,7 @@ class ComputeMappingOrParameterRule(Rule):
 
 
 def is_placement(x: Any) -> bool:
-    """Return whether something is a placement by itself, rather than a tree prefix of placements."""
+    """Return whether something is a single placement, rather than a tree prefix of placements."""
     return (
         x is None
         or isinstance(x, (Rule, PlacementLeaf, PartitionSpec, jax.sharding.Sharding))
@@ -375,7 +375,7 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
         placement = checked_prefix(placement, what)
         if any(isinstance(unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
-        # Placements are wrapped so that those that are trees themselves (mappings) count as leaves.
+        # Placements are wrapped so that mappings, which are trees themselves, count as leaves.
         wrapped = jax.tree.map_with_path(
             lambda path, p: PlacementLeaf(unwrapped(p), len(path)), placement, is_leaf=is_placement
         )
@@ -405,7 +405,7 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacementLeaf:
-    """A placement in a prefix, wrapped because a dictionary with it could be read as a mapping."""
+    """A placement in a prefix, wrapped because a dictionary that contains it could be read as a mapping."""
 
     placement: Placement
     depth: int = 0
@@ -478,7 +478,7 @@ def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: lis
 
 
 def entries_for(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
-    """Return the entries for the axes of a leaf of a placement that is not a rule, or None if it has none."""
+    """Return the spec entries that a placement (not a rule) gives the axes of a leaf, or None if it gives none."""
     if isinstance(placement, PartitionSpec):
         return tuple(placement)
     if isinstance(placement, NamedSharding):
@@ -491,7 +491,7 @@ def entries_for(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
-    """Return the errors of the entries of a spec: mesh axes that are missing or used twice, sizes not divisible."""
+    """Return the errors of a spec's entries: mesh axes that are missing, used twice, or do not divide the sizes."""
     assert leaf.shape is not None
     return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
 
@@ -508,7 +508,7 @@ _WAY_OUT = (
 def _checked(
     names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """Return the spec of these entries, and its errors. Cached, as a model has many leaves of the same axes."""
+    """Return the spec of these entries, and its errors. Cached, as a model has many leaves with the same axes."""
     problems = []
     taken: dict[str, str] = {}
     array = _described(names, shape)
@@ -570,7 +570,7 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
         many = errors.counted(len(leaf.names), "axis", "axes")
         return (
             f"{leaf.path}: its field names {many} {errors.describe_axes(leaf.names)}, but the array has shape "
-            f"{leaf.shape}. A stack of modules has an axis more: make the field a named array, which `axonym.vmap` "
+            f"{leaf.shape}. A stack of modules has one more axis: make the field a named array, which `axonym.vmap` "
             "stacks by name, or place this part of the tree by a partition spec."
         )
     many = errors.counted(len(entries), "entry", "entries")

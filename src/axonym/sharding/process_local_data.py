@@ -26,7 +26,7 @@ def from_process_local_data(
 ) -> Any:
     """Make global arrays from the data that each process has loaded.
 
-    The code is the same with one process and with many. Processes that differ only along other mesh axes must load the
+    The code is the same with one process and with many. Processes that hold the same part of the axis must load the
     same data, and all others different data: the first call for a mesh compares checksums, and reports mistakes.
 
     Arguments:
@@ -58,7 +58,7 @@ def from_process_local_data(
         shape = x.shape if leaf.names is None else errors.describe_axes(leaf.names, x.shape)
         position = _position(leaf, x.ndim, axis)
         if position is None:
-            problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which parts could follow.")
+            problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
         elif x.shape[position] % shards:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
             problems.append(

@@ -1,4 +1,4 @@
-"""Answer questions about a placement: the sharding of an axis or a tree, and what is wrong with it."""
+"""Answer questions about a placement: the sharding of an axis or a tree, and its mistakes."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ class Finding:
     """
 
     kind: Kind
-    """'unused': a key that names no axis of the tree, or a pattern found in no path; 'problem': what `shard` would
-    refuse; 'replicated': a large array that is replicated."""
+    """'unused': a key that names no axis of the tree, or a pattern found in no path; 'problem': an
+    array that `shard` would refuse; 'replicated': a large array that is replicated."""
     where: str
     """The key, the pattern, or the path in the tree."""
     message: str
@@ -248,7 +248,7 @@ def lint_mapping(
 
 
 def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> Iterator[Finding]:
-    """Find the entries of a placement that no leaf needs, and those among them for mesh axes that do not exist."""
+    """Find the entries of a placement that no leaf needs, and the mesh axes in them that do not exist."""
     placement = active_mapping() if placement is None else placement
     for name, message in unused_in(placement, leaves):
         yield Finding("unused", name, message)
@@ -259,7 +259,7 @@ def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> I
 
 
 def _replicated(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Finding]:
-    """Find out whether a leaf is a large array that every device has."""
+    """Report a leaf if it is large and replicated."""
     mesh = leaf.mesh or mesh
     if leaf.shape is None or mesh is None or _bytes(leaf) < large:
         return

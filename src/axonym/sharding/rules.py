@@ -85,7 +85,7 @@ class _FirstOf(ShardingRule):
     """A rule that returns the answer of the first placement that does not pass the leaf on."""
 
     def __init__(self, *placements: Placement):
-        # A mapping by itself would not pass on leaves without names.
+        # A plain mapping would not pass on leaves without names.
         self.placements = [_as_rule(p) for p in placements]
 
     def _key(self) -> Any:
@@ -340,7 +340,7 @@ class LogicalAxesRule(ShardingRule):
 
     Where the arrays' tree has an array, this tree has a tuple of names, or a `PartitionSpec` of names. None is an axis
     without a name; an array with an empty tuple is replicated. The states of optimizers contain the paths of the
-    parameters, so the names apply to those too. An array that the tree has no names for is passed on.
+    parameters, so the names apply to the states too. An array that the tree has no names for is passed on.
 
     >>> names = {"up": ("embed", "mlp"), "scale": ("embed",)}
     >>> rule = axn.sharding.LogicalAxesRule(names, {"embed": "data"})
@@ -351,8 +351,8 @@ class LogicalAxesRule(ShardingRule):
     def __init__(self, tree: Any, mapping: ResourceMapping | Sequence[tuple[str, Any]]):
         """Arguments:
         tree: the names.
-        mapping: from names to mesh axes; or the logical axis rules of Flax, pairs of a name and a mesh axis: the first
-            pair of a name counts whose mesh axes the array does not use yet.
+        mapping: from names to mesh axes; or the logical axis rules of Flax, pairs of a name and a mesh axis: for each
+            name, the first pair counts whose mesh axes the array does not use yet.
         """
         found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_names)[0]
         if wrong := [_path(path) for path, names in found if not _is_names(names)]:

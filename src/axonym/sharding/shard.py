@@ -39,8 +39,8 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
 
     Arguments:
         tree: named arrays, raw arrays, models, optimizer states, ...
-        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, or a tree prefix of these. By default the
-            active mapping.
+        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, a rule, or a tree prefix of these. By
+            default the active mapping.
         mesh: the mesh; by default the active one.
 
     >>> x, mesh = axn.ones({"batch": 16, "embed": 4}), axn.make_mesh({"data": -1})
@@ -60,8 +60,8 @@ def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -
 
     Arguments:
         tree: the tree to replicate.
-        placement: what to undo: a resource mapping, a rule, or any other placement. By default, everything; the active
-            mapping is not looked at.
+        placement: the placement to undo: a resource mapping, a rule, or any other. By default all shardings; the
+            active mapping is ignored.
         mesh: the mesh; the active one by default.
 
     >>> mesh = axn.make_mesh({"fsdp": 2, "model": 2})
@@ -110,7 +110,7 @@ def copied_to_host(x: jax.Array) -> np.ndarray:
 
 
 _COMPILED_BYTES = 2**24
-"""The bytes of an array from which a compiled program moves it; less is copied sooner through the host."""
+"""A compiled program moves arrays of at least this many bytes. For smaller ones, copying through the host is faster."""
 
 
 def moved(x: Any, target: NamedSharding) -> jax.Array:
@@ -126,9 +126,9 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
 
 
 def without_cache(x: Any) -> Any:
-    """Return another array of the same buffers: what JAX caches in an array, such as a copy on the host, ends with it.
+    """Return a new array with the same buffers, without what JAX caches in the old one, such as a copy on the host.
 
-    Weakly typed arrays and random keys, of which JAX makes no such array, are returned as they are.
+    Weakly typed arrays and random keys, which JAX cannot make from buffers, are returned as they are.
     """
     if not isinstance(x, jax.Array) or _is_of_keys(x) or x.weak_type or not x.is_fully_addressable:
         return x
@@ -141,9 +141,9 @@ def _is_of_keys(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
-    """Return whether the devices of one mesh get other shards, so that a program can exchange them.
+    """Return whether an array stays on its mesh and gets other shards there, so that a program can exchange them.
 
-    Between meshes of other axes, XLA may replicate the whole array on each device.
+    Between meshes with different axes, XLA may replicate the whole array on each device.
     """
     if not isinstance(has, NamedSharding) or has.memory_kind != target.memory_kind:
         return False
@@ -168,7 +168,7 @@ def shard_arguments(
     what: str,
     static: Sequence[int] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Shard the arguments of a call, but those at static positions. Errors name the parameters.
+    """Shard the arguments of a call, except at static positions. Errors name the parameters.
 
     The placement is one for all arguments, a tuple with one for each positional parameter, or a dictionary of some by
     parameter. Arguments that it leaves out keep their sharding.
@@ -191,7 +191,7 @@ def shard_arguments(
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
                 f"{what}: {errors.counted(len(placement), 'placement')}, and none for {', '.join(missing)}. Give "
-                "one for each positional argument; None says nothing about it."
+                "one for each positional argument; None leaves an argument to the active mapping."
             )
         chosen = {name: p for name, p in chosen.items() if name in values}
     else:
@@ -215,7 +215,7 @@ def call_on_mesh(
 ) -> R:
     """Call a jitted function, whose arguments are sharded inside it, with arguments on any devices.
 
-    `jax.jit` refuses arguments on other devices than those of the mesh. Then they are moved, and it is called again:
+    `jax.jit` refuses arguments on devices outside the mesh. Then they are moved, and the function is called again:
     `place` shards the arguments as the function does inside, by a placement that may have its own mesh.
     """
     try:
@@ -290,7 +290,7 @@ def needs_mesh(placements: Any) -> bool:
 
 
 def _axes_of(placements: Any) -> tuple[str, ...]:
-    """Return the mesh axes that placements and the active mappings mention, in rules apart."""
+    """Return the mesh axes that placements and the active mappings mention, except in rules."""
     found: list[Any] = [active_mapping(), active_parameter_mapping()]
     found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
     of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
@@ -435,7 +435,7 @@ def _constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callable[[A
     """Make a jitted function that constrains an array to a spec.
 
     It is jitted so that it also works on tracers of eager transformations, where JAX has no rule that distinguishes the
-    axes of a spec from those that `vmap` adds.
+    axes of a spec from axes that `vmap` adds.
     """
     types = types_of(mesh)
 

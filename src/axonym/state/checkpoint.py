@@ -334,7 +334,7 @@ def _key(leaf: Leaf) -> str:
 
 def _about(leaf: Leaf, array: Any) -> dict[str, Any]:
     names = leaf.value.names if isinstance(leaf.value, NamedArray) else None
-    names = None if leaf.made_from else names  # which are those of another array
+    names = None if leaf.made_from else names  # the names belong to another array
     about = {"axes": names, "shape": list(array.shape), "dtype": str(array.dtype)}
     return about | ({"key": str(jax.random.key_impl(array))} if _is_key(array) else {})
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what: str) -> T:
-    """Replace the lazy arrays of a tree with JAX arrays; those that were not found keep their value in the template."""
+    """Replace the lazy arrays of a tree with JAX arrays; if one was not found, keep its value in the template."""
     values, structure = jax.tree.flatten(tree, is_leaf=is_placed_whole)
     leaves = shardings_of(with_abstract_arrays(tree), template, placement, mesh, what)
     results, problems = [], []

@@ -1,7 +1,7 @@
 """Say which operation makes a distributed program differ from its reference, by comparing the values on the way.
 
 Values are recognised by fingerprints that do not depend on layout and sharding. A correct program has a few values that
-its reference has not, so this is for programs that are known to differ.
+its reference does not have, so this is for programs that are known to differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Recording(NamedTuple):
 
 
 class _Likeness(NamedTuple):
-    """How a value is like one of the reference: summed over these mesh axes, it is so many times that value."""
+    """How a value relates to a value of the reference: summed over these mesh axes, it is that value times a factor."""
 
     summed: tuple[str, ...]
     factor: tuple[str, ...]
@@ -88,7 +88,7 @@ class _Diagnosis:
         return f"{what} is the first to give a value that the reference does not have, from {operands or 'constants'}"
 
     def _source(self, position: int) -> str:
-        """Return a name for a value: that of an argument, or of the operation that gives it."""
+        """Return a name for a value: the name of an argument, or of the operation that gives the value."""
         step = self._steps[position]
         if step.operation.startswith("argument "):
             return f"`{self._names[int(step.operation.removeprefix('argument '))]}`"
@@ -98,7 +98,7 @@ class _Diagnosis:
         return f"{step.operation}{at}"
 
     def _is_fine(self, position: int) -> bool:
-        """Return whether a value is one of the reference, or a partial sum, which is right if it is summed later."""
+        """Return whether the reference has a value, or it is a partial sum, which is right if it is summed later."""
         like = self._likeness(position)
         return like is not None and (like == _SAME or bool(like.summed))
 

@@ -1,7 +1,7 @@
 """Evaluate a program with all floating-point numbers widened to float64, whatever their dtypes are.
 
-What a dtype decides when the program is traced stays: constants are rounded to it, and random bits become floats of it.
-The arithmetic between them is done in float64.
+Tracing has already used the dtypes for constants, which are rounded to theirs, and for random bits, which become floats
+of theirs. The arithmetic between them is done in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.jax_versions import scan_operands, x64_while_partitioning
 
-# Equations that only call a program, in the parameter named here. Rules for derivatives and the like are used already.
+# Equations that only call the program in the parameter named here. Rules for derivatives and the like are used before.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -48,7 +48,7 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 class Step(NamedTuple):
-    """Where a value on the way to a result comes from."""
+    """The origin of an intermediate value."""
 
     operation: str
     where: str
@@ -73,13 +73,13 @@ class WidenedProgram:
         """The positions of the steps that computed the results, as far as they are recorded."""
         self._recorded: dict[int, Any] | None = {} if recording else None
         self._origins: dict[int, tuple[int, Any]] = {}
-        """By the identity of a value: the position of its step, and the value, so that no other gets this identity."""
+        """By the `id` of a value: the position of its step, and the value itself, so that no other gets this `id`."""
         self._constants: dict[int, Any] = {}
-        """The constants of the program, and the values that are chosen among constants, by identity."""
+        """The constants of the program, and the values that are chosen among constants, by `id`."""
         self._devices: dict[str, int] = {}
         self._has_rules = False
         self._place: str | None = None
-        """Where a function of a library was called that is being evaluated."""
+        """The place in the user's code that called the library function being evaluated."""
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
         """Return the results, and the recorded values by the positions of their steps."""
@@ -188,7 +188,7 @@ class WidenedProgram:
         params, around = equation.params, self._place
         operands = [_constrain(x, s) for x, s in zip(operands, params.get("in_shardings", operands), strict=True)]
         if around is None and _LIBRARIES.search(str(program.debug_info.func_src_info)):
-            self._place = _where(equation)  # the lines inside are those of the first call
+            self._place = _where(equation)  # the lines inside belong to the first call
         results = self._evaluate(program, operands)
         self._place = around
         return [_constrain(x, s) for x, s in zip(results, params.get("out_shardings", results), strict=True)]
@@ -232,7 +232,7 @@ class WidenedProgram:
         return results
 
     def _partition(self, equation: JaxprEqn) -> Callable[..., Any]:
-        """Widen what a `custom_partitioning` rule runs on one device, which JAX traces when it compiles."""
+        """Widen the function that a `custom_partitioning` rule runs per device, which JAX traces when it compiles."""
         self._has_rules, partition = True, equation.params["partition"]
         dtypes = [v.aval.dtype for v in equation.invars]  # pyright: ignore[reportAttributeAccessIssue]
         out_dtypes = [v.aval.dtype for v in equation.outvars]  # pyright: ignore[reportAttributeAccessIssue]
@@ -274,7 +274,7 @@ class WidenedProgram:
             self._recorded.update(values)
 
     def _continue(self, outside: Sequence[Any], inside: Sequence[Any]) -> None:
-        """Say that values inside a body are those outside of it, or the other way round."""
+        """Record that values inside a body are the values outside of it, or the other way round."""
         for a, b in zip(outside, inside, strict=True):
             if id(a) in self._origins:
                 self._origins[id(b)] = self._origins[id(a)][0], b
@@ -308,7 +308,7 @@ def _convert(x: Any, dtype: Any) -> Any:
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
-    """Give an array the sharding that a jit inside the program asks for, if it does."""
+    """Give an array the sharding that a jit inside the program asks for, if any."""
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) != {AxisType.Auto}:
         return x
     return jax.lax.with_sharding_constraint(x, sharding)

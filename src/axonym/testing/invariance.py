@@ -1,8 +1,8 @@
 """Check that a function computes the same however it is distributed.
 
-How a program is distributed must not change what it computes. Most functions keep this promise automatically; those
-with per-device code, their own partitioning or assumptions about shards can break it silently. `check_shard_invariance`
-runs a function under many placements, or as it is placed, and compares, in float64.
+How a program is distributed must not change what it computes. Most functions keep this promise automatically;
+functions with per-device code, their own partitioning or assumptions about shards can break it silently.
+`check_shard_invariance` runs a function under many placements, or as it is placed, and compares, in float64.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShardInvariance:
     refusals: Mapping[str, str]
     """The placements that were refused, as code, and the first line of each message."""
     scales: tuple[float, ...]
-    """The factors of the arguments with which the results were compared, which is where no result is NaN."""
+    """The factors of the arguments at which the results were compared: the ones that made no result NaN."""
     own_precision: tuple[str, ...]
     """The operations that could not be evaluated in float64, such as `pallas_call`."""
 
@@ -69,7 +69,7 @@ def check_shard_invariance(
 
     The function runs on one device, and then under meshes and mappings drawn at random: meshes of different sizes, with
     Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two. If no argument is
-    named, it runs once, with the shardings that its arguments have. What it returns is compared each time, values,
+    named, it runs once, with the shardings that its arguments have. Its results are compared each time, by values,
     dtypes and axes, and so are the gradients with respect to all floating-point arguments. Random draws are compared
     like everything else: pass the key as an argument. The first difference is reduced to the fewest mapping entries and
     devices that still show it, and raised as an AssertionError that shows the mesh and the mapping as code, and where
@@ -89,16 +89,16 @@ def check_shard_invariance(
     Arguments:
         fn: the function. It may use `axonym.shard_map`, which then runs under the drawn mapping.
         *args: its arguments; named arrays among them provide the axes that are mapped.
-        reference: another function of the same arguments that says what is right, such as the plain version of
+        reference: another function of the same arguments that gives the right results, such as the plain version of
             per-device code. By default the function itself. It runs on one device.
-        mesh_axes: the names of the mesh axes. Include those that the function itself mentions.
+        mesh_axes: the names of the mesh axes. Include the ones that the function itself mentions.
         draws: how many placements to draw.
         seed: the same seed draws the same placements.
         rtol: how much floating-point values may differ, relative to typical values of the array. By default 1e-8, or
             16 times the precision of the operations that are not evaluated in float64.
         gradients: whether to compare gradients too.
-        refusals: a regular expression. Errors with a message in which it is found are refusals too: the function's own,
-            of placements that it does not support, or those of JAX for raw arrays on Explicit axes.
+        refusals: a regular expression. Errors with a message in which it is found are refusals too: the function's own
+            errors for placements that it does not support, or JAX's errors for raw arrays on Explicit axes.
 
     >>> x = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 4})
     >>> result = axn.testing.check_shard_invariance(lambda x: axn.nn.softmax(x, "embed"), x, draws=3)
@@ -231,7 +231,7 @@ _Placement = _Distribution | _AsPlaced
 
 
 def _on_one_device(draw: _Draw, mesh: Mapping[str, int], draws: int) -> list[_Distribution]:
-    """List mappings on one device, where all are the same, but some may not fit the function."""
+    """List mappings on one device, where all give the same results, but some may not fit the function."""
     return [_Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)]
 
 
@@ -349,7 +349,7 @@ class _Check:
             )
 
     def difference(self, placement: _Placement) -> _Mismatch | None:
-        """Return how the results under a placement differ from those expected; None if they agree."""
+        """Return how the results under a placement differ from the expected ones; None if they agree."""
         try:
             found = self._run(self._fn, placement)
         except Exception as error:
@@ -382,7 +382,7 @@ class _Check:
         rtol = default if self._rtol is None else self._rtol
         for scale in self.scales:
             expected = [copies[0] for copies in self._expected.values[scale]]
-            # Rounding errors of large values: elements of which the true value is 0 may have these instead.
+            # Rounding errors of large values, which elements may have whose true value is 0.
             noise = 2.0**-43 * max([float(np.max(_sizes(x), initial=0)) for x in expected], default=0)
             pairs = zip(expected, found.values[scale], strict=True)
             words = [next(filter(None, (_words(a, b, rtol, noise) for b in copies)), None) for a, copies in pairs]
@@ -397,7 +397,7 @@ class _Check:
             found = self._run(self._fn, placement, (difference.scale,), recording=True)
             expected = self._run(self._reference, self._one, (difference.scale,), recording=True)
             parameters = [p.name for p in inspect.signature(self._reference).parameters.values() if p.kind < 2]
-        except Exception:  # what was found is more important than why
+        except Exception:  # without its cause, the difference is reported all the same
             return None
         wrong = [p for i in difference.wrong if (p := found.program.origins[i]) is not None]
         paths = [path for path, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
@@ -479,7 +479,7 @@ def _has_nan(x: np.ndarray) -> bool:
 
 
 def _sizes(x: np.ndarray) -> np.ndarray:
-    """Return the sizes of elements without zeros, and without the huge ones that stand for infinity, as in masks."""
+    """Return the magnitudes of elements, without zeros and without huge ones that stand for infinity, as in masks."""
     sizes = np.abs(x[np.isfinite(x) & (x != 0)]) if np.issubdtype(x.dtype, np.inexact) else np.zeros(0)
     return sizes[sizes < 1e8 * max(1.0, np.quantile(sizes, 0.1))] if sizes.size else sizes
 

@@ -1,12 +1,12 @@
-"""Policies for what a scan keeps for its backward pass, and what it computes again.
+"""Policies that say which arrays a scan keeps for its backward pass, and which it computes again.
 
 The backward pass of a step needs its carry, its inputs and its intermediate results, the *internals*. A scan that keeps
-them all needs memory for every step. A policy says what is kept instead:
+them all needs memory for every step. A policy says which arrays are kept instead:
 
 - the carries: a step is computed again from its carry, so the carries of all steps stay by default. They can be moved
   to the host, or not be kept at all, in which case the backward pass first runs the whole scan once more;
 - the inputs: they are the operands of the scan, so they are kept anyway. They can be moved to the host;
-- the internals: none, all, or those that the step names with `tree_checkpoint_name`, on the device or on the host;
+- the internals: none, all, or the ones that the step names with `tree_checkpoint_name`, on the device or on the host;
 - nested scans: the steps are cut into groups, and only the carries between groups are kept. With about sqrt(N) groups
   of N steps, memory grows with sqrt(N), for one more forward pass.
 """
@@ -379,7 +379,7 @@ def _warn_of_unknown(
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:
-    """Return the names given to arrays in a traced program and those that it calls."""
+    """Return the names given to arrays in a traced program and the programs that it calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]

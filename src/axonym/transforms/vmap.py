@@ -59,12 +59,13 @@ def vmap(
 
     The function is called once and sees the arguments without the axes; its results get them in front. Named arrays
     that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names and
-    are mapped over their first axis by default. Those of an Equinox module are if its named arrays have an axis that is
-    mapped over; if it has no named arrays, `args` or `kwargs` must say how. Values that are not arrays, in arguments or
-    results, are passed on unchanged: a number that the function returns stays that number, while `map` stacks it.
+    are mapped over their first axis by default. In an Equinox module, they are mapped if its named arrays have an axis
+    that is mapped over; if it has no named arrays, `args` or `kwargs` must say how. Values that are not arrays
+    are passed on unchanged, in arguments or results: a number that the function returns stays that number,
+    while `map` stacks it.
 
     An axis that the active mapping shards stays sharded throughout. On Explicit mesh axes, arguments that are sharded
-    differently along the axis are resharded first, and those that are not mapped are gathered over its mesh axes.
+    differently along the axis are resharded first, and arrays that are not mapped are gathered over its mesh axes.
 
     Arguments:
         fn: the function. Its arguments and its result may be any trees.
@@ -272,7 +273,7 @@ class _BatchShards:
         return [operand for operand, _ in found], [x for _, x in found]
 
     def split_levels(self, levels: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Return the sizes and mesh axes of all axes that are mapped over, with those of the shards and the rest."""
+        """Return the sizes and mesh axes of all axes mapped over, with this one split into shards and the rest."""
         size, spmd = levels[self.level]
         return [*levels[: self.level], (self.count, spmd), (size // self.count, None), *levels[self.level + 1 :]]
 

@@ -208,7 +208,7 @@ class KVCache(eqx.Module):
         return Axis(self.KPos, sizes.pop())
 
     def _room_for(self, new: Axis) -> int:
-        """Return the number of positions of the cache; raise an error if so many new ones can never fit."""
+        """Return the number of positions of the cache; raise an error if this many new ones can never fit."""
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
             do = "do" if new.size > 1 else "does"
@@ -239,7 +239,7 @@ class KVCache(eqx.Module):
         >>> cache.require_room(5)
         Traceback (most recent call last):
         ...
-        ValueError: KVCache.require_room: with 5 more, some have more than the 4 positions that there is room for.
+        ValueError: KVCache.require_room: with 5 more, a length exceeds the 4 positions of the cache.
         """
         within = self._within_room("require_room", self.lengths + count, count)
         return dataclasses.replace(self, lengths=within - count) if self.checked else self
@@ -248,7 +248,7 @@ class KVCache(eqx.Module):
         """Check that no length exceeds the capacity, and return the lengths."""
         room = self.keys.axis_size(self.KPos)
         most = errors.counted(room, "position")
-        message = f"KVCache.{method}: with {count} more, some have more than the {most} that there is room for."
+        message = f"KVCache.{method}: with {count} more, a length exceeds the {most} of the cache."
         if self.window is not None:
             return lengths
         if not isinstance(lengths.array, Tracer):
