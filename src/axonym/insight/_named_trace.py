@@ -25,7 +25,7 @@ except ImportError:  # then unused operations are counted, too
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
-from ..sharding.placement import leaves_of
+from ..sharding.leaves import leaves_of
 from . import _scopes
 from ._arguments import step_name
 from ._hlo import Frame

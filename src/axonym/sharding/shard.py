@@ -23,20 +23,10 @@ from ..distribution.active_settings import Settings, active_mapping, active_para
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
 from ..named_array import NamedArray, raw, wrap_like
+from .leaves import Leaf
 from .mapping import normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import (
-    Leaf,
-    Placement,
-    PlacementLeaf,
-    Rule,
-    drop_manual,
-    is_placement,
-    resolve,
-    shardings_in,
-    spec_of_leaf,
-    unwrapped,
-)
+from .placement import ByParameter, Placement, Rule, drop_manual, is_placement, resolve, shardings_in, spec_of_leaf
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -210,8 +200,8 @@ def shard_arguments(
         raise TypeError(
             f"{what}: expected a placement, or a tuple or dictionary with one for each argument, got {placement!r}."
         )
-    prefix = {name: PlacementLeaf(p) if is_placement(p) else p for name, p in chosen.items()}
-    placed = values | shard_quietly({name: values[name] for name in prefix}, prefix, what)
+    given = ByParameter({name: values[name] for name in chosen})
+    placed = values | shard_quietly(given, ByParameter(chosen), what).values
     return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
 
 
@@ -326,7 +316,7 @@ def needs_mesh(placements: Any) -> bool:
 def _axes_of(placements: Any) -> tuple[str, ...]:
     """Return the mesh axes that placements and the active mappings mention, in rules apart."""
     found: list[Any] = [active_mapping(), active_parameter_mapping()]
-    found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
+    found += jax.tree.leaves(placements, is_leaf=is_placement)
     of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
     return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)
 
