@@ -195,6 +195,7 @@ def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
 
 def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
     """Return the memory of each device: all arguments and results, and a lower bound for temporaries."""
+    # At some time, the largest product exists; the others may use its memory before or after.
     products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
     return Memory(
         arguments=sum(_of_arguments(trace, layout)),
@@ -255,6 +256,7 @@ class Account:
         over = (self.layout.over(dims) for dims in (event.before, event.after))
         for (before, size), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
             if before is not None and after not in (before, None) and (a != b or (event.whole and a)):
+                # If the operation works along the axis, it needs all of it, even if both names are sharded alike.
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
                 other = ""
                 if event.by_size:
@@ -264,6 +266,7 @@ class Account:
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
     def _together(self, event: Together) -> None:
+        # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.
         at = self.layout.stored if self.layout.is_stored(event.names) else self.layout.used
         seen: dict[str, str] = {}
         for name in event.names:
@@ -385,6 +388,7 @@ class Account:
             # The compiler may gather it here, again where it is used, and once more in the backward pass.
             size, count = layout.bytes(event.result), layout.count(over)
             self.uncertain += (place.times or 1) * 3 * (size // count) * (count - 1)
+        # Each device has some of the rows, and zeros for all others.
         if of_rows:
             if set(of_rows) & {a for n in event.indices.names for a in layout.used(n)}:
                 self.open.setdefault(f"indices that are sharded like rows{_within(place)}", place)
@@ -399,6 +403,7 @@ class Account:
             self._exchange(place, "all-to-all", moved, event.result)
             over = tuple(a for a in over if a not in moved)
         if over:
+            # The gradient lies like the table, so each device adds up its own shard.
             own = layout.over(event.table.base)
             self._exchange(place, "all-reduce", over, event.table, own)
             parts = [tuple(a for a in layout.used(n) if a in over) for n in event.indices.names]
@@ -416,6 +421,7 @@ class Account:
         of_indices: bool = False,
     ) -> None:
         """Record a collective; `over` is the sharding after a gather, or before other collectives."""
+        # A device has only its part before a gather, and `over` is the sharding after it.
         layout, count = self.layout, self.layout.count(axes)
         size = layout.bytes(value, over)
         sent = sent_by(kind, size // count if kind == "all-gather" else size, count)

@@ -190,7 +190,9 @@ def _names_left(names: Names, shape: Sequence[int], sizes: Mapping[str, Collecti
     fits = [[i for i, n in enumerate(names) if size != 1 and size in sizes.get(n, (size,))] for size in shape]
     for chosen in itertools.product(*([*f, None] for f in fits)):
         used = [i for i in chosen if i is not None]
+        # Optimizers sum over axes and add some, but they do not transpose.
         if used == sorted(set(used)):
+            # First, that many axes have names; then, that these are of known sizes.
             merit = len(used), sum(names[i] in sizes for i in used)
             assignment = tuple("_" if i is None else names[i] for i in chosen)
             assignments = [*assignments, assignment] if merit == best else [assignment] if merit > best else assignments

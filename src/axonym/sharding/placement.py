@@ -92,6 +92,7 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         what: the operation, for messages.
     """
     examined = examine(tree, placement, mesh, what)
+    # Before the errors, which such a mapping may explain.
     _warn_if_unused(examined.given, mesh, what)
     if examined.problems:
         raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
@@ -133,6 +134,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         examined.given.append((given, seen))
         given = active if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
+            # These answer with a whole mapping for each leaf, most of which is for other leaves.
             own = isinstance(given, (ParameterOrComputeMapping, ComputeMappingOrParameterRule))
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
@@ -208,6 +210,7 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
         placement = _for_tree(placement, tree)
     if is_placement(placement):
         return [(placement, 0)] * structure.num_leaves
+    # Not by `jax.tree.broadcast`: in its result, a mapping would again be a tree.
     found: list[tuple[LeafPlacement, int]] = []
 
     def spread(path: Sequence[Any], p: LeafPlacement, below: Any) -> None:
@@ -356,6 +359,7 @@ def _checked(
                 + errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
+            # Along a manual mesh axis, the array is one shard already.
             manual = axes_of_type(mesh, AxisType.Manual)
             shards = shard_count(mesh, tuple(a for a in axes if a not in manual))
             if size % shards:

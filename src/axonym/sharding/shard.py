@@ -122,6 +122,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or _is_of_keys(x):
         return jax.device_put(x, target)
+    # Of a weakly typed array, `without_cache` makes no other.
     if (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return _program_to(target)(x)
     return jax.device_put(without_cache(x), target)
@@ -427,6 +428,7 @@ def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
 
 def in_trace() -> bool:
     """Return whether a program is being traced, so that even constants become part of it."""
+    # An operation without operands is staged only by the trace around it.
     return isinstance(jax.lax.full((), 0), Tracer)
 
 
