@@ -148,8 +148,8 @@ def settle(
             # A resized axis is replicated if its mesh axes no longer divide it.
             chosen[name] = choices[0] if sizes[name] % by.count(choices[0]) == 0 else ()
         else:
-            # An axis that operands have, and none of them shards, stays replicated: the mapping alone is no reason to move
-            # data. Where they disagree, and for a new axis, it decides.
+            # An axis that operands have, and none of them shards, stays replicated: the mapping alone is no reason to
+            # move data. Where they disagree, and for a new axis, it decides.
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
             if sizes[name] % by.count(chosen[name]):
                 raise Undecided(_indivisible(what, name, sizes[name], chosen[name], by))
