@@ -45,4 +45,20 @@ def rows() -> list[Row]:
             2.0,
         ),
     ]
-    return [timed_row("eager", what, ours, theirs, limit) for what, ours, theirs, limit in pairs]
+    return [*(timed_row("eager", *pair) for pair in pairs), *sharded_rows()]
+
+
+def sharded_rows() -> list[Row]:
+    """`shard` of an array that is in place, and a layer, which asks for that at each call, on a mesh."""
+    Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
+    mesh = axn.make_mesh({"data": -1})
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+        x, layer = axn.shard((axn.ones((Batch, Embed)), axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))))
+        assert layer.bias is not None
+        X, W, B, lies = x.array, layer.weight.array, layer.bias.array, x.array.sharding
+        return [
+            timed_row(
+                "eager", "shard in place, to device_put", lambda: axn.shard(x), lambda: jax.device_put(X, lies), 0.5
+            ),
+            timed_row("eager", "Linear on a mesh", lambda: layer(x).array, lambda: X @ W.T + B, 1.2),
+        ]

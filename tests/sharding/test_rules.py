@@ -240,8 +240,9 @@ def test_a_policy_without_an_answer(mesh):
             return None
 
         shardings(PolicyShardingRule(undecided), {"w": abstract(2)}, mesh)
+    wrong: Any = lambda path, x: "data"
     with pytest.raises(TypeError, match="gave 'data' for w, which is not a placement"):
-        shardings(PolicyShardingRule(lambda path, x: "data"), {"w": abstract(2)}, mesh)
+        shardings(PolicyShardingRule(wrong), {"w": abstract(2)}, mesh)
 
 
 # --- composing ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -71,6 +72,28 @@ def test_in_place_is_free(x, mesh) -> None:
             axn.shard(y)
     by_hand = axn.shard(y, MAPPING, mesh)
     assert by_hand.array is y.array
+
+
+def test_in_place_is_looked_up(x, mesh, monkeypatch) -> None:
+    """An eager array that lies where the mapping puts it is not resolved again; anything else is."""
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        y = axn.shard(x)
+        axn.shard(y)
+        monkeypatch.setattr(sys.modules["axonym.sharding.shard"], "resolve", lambda *_: pytest.fail("resolved"))
+        assert axn.shard(y) is y
+        assert axn.shard(y, mesh=mesh) is y
+        monkeypatch.undo()
+        assert axn.shard(y, mesh=on_some(4, 1)).array.sharding.device_set == {*jax.devices()[:4]}
+        assert spec(axn.shard(axn.named(y.array, ("batch", "other")))) == ("data", None)
+        with axn.axis_mapping({"batch": "model"}, merge=True):
+            with pytest.raises(ValueError, match="both go to mesh axis 'model'"):
+                axn.shard(y)
+        with axn.axis_mapping({"batch": "dat"}, merge=True):
+            with pytest.raises(ValueError, match=r"'dat', which the mesh does not have\. Did you mean 'data'"):
+                axn.shard(y)
+        with axn.axis_mapping({"embed": None}, merge=True):
+            assert spec(axn.shard(y)) == ("data", None)
+        assert axn.shard(y) is y
 
 
 def on_some(*shape: int) -> Mesh:

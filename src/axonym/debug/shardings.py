@@ -17,7 +17,8 @@ from ..core import errors
 from ..core.errors import counted, describe_bytes
 from ..distribution.mesh_axes import mesh_axes
 from ..named_array import describe_array, raw, wrap
-from ..sharding.placement import Leaf, leaves_of, present_sharding
+from ..sharding.leaves import Leaf, leaves_of
+from ..sharding.placement import present_sharding
 
 __all__ = ["describe_shardings", "visualize_named_sharding", "visualize_shardings"]
 

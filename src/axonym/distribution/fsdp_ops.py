@@ -72,6 +72,7 @@ def run_gathering_parameters(
     except Undecided:
         return None  # the operation runs as usual, and raises the error
     gathers = decision.gathers
+    # Operands must fit as they are used, which `fn` gets, and as they are stored, which is passed in.
     if not gathers or not possible(decision.operands, arrays, mesh):
         return None
     specs = [spec_of(operand.over) for operand in decision.operands]
@@ -115,6 +116,7 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
     out_spec = PartitionSpec(entry_of(over), *spec_of(used.over))
 
     def per_device(shard):
+        # The axis of size one becomes the axis of the shards of the batch: one gathered copy for each of them.
         own = axes_in(spec)
         return gather_axes(varying_over(shard, [a for a in mesh.axis_names if a in over and a not in own]), extra)[None]
 

@@ -25,7 +25,7 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 # --- entries and specs ---
 
 
-def mesh_axes(entry: Entry) -> Axes:
+def mesh_axes(entry: Entry | Sequence[str]) -> Axes:
     """Return the mesh axes in an entry of a partition spec; an unconstrained entry has none."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
@@ -110,7 +110,7 @@ def has_manual(mesh: AnyMesh) -> bool:
     return AxisType.Manual in mesh.axis_types
 
 
-def shard_count(mesh: AnyMesh, entry: Entry) -> int:
+def shard_count(mesh: AnyMesh, entry: Entry | Sequence[str]) -> int:
     """Return the number of shards of an axis with this entry."""
     return math.prod(mesh.shape[a] for a in mesh_axes(entry))
 

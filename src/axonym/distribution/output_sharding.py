@@ -47,6 +47,7 @@ def infer_output_spec(
         summed: the axes that a product sums over.
     """
     known = active_mapping()
+    # Types have only Explicit mesh axes; the partitioner decides about Auto ones.
     compute = {n: entry_of(mapped_on(what, n, mesh, AxisType.Explicit)) for n in out_names if n in known}
     sizes, by = dict(zip(out_names, out_shape, strict=True)), Mappings(mesh.shape, compute, {})
     placed = [PlacedAxes(names, [*map(mesh_axes, entries)]) for names, entries in operands]
@@ -78,6 +79,7 @@ def call_with_output_sharding(
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
+        # No type shows a mapped axis, so arrays that look unsharded may be sharded over it.
         around = None if native or not is_mapped() else explicit_mesh(arrays, sharded=False)
         return fn(*arrays) if around is None else _call_mapped(fn, arrays, around)
     several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors, summed)
@@ -131,4 +133,5 @@ def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, 
     want = dict(zip(out_names, spec, strict=True))
     pairs = [(n, e) for names, entries in operands for n, e in zip(names, entries, strict=True)]
     new = want.keys() - {n for n, _ in pairs}
+    # JAX infers a new axis as replicated.
     return all(want.get(n, e) == e for n, e in pairs) and all(want[n] is None for n in new)

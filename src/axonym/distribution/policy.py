@@ -54,6 +54,7 @@ def combine(
         ):
             begin[i] = PlacedAxes(operand.names, [*map(by.stored, operand.names)])
             gathers[i] = [*map(by.gathered, operand.names)]
+    # By the operands as they are used: the storage of a parameter must not decide where activations lie.
     result = settle(what, names, sizes, operands, by)
     placed = [pair for operand in operands for pair in zip(*operand, strict=True)]
     parts = [distinct(a for n, axes in placed if n == name for a in axes) for name in summed]
@@ -81,12 +82,14 @@ def add_up(
         at_once: whether all axes are summed in one step, as products are. Others sum one axis after another.
     """
     over = distinct(a for axes in parts for a in axes)
+    # Each device keeps only its shard of a gradient, so it need not get the sum of the others' shards.
     if stored is not None:
         pairs = zip(stored.over, result.over, strict=True)
         extra = distinct(a for kept, used in pairs for a in kept if a not in used)
         if set(extra) <= set(over):
             rest = tuple(a for a in over if a not in extra)
             return stored, [PartialSum("reduce-scatter", extra), *([PartialSum("all-reduce", rest)] if rest else [])]
+        # Some mesh axes of the storage sharding hold parts of the sum, others equal sums: no one collective does both.
         if set(extra) & set(over):
             raise Undecided(f"a gradient summed over some of {', '.join(extra)}")
     return result, [PartialSum("all-reduce", axes) for axes in ([over] if at_once else parts) if axes]
@@ -104,7 +107,9 @@ def gathered_over(names: Iterable[str | None], others: Iterable[str], by: Mappin
     names = tuple(names)
     if not by.is_stored(names) or not (extra := by.extra(names)):
         return ()
+    # An all-gather takes away the minor mesh axes of an axis. With other major ones, shards would have to move as well.
     refines = all(by.stored(n)[: len(used)] == used for n in names for used in [by.used(n)])
+    # If no other operand is sharded over them, all devices along these mesh axes would compute the same.
     return extra if refines and set(extra) <= set(others) else None
 
 
@@ -143,6 +148,8 @@ def settle(
             # A resized axis is replicated if its mesh axes no longer divide it.
             chosen[name] = choices[0] if sizes[name] % by.count(choices[0]) == 0 else ()
         else:
+            # An axis that operands have, and none of them shards, stays replicated: the mapping alone is no reason to
+            # move data. Where they disagree, and for a new axis, it decides.
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
             if sizes[name] % by.count(chosen[name]):
                 raise Undecided(_indivisible(what, name, sizes[name], chosen[name], by))
@@ -167,11 +174,13 @@ def _inherited(
 ) -> Mapping[str, Axes]:
     """Return the mesh axes that one operand implies for each axis of the result."""
     placed = dict(zip(operand.names, operand.over, strict=True))
+    # A replicated axis has no say: adding a replicated bias must not gather what it is added to.
     kept = {n: axes for n, axes in placed.items() if n is not None and axes and n not in successors}
     taken: dict[str, Axes] = {}
     for name, candidates in successors.items():
         left = [n for n in candidates if n in names]
         for axis in placed.get(name, ()):
+            # Mesh axes go to the major part, as long as they divide it, so that shards stay contiguous.
             while left and sizes[left[0]] % by.count((*taken.get(left[0], ()), axis)):
                 left.pop(0)
             if left:
@@ -193,6 +202,7 @@ def exchange_columns(table: Names, indices: Names, indexed: str | None, by: Mapp
         return None
     columns = [n for n in table if by.stored(n) != by.used(n)]
     rows = [n for n in indices if set(extra) & set(by.used(n))]
+    # One all-to-all can exchange one axis for one other. In all other cases the table is gathered.
     simple = len(columns) == 1 and columns != [indexed] and len(rows) == 1
     return ColumnExchange(extra, columns[0], rows[0]) if simple and set(extra) <= set(by.used(rows[0])) else None
 

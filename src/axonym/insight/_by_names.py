@@ -195,6 +195,7 @@ def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
 
 def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
     """Return the memory of each device: all arguments and results, and a lower bound for temporaries."""
+    # At some time, the largest product exists; the others may use its memory before or after.
     products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
     return Memory(
         arguments=sum(_of_arguments(trace, layout)),
@@ -255,6 +256,7 @@ class Account:
         over = (self.layout.over(dims) for dims in (event.before, event.after))
         for (before, size), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
             if before is not None and after not in (before, None) and (a != b or (event.whole and a)):
+                # If the operation works along the axis, it needs all of it, even if both names are sharded alike.
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
                 other = ""
                 if event.by_size:
@@ -264,6 +266,7 @@ class Account:
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
     def _together(self, event: Together) -> None:
+        # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.
         at = self.layout.stored if self.layout.is_stored(event.names) else self.layout.used
         seen: dict[str, str] = {}
         for name in event.names:
@@ -277,40 +280,51 @@ class Account:
     # --- sums ---
 
     def _sum(self, event: Sum) -> None:
-        layout, result = self.layout, event.result
+        layout, place, result = self.layout, event.place, event.result
         if event.flops:
-            used = distinct(a for n, _ in event.axes for a in layout.used(n))
-            times = event.place.times
-            each = 2 * math.prod(size for _, size in event.axes) // layout.count(used)
-            self.flops = None if times is None or self.flops is None else self.flops + each * times
-            self.saved += each * (times or 1) if event.place.avoidable else 0
+            self._count_flops(event)
+        # A parameter is summed where it is stored, as for its norm; in a product it lies as it is used.
         whole = layout.is_stored(n for n, _ in event.axes) and not event.flops
         at = layout.stored if whole else layout.used
-        over = distinct(a for n, _ in event.summed for a in at(n))
-        if not over:
-            return
-        gradient = event.place.phase == "backward"
-        stored = layout.is_stored(result.names) and bool(layout.extra(result.names)) and (gradient or event.flops)
-        if stored and not gradient:
-            what = f"a sum with the axes of a parameter, [{', '.join(result.names)}], which is no gradient"
-            self.open.setdefault(f"{what}{_within(event.place)}", event.place)
-            return
         parts = [axes for axes in (at(n) for n, _ in event.summed) if axes]
-        placed, target = (_placed(result.base, at) for at in (layout.used, layout.stored))
+        if not parts:
+            return
         sizes = [size for _, size in result.base]
         try:
-            final, sums = policy.add_up(parts, placed, sizes, layout, target if stored else None, event.flops)
+            target = self._must_lie(event)
+            final, sums = policy.add_up(parts, _placed(result.base, layout.used), sizes, layout, target, event.flops)
         except Undecided as undecided:
-            self.open.setdefault(f"{undecided}{_within(event.place)}", event.place)
+            self.open.setdefault(f"{undecided}{_within(place)}", place)
             return
         lies = None
         for part in sums:
-            self._exchange(event.place, part.kind, part.axes, result, lies)
+            self._exchange(place, part.kind, part.axes, result, lies)
             lies = final.over if part.kind == "reduce-scatter" else lies
         if event.flops and lies is None:
-            self._may_be_apart(event.place, layout.bytes(result), parts)
-        for part in sums if lies is not None and not stored else ():  # later operations assume the mapping's sharding
-            self._exchange(event.place, "all-gather", part.axes, result)
+            self._may_be_apart(place, layout.bytes(result), parts)
+        if lies is not None and target is None:
+            # A policy has sharded what is not stored. No layout is followed through the trace: what comes next takes
+            # the sum to lie by the mapping, so it is gathered at once.
+            for part in sums:
+                self._exchange(place, "all-gather", part.axes, result)
+
+    def _count_flops(self, event: Sum) -> None:
+        used = distinct(a for n, _ in event.axes for a in self.layout.used(n))
+        times = event.place.times
+        each = 2 * math.prod(size for _, size in event.axes) // self.layout.count(used)
+        self.flops = None if times is None or self.flops is None else self.flops + each * times
+        self.saved += each * (times or 1) if event.place.avoidable else 0
+
+    def _must_lie(self, event: Sum) -> PlacedAxes | None:
+        """Return where the sum must lie in the end if it is the gradient of a parameter: as that is stored."""
+        layout, names = self.layout, event.result.names
+        if not layout.is_stored(names) or not layout.extra(names):
+            return None
+        if event.place.phase == "backward":
+            return _placed(event.result.base, layout.stored)
+        if event.flops:  # a weight made of others, as in low-rank adapters: the compiler chooses where it lies
+            raise Undecided(f"a sum with the axes of a parameter, [{', '.join(names)}], which is no gradient")
+        return None
 
     def _may_be_apart(self, place: Occurrence, size: int, parts: Sequence[Axes]) -> None:
         """Add the bytes sent if the compiler reduces the axes of an array one after another."""
@@ -321,32 +335,37 @@ class Account:
     # --- parameters ---
 
     def _use(self, event: Use) -> None:
-        layout, place = self.layout, event.place
-        extra = policy.gathered_over(event.operand.names, [a for n in event.others for a in layout.used(n)], layout)
-        known = place.operation is not None and _scopes.gathers_parameters(place.operation)
-        if extra is None or (extra and not known):
-            stored = f"[{', '.join(event.operand.names)}], which is stored sharded and used"
-            self.open.setdefault(f"{stored}{_within(place)} by devices that do not share its mesh axes", place)
-        elif extra and _scopes.dispatch(place.scope) and any(layout.used(n) for n in event.operand.names):
-            stored = f"[{', '.join(event.operand.names)}], which is stored sharded, and sharded where it is used"
-            self.open.setdefault(f"{stored}{_within(place)}", place)
-        elif extra:
-            origin, known = event.operand.origin, {key[1] for key in self._gathered}
-            if place.phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
-                return  # the forward pass keeps the gathered parameters
-            key = place.within, origin, str(place.operation)
-            if key in self._gathered:
-                return
-            self._gathered.add(key)
-            # The forward pass gathers it even if only the gradient needs it.
-            phase = "forward" if place.phase == "backward" else place.phase
-            phase = "recomputed" if place.recomputes and place.phase else phase
-            self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
-            if origin in self._given:
-                # The compiler may gather an array only once that is gathered several times, and outside of a loop if
-                # the loop does not change it.
-                sent, times = self.exchanges[-1].sent or 0, place.times or 1
-                self.uncertain += sent * (times if origin in known else times - 1)
+        layout, place, names = self.layout, event.place, event.operand.names
+        extra = policy.gathered_over(names, [a for n in event.others for a in layout.used(n)], layout)
+        if extra == ():
+            return
+        stored = f"[{', '.join(names)}], which is stored sharded"
+        if extra is None or place.operation is None or not _scopes.gathers_parameters(place.operation):
+            why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
+            self.open.setdefault(why, place)
+        elif _scopes.dispatch(place.scope) and any(layout.used(n) for n in names):
+            self.open.setdefault(f"{stored}, and sharded where it is used{_within(place)}", place)
+        else:
+            self._gather(place, event.operand, extra)
+
+    def _gather(self, place: Occurrence, operand: Value, extra: Axes) -> None:
+        """Count the all-gather of a parameter, unless it was gathered before for the same use."""
+        origin, known = operand.origin, {key[1] for key in self._gathered}
+        if place.phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
+            return  # the forward pass keeps the gathered parameters
+        key = place.within, origin, str(place.operation)
+        if key in self._gathered:
+            return  # equal gathers in one body are computed once
+        self._gathered.add(key)
+        # The forward pass gathers it even if only the gradient needs it.
+        phase = "forward" if place.phase == "backward" else place.phase
+        phase = "recomputed" if place.recomputes and place.phase else phase
+        self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, operand)
+        if origin in self._given:
+            # The compiler may gather an array only once that is gathered several times, and outside of a loop if
+            # the loop does not change it.
+            sent, times = self.exchanges[-1].sent or 0, place.times or 1
+            self.uncertain += sent * (times if origin in known else times - 1)
 
     # --- look-ups ---
 
@@ -369,6 +388,7 @@ class Account:
             # The compiler may gather it here, again where it is used, and once more in the backward pass.
             size, count = layout.bytes(event.result), layout.count(over)
             self.uncertain += (place.times or 1) * 3 * (size // count) * (count - 1)
+        # Each device has some of the rows, and zeros for all others.
         if of_rows:
             if set(of_rows) & {a for n in event.indices.names for a in layout.used(n)}:
                 self.open.setdefault(f"indices that are sharded like rows{_within(place)}", place)
@@ -383,6 +403,7 @@ class Account:
             self._exchange(place, "all-to-all", moved, event.result)
             over = tuple(a for a in over if a not in moved)
         if over:
+            # The gradient lies like the table, so each device adds up its own shard.
             own = layout.over(event.table.base)
             self._exchange(place, "all-reduce", over, event.table, own)
             parts = [tuple(a for a in layout.used(n) if a in over) for n in event.indices.names]
@@ -400,6 +421,7 @@ class Account:
         of_indices: bool = False,
     ) -> None:
         """Record a collective; `over` is the sharding after a gather, or before other collectives."""
+        # A device has only its part before a gather, and `over` is the sharding after it.
         layout, count = self.layout, self.layout.count(axes)
         size = layout.bytes(value, over)
         sent = sent_by(kind, size // count if kind == "all-gather" else size, count)

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, describe_bytes
-from ..sharding.placement import leaves_of
+from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._named_events import NamedTrace, NotKnown, Renamed
 from ._named_trace import named_trace

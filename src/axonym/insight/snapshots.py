@@ -15,7 +15,8 @@ from ..core.parameter_names import parameter_names
 from ..distribution.mesh_axes import AnyMesh, mesh_axes, padded
 from ..named_array import raw
 from ..sharding._compiled_function import CompiledFunction
-from ..sharding.placement import Leaf, leaves_of, present_sharding
+from ..sharding.leaves import Leaf, leaves_of
+from ..sharding.placement import present_sharding
 from ._text import aligned, described_mesh, parsed_bytes
 from .comparing import counted
 from .explaining import Mappings, active, distributed, explain, quickest_exact

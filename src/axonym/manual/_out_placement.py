@@ -25,7 +25,8 @@ from ..distribution import active_settings
 from ..distribution.active_settings import Entry, active_mapping
 from ..distribution.mesh_axes import AnyMesh, axes_in, entry_of, mapped_axes, mesh_axes, restricted
 from ..named_array import raw, wrap_like
-from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
+from ..sharding.leaves import Leaf
+from ..sharding.placement import LeafPlacement, Placement, Rule, check_entries, is_placement, resolve
 from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, of_size_one, possible_shardings
 
 
@@ -69,14 +70,14 @@ def place_results(
 
 
 class _Unplaced(Rule):
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return None
 
 
 def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) -> list[bool]:
     """Return whether each leaf has a spec by position; a mapping is not one, as it applies to replicated axes, too."""
 
-    def of_its_own(p: Placement) -> Placement:
+    def of_its_own(p: LeafPlacement) -> LeafPlacement:
         return p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced()
 
     leaves, _ = resolve(result, jax.tree.map(of_its_own, placement, is_leaf=is_placement), mesh, what)

@@ -28,9 +28,10 @@ from ..distribution import active_settings
 from ..distribution.mesh_axes import axes_in, axes_of_type, mesh_axes, shard_count
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
+from ..sharding.leaves import Leaf
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, required_mesh
-from ..sharding.placement import Leaf, Placement, is_placement, resolve
+from ..sharding.placement import Placement, is_placement, resolve
 from ._axis_environment import (
     ArgumentAxis,
     AxisEnvironment,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +46,6 @@ from ..distribution.mesh_axes import (
     restricted,
     sharded_over,
     storage_axes,
-    types_of,
 )
 from ..distribution.output_sharding import call_with_output_sharding
 from ..ops._operands import private
@@ -125,33 +124,49 @@ def apply_convolution(
     """
     mesh = mesh_around([x, weight])
     convolve = convolve_at_once
-    on_mesh = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
+    on_mesh = {a for a in axes_of_type(mesh, AxisType.Auto, AxisType.Explicit) if mesh.shape[a] > 1}
     large = on_mesh | known.large
-    if large:
+    if large:  # on one device, XLA is right
         names, weight_names = in_names
         placed = sharded_over(what, names, x, mesh, AxisType.Auto)
         over = {n: {*a, *b} for n, a, b in itertools.zip_longest(names, placed, known.x, fillvalue=())}
         sharded = [i for i, n in enumerate(spatial) if over[n]]
         kernel = [n in private("the weight", spatial) for n in weight_names]
-        kernel_sharded = any(axes and k for axes, k in zip(known.weight, kernel, strict=False))
         if on_mesh:
             weight = replicate_along(weight, kernel, mesh)
             if not sharded:
                 x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
-        batch = [n for n in names if n != channels and n not in spatial]
-        # Several batch axes are merged, and XLA keeps the sharding of the first.
-        used = {a for n in batch[:1] for a in over[n]}
-        unknown = known.sizes is None and len(large) > 1 and not {*batch} <= active_mapping().keys()
-        unknown = unknown and AxisType.Auto in mesh.axis_types
-        repeated = groups > 1 and not large <= used and (unknown or any(over[n] for n in batch))
-        channels_over = _sharded_channels(channels, in_names, out_names, x, weight, known) if groups > 1 else ()
-        sizes = {**mesh.shape, **dict(known.sizes or ())}
-        over_which = {frozenset(large.intersection(axes)) for axes in channels_over} - {frozenset()}
-        cut = len(over_which) > 1 or any(groups % math.prod(sizes[a] for a in axes) for axes in over_which)
-        if sharded or kernel_sharded or repeated or cut or is_mapped() or known.mapped:
+        # Outside of jit, without a mesh around, the kernel stays as it was.
+        kernel_sharded = any(axes and k for axes, k in zip(known.weight, kernel, strict=False))
+        wrong = bool(sharded) or kernel_sharded or is_mapped() or known.mapped
+        if groups > 1 and not wrong:
+            auto = AxisType.Auto in mesh.axis_types
+            channels_over = _sharded_channels(channels, in_names, out_names, x, weight, known)
+            batch = {n: over[n] for n in names if n not in (channels, *spatial)}
+            wrong = _repeats_batch(batch, large, known, auto) or _cuts_groups(
+                groups, channels_over, large, {**mesh.shape, **dict(known.sizes or ())}
+            )
+        if wrong:
             convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
+
+
+def _repeats_batch(batch: Mapping[str, set[str]], large: set[str], known: Known, auto: bool) -> bool:
+    """Return whether devices along some mesh axes have the same part of a batch that is sharded, or may be.
+
+    Each of them adds to the gradient of a grouped weight, which would be several times too large.
+    """
+    # Several batch axes are merged, of which XLA keeps the sharding of the first.
+    used = {a for n in [*batch][:1] for a in batch[n]}
+    unknown = auto and known.sizes is None and len(large) > 1 and not batch.keys() <= active_mapping().keys()
+    return not large <= used and (unknown or any(batch.values()))
+
+
+def _cuts_groups(groups: int, channels_over: Sequence[Axes], large: set[str], sizes: Mapping[str, int]) -> bool:
+    """Return whether shards of the channels are no whole groups, or operands and result have other shards of them."""
+    over_which = {frozenset(large.intersection(axes)) for axes in channels_over} - {frozenset()}
+    return len(over_which) > 1 or any(groups % math.prod(sizes[a] for a in axes) for axes in over_which)
 
 
 def _sharded_channels(

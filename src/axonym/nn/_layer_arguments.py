@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from ..axis import Axis, names_without
+from ..axis import Axis
 from ..core import errors
-from ..core.tree_spec import check_rank
 from ..distribution.mesh_axes import fits, mapped_on, mesh_around, reshard, spec_of
-from ..named_array import NamedArray, is_named_array, wrap
-from ..ops.indexing import index
+from ..named_array import NamedArray, is_named_array, raw, wrap
 from ..ops.joining import stack
 from ..ops.shaping import unbind
 from ..transforms import _mapped_axis
+from ..transforms.stacked_leaves import as_leaf, as_named, layer_of, layers_at
 
 
 def split_key(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def shard_keys(what: str, layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, 
     spec = spec_of(over if n == layers.name else () for n in keys.names)
     if not over or not fits(spec, keys.array.shape, mesh):
         return dict(kwargs)  # if they do not fit, neither do the layers, and the error is about these
-    return {**kwargs, "key": _as_leaf(kwargs["key"], wrap(reshard(keys.array, spec, mesh), keys.names))}
+    return {**kwargs, "key": as_leaf(kwargs["key"], wrap(reshard(keys.array, spec, mesh), keys.names))}
 
 
 def _is_single_key(key: Any) -> bool:
@@ -81,10 +80,7 @@ def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str,
     """Return the arguments of a call for each layer."""
     check_sizes(what, layers, args, kwargs)
     leaves, structure = _mapped_axis.flatten((args, dict(kwargs)))
-    parts = []
-    for leaf in leaves:
-        x = _as_stacked(layers, leaf)
-        parts.append([leaf] * layers.size if x is None else [_as_leaf(leaf, part) for part in _slices(layers, x)])
+    parts = [_each_layer(layers, leaf) for leaf in leaves]
     return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in parts]) for i in range(layers.size)]
 
 
@@ -98,52 +94,26 @@ def check_index(what: str, layers: Axis, i: Any) -> Any:
 def take_layer(what: str, layers: Axis, tree: Any, i: Any) -> Any:
     """Return one layer of a tree of stacked arrays; its index can be traced."""
     check_index(what, layers, i)
-
-    def of_leaf(leaf: Any) -> Any:
-        x = _as_stacked(layers, leaf)
-        if x is None:
-            return leaf
-        return _as_leaf(leaf, index(x, {layers.name: i}) if isinstance(x.array, jax.Array) else _slices(layers, x)[i])
-
-    return jax.tree.map(of_leaf, tree, is_leaf=is_named_array)
+    return jax.tree.map(lambda x: layer_of(x, layers.name, i), tree, is_leaf=is_named_array)
 
 
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
     """Return a leaf that has a layer axis as a named array, or None if every layer gets the same leaf."""
-    if isinstance(leaf, NamedArray):
-        check_rank(leaf)
-        return leaf if layers.name in leaf.names else None
-    if (_mapped_axis.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.ndim:
-        return wrap(leaf, (layers.name, *_dimensions(leaf.ndim - 1)))
-    return None
-
-
-def _dimensions(count: int) -> tuple[str, ...]:
-    """Make names for the axes of a raw array."""
-    return tuple(f"dimension {i}" for i in range(count))
-
-
-def _as_leaf(leaf: Any, part: NamedArray) -> Any:
-    return part if isinstance(leaf, NamedArray) else part.array
+    return None if layers_at(leaf, layers.name) is None else as_named(leaf, layers.name)
 
 
 def _size(layers: Axis, leaf: Any) -> int | None:
     """Return the size of a leaf's layer axis, or None if there is none."""
+    position = layers_at(leaf, layers.name)
+    return None if position is None else raw(leaf).shape[position]
+
+
+def _each_layer(layers: Axis, leaf: Any) -> Sequence[Any]:
+    """Return the slice of a leaf for each layer."""
     x = _as_stacked(layers, leaf)
-    shape = None if x is None else getattr(x.array, "shape", None)
-    return None if x is None or shape is None else shape[x.names.index(layers.name)]
-
-
-def _slices(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
-    array: Any = x.array
-    if isinstance(array, jax.Array):
-        return unbind(x, layers.name)
-    names, position = names_without(x.names, layers.name), x.names.index(layers.name)
-    if isinstance(array, np.ndarray):  # keep it in host memory
-        return [wrap(part, names) for part in np.moveaxis(array, position, 0)]
-    if isinstance(array, jax.ShapeDtypeStruct):
-        array = jax.ShapeDtypeStruct((*array.shape[:position], *array.shape[position + 1 :]), array.dtype)
-    return [wrap(array, names)] * layers.size
+    if x is not None and isinstance(x.array, jax.Array):
+        return [as_leaf(leaf, part) for part in unbind(x, layers.name)]
+    return [layer_of(leaf, layers.name, i) for i in range(layers.size)]
 
 
 # --- stacking ---
@@ -171,7 +141,7 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
     ):
         ranks = {jnp.ndim(x) for x in leaves}
         if len(ranks) == 1:
-            names = _dimensions(ranks.pop())
+            names = tuple(f"dimension {i}" for i in range(ranks.pop()))
             return stack([wrap(x, names) for x in map(jnp.asarray, leaves)], layers).array
     elif not any(isinstance(x, NamedArray) or _mapped_axis.is_array(x) for x in leaves):
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):

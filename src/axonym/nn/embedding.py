@@ -21,7 +21,6 @@ from ..ops._operands import at_least_int32, distinct, dtype_key, one_axis, opera
 from ..ops.contraction import dot
 from ..ops.indexing import take
 from ..sharding.shard import shard_quietly
-from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from ..tree import resize_axis
 from .linear import BOUND, check_input, static_spec
@@ -136,19 +135,8 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     def reparam(self) -> AbstractEmbeddingReparam:
         return self._reparam_cls(self.Embed, self.Vocab)
 
-    # PyTorch's embeddings have one axis.
-
-    def flatten_for_export(self) -> Embedding:
-        if isinstance(self.Embed, Axis):
-            return self
-        weight = merge_axes(self.weight, self.Embed, OUT)
-        return dataclasses.replace(self, weight=weight, Embed=merged_axis(self.Embed, OUT))
-
-    def unflatten_from_export(self, template: Any) -> Embedding:
-        if isinstance(template.Embed, Axis):
-            return self
-        weight = split_axis(self.weight, OUT, template.Embed, template.weight.names)
-        return dataclasses.replace(self, weight=weight, Embed=template.Embed)
+    def _export_axes(self) -> dict[str, dict[str, AxisSpec]]:
+        return {"Embed": {"weight": self.Embed}}
 
     def __call__(self, input_ids: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Look up the embeddings of tokens, as `embed` does; `key` is not used."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -20,12 +19,7 @@ from ..ops.contraction import dot
 from ..ops.creation import zeros
 from ..ops.shaping import rename
 from ..sharding.shard import shard_quietly
-from ..state.export_axes import IN, OUT, merge_axes, merged_axis, split_axis
-from ..state.lazy_arrays import scale_array
-from ..state.loading import lazy_loading, load_children
 from ..state.module import ModuleWithStateDictSerialization
-from ..state.naming import StateDict
-from ..state.saving import children_to_state_dict
 from .mup import (
     AbstractLinearReparam,
     HiddenLinearMup,
@@ -161,33 +155,13 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         product = shard_quietly(product, None, "Linear")
         return product if self.bias is None else product + self.bias
 
-    # State dicts hold the scaled weight that multiplies the input, since PyTorch has no reparametrizations.
+    # PyTorch has no parametrizations, and its layers have one input and one output axis.
 
-    def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        return children_to_state_dict(self._with_scaled_weight(self.reparam.active_scale), prefix)
+    def _state_dict_scales(self) -> dict[str, float]:
+        return {"weight": self.reparam.active_scale}
 
-    @lazy_loading
-    def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Linear:
-        return load_children(self, state_dict, prefix)._with_scaled_weight(1 / self.reparam.active_scale)
-
-    def _with_scaled_weight(self, factor: float) -> Linear:
-        return self if factor == 1 else dataclasses.replace(self, weight=scale_array(self.weight, factor))
-
-    # PyTorch's layers have one input and one output axis. Their order stays; in PyTorch, the output comes first.
-
-    def flatten_for_export(self) -> Linear:
-        if isinstance(self.In, Axis) and isinstance(self.Out, Axis):
-            return self
-        weight = merge_axes(merge_axes(self.weight, self.Out, OUT), self.weight_in, IN)
-        In, Out = merged_axis(self.In, IN), merged_axis(self.Out, OUT)
-        return dataclasses.replace(self, weight=weight, bias=merge_axes(self.bias, self.Out, OUT), In=In, Out=Out)
-
-    def unflatten_from_export(self, template: Any) -> Linear:
-        if isinstance(template.In, Axis) and isinstance(template.Out, Axis):
-            return self
-        weight = split_axis(split_axis(self.weight, OUT, template.Out), IN, template.weight_in, template.weight.names)
-        bias = split_axis(self.bias, OUT, template.Out, None if template.bias is None else template.bias.names)
-        return dataclasses.replace(self, weight=weight, bias=bias, In=template.In, Out=template.Out)
+    def _export_axes(self) -> dict[str, dict[str, AxisSpec]]:
+        return {"Out": {"weight": self.Out, "bias": self.Out}, "In": {"weight": self.weight_in}}
 
     @staticmethod
     def input_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Self, cast
 
@@ -22,7 +21,6 @@ from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
 from ..ops.reductions import mean
 from ..ops.shaping import flatten_axes, unflatten_axis
-from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from .linear import static_spec
 
@@ -179,19 +177,8 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         axis = static_spec(axis, cls.__name__)
         return cls(axis, ones(axis) if use_weight else None, zeros(axis) if use_bias else None, eps, dtype)
 
-    # PyTorch's layers have one axis.
-
-    def flatten_for_export(self) -> Self:
-        if isinstance(self.axis, Axis):
-            return self
-        weight, bias = (merge_axes(x, self.axis, OUT) for x in (self.weight, self.bias))
-        return dataclasses.replace(self, axis=merged_axis(self.axis, OUT), weight=weight, bias=bias)
-
-    def unflatten_from_export(self, template: Any) -> Self:
-        if isinstance(template.axis, Axis):
-            return self
-        weight, bias = (split_axis(x, OUT, template.axis) for x in (self.weight, self.bias))
-        return dataclasses.replace(self, axis=template.axis, weight=weight, bias=bias)
+    def _export_axes(self) -> dict[str, dict[str, AxisSpec]]:
+        return {"axis": {"weight": self.axis, "bias": self.axis}}
 
     @abc.abstractmethod
     def __call__(self, x: NamedArray) -> NamedArray:

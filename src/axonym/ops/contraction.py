@@ -77,6 +77,10 @@ def dot(
     return wrap(contract_with(plan, raw, dot_general), plan.out_names)
 
 
+# Two caches: by the call, so that each is planned once; and by the plan, so that calls share a program that have other
+# names, or spell the axes in another way.
+
+
 @_kernels.cached
 def _contraction_kernel(make_plan: Callable[..., Plan], *key: Any) -> _kernels.Kernel:
     return _plan_kernel(*make_plan(*key))

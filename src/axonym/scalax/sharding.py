@@ -20,9 +20,10 @@ from ..named_array import NamedArray, raw, wrap
 from ..sharding import rules, with_sharding_annotation as _annotated
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.annotations import HashablePlacement, hashable_annotations, sharding_annotations as sharding_annotations
+from ..sharding.leaves import Leaf, leaves_of
 from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
-from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
+from ..sharding.placement import LeafPlacement, Placement, described, listed, resolve
 from ..sharding.process_local_data import from_process_local_data
 from ..sharding.shard import shard, shard_quietly, to_host
 
@@ -63,7 +64,7 @@ class ShardingRule(rules.ShardingRule):
     def for_tree(self, tree: Any) -> Placement:
         return self if type(self).apply is ShardingRule.apply else self.apply(tree)
 
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         if type(self).apply is ShardingRule.apply:
             raise TypeError(f"{type(self).__name__}: a rule of your own defines `apply`, or `place`.")
         return self.apply({leaf.path: leaf.value})[leaf.path]  # another rule calls it, one leaf at a time
@@ -84,7 +85,7 @@ class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
     {'scale': P(), 'w': P('data',)}
     """
 
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return PartitionSpec() if math.prod(leaf.shape or ()) == 1 else super().place(leaf, mesh)
 
 

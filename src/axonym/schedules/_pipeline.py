@@ -54,13 +54,25 @@ from ..manual import _axis_environment
 from ..manual._axis_environment import ArgumentAxis
 from ..named_array import is_named_array
 from ._sharded_loss import is_computed_from_shards
+from ._stage_arrays import (
+    Arrays,
+    added,
+    at,
+    chosen,
+    floating_parts,
+    folded_in,
+    slice_of,
+    summed_wide,
+    which_are_keys,
+    wide_dtype,
+    with_none,
+)
 from .pipeline_schedules import GPipe, Schedule, check_stages, first_ticks, work_of
 
 Fold = Callable[..., Any]
 """Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
 Then = Callable[..., Any]
 """Computes the loss, a sum over examples, from a result and further arguments."""
-Arrays = list[jax.Array]
 
 
 def fold_in_stages(
@@ -106,7 +118,7 @@ class _Pipeline:
     def run(self, *groups: Any) -> Any:
         arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
-        self._keys = {2: _keys(arrays[2], groups[2][1].get("key")), 3: _keys(arrays[3])}
+        self._keys = {2: which_are_keys(arrays[2], groups[2][1].get("key")), 3: which_are_keys(arrays[3])}
         stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
         examples = {self._batch: active_mapping().get(self._batch)}
         mappings = stored, examples, {self._Layers.name: entry_of(self._stages), **examples}, {**stored, **examples}
@@ -251,14 +263,14 @@ class _Pipeline:
 
         def tick(arriving: Arrays, t: jax.Array) -> Any:
             _, microbatch, round_ = self._work(t - stage)
-            here = _chosen((stage == 0) & (round_ == 0), _at(batches, microbatch), arriving)
+            here = chosen((stage == 0) & (round_ == 0), at(batches, microbatch), arriving)
             leaving = compute(stacked, here, rest, microbatch, round_)
             return self._sent(leaving, 1), leaving
 
         # Idle stages compute with values that can occur, so that they and their derivatives are finite: the gradient
         # of an unused result is zero, and zero times infinity is NaN.
         ticks = self._schedule.microbatches * self._rounds + S - 1
-        _, left = jax.lax.scan(tick, _at(batches, 0), jnp.arange(ticks))
+        _, left = jax.lax.scan(tick, at(batches, 0), jnp.arange(ticks))
         left = [x[S - 1 :] for x in left]  # the first microbatch reaches the last stage in tick S - 1
         if self._rounds == 1:
             return left
@@ -277,7 +289,7 @@ class _Pipeline:
         stage, last, slots = jax.lax.axis_index(self._stages), S - 1, 2 * R * S - 1
         first_up, first_down = first_ticks(self._schedule, S, stage)
         _, first_ending = first_ticks(self._schedule, S, last)
-        head_floats, with_head_floats = _floating(head)
+        head_floats, with_head_floats = floating_parts(head)
 
         def add_loss(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
             # All stages compute the loss together if they have shards of its arguments, or else the last one does.
@@ -286,7 +298,7 @@ class _Pipeline:
                 lambda results, floats: self._value(results, with_head_floats(floats), microbatch), (0, 1)
             )(results, head_floats)
             if self._shards:
-                result_grads = [jax.lax.psum(x.astype(_wide(x.dtype)), self._stages) for x in result_grads]
+                result_grads = [jax.lax.psum(x.astype(wide_dtype(x.dtype)), self._stages) for x in result_grads]
                 result_grads = [x.astype(y.dtype) for x, y in zip(result_grads, leaving, strict=True)]
             else:
                 head_grads = [jnp.where(stage == last, x, 0) for x in head_grads]
@@ -299,7 +311,7 @@ class _Pipeline:
         def tick(state: Any, t: jax.Array) -> Any:
             arriving, returning, stored, total, sums, carry_grads = state
             _, microbatch, round_ = self._work(t - first_up)
-            here = _chosen((stage == 0) & (round_ == 0), _at(batches, microbatch), arriving)
+            here = chosen((stage == 0) & (round_ == 0), at(batches, microbatch), arriving)
             # A ring: an input is used before its slot comes round again, since no more than `slots` are in flight.
             stored = [x.at[(t - first_up) % slots].set(y) for x, y in zip(stored, here, strict=True)]
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
@@ -309,27 +321,27 @@ class _Pipeline:
             # condition may contain collectives.
             working, microbatch, round_ = self._work(t - first_down, backward=True)
             if given is not None:
-                result_grads, head_sums = _at(given, microbatch), []
+                result_grads, head_sums = at(given, microbatch), []
             else:
                 ending, ended, round_there = self._work(t - first_ending, backward=True)
                 total, head_sums, result_grads = jax.lax.cond(
                     ending & (round_there == R - 1), add_loss, add_nothing, total, sums[2], leaving, ended
                 )
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
-            (floats, with_floats), (further_floats, with_further) = _floating(own), _floating(further)
+            (floats, with_floats), (further_floats, with_further) = floating_parts(own), floating_parts(further)
             place = self._forward_index(microbatch, round_) % slots
             # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
             _, backward = jax.vjp(
                 lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
                 floats,
-                _at(stored, place),
+                at(stored, place),
                 further_floats,
             )
-            arriving_grads = _chosen((stage == last) & (round_ == R - 1), result_grads, returning)
+            arriving_grads = chosen((stage == last) & (round_ == R - 1), result_grads, returning)
             layer_grads, here_grads, further_grads = backward(arriving_grads)
             layer_sums, further_sums = (
                 [
-                    _added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
+                    added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
                     for x, y, p in zip(own_sums, grads, own_positions, strict=True)
                 ]
                 for own_sums, grads, own_positions in zip(sums, (layer_grads, further_grads), positions, strict=False)
@@ -342,10 +354,10 @@ class _Pipeline:
             sums = layer_sums, further_sums, head_sums
             return (self._sent(leaving, 1), self._sent(here_grads, -1), stored, total, sums, carry_grads), None
 
-        first = _at(batches, 0)
+        first = at(batches, 0)
         stored = [jnp.broadcast_to(x, (slots, *x.shape)) for x in first]
-        summed = _floating(stacked)[0], _floating(rest)[0], head_floats if given is None else []
-        sums = tuple([jnp.zeros_like(x, _wide(x.dtype)) for x in xs] for xs in summed)
+        summed = floating_parts(stacked)[0], floating_parts(rest)[0], head_floats if given is None else []
+        sums = tuple([jnp.zeros_like(x, wide_dtype(x.dtype)) for x in xs] for xs in summed)
         positions = [
             [
                 p
@@ -363,7 +375,7 @@ class _Pipeline:
         """Return the sum of losses of the results of the last stage."""
 
         def of_one(m: jax.Array) -> jax.Array:
-            own = self._from_last(_at(results, m)) if self._shards else _at(results, m)
+            own = self._from_last(at(results, m)) if self._shards else at(results, m)
             return self._value(own, head, m)
 
         each = jax.lax.map(of_one, jnp.arange(self._schedule.microbatches))
@@ -472,7 +484,7 @@ class _Pipeline:
                 return x
             result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # completely replaced below
             for stretch, pairs, turn in steps:
-                came = permute(_slice(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
+                came = permute(slice_of(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
                 start = jnp.asarray(turn)[stage] * size
                 result = jax.lax.dynamic_update_slice_in_dim(result, came, start, position)
             return result
@@ -484,7 +496,7 @@ class _Pipeline:
         if self._rounds == 1:
             return xs
         positions = self._layer_positions(group, xs)
-        return [x if p is None else _slice(x, p, self._rounds, round_) for x, p in zip(xs, positions, strict=True)]
+        return [x if p is None else slice_of(x, p, self._rounds, round_) for x, p in zip(xs, positions, strict=True)]
 
     # --- arrays ---
 
@@ -496,14 +508,14 @@ class _Pipeline:
 
     def _varying(self, xs: Arrays) -> Arrays:
         """Make arrays device-varying over the mesh axes of the carry."""
-        return [_summed_wide(self._made_varying, x) for x in xs]
+        return [summed_wide(self._made_varying, x) for x in xs]
 
     def _made_varying(self, x: jax.Array) -> jax.Array:
         return varying_over(x, sorted(self._over - varying_axes(x)))
 
     def _sum(self, x: jax.Array) -> jax.Array:
         """Sum over stages an array that is zero on all but one of them, which is exact in any dtype."""
-        wide = x.astype(_wide(x.dtype)) if self._sums_wide else x
+        wide = x.astype(wide_dtype(x.dtype)) if self._sums_wide else x
         return jax.lax.psum(wide, self._stages).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
@@ -512,7 +524,7 @@ class _Pipeline:
         def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
             if names and self._batch in names:
                 return self._cut(names, x)[microbatch]
-            return _folded_in(x, self._place_of(microbatch)) if is_key else x
+            return folded_in(x, self._place_of(microbatch)) if is_key else x
 
         return [*map(own, self._trees[group].names, xs, self._keys[group])]
 
@@ -533,7 +545,7 @@ class _Pipeline:
             for names, spec in zip(self._trees[group].names, self._specs[group], strict=True)
         ]
         return [
-            _summed_wide(functools.partial(gather_axes, over=own), x) if any(own) else x
+            summed_wide(functools.partial(gather_axes, over=own), x) if any(own) else x
             for x, own in zip(xs, axes, strict=True)
         ]
 
@@ -550,73 +562,7 @@ class _Pipeline:
         return x.reshape((*x.shape[:position], -1, *x.shape[position + 2 :]))
 
 
-def _at(xs: Arrays, i: Any) -> Arrays:
-    return [x[i] for x in xs]
-
-
-def _slice(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array:
-    """Return the `i`-th of `count` slices of an array."""
-    size = x.shape[position] // count
-    return jax.lax.dynamic_slice_in_dim(x, i * size, size, position)
-
-
-def _keys(xs: Arrays, old: Any = None) -> list[bool]:
-    """Return which arrays are random keys, by their dtype; `old` may also have keys of `jax.random.PRNGKey`."""
-    old = old.array if is_named_array(old) else old
-    return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x is old and x.dtype == np.uint32) for x in xs]
-
-
-def _folded_in(keys: jax.Array, number: jax.Array) -> jax.Array:
-    """Fold a number into each key of an array."""
-    if keys.ndim == (0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1):
-        return jax.random.fold_in(keys, number)
-    return jax.vmap(lambda key: _folded_in(key, number))(keys)
-
-
-def _added(x: jax.Array, y: jax.Array, place: tuple[int, int, jax.Array] | None) -> jax.Array:
-    """Add to an array, or to a slice of it, given by arguments of `_slice`."""
-    if place is None or place[1] == 1:
-        return x + y
-    position, _, i = place
-    return jax.lax.dynamic_update_slice_in_dim(x, _slice(x, *place) + y, i * y.shape[position], position)
-
-
-def _chosen(condition: Any, xs: Arrays, others: Arrays) -> Arrays:
-    return [jnp.where(condition, x, y) for x, y in zip(xs, others, strict=True)]
-
-
-def _wide(dtype: Any) -> Any:
-    """Return the dtype of a sum over microbatches."""
-    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
-
-
-def _floating(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
-    """Return the arrays that can be differentiated, and a function that restores all arrays from these."""
-    floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
-
-    def with_others(own: Sequence[Any], others: Sequence[Any] = tuple(xs)) -> list[Any]:
-        left = iter(own)
-        return [next(left) if is_float else x for x, is_float in zip(others, floats, strict=True)]
-
-    return [x for x, is_float in zip(xs, floats, strict=True) if is_float], with_others
-
-
 # --- derivatives ---
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a linear function whose transpose is a sum over devices; compute this sum in a wide dtype."""
-    return move(x)
-
-
-def _moved_backward(move: Callable[[jax.Array], jax.Array], x: jax.Array, given: jax.Array) -> tuple[jax.Array]:
-    wide = _wide(x.dtype)
-    return (jax.vjp(move, x.astype(wide))[1](given.astype(wide))[0].astype(x.dtype),)
-
-
-def _summed_wide(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return move(x) if _wide(x.dtype) == x.dtype else _moved(move, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -632,7 +578,7 @@ def _total_forward(pipeline: _Pipeline, *groups: Arrays) -> Any:
 
 def _total_backward(pipeline: _Pipeline, kept: Any, given: jax.Array) -> Any:
     groups, gradients = kept  # in the dtype of sums, since they are not divided by a number of examples yet
-    return tuple(_with_none(xs, [x * given for x in own]) for xs, own in zip(groups, gradients, strict=True))
+    return tuple(with_none(xs, [x * given for x in own]) for xs, own in zip(groups, gradients, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -648,15 +594,8 @@ def _recomputed_forward(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, r
 def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any:
     stacked, batches, rest = groups
     _, gradients = pipeline.both_ways(stacked, batches, rest, [], given=given)
-    return tuple(map(_with_none, groups, gradients[:3]))
+    return tuple(map(with_none, groups, gradients[:3]))
 
 
-def _with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
-    """Return gradients for all arrays, in their dtypes; None for arrays that cannot be differentiated."""
-    floats, with_others = _floating(xs)
-    return with_others([g.astype(x.dtype) for g, x in zip(gradients, floats, strict=True)], [None] * len(xs))
-
-
-_moved.defvjp(lambda move, x: (move(x), x), _moved_backward)
 _total.defvjp(_total_forward, _total_backward)
 _recomputed.defvjp(_recomputed_forward, _recomputed_backward)

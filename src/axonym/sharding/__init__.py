@@ -7,6 +7,7 @@ from .annotations import (
 )
 from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
+from .leaves import Leaf as Leaf
 from .mapping import (
     PhysicalAxisSpec as PhysicalAxisSpec,
     ResourceMapping as ResourceMapping,
@@ -14,7 +15,6 @@ from .mapping import (
     current_mapping as current_mapping,
 )
 from .meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
-from .placement import Leaf as Leaf
 from .process_local_data import from_process_local_data as from_process_local_data
 from .queries import (
     Finding as Finding,

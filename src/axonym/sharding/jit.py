@@ -15,16 +15,10 @@ import jax
 from ..core import errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
+from .leaves import leaves_of
 from .mapping import ResourceMapping, as_mapping, normalize_mapping
 from .meshes import current_mesh
-from .placement import (
-    ComputeMappingOrParameterRule,
-    ParameterOrComputeMapping,
-    Placement,
-    Rule,
-    advise_paths,
-    leaves_of,
-)
+from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, advise_paths
 from .shard import needs_mesh, shard_quietly, warn_without_mesh
 
 P = ParamSpec("P")

@@ -17,11 +17,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -30,7 +29,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axis import Names, name_of
 from ..core import errors
-from ..core.jax_versions import followed_by
 from ..distribution.active_settings import Entry, active_mapping
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -43,51 +41,21 @@ from ..distribution.mesh_axes import (
     shard_count,
 )
 from ..named_array import NamedArray, is_named_array, raw
+from .leaves import Leaf, is_not_told, leaves_of, warn_if_not_told
 from .mapping import NO_SIZES, ResourceMapping, as_mapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
 
+LeafPlacement: TypeAlias = "ResourceMapping | PartitionSpec | jax.sharding.Sharding | Rule | None"
+"""A placement that is the same for every leaf that it is given for, or a rule, which decides for each."""
 Placement: TypeAlias = object
-"""A resource mapping, a partition spec, a sharding, a rule, None, or a tree prefix of these."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
-    """One leaf of a tree, with named arrays as leaves, and its sharding.
-
-    >>> leaf = axn.sharding.Leaf((jax.tree_util.DictKey("w"),), axn.ones({"embed": 2}), ("embed",), (2,))
-    >>> leaf.path, leaf.names
-    ('w', ('embed',))
-    """
-
-    keys: tuple[Any, ...]
-    """The path in the tree."""
-    value: Any
-    names: Names | None
-    """The names of the axes, if there are any."""
-    shape: tuple[int, ...] | None
-    """The shape; None for a leaf that is not an array."""
-    spec: PartitionSpec | None = None
-    """The partition spec; None keeps the present sharding."""
-    mesh: AnyMesh | None = None
-    """The mesh of the sharding, if the placement is a sharding."""
-    made_from: Names | None = None
-    """The names of the array with other axes that an optimizer made this one from; see `_name_axes_left`."""
-
-    @property
-    def path(self) -> str:
-        """Return the path in readable form, as in `layers/0/weight`.
-
-        >>> axn.sharding.Leaf((jax.tree_util.SequenceKey(0),), 1, None, None).path
-        '0'
-        """
-        return jax.tree_util.keystr(self.keys, simple=True, separator="/") or "the array"
+"""A leaf placement, or a tree prefix of such placements, which has no better type: it is any tree."""
 
 
 class Rule(abc.ABC):
     """The interface of a placement that decides for each leaf."""
 
     @abc.abstractmethod
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         """Return a placement for the leaf, which may be another rule; None passes the leaf on.
 
         Arguments:
@@ -107,7 +75,7 @@ class Rule(abc.ABC):
         """Return the parts of the rule that apply to no leaf, each as its name and a message; for `lint_mapping`."""
         return []
 
-    def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         """Return the final answer for the leaf, from this rule or the rules that it hands the leaf to."""
         answer = self.place(leaf, mesh)
         return answer.answer(leaf, mesh) if isinstance(answer, Rule) else answer
@@ -124,11 +92,12 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         what: the operation, for messages.
     """
     examined = examine(tree, placement, mesh, what)
+    # Before the errors, which such a mapping may explain.
     _warn_if_unused(examined.given, mesh, what)
     if examined.problems:
         raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
     _warn_if_unused(examined.answers, mesh, what)
-    _warn_if_not_told(examined.not_told, what)
+    warn_if_not_told(examined.not_told, what)
     return examined.leaves, examined.structure
 
 
@@ -138,9 +107,9 @@ class PlacementCheck:
 
     leaves: list[Leaf]
     structure: Any
-    given: list[tuple[Placement, Leaf]]
+    given: list[tuple[LeafPlacement, Leaf]]
     """The placement of each leaf, which may be a rule, with the leaf as the rule sees it."""
-    answers: list[tuple[Placement, Leaf]]
+    answers: list[tuple[LeafPlacement, Leaf]]
     """The answers of rules, except the library's own rules that answer with mappings for other leaves too."""
     problems: list[tuple[str, str]]
     """Paths and messages."""
@@ -165,13 +134,14 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         examined.given.append((given, seen))
         given = active if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
+            # These answer with a whole mapping for each leaf, most of which is for other leaves.
             own = isinstance(given, (ParameterOrComputeMapping, ComputeMappingOrParameterRule))
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
-        if isinstance(given, Mapping) and leaf.made_from and (problems or _is_not_told(leaf, given)):
+        if isinstance(given, Mapping) and leaf.made_from and (problems or is_not_told(leaf, given)):
             examined.not_told.append(leaf)
             spec, problems = PartitionSpec(), []  # its names may be wrong
         # `dataclasses.replace` takes twice the time, which counts where nothing moves.
@@ -179,151 +149,6 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
-
-
-# --- leaves ---
-
-
-def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
-    """Return the leaves of a tree with their paths and names, and its structure."""
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_placed_whole)
-    leaves = [_leaf(path, value, tree) for path, value in found]
-    return _name_axes_left(leaves), structure
-
-
-def is_placed_whole(x: Any) -> bool:
-    """Return whether something is a named array that is one leaf, unlike one that an optimizer fills with several.
-
-    Shampoo, for example, keeps two matrices for each matrix.
-    """
-    if not isinstance(x, NamedArray):
-        return False
-    return hasattr(x.array, "shape") or not any(hasattr(part, "shape") for part in jax.tree.leaves(x.array))
-
-
-def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
-    keys = tuple(path)
-    if isinstance(value, NamedArray):
-        shape = getattr(value.array, "shape", None)
-        if shape is None:
-            return Leaf(keys, value, None, None)
-        other = len(shape) != len(value.names) and not _is_mapped(value.array)
-        return Leaf(keys, value, value.names, shape, made_from=value.names if other else None)
-    if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        return Leaf(keys, value, None, None)
-    parents = _parents(path, tree)
-    around = next((p for p in parents if isinstance(p, NamedArray)), None)
-    names = _field_names(path, parents) if around is None else around.names
-    return Leaf(keys, value, names, tuple(value.shape), made_from=None if around is None else around.names)
-
-
-def _is_mapped(x: Any) -> bool:
-    """Return whether an array lacks an axis only here, because `jax.vmap` maps over it."""
-    return isinstance(x, Tracer) and getattr(followed_by(x), "shape", x.shape) != x.shape
-
-
-def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
-    """Name the axes of arrays that an optimizer made from others, as far as the sizes of the tree's axes tell.
-
-    Such an array has the names of a parameter but other axes, for example the axes that are left after a mean. Its
-    axes are in the order of the names; an axis that could have several of the names, or none, gets the name `_`, which
-    no mapping contains. So does the axis of a one-element array in place of a larger array with the same names and key.
-    """
-    ones = [leaf for leaf in leaves if leaf.names and leaf.shape == (1,)]
-    if not ones and not any(leaf.made_from for leaf in leaves):
-        return leaves
-    sizes: dict[str, set[int]] = {}
-    larger = set()
-    for leaf in leaves:
-        if not leaf.made_from and len(leaf.names or ()) == len(leaf.shape or ()) and leaf.shape != (1,):
-            larger.add((leaf.keys[-1:], leaf.names))
-            for name, size in zip(leaf.names or (), leaf.shape or (), strict=True):
-                sizes.setdefault(name, set()).add(size)
-
-    def named(leaf: Leaf) -> Leaf:
-        if leaf.made_from and leaf.shape is not None:
-            known = {size for n in leaf.made_from for size in sizes.get(n, ())}
-            if len(leaf.shape) > len(leaf.made_from) and not known.issuperset(leaf.shape):
-                # A data loader or a positional function has added an axis: to place the array is an error.
-                return dataclasses.replace(leaf, made_from=None)
-            return dataclasses.replace(leaf, names=_names_left(leaf.made_from, leaf.shape, sizes))
-        stands_for_larger = leaf.shape == (1,) and (leaf.keys[-1:], leaf.names) in larger
-        return dataclasses.replace(leaf, names=("_",)) if stands_for_larger else leaf
-
-    return [named(leaf) for leaf in leaves]
-
-
-def _is_not_told(leaf: Leaf, mapping: Mapping[str, Entry]) -> bool:
-    """Return whether a mapping would shard an array of an optimizer if its axes were known."""
-    unknown = set(leaf.names or ()) == {"_"} and math.prod(leaf.shape or ()) > 1
-    return unknown and any(mapping.get(n) for n in leaf.made_from or ())
-
-
-def _names_left(names: Names, shape: Sequence[int], sizes: Mapping[str, Collection[int]]) -> Names:
-    """Return a name for each axis of a shape, in the order of the names: the assignment that most sizes confirm.
-
-    If such assignments have different names, axes that they do not agree about become `_`.
-    """
-    best: tuple[int, int] = (0, 0)
-    assignments: list[tuple[str, ...]] = []
-    fits = [[i for i, n in enumerate(names) if size != 1 and size in sizes.get(n, (size,))] for size in shape]
-    for chosen in itertools.product(*([*f, None] for f in fits)):
-        used = [i for i in chosen if i is not None]
-        if used == sorted(set(used)):
-            merit = len(used), sum(names[i] in sizes for i in used)
-            assignment = tuple("_" if i is None else names[i] for i in chosen)
-            assignments = [*assignments, assignment] if merit == best else [assignment] if merit > best else assignments
-            best = max(best, merit)
-    if len({tuple(n for n in names if n != "_") for names in assignments}) == 1:  # as of a square for one axis
-        return assignments[0]
-    return tuple(n[0] if len(set(n)) == 1 else "_" for n in zip(*assignments, strict=True))
-
-
-def _parents(path: Sequence[Any], tree: Any) -> list[Any]:
-    """Return the nodes that contain a leaf, from the root, as far as a name of a field may be among their keys."""
-    last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=-1)
-    parents = [tree]
-    for key in path[:last]:
-        parents.append(_child(parents[-1], key))
-    return parents if last >= 0 else []
-
-
-def _field_names(path: Sequence[Any], parents: Sequence[Any]) -> Names | None:
-    """Return the names that a field of an Equinox module has for its raw array, list or dictionary of arrays."""
-    if not parents:
-        return None
-    parent, last = parents[-1], len(parents) - 1
-    if hasattr(type(parent), "get_metadata") or hasattr(type(parent), "get_partition_spec"):
-        return _names_by_flax(parent)
-    if not dataclasses.is_dataclass(parent):  # Equinox modules are dataclasses
-        return None
-    for field in dataclasses.fields(parent):
-        if field.name == path[last].name:
-            return field.metadata.get("axis_names")
-    return None
-
-
-def _names_by_flax(box: Any) -> Names | None:
-    """Return the names from `with_partitioning`: in a Flax NNX variable, or a Linen `Partitioned`.
-
-    An axis without a name (None in Flax) is `_` here, which no mapping contains.
-    """
-    names = box.get_metadata().get("out_sharding") if hasattr(type(box), "get_metadata") else box.names
-    if not isinstance(names, (tuple, list, PartitionSpec)) or not all(isinstance(n, str | None) for n in names):
-        return None  # None, or shardings and mesh axes, which are not names
-    return tuple("_" if n is None else n for n in names)
-
-
-def _child(parent: Any, key: Any) -> Any:
-    match key:
-        case jax.tree_util.GetAttrKey(name=name):
-            return getattr(parent, name, None)
-        case jax.tree_util.SequenceKey(idx=index):
-            return parent[index]
-        case jax.tree_util.DictKey(key=name):
-            return parent[name]
-        case _:
-            return None
 
 
 # --- placements ---
@@ -349,40 +174,57 @@ class ComputeMappingOrParameterRule(Rule):
     parameters: Rule
     compute: Mapping[str, Entry]
 
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return self.compute if any(self.compute.get(n) for n in leaf.names or ()) else self.parameters
 
     def refusal(self, leaf: Leaf) -> str | None:
         return self.parameters.refusal(leaf)  # the mapping passes nothing on
 
 
-def is_placement(x: Any) -> bool:
+def is_placement(x: Any) -> TypeGuard[LeafPlacement]:
     """Return whether something is a single placement, rather than a tree prefix of placements."""
-    return (
-        x is None
-        or isinstance(x, (Rule, PlacementLeaf, PartitionSpec, jax.sharding.Sharding))
-        or is_resource_mapping(x)
-    )
+    return x is None or isinstance(x, (Rule, PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
 
 
-def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[Placement, int]]:
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class ByParameter:
+    """The arguments of a call, or their placements: a dictionary would be read as a mapping of axes."""
+
+    values: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        return [(jax.tree_util.DictKey(name), x) for name, x in self.values.items()], tuple(self.values)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> ByParameter:
+        return cls(dict(zip(names, values, strict=True)))
+
+
+def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[LeafPlacement, int]]:
     """Return the placement of each leaf, and its depth in the tree."""
     if is_placement(placement):
         placement = _for_tree(placement, tree)
     if is_placement(placement):
-        return [(unwrapped(placement), 0)] * structure.num_leaves
+        return [(placement, 0)] * structure.num_leaves
+    # Not by `jax.tree.broadcast`: in its result, a mapping would again be a tree.
+    found: list[tuple[LeafPlacement, int]] = []
+
+    def spread(path: Sequence[Any], p: LeafPlacement, below: Any) -> None:
+        found.extend([(p, len(path))] * len(jax.tree.leaves(below)))
+
     try:
         placement = checked_prefix(placement, what)
-        if any(isinstance(unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
+        if any(isinstance(p, Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
-        # Placements are wrapped so that mappings, which are trees themselves, count as leaves.
-        wrapped = jax.tree.map_with_path(
-            lambda path, p: PlacementLeaf(unwrapped(p), len(path)), placement, is_leaf=is_placement
-        )
-        spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
+        numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+        jax.tree.map_with_path(spread, placement, numbered, is_leaf=is_placement)
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
-    return [(w.placement, w.depth) for w in jax.tree.leaves(spread)]
+    return found
 
 
 def checked_prefix(placement: Placement, what: str) -> Placement:
@@ -403,29 +245,13 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
     return jax.tree.map_with_path(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlacementLeaf:
-    """A placement in a prefix, wrapped because a dictionary that contains it could be read as a mapping."""
-
-    placement: Placement
-    depth: int = 0
-    """The depth in the tree that the placement is for."""
-
-
-def unwrapped(placement: Placement) -> Placement:
-    return placement.placement if isinstance(placement, PlacementLeaf) else placement
-
-
-def _for_tree(placement: Placement, tree: Any) -> Placement:
-    rule = unwrapped(placement)
-    found = rule.for_tree(tree) if isinstance(rule, Rule) else rule
-    return placement if found is rule else found
+def _for_tree(placement: LeafPlacement, tree: Any) -> Placement:
+    return placement.for_tree(tree) if isinstance(placement, Rule) else placement
 
 
 def shardings_in(placement: Placement) -> list[NamedSharding]:
     """Return the shardings of a placement, each of which has its own mesh."""
-    found = map(unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
-    return [p for p in found if isinstance(p, NamedSharding)]
+    return [p for p in jax.tree.leaves(placement, is_leaf=is_placement) if isinstance(p, NamedSharding)]
 
 
 def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
@@ -439,7 +265,7 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
     return as_seen_here(mesh)
 
 
-def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
+def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> LeafPlacement:
     """Return the answer of a rule for a leaf; None keeps its sharding.
 
     The rule gets the path from its own position, so that its answer for a model does not depend on the position of the
@@ -464,7 +290,9 @@ def present_sharding(x: Any) -> Any:
     return None if isinstance(array, Tracer) else getattr(array, "sharding", None)
 
 
-def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
+def spec_of_leaf(
+    leaf: Leaf, placement: LeafPlacement, mesh: AnyMesh | None, problems: list[str]
+) -> PartitionSpec | None:
     """Return the spec of one leaf by a placement that is not a rule, and add its errors to the problems."""
     if leaf.shape is None or (entries := entries_for(leaf, placement)) is None:
         return None
@@ -477,7 +305,7 @@ def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: lis
     return spec
 
 
-def entries_for(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
+def entries_for(leaf: Leaf, placement: LeafPlacement) -> tuple[Entry, ...] | None:
     """Return the spec entries that a placement (not a rule) gives the axes of a leaf, or None if it gives none."""
     if isinstance(placement, PartitionSpec):
         return tuple(placement)
@@ -485,9 +313,8 @@ def entries_for(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
         return tuple(placement.spec)
     if isinstance(placement, jax.sharding.Sharding):
         raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
-    if isinstance(placement, Mapping) and leaf.names is not None:
-        return entries_by_name(leaf.names, placement)
-    return None
+    mapping: Mapping[str, Any] | None = placement if isinstance(placement, Mapping) else None
+    return None if mapping is None or leaf.names is None else entries_by_name(leaf.names, mapping)
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
@@ -532,6 +359,7 @@ def _checked(
                 + errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
+            # Along a manual mesh axis, the array is one shard already.
             manual = axes_of_type(mesh, AxisType.Manual)
             shards = shard_count(mesh, tuple(a for a in axes if a not in manual))
             if size % shards:
@@ -607,7 +435,7 @@ def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str
     ]
 
 
-def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh | None, what: str) -> None:
+def _warn_if_unused(placements: Sequence[tuple[LeafPlacement, Leaf]], mesh: AnyMesh | None, what: str) -> None:
     """Warn about a mapping that applies to no axis, which would otherwise go unnoticed."""
     placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
     for given, leaf in placements:
@@ -624,18 +452,6 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh 
                 f"{what}: none of the axes {errors.quoted(keys)} of the mapping is an axis of the tree, which "
                 f"{has}.{errors.wrong_way_round({k: v for k, v in mapping.items() if v in known}, keys)}{hint}"
             )
-
-
-def _warn_if_not_told(leaves: Sequence[Leaf], what: str) -> None:
-    """Warn about arrays of an optimizer that are replicated because their sizes do not tell which axes they have."""
-    found = [f"{x.path} of shape {x.shape}, made from {errors.describe_axes(x.made_from or ())}" for x in leaves]
-    if found:
-        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        errors.warn(
-            f"{what}: arrays of an optimizer, or of a positional function, are replicated, since their sizes do not "
-            f"tell which axes they have: {'; '.join(found[:3])}{more}. Place them together with the parameters, whose "
-            "sizes tell, or by path with axonym.sharding.TreePathShardingRule."
-        )
 
 
 def advise_paths(leaves: Sequence[Leaf], entries: Iterable[Any], mesh: AnyMesh | None) -> str:

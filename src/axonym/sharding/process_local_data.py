@@ -16,8 +16,9 @@ from ..axis import AxisSelector, name_of
 from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
 from ..named_array import raw, wrap_like
+from .leaves import Leaf, leaves_of
 from .meshes import required_mesh, with_devices
-from .placement import Leaf, leaves_of, listed
+from .placement import listed
 from .shard import without_cache
 
 

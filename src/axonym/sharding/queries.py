@@ -15,20 +15,10 @@ from ..core import errors
 from ..distribution.active_settings import active_mapping
 from ..distribution.mesh_axes import axes_in, check_mesh_axes, entries_by_name, mapped_axes, mesh_axes, shard_count
 from ..named_array import raw, wrap
+from .leaves import Leaf, leaves_of
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
 from .meshes import AnyMesh, current_mesh, required_mesh, with_devices
-from .placement import (
-    Leaf,
-    Placement,
-    described,
-    examine,
-    is_placement,
-    leaves_of,
-    mapping_of,
-    present_sharding,
-    resolve,
-    unused_in,
-)
+from .placement import Placement, described, examine, is_placement, mapping_of, present_sharding, resolve, unused_in
 
 
 def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = None) -> PhysicalAxisSpec | None:

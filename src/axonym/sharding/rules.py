@@ -7,6 +7,7 @@ to pass the leaf on. Rules compose: `first | second` applies the second to leave
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
@@ -19,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core import errors
 from ..distribution.active_settings import Entry
 from ..distribution.mesh_axes import mesh_axes, shard_count
+from .leaves import Leaf
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
-from .placement import Leaf, Placement, Rule, entries_for, is_placement, unused_in, unused_names
+from .placement import LeafPlacement, Rule, entries_for, is_placement, unused_in, unused_names
 
 __all__ = [
     "FSDPShardingRule",
@@ -45,22 +47,12 @@ class ShardingRule(Rule):
     P('data', None)
     """
 
-    def _key(self) -> Any:
-        """Return the parts of a rule. Equal rules share cache entries; your own rules are equal to themselves only."""
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardingRule) and type(self) is type(other) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._key()))
-
-    def __or__(self, other: Placement) -> ShardingRule:
+    def __or__(self, other: LeafPlacement) -> ShardingRule:
         """Use another placement for leaves that this rule passes on."""
-        return _FirstOf(self, other) if is_placement(other) and other is not None else NotImplemented
+        return _first_of(self, other)
 
-    def __ror__(self, other: Placement) -> ShardingRule:
-        return _FirstOf(other, self) if is_placement(other) and other is not None else NotImplemented
+    def __ror__(self, other: LeafPlacement) -> ShardingRule:
+        return _first_of(other, self)
 
     def exclude(self, pattern: str) -> ShardingRule:
         """Return this rule, except that it passes on leaves in whose path a regular expression is found.
@@ -69,7 +61,7 @@ class ShardingRule(Rule):
         >>> axn.shard({"norm": jnp.ones(2)}, rule, axn.make_mesh({"data": 2}))["norm"].sharding.spec
         P(None,)
         """
-        return _Excluding(self, pattern)
+        return _Excluding(self, re.compile(pattern))
 
     def lenient(self) -> ShardingRule:
         """Return this rule, except that an axis that its mesh axes do not divide is replicated, not an error.
@@ -81,17 +73,18 @@ class ShardingRule(Rule):
         return _Lenient(self)
 
 
+# Equal rules share cache entries. Your own rules are equal to themselves only, unless they are such dataclasses, too.
+_BY_VALUE = dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
+"""Compares rules that convert their arguments; nothing changes them later."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class _FirstOf(ShardingRule):
     """A rule that returns the answer of the first placement that does not pass the leaf on."""
 
-    def __init__(self, *placements: Placement):
-        # A plain mapping would not pass on leaves without names.
-        self.placements = [_as_rule(p) for p in placements]
+    placements: tuple[LeafPlacement, ...]
 
-    def _key(self) -> Any:
-        return tuple(self.placements)
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         answer = None
         for placement in self.placements:
             found = placement.answer(leaf, mesh) if isinstance(placement, Rule) else placement
@@ -112,14 +105,18 @@ class _FirstOf(ShardingRule):
         return " | ".join(map(repr, self.placements))
 
 
+def _first_of(*placements: LeafPlacement) -> ShardingRule:
+    if any(p is None or not is_placement(p) for p in placements):
+        return NotImplemented
+    return _FirstOf(tuple(map(_as_rule, placements)))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Excluding(ShardingRule):
-    def __init__(self, rule: ShardingRule, pattern: str):
-        self.rule, self.pattern = rule, re.compile(pattern)
+    rule: ShardingRule
+    pattern: re.Pattern[str]
 
-    def _key(self) -> Any:
-        return self.rule, self.pattern
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return None if self.pattern.search(leaf.path) else self.rule
 
     def refusal(self, leaf: Leaf) -> str | None:
@@ -135,14 +132,11 @@ class _Excluding(ShardingRule):
         return f"{self.rule!r}.exclude({self.pattern.pattern!r})"
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Lenient(ShardingRule):
-    def __init__(self, rule: ShardingRule):
-        self.rule = rule
+    rule: ShardingRule
 
-    def _key(self) -> Any:
-        return self.rule
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         answer = self.rule.answer(leaf, mesh)
         if isinstance(answer, Mapping):
             answer = normalize_mapping(answer, repr(self))
@@ -164,6 +158,7 @@ class _Lenient(ShardingRule):
         return f"{self.rule!r}.lenient()"
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class FSDPShardingRule(ShardingRule):
     """Shard one axis of every large array.
 
@@ -176,27 +171,20 @@ class FSDPShardingRule(ShardingRule):
     P(None, 'data')
     """
 
-    def __init__(
-        self,
-        fsdp_axis_name: str | Sequence[str] = "fsdp",
-        fsdp_axis_size: int | None = None,
-        min_fsdp_size: int = 1048576,
-    ):
-        """Arguments:
-        fsdp_axis_name: the mesh axis, or several, to shard over.
-        fsdp_axis_size: a number that must divide the axis, besides the mesh.
-        min_fsdp_size: the least number of elements of an array that is sharded.
-        """
-        if fsdp_axis_size is not None and fsdp_axis_size < 1:
-            raise ValueError(f"FSDPShardingRule: `fsdp_axis_size` is a size, got {fsdp_axis_size}.")
-        self.fsdp_axis_name: Entry = fsdp_axis_name if isinstance(fsdp_axis_name, str) else tuple(fsdp_axis_name)
-        self.fsdp_axis_size = fsdp_axis_size
-        self.min_fsdp_size = min_fsdp_size
+    fsdp_axis_name: str | Sequence[str] = "fsdp"
+    """The mesh axis, or several, to shard over."""
+    fsdp_axis_size: int | None = None
+    """A number that must divide the axis, besides the mesh."""
+    min_fsdp_size: int = 1048576
+    """The least number of elements of an array that is sharded."""
 
-    def _key(self) -> Any:
-        return self.fsdp_axis_name, self.fsdp_axis_size, self.min_fsdp_size
+    def __post_init__(self) -> None:
+        if self.fsdp_axis_size is not None and self.fsdp_axis_size < 1:
+            raise ValueError(f"FSDPShardingRule: `fsdp_axis_size` is a size, got {self.fsdp_axis_size}.")
+        if not isinstance(self.fsdp_axis_name, str):  # a list has no hash
+            object.__setattr__(self, "fsdp_axis_name", tuple(self.fsdp_axis_name))
 
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         shape: tuple[int, ...] = leaf.shape or ()
         unknown = [] if mesh is None else [a for a in mesh_axes(self.fsdp_axis_name) if a not in mesh.shape]
         if mesh is not None and unknown:
@@ -219,6 +207,7 @@ class FSDPShardingRule(ShardingRule):
         return f"FSDPShardingRule({self.fsdp_axis_name!r})"
 
 
+@_BY_VALUE
 class TreePathShardingRule(ShardingRule):
     """Shard each leaf by the first pattern that is found in its path.
 
@@ -229,7 +218,10 @@ class TreePathShardingRule(ShardingRule):
     P('data',)
     """
 
-    def __init__(self, *rules: tuple[str, Placement], strict: bool = True):
+    rules: tuple[tuple[re.Pattern[str], LeafPlacement], ...]
+    strict: bool
+
+    def __init__(self, *rules: tuple[str, LeafPlacement], strict: bool = True):
         """Arguments:
         *rules: pairs of a pattern and a placement: a partition spec, a resource mapping, a sharding, another rule.
         strict: whether an array with axes that no pattern matches is an error; if not, it is replicated.
@@ -241,19 +233,16 @@ class TreePathShardingRule(ShardingRule):
                 raise TypeError(
                     f"TreePathShardingRule: {rule[0]!r} goes to a placement (P() replicates), got {rule[1]!r}."
                 )
-        self.rules = [(re.compile(pattern), _as_rule(placement)) for pattern, placement in rules]
+        self.rules = tuple((re.compile(pattern), _as_rule(placement)) for pattern, placement in rules)
         self.strict = strict
 
-    def _key(self) -> Any:
-        return tuple(self.rules), self.strict
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         found = self._first(leaf)
         # Arrays without axes, such as the count of an optimizer, are replicated in any case.
         replicated = found is None and (not self.strict or leaf.shape == ())
         return PartitionSpec() if replicated else found
 
-    def _first(self, leaf: Leaf) -> Placement:
+    def _first(self, leaf: Leaf) -> LeafPlacement:
         return next((placement for pattern, placement in self.rules if pattern.search(leaf.path)), None)
 
     def refusal(self, leaf: Leaf) -> str | None:
@@ -275,6 +264,7 @@ class TreePathShardingRule(ShardingRule):
         return f"TreePathShardingRule({errors.counted(len(self.rules), 'pattern')})"
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class PolicyShardingRule(ShardingRule):
     """Shard each leaf as a function says.
 
@@ -283,17 +273,11 @@ class PolicyShardingRule(ShardingRule):
     P('data',)
     """
 
-    def __init__(self, policy: Callable[[str, Any], Placement]):
-        """Arguments:
-        policy: a function of the path of a leaf, such as `layers/0/attn/q`, and the leaf, which is a named array if it
-            has names. It returns a placement for the leaf, or None to pass it on.
-        """
-        self.policy = policy
+    policy: Callable[[str, Any], LeafPlacement]
+    """A function of the path of a leaf, such as `layers/0/attn/q`, and the leaf, a named array if it has names.
+    It returns a placement for the leaf, or None to pass it on."""
 
-    def _key(self) -> Any:
-        return self.policy
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return self.policy(leaf.path, leaf.value)
 
     def refusal(self, leaf: Leaf) -> str:
@@ -303,6 +287,7 @@ class PolicyShardingRule(ShardingRule):
         return f"PolicyShardingRule({getattr(self.policy, '__name__', self.policy)})"
 
 
+@_BY_VALUE
 class MappingShardingRule(ShardingRule):
     """A resource mapping as a rule: it places leaves with names and passes on leaves without.
 
@@ -310,6 +295,8 @@ class MappingShardingRule(ShardingRule):
     >>> axn.shard(axn.ones({"batch": 4}), rule, axn.make_mesh({"data": 2})).array.sharding.spec
     P('data',)
     """
+
+    mapping: Mapping[str, Entry] = dataclasses.field(hash=False)
 
     def __init__(self, mapping: ResourceMapping):
         """Arguments:
@@ -319,10 +306,7 @@ class MappingShardingRule(ShardingRule):
             raise TypeError(f"MappingShardingRule: expected a resource mapping, got {mapping!r}.")
         self.mapping = normalize_mapping(mapping, "MappingShardingRule")
 
-    def _key(self) -> Any:
-        return frozenset(self.mapping.items())
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return self.mapping if leaf.names is not None else None
 
     def refusal(self, leaf: Leaf) -> str:
@@ -335,6 +319,7 @@ class MappingShardingRule(ShardingRule):
         return f"MappingShardingRule({self.mapping})"
 
 
+@_BY_VALUE
 class LogicalAxesRule(ShardingRule):
     """Shard raw arrays by a mapping and a tree that names their axes, as used by MaxText and other Flax models.
 
@@ -348,6 +333,10 @@ class LogicalAxesRule(ShardingRule):
     P('data', None)
     """
 
+    names: Mapping[str, tuple[str | None, ...]] = dataclasses.field(hash=False)
+    pairs: tuple[tuple[str, Entry], ...]
+    strict: bool
+
     def __init__(self, tree: Any, mapping: ResourceMapping | Sequence[tuple[str, Any]]):
         """Arguments:
         tree: the names.
@@ -360,12 +349,9 @@ class LogicalAxesRule(ShardingRule):
         self.names = {_path(path): tuple(names) for path, names in found}
         self.strict = isinstance(mapping, Mapping)
         mappings = [mapping] if self.strict else [{name: entry} for name, entry in mapping]
-        self.pairs = [pair for m in mappings for pair in normalize_mapping(m, "LogicalAxesRule").items()]
+        self.pairs = tuple(pair for m in mappings for pair in normalize_mapping(m, "LogicalAxesRule").items())
 
-    def _key(self) -> Any:
-        return tuple(self.names.items()), tuple(self.pairs), self.strict
-
-    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         names = self._names_of(leaf)
         if names is None:
             return None
@@ -405,7 +391,7 @@ def _path(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/").removesuffix("/value") or "the array"
 
 
-def _as_rule(placement: Placement) -> Placement:
+def _as_rule(placement: LeafPlacement) -> LeafPlacement:
     """Convert a mapping to a rule, because a mapping would not pass on leaves without names."""
     return MappingShardingRule(placement) if isinstance(placement, Mapping) else placement
 

@@ -14,17 +14,19 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..axis import Names
 from ..core import errors
 from ..core.jax_versions import INLINE, is_about_devices
 from ..core.parameter_names import by_parameter, parameter_names
 from ..core.processes import checksum, fail_together
-from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution.active_settings import Settings, active_mapping, active_parameter_mapping, active_settings
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
-from ..named_array import raw, wrap_like
+from ..named_array import NamedArray, raw, wrap_like
+from .leaves import Leaf
 from .mapping import normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import Leaf, Placement, PlacementLeaf, Rule, drop_manual, is_placement, resolve, shardings_in, unwrapped
+from .placement import ByParameter, Placement, Rule, drop_manual, is_placement, resolve, shardings_in, spec_of_leaf
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -120,6 +122,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or _is_of_keys(x):
         return jax.device_put(x, target)
+    # Of a weakly typed array, `without_cache` makes no other.
     if (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return _program_to(target)(x)
     return jax.device_put(without_cache(x), target)
@@ -198,8 +201,8 @@ def shard_arguments(
         raise TypeError(
             f"{what}: expected a placement, or a tuple or dictionary with one for each argument, got {placement!r}."
         )
-    prefix = {name: PlacementLeaf(p) if is_placement(p) else p for name, p in chosen.items()}
-    placed = values | shard_quietly({name: values[name] for name in prefix}, prefix, what)
+    given = ByParameter({name: values[name] for name in chosen})
+    placed = values | shard_quietly(given, ByParameter(chosen), what).values
     return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
 
 
@@ -261,6 +264,8 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = as_seen_here(mesh)
     else:
         mesh = current_mesh()
+    if placement is None and mesh is not None and _is_in_place(tree, mesh):
+        return tree
     if mesh is None and not shardings_in(placement):
         if warn:
             warn_without_mesh(what, placement, ", or pass it as `mesh`")
@@ -271,6 +276,26 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
+
+
+def _is_in_place(x: Any, mesh: AnyMesh) -> bool:
+    """Return whether an eager named array lies where the active mapping puts it, as results of operations do.
+
+    Layers ask this at every call, so an answer is kept for all arrays of these names, sizes and sharding.
+    """
+    if not isinstance(x, NamedArray) or not isinstance(x.array, jax.Array) or isinstance(x.array, Tracer):
+        return False
+    return _lies_by(active_settings(), with_devices(mesh), x.names, x.array.shape, x.array.sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lies_by(settings: Settings | None, mesh: AnyMesh, names: Names, shape: tuple[int, ...], has: Any) -> bool:
+    """Return whether the mapping of some settings puts an array just where it lies, without any error."""
+    if settings is None or not isinstance(has, NamedSharding) or len(names) != len(shape):
+        return False
+    leaf = Leaf((), None, names, shape)
+    spec = spec_of_leaf(leaf, settings.mapping, mesh, problems := [])
+    return spec is not None and not problems and _is(has, spec, mesh, len(shape))
 
 
 def warn_without_mesh(what: str, placements: Any, otherwise: str = "") -> None:
@@ -292,7 +317,7 @@ def needs_mesh(placements: Any) -> bool:
 def _axes_of(placements: Any) -> tuple[str, ...]:
     """Return the mesh axes that placements and the active mappings mention, except in rules."""
     found: list[Any] = [active_mapping(), active_parameter_mapping()]
-    found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
+    found += jax.tree.leaves(placements, is_leaf=is_placement)
     of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
     return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)
 
@@ -403,6 +428,7 @@ def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
 
 def in_trace() -> bool:
     """Return whether a program is being traced, so that even constants become part of it."""
+    # An operation without operands is staged only by the trace around it.
     return isinstance(jax.lax.full((), 0), Tracer)
 
 

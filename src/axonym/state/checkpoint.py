@@ -26,8 +26,9 @@ from ..core import errors
 from ..core.processes import ProcessAgreement, fail_together
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
+from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
-from ..sharding.placement import Leaf, Placement, is_placed_whole, leaves_of, listed
+from ..sharding.placement import Placement, listed
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import is_number, require_representable, same_kind

@@ -1,37 +1,55 @@
-"""Merge and split the axes of a layer, for its `flatten_for_export` and `unflatten_from_export`."""
+"""Merge and split the axes of a module's arrays, where PyTorch's module has one axis."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_size
-from ..named_array import NamedArray, is_jax_array_like
+from ..axis import Axis, AxisSpec, axes_of_spec, axis_size
+from ..named_array import is_jax_array_like
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, unflatten_axis
 
-MaybeArray = TypeVar("MaybeArray", bound=NamedArray | None)
+T = TypeVar("T")
 
-IN, OUT = "__IN__", "__OUT__"
-"""The names of a flattened layer's axes. Existing code looks for these names."""
-
-
-def merged_axis(spec: AxisSpec, name: str) -> Axis:
-    """Return the axis that several axes are merged into."""
-    return Axis(name, axis_size(spec))
+ExportAxes = Mapping[str, Mapping[str, AxisSpec]]
+"""The axes that become one: by the field that has them in the module, their form in each array that has them, too."""
 
 
-def merge_axes(x: MaybeArray, spec: AxisSpec, name: str) -> MaybeArray:
-    """Merge some axes of a layer's array into one. None and placeholders are returned unchanged."""
-    if x is None or not is_jax_array_like(x):
-        return x
-    merged: Any = flatten_axes(x, tuple(a.name for a in axes_of_spec(spec)), name)
-    return merged
+def _merged_name(field: str) -> str:
+    """Return the name of the axis that the axes of a field become. Existing code looks for these names."""
+    return "__IN__" if field == "In" else "__OUT__"
 
 
-def split_axis(x: MaybeArray, name: str, spec: AxisSpec, order: Names | None = None) -> MaybeArray:
-    """Undo `merge_axes`; transpose the result if an order is given."""
-    if x is None or not is_jax_array_like(x):
-        return x
-    split: Any = unflatten_axis(x, name, axes_of_spec(spec))
-    ordered: Any = split if order is None or order == split.names else rearrange(split, order)
-    return ordered
+def merge_axes(module: T, declared: ExportAxes) -> T:
+    """Return a module with one axis for each field; the module itself if no field has several."""
+    if all(isinstance(getattr(module, field), Axis) for field in declared):
+        return module
+    changed: dict[str, Any] = {}
+    for field, arrays in declared.items():
+        name = _merged_name(field)
+        changed[field] = Axis(name, axis_size(getattr(module, field)))
+        for array, spec in arrays.items():
+            x = changed.get(array, getattr(module, array))
+            merged = tuple(a.name for a in axes_of_spec(spec))
+            changed[array] = flatten_axes(x, merged, name) if is_jax_array_like(x) else x
+    return dataclasses.replace(module, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+
+
+def split_axes(module: T, template: Any, declared: ExportAxes) -> T:
+    """Undo `merge_axes`, with the axes that the template declares, in its order."""
+    if all(isinstance(getattr(template, field), Axis) for field in declared):
+        return module
+    changed: dict[str, Any] = {}
+    for field, arrays in declared.items():
+        changed[field] = getattr(template, field)
+        for array, spec in arrays.items():
+            x = changed.get(array, getattr(module, array))
+            split = axes_of_spec(spec)
+            changed[array] = unflatten_axis(x, _merged_name(field), split) if is_jax_array_like(x) else x
+    for array in {array for arrays in declared.values() for array in arrays}:
+        x, like = changed[array], getattr(template, array)
+        if is_jax_array_like(x) and like is not None and x.names != like.names:
+            changed[array] = rearrange(x, like.names)
+    return dataclasses.replace(module, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]

@@ -24,9 +24,10 @@ from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import in_trace
-from .lazy_arrays import LazyArray, LazyEntry, LazyStack, MissingArray, as_lazy, has_missing, read_all
+from ..transforms.stacked_leaves import layer_of, layers_at
+from .lazy_arrays import LazyArray, LazyEntry, LazyStack, MissingArray, abstract, as_lazy, has_missing, read_all
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
-from .naming import children, is_number, layers_at, same_kind, with_prefix
+from .naming import children, is_number, same_kind, with_prefix
 from .sharded_reading import read_sharded
 
 T = TypeVar("T")
@@ -235,7 +236,8 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
     NamedArray(float32[layers=2, embed=2], [[0. 0.] [1. 1.]])
     """
     found, structure = named_trees.flatten_with_path(stacked)
-    layer = jax.tree.unflatten(structure, [_layer_of(x, layers.name) for _, x in found])
+    shapes = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, stacked)
+    layer = named_trees.map(lambda x: layer_of(x, layers.name, 0), shapes)
     loaded_layers = [from_state_dict(layer, state_dict, with_prefix(prefix, str(i))) for i in range(layers.size)]
     columns = zip(*map(named_trees.leaves, loaded_layers), strict=True)
     results = []
@@ -246,17 +248,6 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
             _active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
         results.append(_stacked(x, parts, layers.name))
     return jax.tree.unflatten(structure, results)
-
-
-def _layer_of(x: Any, name: str) -> Any:
-    """Return one layer's slice of a stacked leaf, as shape and dtype."""
-    position = layers_at(x, name)
-    if position is None:
-        return x
-    array = raw(x)
-    shape = tuple(array.shape)
-    part = jax.ShapeDtypeStruct(shape[:position] + shape[position + 1 :], array.dtype)
-    return wrap(part, names_without(x.names, name)) if isinstance(x, NamedArray) else part
 
 
 def _all_equal(parts: Sequence[Any]) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
 import equinox as eqx
 
+from .export_axes import ExportAxes, merge_axes, split_axes
+from .lazy_arrays import scale_array
 from .loading import lazy_loading, load_children
 from .naming import KeyMap, StateDict
 from .saving import children_to_state_dict
@@ -15,9 +18,10 @@ from .saving import children_to_state_dict
 class ModuleWithStateDictSerialization(eqx.Module):
     """A module whose form in state dicts differs from its fields.
 
-    Any module can be written to a state dict, under the names of its fields. A subclass of this class can override
-    `_state_dict_key_map` for other names, `flatten_for_export` and `unflatten_from_export` for other shapes in
-    PyTorch-compatible state dicts, and `to_state_dict` and `from_state_dict` for everything else.
+    Any module can be written to a state dict, under the names of its fields. A subclass of this class can declare other
+    names in `_state_dict_key_map`, factors in `_state_dict_scales`, and in `_export_axes` the axes that are one in
+    PyTorch-compatible state dicts. For other changes of shape, it can override `flatten_for_export` and
+    `unflatten_from_export`, and for everything else `to_state_dict` and `from_state_dict`.
 
     >>> import equinox as eqx
     >>> class Norm(axn.state.ModuleWithStateDictSerialization):
@@ -35,6 +39,21 @@ class ModuleWithStateDictSerialization(eqx.Module):
         """
         return {}
 
+    def _state_dict_scales(self) -> Mapping[str, float]:
+        """Return, by field, factors of the arrays in state dicts: what the module applies, and PyTorch's does not."""
+        return {}
+
+    def _export_axes(self) -> ExportAxes:
+        """Return the axes that are one axis in PyTorch: by field with the axes, the axes in each array.
+
+        For a field `axis` and a weight with these axes, it is `{"axis": {"weight": self.axis}}`.
+        """
+        return {}
+
+    def _scaled(self, scales: Mapping[str, float]) -> Self:
+        scaled = {field: scale_array(getattr(self, field), by) for field, by in scales.items() if by != 1}
+        return dataclasses.replace(self, **scaled) if scaled else self
+
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """Return the arrays and numbers of the module by key.
 
@@ -43,7 +62,7 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"embed": 2})).to_state_dict("norm")
         {'norm.scale': Array([1., 1.], dtype=float32)}
         """
-        return children_to_state_dict(self, prefix)
+        return children_to_state_dict(self._scaled(self._state_dict_scales()), prefix)
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Self:
@@ -56,7 +75,8 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"embed": 2})).from_state_dict({"norm.scale": np.zeros(2)}, "norm").scale
         NamedArray(float32[embed=2], [0. 0.])
         """
-        return load_children(self, state_dict, prefix)
+        loaded = load_children(self, state_dict, prefix)
+        return loaded._scaled({field: 1 / by for field, by in self._state_dict_scales().items()})
 
     def flatten_for_export(self) -> Self:
         """Return the module with the shapes that PyTorch uses, such as one axis where the module has several.
@@ -71,7 +91,7 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"heads": 2, "size": 2})).flatten_for_export().scale.shape
         {'flat': 4}
         """
-        return self
+        return merge_axes(self, self._export_axes())
 
     def unflatten_from_export(self, template: Any) -> Self:
         """Undo `flatten_for_export`.
@@ -87,4 +107,4 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"flat": 4})).unflatten_from_export(template).scale.shape
         {'heads': 2, 'size': 2}
         """
-        return self
+        return split_axes(self, template, template._export_axes())

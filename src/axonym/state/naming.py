@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..named_array import NamedArray, is_jax_array_like
-
 StateDict: TypeAlias = dict[str, Any]
 """Arrays by key, as in `{"layers.0.weight": ...}`."""
 
@@ -71,15 +69,3 @@ def require_representable(what: str, x: Any, dtype: DTypeLike) -> None:
     if least < limits.min or most > limits.max:
         wider = " JAX has 64-bit integers with `jax_enable_x64`." if own.bits == 64 else ""
         raise ValueError(f"{what} has values from {least} to {most}, which {dtype} cannot represent.{wider}")
-
-
-def layers_at(x: Any, name: str) -> int | None:
-    """Return the position of the layer axis in a leaf of stacked layers, or None if all layers share the leaf.
-
-    A named array may have the axis, a raw array has it first.
-    """
-    if not is_jax_array_like(x):
-        return None
-    if isinstance(x, NamedArray):
-        return x.names.index(name) if name in x.names else None
-    return 0 if x.shape else None

@@ -6,15 +6,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 
 from .. import tree as named_trees
-from ..axis import Axis, names_without
-from ..named_array import NamedArray, is_jax_array_like, raw, wrap
-from ..ops._operands import private
-from ..ops.indexing import index
+from ..axis import Axis
+from ..named_array import NamedArray, is_jax_array_like, raw
 from ..sharding.shard import to_host
-from .naming import StateDict, children, is_number, layers_at, with_prefix
+from ..transforms.stacked_leaves import layer_of
+from .naming import StateDict, children, is_number, with_prefix
 
 
 def to_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
@@ -72,27 +70,8 @@ def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None)
     [('norm.0.scale', (3,)), ('norm.1.scale', (3,))]
     """
 
-    def layer(i: int) -> Any:
-        return named_trees.map(lambda x: _part(x, layers.name, i), stacked)
-
-    return children_to_state_dict([layer(i) for i in range(layers.size)], prefix)
-
-
-def _part(x: Any, name: str, i: int) -> Any:
-    """Return one layer's slice of a stacked leaf."""
-    position = layers_at(x, name)
-    if position is None:
-        return x
-    named = x if isinstance(x, NamedArray) else wrap(x, (name, *private("a layer", tuple(map(str, range(1, x.ndim))))))
-    array, names = named.array, names_without(named.names, name)
-    if isinstance(array, jax.ShapeDtypeStruct):
-        shape = array.shape[:position] + array.shape[position + 1 :]
-        part = wrap(jax.ShapeDtypeStruct(shape, array.dtype), names)
-    elif isinstance(array, np.ndarray):  # keep it in host memory
-        part = wrap(np.asarray(array[(slice(None),) * position + (i,)]), names)
-    else:
-        part = index(named, {name: i})
-    return part if isinstance(x, NamedArray) else part.array
+    each = [named_trees.map(lambda x, i=i: layer_of(x, layers.name, i), stacked) for i in range(layers.size)]
+    return children_to_state_dict(each, prefix)
 
 
 def to_numpy_state_dict(tree: Any, prefix: str | None = None) -> StateDict:

@@ -16,17 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ..core import errors
 from ..distribution import active_settings
 from ..named_array import is_jax_array_like, raw, wrap_like
+from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
-from ..sharding.placement import (
-    Leaf,
-    Placement,
-    is_placed_whole,
-    leaves_of,
-    listed,
-    present_sharding,
-    resolve,
-    shardings_in,
-)
+from ..sharding.placement import Placement, listed, present_sharding, resolve, shardings_in
 from ..sharding.shard import in_trace, shard
 from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
 

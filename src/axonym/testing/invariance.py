@@ -26,8 +26,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..core.tree_spec import ARRAYS, flatten_arrays
+from ..sharding.leaves import leaves_of
 from ..sharding.mapping import axis_mapping
-from ..sharding.placement import leaves_of
 from ..sharding.shard import shard
 from ._diagnosis import Recording, diagnose
 from ._widening import WidenedProgram, wide_dtype
