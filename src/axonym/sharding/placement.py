@@ -393,7 +393,10 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
         if not is_placement(p):
             shown = f"an array of shape {p.shape}" if isinstance(p, (jax.Array, np.ndarray)) else repr(p)
             where = f", for {path[-1].key!r}," if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
-            hint = as_mapping(placement) or (NO_SIZES if type(p) is int else "")
+            around = itertools.accumulate(
+                path, lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))], initial=placement
+            )
+            hint = next(filter(None, map(as_mapping, around)), NO_SIZES if type(p) is int else "")
             raise TypeError(
                 f"{what}: {shown}{where} is not a placement. Resource mappings, such as {{'batch': 'data'}}, "
                 f"PartitionSpecs, shardings, rules, and None are.{hint}"
@@ -620,9 +623,10 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh 
         if keys and not known.intersection(keys):
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
             hint = errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
+            turned = {name_of(k): v for k, v in mapping.items() if known.intersection(mesh_axes(v))}
             errors.warn(
                 f"{what}: none of the axes {errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{errors.wrong_way_round({k: v for k, v in mapping.items() if v in known}, keys)}{hint}"
+                f"{has}.{errors.wrong_way_round(turned, keys)}{hint}"
             )
 
 

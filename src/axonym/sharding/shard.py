@@ -22,9 +22,20 @@ from ..distribution.active_settings import active_mapping, active_parameter_mapp
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
 from ..named_array import raw, wrap_like
-from .mapping import normalize_mapping
+from .mapping import as_mapping, check_direction, normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import Leaf, Placement, PlacementLeaf, Rule, drop_manual, is_placement, resolve, shardings_in, unwrapped
+from .placement import (
+    Leaf,
+    Placement,
+    PlacementLeaf,
+    Rule,
+    drop_manual,
+    is_placement,
+    leaves_of,
+    resolve,
+    shardings_in,
+    unwrapped,
+)
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -160,6 +171,16 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     return _shard(tree, placement, None, what, warn=False)
 
 
+def shardings_of_empty(tree: Any, placement: Placement, what: str) -> list[tuple[Any, NamedSharding]]:
+    """Return the raw arrays of size 0 of a tree, each with the sharding that a placement gives it on the mesh."""
+    mesh = current_mesh()
+    if all(getattr(x, "size", 1) for x in jax.tree.leaves(tree)):
+        return []
+    leaves = [leaf for leaf in resolve(tree, placement, mesh, what)[0] if leaf.shape is not None and 0 in leaf.shape]
+    found = [(raw(leaf.value), leaf.mesh or mesh, leaf.spec) for leaf in leaves]
+    return [(x, NamedSharding(mesh, spec)) for x, mesh, spec in found if mesh is not None and spec is not None]
+
+
 def shard_arguments(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -180,6 +201,8 @@ def shard_arguments(
     if is_placement(placement):
         chosen = dict.fromkeys([*positional, *kwargs], placement)
     elif isinstance(placement, Mapping):
+        if any(type(p) is int for p in placement.values()):
+            normalize_mapping(placement, what)  # raises the error
         if unknown := [name for name in placement if name not in values]:
             raise ValueError(
                 f"{what}: {errors.quoted(unknown)} is not an argument of the call, which has "
@@ -187,6 +210,8 @@ def shard_arguments(
             )
         chosen = dict(placement)
     elif isinstance(placement, Sequence) and not isinstance(placement, str):
+        if hint := as_mapping(placement):
+            raise TypeError(f"{what}: {placement!r} is a {type(placement).__name__} of pairs, not a mapping.{hint}")
         chosen = by_parameter(what, fn, placement, static)
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
@@ -263,8 +288,10 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = current_mesh()
     if mesh is None and not shardings_in(placement):
         if warn:
-            warn_without_mesh(what, placement, ", or pass it as `mesh`")
+            warn_without_mesh(what, placement, tree, ", or pass it as `mesh`")
         return tree
+    if placement is None and mesh is not None:
+        check_direction(what, active_mapping(), mesh)
     leaves, structure = resolve(tree, placement, mesh, what)
     if undo:
         leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
@@ -273,12 +300,16 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
 
 
-def warn_without_mesh(what: str, placements: Any, otherwise: str = "") -> None:
-    """Warn that placements and the active mappings shard nothing without a mesh."""
-    axes = dict.fromkeys(_axes_of(placements), 1)
+def warn_without_mesh(what: str, placements: Any, tree: Any, otherwise: str = "") -> None:
+    """Warn that placements and the active mappings shard nothing of a tree without a mesh."""
+    known = {n for leaf in leaves_of(tree)[0] for n in leaf.names or ()}
+    mapping = {k: v for m in _mappings_in(placements) for k, v in m.items()}
+    turned = {} if known.isdisjoint(axes_in(mapping.values())) else {k: v for k, v in mapping.items() if k not in known}
+    hint = errors.wrong_way_round(turned, turned)
+    axes = dict.fromkeys(turned if hint else _axes_of(placements), 1)
     sizes = {axis: size if i else -1 for i, (axis, size) in enumerate(axes.items())} or {"data": -1}
     errors.warn(
-        f"{what}: no mesh is active, so nothing is sharded. Activate one around the call: "
+        f"{what}: no mesh is active, so nothing is sharded.{hint} Activate a mesh around the call: "
         f"`with jax.set_mesh(axonym.make_mesh({sizes})):`{otherwise}."
     )
 
@@ -291,10 +322,18 @@ def needs_mesh(placements: Any) -> bool:
 
 def _axes_of(placements: Any) -> tuple[str, ...]:
     """Return the mesh axes that placements and the active mappings mention, in rules apart."""
-    found: list[Any] = [active_mapping(), active_parameter_mapping()]
-    found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
-    of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
-    return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)
+    specs = [p for p in _placements_in(placements) if isinstance(p, PartitionSpec)]
+    return axes_in([e for m in _mappings_in(placements) for e in m.values()] + [e for spec in specs for e in spec])
+
+
+def _mappings_in(placements: Any) -> list[dict[str, Any]]:
+    """Return the active mappings, and those among placements."""
+    found = [active_mapping(), active_parameter_mapping(), *_placements_in(placements)]
+    return [normalize_mapping(p) for p in found if isinstance(p, Mapping)]
+
+
+def _placements_in(placements: Any) -> list[Any]:
+    return [*map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))]
 
 
 def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
