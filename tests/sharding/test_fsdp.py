@@ -350,3 +350,9 @@ def test_without_a_mesh_it_just_computes() -> None:
     with pytest.warns(UserWarning, match=r"^fsdp\(.*<lambda>\): no mesh is active"):
         np.testing.assert_array_equal(fn(w, x).array, np.full(3, 2.0))
     np.testing.assert_array_equal(fn(w, x).array, np.full(3, 2.0))  # it has been said
+
+
+def test_storage_keeps_the_axes_that_only_the_compute_mapping_shards(auto_mesh) -> None:
+    step = axn.fsdp(lambda w: w * 2, {"embed": "data"}, {"batch": "data", "mlp": "model"})
+    with jax.set_mesh(auto_mesh):
+        assert spec(step(axn.ones({"embed": 8, "mlp": 4}))) == ("data", "model")

@@ -8,6 +8,7 @@ the kernel, where XLA would be wrong:
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.
+- XLA takes some gradients of strided and dilated convolutions for products, and fails to partition them.
 - XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups, or
   those of the input and of the result over different mesh axes.
 
@@ -128,6 +129,7 @@ def apply_convolution(
     on_mesh = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
     large = on_mesh | known.large
     if large:
+        convolve = _convolve_on_mesh
         names, weight_names = in_names
         placed = sharded_over(what, names, x, mesh, AxisType.Auto)
         over = {n: {*a, *b} for n, a, b in itertools.zip_longest(names, placed, known.x, fillvalue=())}
@@ -172,6 +174,16 @@ def convolve_at_once(
     return jax.lax.conv_general_dilated(
         x, weight, of.strides, of.padding, of.input_dilation, of.dilation, numbers, of.groups
     )
+
+
+def _convolve_on_mesh(
+    x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
+) -> jax.Array:
+    """Apply a convolution as one operation, unless XLA may take it, or its gradient, for a batch of products."""
+    gaps = zip(of.strides, of.input_dilation, of.dilation, strict=True)
+    if any(d > 1 and (s > 1 or g > 1) for s, g, d in gaps):
+        return convolve_by_products((), x, weight, of, numbers)
+    return convolve_at_once(x, weight, of, numbers)
 
 
 def convolve_by_products(

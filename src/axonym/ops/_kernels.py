@@ -370,8 +370,9 @@ def _on_auto_axes(
     """Return a function that avoids what the partitioner does wrongly along some axes of its operands and results.
 
     XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over those along which devices
-    have equal shards. With one mesh axis there are none. So these axes are replicated. XLA does the same if operands
-    share a batch axis, or are mapped over, whatever is sharded, so then each device computes its shard of the batch.
+    have equal shards. With one mesh axis there are none. So these axes are replicated. If operands share a batch axis,
+    or are mapped over, XLA does the same whatever is sharded, fails, or ends the process, so then each device computes
+    its shard of the batch.
     """
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
@@ -383,9 +384,7 @@ def _on_auto_axes(
         large = sum(size > 1 for size in mesh.shape.values())
         if AxisType.Auto not in mesh.axis_types or not large:
             return fn(*arrays)
-        if AxisType.Manual not in mesh.axis_types and (
-            ((shared or is_mapped()) and large > 1) or (per_device and active_mapping())
-        ):
+        if AxisType.Manual not in mesh.axis_types and (shared or is_mapped() or (per_device and active_mapping())):
             entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays)
             specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
             return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)

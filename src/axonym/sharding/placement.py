@@ -339,7 +339,12 @@ class ParameterOrComputeMapping(Rule):
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """Return the mapping that applies to a leaf."""
         stored = is_parameter(leaf.names or (), self.parameters, self.compute)
-        return self.parameters if stored else self.compute
+        return self._storage if stored else self.compute
+
+    @functools.cached_property
+    def _storage(self) -> Mapping[str, Entry]:
+        """The mapping that parameters are stored by: see `storage_axes`."""
+        return {**self.compute, **self.parameters}
 
 
 @dataclasses.dataclass(frozen=True)
