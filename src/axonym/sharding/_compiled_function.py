@@ -31,7 +31,7 @@ from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
 from .meshes import current_mesh, with_devices
 from .placement import Placement
-from .shard import call_on_mesh, shard_arguments
+from .shard import call_on_mesh, emptied, shard_arguments
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -434,9 +434,7 @@ class _WithEmptyArrays(FlatTree):
         for i, sharding in self.empty:
             x, mesh = arrays[i], with_devices(sharding.mesh)
             if isinstance(x, jax.Array) and not isinstance(x, Tracer) and isinstance(mesh, Mesh):
-                # A new array, because before jax 0.12 the one of an Explicit mesh cannot be read.
-                new = isinstance(x.dtype, np.dtype) and not x.weak_type
-                arrays[i] = jax.device_put(np.zeros(x.shape, x.dtype) if new else x, NamedSharding(mesh, sharding.spec))
+                arrays[i] = jax.device_put(emptied(x), NamedSharding(mesh, sharding.spec))
         return self.spec.unflatten(arrays)
 
 

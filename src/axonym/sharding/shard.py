@@ -146,6 +146,13 @@ def without_cache(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
 
 
+def emptied(x: Any) -> Any:
+    """Return a new array for one of size 0: jax 0.10 cannot copy what it computed sharded over Explicit axes."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or _is_of_keys(x) or x.weak_type:
+        return x
+    return np.zeros(x.shape, x.dtype)
+
+
 def _is_of_keys(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -393,9 +400,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     spec = _closed(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
-    if isinstance(x, jax.Array) and not x.size and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # Nothing to copy; and jax 0.10 cannot copy an empty array that was computed sharded over Explicit axes.
-        x = np.zeros(x.shape, x.dtype)
+    x = emptied(x)
     found = with_devices(mesh)
     if isinstance(found, AbstractMesh):
         raise ValueError(
