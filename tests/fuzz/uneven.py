@@ -64,7 +64,7 @@ def _layers() -> dict[str, tuple[tuple[Operand, ...], Any]]:
         "attention": ((X, X), _attended),
         "causal attention": (
             (X, X),
-            lambda q, k: _attended(q, k, mask=axn.nn.attention.Causal(POS, POS.alias("key_pos"))),
+            lambda q, k: _attended(q, k, mask=axn.nn.attention.Causal("pos")),
         ),
         "cross entropy": ((X, X), lambda x, y: axn.nn.cross_entropy_loss(x, "embed", axn.nn.softmax(y, "embed"))),
         "scan": ((X,), lambda x: axn.scan(lambda c, x: (c * 0.5 + x, c * x), "pos")(x["pos", 0], x)),
