@@ -70,6 +70,11 @@ def on(mesh: Any, fn: Callable[[], Any], mapping: Any = None) -> Any:
         return jax.block_until_ready(fn())
 
 
+def on_mesh(mesh: Any, fn: Callable[[], Any]) -> Any:
+    with jax.set_mesh(mesh):
+        return fn()
+
+
 def per_device(fn: Any, *args: Any, **options: Any) -> Any:
     return on(AUTO, lambda: axn.shard_map(fn, **options)(*args), {"batch": "data"})
 
@@ -438,7 +443,16 @@ TABLE = [
         lambda: on(AUTO, lambda: axn.named_jit(lambda x: x, {"data": "batch"})(X)),
         lambda m: m == {"batch": "data"},
     ),
-    Advice("{{…}: {…}}", lambda: on(AUTO, lambda: axn.shard(X, {"data": "batch"})), lambda m: m == {"batch": "data"}),
+    *(
+        Advice("{{…}: {…}}", call, lambda m: m == {"batch": "data"})
+        for call in (
+            lambda: on(AUTO, lambda: axn.shard(X, {"data": "batch"})),
+            lambda: on(AUTO, lambda: axn.shard(X, {"data": ("batch", "embed")})),
+            lambda: axn.axis_mapping({"data": "batch"})(lambda: on_mesh(AUTO, lambda: axn.shard(X)))(),
+            lambda: axn.shard(X, {"data": "batch"}),
+            lambda: axn.named_jit(lambda x: x, {"data": "batch"})(X),
+        )
+    ),
     *(
         Advice(
             "{{…}: {…}}",
@@ -450,6 +464,10 @@ TABLE = [
             lambda m: on(AUTO, lambda: axn.shard(X, m)),
             lambda m: axn.named_jit(lambda x: x, m),
             lambda m: axn.fsdp(lambda x: x, m, {}),
+            lambda m: axn.named_jit(lambda x: x, in_placement=m)(X),
+            lambda m: axn.named_jit(lambda x: x, in_placement=tuple(m))(X),
+            lambda m: on(AUTO, lambda: axn.named_jit(lambda x: x, in_placement={"x": m})(X)),
+            lambda m: on(AUTO, lambda: axn.named_jit(lambda x: x, out_placement=m)(X)),
         )
     ),
     *(
@@ -462,6 +480,8 @@ TABLE = [
             untyped.axis_mapping,
             lambda m: on(AUTO, lambda: axn.shard(X, m)),
             lambda m: axn.named_jit(lambda x: x, m),
+            lambda m: axn.named_jit(lambda x: x, in_placement=m)(X),
+            lambda m: on(AUTO, lambda: axn.named_jit(lambda x: x, out_placement=m)(X)),
         )
     ),
     Advice(
@@ -838,7 +858,14 @@ WORDS_OF_CALLS: dict[str, Any] = {
     **{"layer": BATCH_NORM, "state": jax.tree.map(lambda x: x, STATE)},  # a copy, since a state is used once
 }
 OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
-UNKNOWN: list[dict[str, Any]] = [{"what": 1}, {"dim": "batch"}, {"dim": 0}, {"dims": (0,)}, {"num_segments": 4}]
+UNKNOWN: list[dict[str, Any]] = [
+    {"what": 1},
+    {"dim": "batch"},
+    {"dim": 0},
+    {"dims": (0,)},
+    {"dims": (0, 1)},
+    {"num_segments": 4},
+]
 
 
 @functools.cache

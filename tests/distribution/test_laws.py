@@ -210,17 +210,6 @@ DIFFERENCES = (
         "uncertain", "drawn product 7", lambda stored, used, gradient: gradient and used.keys() == {"c", "e"},
         "a sum over axes on two mesh axes is one all-reduce over both, or one after the other",
     ),
-    Difference(
-        "uncertain", "look-up", lambda stored, used, gradient: not gradient and "d" in stored and "a" not in used,
-        "a stored table is gathered where the look-ups do not share its mesh axes, once or more often",
-    ),
-    *(
-        Difference(
-            "names", operation, lambda stored, used, gradient: gradient and stored.keys() == {"d"} and "c" in used,
-            "fsdp stores an axis replicated that only the compute mapping has, and names take it to be stored sharded",
-        )
-        for operation in ("product", "look-up")
-    ),
 )  # fmt: skip
 """There is one more, which shows only under another policy: on CPUs, the partitioner makes no reduce-scatter, but an
 all-reduce and a slice, which send twice the bytes. A reduce-scatter for FSDP is the library's own, and stays one."""

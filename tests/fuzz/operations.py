@@ -157,6 +157,12 @@ def _along(name: str, **keywords: Any) -> Callable[..., Any]:
     return lambda xp, x, axis: (getattr(xp, name)(x.array, axis=x.names.index(axis), **keywords), x.names)
 
 
+def _associative_scan(xp: Any, x: Value, axis: str) -> Any:
+    at = x.names.index(axis)
+    run = functools.partial(jax.lax.associative_scan, jnp.add) if xp is jnp else xp.cumsum
+    return run(x.array, axis=at), x.names
+
+
 def _arg(name: str) -> Callable[..., Any]:
     def by_position(xp: Any, x: Value, axis: str) -> Any:
         return getattr(xp, name)(x.array, axis=x.names.index(axis)), tuple(n for n in x.names if n != axis)
@@ -510,7 +516,8 @@ def _draw_convolve(rng: random.Random, values: Sequence[Value]) -> Any:
         sizes = {n: v.size(n) for v in (a, b) for n in v.names}
         floats = a.array.dtype == b.array.dtype == np.float32
         same = sum(a.size(n) != b.size(n) for n in shared) <= 1
-        return bool(shared and floats and same) and 0 < math.prod(sizes.values()) <= 2048
+        empty = 0 in (a.array.size, b.array.size)  # which JAX refuses
+        return bool(shared and floats and same and not empty) and math.prod(sizes.values()) <= 2048
 
     pairs = [(i, j) for i, a in enumerate(values) for j, b in enumerate(values) if suits(a, b)]
     if not pairs:
@@ -735,7 +742,7 @@ OPERATIONS: dict[str, Operation] = {
         rounds=False,
     ),
     "associative_scan": Operation(
-        "axn.associative_scan(axn.add, {0}, {axis!r})", one(is_float, axis=long_axis), _along("cumsum")
+        "axn.associative_scan(axn.add, {0}, {axis!r})", one(is_float, axis=long_axis), _associative_scan
     ),
     "vmap": Operation(
         "axn.vmap(lambda x: axn.flip(x) - x, {axis!r})({0})",

@@ -2,8 +2,8 @@
 
 JAX refuses an axis that its mesh axes do not divide, except inside jit on Auto mesh axes, where a slice of a sharded
 axis stays sharded. There, XLA partitions some operations wrongly, or ends the process. So this runs each case of the
-table of operations, with its gradients, under every mapping of one axis or two, on a mesh of one axis and on others of
-two; some slices are even, but not aligned with the shards.
+table of operations, and some of layers and transforms, with their gradients, under every mapping of one axis or two, on
+a mesh of one axis and on others of two; some slices are even, but not aligned with the shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import axonym as axn
-from tests.ops.case import SIZES, Case
+from tests.ops.case import SIZES, Case, Operand
 from tests.ops.test_operations import (
     CASES,
     _assert_close,
@@ -32,7 +32,63 @@ from tests.ops.test_operations import (
     _raw,
 )
 
-BY_ID = {case.id: case for case in CASES if case.jit and case.operands}
+KEY = jax.random.key(0)
+BATCH, POS, EMBED = (axn.Axis(n, SIZES[n]) for n in ("batch", "pos", "embed"))
+MLP, EMBED_2, WINDOW = axn.Axis("mlp", 6), axn.Axis("embed 2", 4), axn.Axis("pos", 2)
+X, IN_BATCH = Operand(("batch", "pos", "embed")), Operand(("batch", "embed"))
+INDICES = Operand(("batch", "pos"), "index")
+WEIGHT = axn.random.normal(KEY, {"embed": 8, "mlp": 6})
+LINEAR = axn.nn.Linear.init(EMBED, MLP, key=KEY)
+
+
+def _attended(q: axn.NamedArray, k: axn.NamedArray, **options: Any) -> axn.NamedArray:
+    k = k.rename({"pos": "key_pos"})
+    return axn.nn.attention.dot_product_attention(q, k, k, "key_pos", "embed", **options)
+
+
+def _layers() -> dict[str, tuple[tuple[Operand, ...], Any]]:
+    """Return layers and transforms, whose weights are constants, as operands and a function."""
+    return {
+        "linear": ((X,), LINEAR),
+        "mlp": ((X,), axn.nn.MLP.init(EMBED, MLP, 5, 2, key=KEY)),
+        "conv": ((X,), axn.nn.Conv.init("pos", EMBED, MLP, 3, padding=1, key=KEY)),
+        "conv strided": ((X,), axn.nn.Conv.init("pos", EMBED, MLP, 2, stride=2, dilation=2, padding=2, key=KEY)),
+        "conv of groups": ((X,), axn.nn.Conv.init("pos", EMBED, EMBED_2, 3, padding=1, groups=2, key=KEY)),
+        "transposed conv": ((X,), axn.nn.ConvTranspose.init("pos", EMBED, MLP, 3, stride=2, key=KEY)),
+        "layer norm": ((X,), axn.nn.LayerNorm.init(EMBED)),
+        "group norm": ((X,), axn.nn.GroupNorm.init(EMBED, 2, "pos")),
+        "batch norm": ((X,), lambda x: axn.nn.standardize(x, "batch")),
+        "embedding": ((INDICES,), axn.nn.Embedding.init(axn.Axis("vocab", 5), EMBED, key=KEY)),
+        "max pool": ((X,), lambda x: axn.nn.max_pool(x, WINDOW)),
+        "mean pool": ((X,), lambda x: axn.nn.mean_pool(x, WINDOW, 1, "SAME")),
+        "attention": ((X, X), _attended),
+        "causal attention": (
+            (X, X),
+            lambda q, k: _attended(q, k, mask=axn.nn.attention.Causal("pos")),
+        ),
+        "cross entropy": ((X, X), lambda x, y: axn.nn.cross_entropy_loss(x, "embed", axn.nn.softmax(y, "embed"))),
+        "scan": ((X,), lambda x: axn.scan(lambda c, x: (c * 0.5 + x, c * x), "pos")(x["pos", 0], x)),
+        "scan over the batch": ((X,), lambda x: axn.fold(lambda c, x: axn.sin(c) + x, "batch")(x["batch", 0], x)),
+        "map": ((X,), lambda x: axn.map(lambda x: axn.sin(x) * axn.sum(x), "batch")(x)),
+        "vmap of products": ((X,), lambda x: axn.vmap(lambda x: axn.dot(x, WEIGHT, axis="embed"), "batch")(x)),
+        "vmap of sorts": ((X,), lambda x: axn.vmap(lambda x: axn.sort(x, "embed"), "pos")(x)),
+        "vmap of convolutions": ((IN_BATCH, IN_BATCH), axn.vmap(lambda a, v: axn.convolve(a, v, "embed"), "batch")),
+        "remat": ((X,), jax.checkpoint(lambda x: axn.nn.softmax(LINEAR(axn.tanh(x)), "mlp"))),
+    }
+
+
+LAYERS = _layers()
+
+
+def _case(name: str) -> Case:
+    # Cases are hashed, which layers are not.
+    operands, _ = LAYERS[name]
+    grad = operands != (INDICES,)
+    return Case(name, operands, lambda *xs: LAYERS[name][1](*xs), lambda *xs: xs, grad=grad)
+
+
+CASES_OF_LAYERS = [_case(name) for name in LAYERS]
+BY_ID = {case.id: case for case in [*CASES, *CASES_OF_LAYERS] if case.jit and case.operands}
 MESHES: tuple[dict[str, int], ...] = ({"a": 3}, {"a": 3, "b": 2}, {"a": 4, "b": 2})
 
 

@@ -347,6 +347,12 @@ def test_what_cannot_be_split_evenly_is_left_to_the_ordinary_way(auto_mesh) -> N
 def test_without_a_mesh_it_just_computes() -> None:
     fn = axn.fsdp(lambda w, x: axn.dot(x, w, axis="embed"), {"embed": "data"}, {"batch": "data"})
     w, x = axn.ones({"embed": 2}), axn.ones({"batch": 3, "embed": 2})
-    with pytest.warns(UserWarning, match="no mesh is active"):
+    with pytest.warns(UserWarning, match=r"^fsdp\(.*<lambda>\): no mesh is active"):
         np.testing.assert_array_equal(fn(w, x).array, np.full(3, 2.0))
     np.testing.assert_array_equal(fn(w, x).array, np.full(3, 2.0))  # it has been said
+
+
+def test_storage_keeps_the_axes_that_only_the_compute_mapping_shards(auto_mesh) -> None:
+    step = axn.fsdp(lambda w: w * 2, {"embed": "data"}, {"batch": "data", "mlp": "model"})
+    with jax.set_mesh(auto_mesh):
+        assert spec(step(axn.ones({"embed": 8, "mlp": 4}))) == ("data", "model")

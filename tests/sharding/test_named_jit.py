@@ -52,6 +52,21 @@ def test_results_go_where_the_mapping_says(x, mesh) -> None:
         assert spec(double(axn.named(np.ones((8, 8)), ("batch", "embed")))) == ("data", None), "an argument on the host"
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_results_of_size_0_go_where_the_mapping_says(x, explicit) -> None:
+    mesh = axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)
+    empty = axn.named_jit(lambda a: (a["batch", :0], a.array, "static"), {"batch": "data", "embed": "model"})
+    with jax.set_mesh(mesh):
+        none, kept, _ = empty(x)
+        assert spec(none) == spec(empty.lower(x).compile()(x)[0]) == ("data", "model")
+        assert none.array.dtype == x.array.dtype
+        assert none.array.addressable_shards[0].data.shape == (0, 4)
+        np.testing.assert_array_equal(none.array, np.ones((0, 8)))  # unreadable before jax 0.12 on Explicit axes
+        np.testing.assert_array_equal(kept, x.array)
+        batched = jax.vmap(axn.named_jit(lambda a: a["batch", :0]))(jax.tree.map(lambda a: jnp.stack([a, a]), x))
+        assert batched.array.shape == (2, 0, 8)
+
+
 def test_arguments_and_results_have_their_own_mappings(x, mesh) -> None:
     seen = []
 

@@ -168,7 +168,8 @@ def unknown_mesh_axis(what: str, name: str, mesh_axis: str, mesh: Any) -> str:
 def wrong_way_round(mapping: Mapping[str, Any], mesh_axes: Iterable[str]) -> str:
     """Return a sentence about the entries of a mapping that go from a mesh axis to an axis, or an empty string."""
     known = set(mesh_axes)
-    turned = {v: k for k, v in mapping.items() if k in known and isinstance(v, str) and v not in known}
+    entries = [(k, (v,) if isinstance(v, str) else tuple(v or ())) for k, v in mapping.items() if k in known]
+    turned = {names[0]: k for k, names in entries if names and known.isdisjoint(names)}
     return f" A mapping goes from axes to mesh axes: write `{turned}`." if turned else ""
 
 

@@ -219,17 +219,20 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
         return f"{error}. The first argument is a random key: write `{call}`."
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
     if asked is not None and "{first}" not in advice:
-        advice = advice.replace("{last}", _by_name(asked, names))
+        one = "AxisSelector" in str(inspect.signature(f).parameters.get("axis"))
+        advice = advice.replace("{last}", _by_name(asked, names, one))
     return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
 
 
-def _by_name(asked: Any, names: Sequence[str]) -> str:
-    """Return the axes that were asked for, by name or by position, as they are written."""
+def _by_name(asked: Any, names: Sequence[str], one: bool) -> str:
+    """Return the axes that were asked for, by name or by position, as they are written; or one of them."""
     each = asked if isinstance(asked, (list, tuple)) else [asked]
     at = range(-len(names), len(names))
     found = [repr(names[x] if isinstance(x, int) and x in at else x) for x in each if isinstance(x, (str, int))]
     if not found or len(found) < len(each):
         return "{last}"
+    if one:
+        return found[-1]
     return f"({', '.join(found)})" if len(found) > 1 else found[0]
 
 

@@ -8,6 +8,7 @@ of products, one for each position in the kernel:
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.
+- XLA takes some gradients of strided and dilated convolutions for products, and fails to partition them.
 - XLA ends the process if channels are sharded over a number of devices that does not divide the number of groups, or
   if the channels of the input and of the result are sharded over different mesh axes.
 
@@ -127,6 +128,7 @@ def apply_convolution(
     on_mesh = {a for a in axes_of_type(mesh, AxisType.Auto, AxisType.Explicit) if mesh.shape[a] > 1}
     large = on_mesh | known.large
     if large:  # on one device, XLA is right
+        convolve = _convolve_on_mesh
         names, weight_names = in_names
         placed = sharded_over(what, names, x, mesh, AxisType.Auto)
         over = {n: {*a, *b} for n, a, b in itertools.zip_longest(names, placed, known.x, fillvalue=())}
@@ -157,7 +159,7 @@ def _repeats_batch(batch: Mapping[str, set[str]], large: set[str], known: Known,
 
     Each of them adds to the gradient of a grouped weight, which would be several times too large.
     """
-    # Several batch axes are merged, of which XLA keeps the sharding of the first.
+    # Several batch axes are merged, and XLA keeps the sharding of the first.
     used = {a for n in [*batch][:1] for a in batch[n]}
     unknown = auto and known.sizes is None and len(large) > 1 and not batch.keys() <= active_mapping().keys()
     return not large <= used and (unknown or any(batch.values()))
@@ -187,6 +189,16 @@ def convolve_at_once(
     return jax.lax.conv_general_dilated(
         x, weight, of.strides, of.padding, of.input_dilation, of.dilation, numbers, of.groups
     )
+
+
+def _convolve_on_mesh(
+    x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
+) -> jax.Array:
+    """Apply a convolution as one operation, unless XLA may take it, or its gradient, for a batch of products."""
+    gaps = zip(of.strides, of.input_dilation, of.dilation, strict=True)
+    if any(d > 1 and (s > 1 or g > 1) for s, g, d in gaps):
+        return convolve_by_products((), x, weight, of, numbers)
+    return convolve_at_once(x, weight, of, numbers)
 
 
 def convolve_by_products(

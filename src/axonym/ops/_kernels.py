@@ -29,7 +29,7 @@ from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_with
 from ..core import errors
 from ..core.jax_versions import INLINE, is_staged
 from ..distribution import active_settings, output_sharding
-from ..distribution.active_settings import ACTIVE, Entry, active_mapping
+from ..distribution.active_settings import ACTIVE, Entry, active_mapping, is_mapped
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_in,
@@ -371,8 +371,8 @@ def _on_auto_axes(
 
     XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over mesh axes along which the
     devices have equal shards; on a mesh with one axis there are none. So the axes that the operation runs along are
-    replicated. If operands share a batch axis, XLA adds up too much whichever axis is sharded, so then each device
-    computes its shard of the batch.
+    replicated. If operands share a batch axis, or are mapped over, XLA does the same whichever axis is sharded, fails,
+    or ends the process, so then each device computes its shard of the batch.
     """
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
@@ -384,7 +384,7 @@ def _on_auto_axes(
         large = sum(size > 1 for size in mesh.shape.values())
         if AxisType.Auto not in mesh.axis_types or not large:
             return fn(*arrays)
-        if set(mesh.axis_types) == {AxisType.Auto} and ((shared and large > 1) or (per_device and active_mapping())):
+        if AxisType.Manual not in mesh.axis_types and (shared or is_mapped() or (per_device and active_mapping())):
             entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays)
             specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
             return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)
@@ -489,5 +489,5 @@ def broadcast_names(what: str, all_names: Sequence[Names]) -> Names:
     raise ValueError(
         f"{what}: cannot broadcast {listed}: no operand has all the axes, so the result would be an outer product. If "
         "that is meant, say so with `broadcast_axis` on one operand, or `axonym.broadcast_arrays(..., "
-        "require_subset=False)`."
+        "require_subset=False)`. If two of the axes are the same, give them one name with `rename`."
     )

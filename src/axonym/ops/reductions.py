@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from ..axis import Names
+from ..axis import AxisSelector, Names
 from ..core import errors
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
@@ -232,7 +232,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
 
 
 def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SimpleReductionFunction:
-    def op(array, axis=None):
+    def op(array, axis: AxisSelector | None = None):
         kernel = _arg_kernel(fn, name, require_named(name, array).names, _kernels.one_selector(name, axis))
         return kernel.apply(array.array)
 
@@ -259,7 +259,7 @@ nanargmin = _arg("nanargmin", jnp.nanargmin, "Return the index of the smallest e
 
 
 def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
-    def op(a, axis, dtype=None):
+    def op(a, axis: AxisSelector, dtype=None):
         return apply_along(fn, name, a, axis, dtype=dtype_key(dtype))
 
     doc = f"""{summary}

@@ -19,6 +19,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVa
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 
 from ..core import errors
 from ..core.function_cache import FunctionCache
@@ -27,9 +29,9 @@ from ..core.parameter_names import parameter_names
 from ..core.tree_spec import PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
 from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
-from .meshes import current_mesh
+from .meshes import current_mesh, with_devices
 from .placement import Placement
-from .shard import call_on_mesh, shard_arguments
+from .shard import call_on_mesh, emptied, shard_arguments
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -68,6 +70,7 @@ class CompiledFunction(Generic[P, R]):
         active: Mapping[str, Mapping[str, Any]],
         arguments: Sequence[tuple[str, Placement]] = (),
         results: Callable[[Any, Any], Any] | None = None,
+        empty: Callable[[Any], Sequence[tuple[Any, NamedSharding]]] | None = None,
         donate: tuple[Any, Any] = (None, None),
         static_argnums: int | Sequence[int] | None = None,
         static_leaves: bool = True,
@@ -80,6 +83,7 @@ class CompiledFunction(Generic[P, R]):
         active: the parts of the settings that are active inside, whatever is active around the call.
         arguments: placements of the arguments, which are applied in turn, each with a word for messages.
         results: a function of the arguments and the results, which returns the results sharded.
+        empty: a function of these, which returns the arrays of size 0 among them, each with its sharding.
         donate: which positional and keyword arguments may be overwritten: tree prefixes of booleans or functions.
         static_argnums: as in `jax.jit`; only without `static_leaves`.
         static_leaves: leaves of the arguments and results that are not arrays are static.
@@ -94,6 +98,7 @@ class CompiledFunction(Generic[P, R]):
         """The settings that were active around the last call, and the settings that it activated instead."""
         self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
         self._results = results
+        self._empty = empty
         self._donate = donate
         self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums or ())
         self._static_leaves = static_leaves
@@ -125,7 +130,7 @@ class CompiledFunction(Generic[P, R]):
                 if not elsewhere and not (unseen and self._has_static(error, args, kwargs)):
                     raise
             else:
-                return result.tree() if type(result) is FlatTree else result
+                return result.tree() if isinstance(result, FlatTree) else result
         with self._surroundings():
             place = self.placed if self._arguments else None
             return call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
@@ -182,8 +187,8 @@ class CompiledFunction(Generic[P, R]):
         ):
             yield
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        """Run the function while it is traced."""
+    def _run(self, args: Any, kwargs: Any) -> tuple[Any, Sequence[tuple[Any, NamedSharding]]]:
+        """Run the function while it is traced. Return its result, and the sharding of each array of size 0 in it."""
         outer = active_settings.active_settings()
         settings = active_settings.changed(outer, **self._active) if self._active else outer
         with contextlib.nullcontext() if settings is outer else active_settings.activate(settings):
@@ -195,7 +200,8 @@ class CompiledFunction(Generic[P, R]):
             # A copy of the tree, since the function may consume it: Equinox's `State` is used once.
             seen = None if self._results is None else jax.tree.map(lambda x: x, (args, kwargs))
             result = self._fn(*args, **kwargs)
-            return result if self._results is None else self._results(seen, result)
+            result = result if self._results is None else self._results(seen, result)
+            return result, () if self._empty is None else self._empty(result)
 
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, sharded by their placements."""
@@ -217,12 +223,12 @@ class CompiledFunction(Generic[P, R]):
         @functools.wraps(self._fn, updated=())
         def jitted(*args, **kwargs):
             if not self._static_leaves:
-                return self._run(args, kwargs)
+                return self._run(args, kwargs)[0]
             if checks:
                 leaves, structure = jax.tree.flatten((args, kwargs))
                 if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
                     raise _AmbiguousArgumentsError
-            return _flat(self._run(args, kwargs))
+            return _flat(*self._run(args, kwargs))
 
         return jitted
 
@@ -289,7 +295,7 @@ class CompiledFunction(Generic[P, R]):
 
         def split(kept_arrays, donated_arrays=()):  # `Stage.by_parameter` uses these names
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
-            return _flat(self._run(*spec.unflatten(next(sources[d]) for d in donated)))
+            return _flat(*self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
         return _Program(spec, donated, jax.jit(split, donate_argnums=1, **self._options), unflattened=False)
@@ -402,10 +408,37 @@ def _checked(leaf: StaticLeaf) -> StaticLeaf:
     return leaf.checked("named_jit: an argument or result that is not an array")
 
 
-def _flat(result: Any) -> Any:
+def _flat(result: Any, empty: Sequence[tuple[Any, NamedSharding]]) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
     arrays, spec = flatten_arrays(result, PROGRAM_ARRAYS, named=False)
-    return FlatTree(arrays, spec) if list(map(_checked, spec.static_leaves)) else result
+    static = list(map(_checked, spec.static_leaves))
+    if empty:
+        shardings = {id(x): sharding for x, sharding in empty}
+        found = [(i, shardings[id(x)]) for i, x in enumerate(arrays) if id(x) in shardings]
+        return _WithEmptyArrays(arrays, spec, tuple(found))
+    return FlatTree(arrays, spec) if static else result
+
+
+class _WithEmptyArrays(FlatTree):
+    """A result with arrays of size 0: XLA replicates them, so they get their sharding after the call."""
+
+    __slots__ = ("empty",)
+
+    def __init__(self, arrays: list[Any], spec: TreeSpec, empty: tuple[tuple[int, NamedSharding], ...]):
+        super().__init__(arrays, spec)
+        self.empty = empty
+        """Their positions among the arrays, and their shardings."""
+
+    def tree(self) -> Any:
+        arrays = list(self.arrays)
+        for i, sharding in self.empty:
+            x, mesh = arrays[i], with_devices(sharding.mesh)
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and isinstance(mesh, Mesh):
+                arrays[i] = jax.device_put(emptied(x), NamedSharding(mesh, sharding.spec))
+        return self.spec.unflatten(arrays)
+
+
+jax.tree_util.register_dataclass(_WithEmptyArrays, data_fields=["arrays"], meta_fields=["spec", "empty"])
 
 
 # --- methods ---
@@ -491,4 +524,4 @@ class Stage:
 
 
 def _tree(result: Any) -> Any:
-    return result.tree() if type(result) is FlatTree else result
+    return result.tree() if isinstance(result, FlatTree) else result

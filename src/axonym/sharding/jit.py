@@ -19,7 +19,7 @@ from .leaves import leaves_of
 from .mapping import ResourceMapping, as_mapping, normalize_mapping
 from .meshes import current_mesh
 from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, advise_paths
-from .shard import needs_mesh, shard_quietly, warn_without_mesh
+from .shard import needs_mesh, shard_quietly, shardings_of_empty, warn_without_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,6 +104,7 @@ def named_jit(
         active["mapping"] = normalize_mapping(mapping, "named_jit")
     make = functools.partial(
         _compiled,
+        "named_jit",
         active=active,
         in_placement=in_placement,
         out_placement=out_placement,
@@ -186,11 +187,14 @@ def fsdp(
     else:
         active["parameter_mapping"] = normalize_mapping(parameters, "fsdp")
         placement = ParameterOrComputeMapping(active["parameter_mapping"], compute)
-    make = functools.partial(_compiled, active=active, in_placement=placement, out_placement=placement, **options)
+    make = functools.partial(
+        _compiled, "fsdp", active=active, in_placement=placement, out_placement=placement, **options
+    )
     return make if fn is None else make(fn)
 
 
 def _compiled(
+    what: str,
     fn: Callable[P, R],
     active: Mapping[str, Mapping[str, Any]],
     in_placement: Placement,
@@ -204,35 +208,37 @@ def _compiled(
     for reserved in ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames"):
         if reserved in jit_options:
             instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_placement"
-            raise TypeError(f"named_jit: `{reserved}` works by position; use `{instead}`.")
+            raise TypeError(f"{what}: `{reserved}` works by position; use `{instead}`.")
     for needless in ("static_argnums", "static_argnames"):
         if needless in jit_options:
-            raise TypeError(f"named_jit: `{needless}` is not needed: non-array arguments are always static.")
+            raise TypeError(f"{what}: `{needless}` is not needed: non-array arguments are always static.")
     if annotation_shardings is not None:
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
 
+    title = f"{what}({getattr(fn, '__qualname__', fn)!s})"
+
     def results(arguments: Any, result: Any) -> Any:
         if current_mesh() is None and needs_mesh(placements := [in_placement, out_placement]):
-            warn_without_mesh(_title(fn), placements)
-        _warn_if_misspelled(fn, active, (arguments, result))
-        return shard_quietly(result, out_placement, "named_jit (results)")
+            warn_without_mesh(title, placements, (arguments, result))
+        _warn_if_misspelled(title, active, (arguments, result))
+        return shard_quietly(result, out_placement, f"{what} (results)")
 
     return CompiledFunction(
-        "named_jit",
+        what,
         fn,
         active=active,
         arguments=[("arguments", in_placement)],
         results=results,
-        donate=(_checked_donation("donate_args", donate_args), _checked_donation("donate_kwargs", donate_kwargs)),
+        empty=lambda result: shardings_of_empty(result, out_placement, f"{what} (results)"),
+        donate=(
+            _checked_donation(what, "donate_args", donate_args),
+            _checked_donation(what, "donate_kwargs", donate_kwargs),
+        ),
         jit_options=jit_options,
     )
 
 
-def _title(fn: Callable[..., Any]) -> str:
-    return f"named_jit({getattr(fn, '__qualname__', fn)!s})"
-
-
-def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
+def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
     """Warn of mappings that apply to no argument and no result.
 
     A compute mapping can be for axes that exist only inside, so it is reported only if one of its names is similar to
@@ -249,20 +255,20 @@ def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str
     misspelled = [n for n, hint in near.items() if hint or (n in parameters and known.isdisjoint(parameters))]
     if misspelled:
         errors.warn(
-            f"{_title(fn)}: {errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "
+            f"{title}: {errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "
             f"which have {', '.join(sorted(map(repr, known))) or 'no named axes'}."
             + ("".join(near[n] for n in misspelled) if known else advise_paths(arguments, parameters.values(), mesh))
         )
 
 
-def _checked_donation(argument: str, donate: Any) -> Any:
+def _checked_donation(what: str, argument: str, donate: Any) -> Any:
     """Return the tree prefixes that say which arguments may be overwritten, with False for None."""
 
     def checked(may: Any) -> Any:
         if may is None or isinstance(may, bool) or callable(may):
             return may or False
         raise TypeError(
-            f"named_jit: `{argument}` says whether each argument may be overwritten, by True and False rather than by "
+            f"{what}: `{argument}` says whether each argument may be overwritten, by True and False rather than by "
             f"number, as in `donate_args=(True, False)` or `donate_kwargs={{'state': True}}`; got {donate!r}."
         )
 

@@ -16,7 +16,7 @@ from ..axis import Axis, name_of
 from ..core import errors
 from ..distribution import active_settings
 from ..distribution.active_settings import Entry, Settings
-from ..distribution.mesh_axes import check_mesh_axes, current_mesh, entry_of
+from ..distribution.mesh_axes import AnyMesh, check_mesh_axes, current_mesh, entry_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,8 +102,8 @@ def axis_mapping(
     """
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
     mesh = current_mesh() if new else None
-    if mesh is not None and errors.wrong_way_round(new, mesh.axis_names):
-        check_mesh_axes("axis_mapping", new, mesh)  # or it would apply to no axis, and nothing would say so
+    if mesh is not None:
+        check_direction("axis_mapping", new, mesh)
 
     def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
@@ -151,6 +151,12 @@ class ActiveSettings:
                 return fn(*args, **kwargs)
 
         return wrapper
+
+
+def check_direction(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> None:
+    """Check that an active mapping is not from mesh axes to axes: it would apply to nothing, without a word."""
+    if not mesh.shape.keys().isdisjoint(mapping) and errors.wrong_way_round(mapping, mesh.axis_names):
+        check_mesh_axes(what, mapping, mesh)
 
 
 def current_mapping() -> dict[str, Entry] | None:

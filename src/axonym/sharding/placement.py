@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -164,7 +165,12 @@ class ParameterOrComputeMapping(Rule):
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """Return the mapping that applies to a leaf."""
         stored = is_parameter(leaf.names or (), self.parameters, self.compute)
-        return self.parameters if stored else self.compute
+        return self._storage if stored else self.compute
+
+    @functools.cached_property
+    def _storage(self) -> Mapping[str, Entry]:
+        """The mapping that parameters are stored by: see `storage_axes`."""
+        return {**self.compute, **self.parameters}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +241,10 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
         if not is_placement(p):
             shown = f"an array of shape {p.shape}" if isinstance(p, (jax.Array, np.ndarray)) else repr(p)
             where = f", for {path[-1].key!r}," if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
-            hint = as_mapping(placement) or (NO_SIZES if type(p) is int else "")
+            around = itertools.accumulate(
+                path, lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))], initial=placement
+            )
+            hint = next(filter(None, map(as_mapping, around)), NO_SIZES if type(p) is int else "")
             raise TypeError(
                 f"{what}: {shown}{where} is not a placement. Resource mappings, such as {{'batch': 'data'}}, "
                 f"PartitionSpecs, shardings, rules, and None are.{hint}"
@@ -448,9 +457,10 @@ def _warn_if_unused(placements: Sequence[tuple[LeafPlacement, Leaf]], mesh: AnyM
         if keys and not known.intersection(keys):
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
             hint = errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
+            turned = {name_of(k): v for k, v in mapping.items() if known.intersection(mesh_axes(v))}
             errors.warn(
                 f"{what}: none of the axes {errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{errors.wrong_way_round({k: v for k, v in mapping.items() if v in known}, keys)}{hint}"
+                f"{has}.{errors.wrong_way_round(turned, keys)}{hint}"
             )
 
 

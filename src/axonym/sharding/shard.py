@@ -23,8 +23,8 @@ from ..distribution.active_settings import Settings, active_mapping, active_para
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
 from ..named_array import NamedArray, raw, wrap_like
-from .leaves import Leaf
-from .mapping import normalize_mapping
+from .leaves import Leaf, leaves_of
+from .mapping import as_mapping, check_direction, normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import ByParameter, Placement, Rule, drop_manual, is_placement, resolve, shardings_in, spec_of_leaf
 
@@ -138,6 +138,13 @@ def without_cache(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
 
 
+def emptied(x: Any) -> Any:
+    """Return a new array for one of size 0: jax 0.10 cannot copy what it computed sharded over Explicit axes."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or _is_of_keys(x) or x.weak_type:
+        return x
+    return np.zeros(x.shape, x.dtype)
+
+
 def _is_of_keys(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -163,6 +170,16 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     return _shard(tree, placement, None, what, warn=False)
 
 
+def shardings_of_empty(tree: Any, placement: Placement, what: str) -> list[tuple[Any, NamedSharding]]:
+    """Return the raw arrays of size 0 of a tree, each with the sharding that a placement gives it on the mesh."""
+    mesh = current_mesh()
+    if all(getattr(x, "size", 1) for x in jax.tree.leaves(tree)):
+        return []
+    leaves = [leaf for leaf in resolve(tree, placement, mesh, what)[0] if leaf.shape is not None and 0 in leaf.shape]
+    found = [(raw(leaf.value), leaf.mesh or mesh, leaf.spec) for leaf in leaves]
+    return [(x, NamedSharding(mesh, spec)) for x, mesh, spec in found if mesh is not None and spec is not None]
+
+
 def shard_arguments(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -183,6 +200,8 @@ def shard_arguments(
     if is_placement(placement):
         chosen = dict.fromkeys([*positional, *kwargs], placement)
     elif isinstance(placement, Mapping):
+        if any(type(p) is int for p in placement.values()):
+            normalize_mapping(placement, what)  # raises the error
         if unknown := [name for name in placement if name not in values]:
             raise ValueError(
                 f"{what}: {errors.quoted(unknown)} is not an argument of the call, which has "
@@ -190,6 +209,8 @@ def shard_arguments(
             )
         chosen = dict(placement)
     elif isinstance(placement, Sequence) and not isinstance(placement, str):
+        if hint := as_mapping(placement):
+            raise TypeError(f"{what}: {placement!r} is a {type(placement).__name__} of pairs, not a mapping.{hint}")
         chosen = by_parameter(what, fn, placement, static)
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
@@ -268,8 +289,10 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         return tree
     if mesh is None and not shardings_in(placement):
         if warn:
-            warn_without_mesh(what, placement, ", or pass it as `mesh`")
+            warn_without_mesh(what, placement, tree, ", or pass it as `mesh`")
         return tree
+    if placement is None and mesh is not None:
+        check_direction(what, active_mapping(), mesh)
     leaves, structure = resolve(tree, placement, mesh, what)
     if undo:
         leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
@@ -293,17 +316,23 @@ def _lies_by(settings: Settings | None, mesh: AnyMesh, names: Names, shape: tupl
     """Return whether the mapping of some settings puts an array just where it lies, without any error."""
     if settings is None or not isinstance(has, NamedSharding) or len(names) != len(shape):
         return False
+    if not mesh.shape.keys().isdisjoint(settings.mapping):  # from mesh axes to axes, perhaps: that is an error
+        return False
     leaf = Leaf((), None, names, shape)
     spec = spec_of_leaf(leaf, settings.mapping, mesh, problems := [])
     return spec is not None and not problems and _is(has, spec, mesh, len(shape))
 
 
-def warn_without_mesh(what: str, placements: Any, otherwise: str = "") -> None:
-    """Warn that placements and the active mappings shard nothing without a mesh."""
-    axes = dict.fromkeys(_axes_of(placements), 1)
+def warn_without_mesh(what: str, placements: Any, tree: Any, otherwise: str = "") -> None:
+    """Warn that placements and the active mappings shard nothing of a tree without a mesh."""
+    known = {n for leaf in leaves_of(tree)[0] for n in leaf.names or ()}
+    mapping = {k: v for m in _mappings_in(placements) for k, v in m.items()}
+    turned = {} if known.isdisjoint(axes_in(mapping.values())) else {k: v for k, v in mapping.items() if k not in known}
+    hint = errors.wrong_way_round(turned, turned)
+    axes = dict.fromkeys(turned if hint else _axes_of(placements), 1)
     sizes = {axis: size if i else -1 for i, (axis, size) in enumerate(axes.items())} or {"data": -1}
     errors.warn(
-        f"{what}: no mesh is active, so nothing is sharded. Activate one around the call: "
+        f"{what}: no mesh is active, so nothing is sharded.{hint} Activate a mesh around the call: "
         f"`with jax.set_mesh(axonym.make_mesh({sizes})):`{otherwise}."
     )
 
@@ -316,10 +345,18 @@ def needs_mesh(placements: Any) -> bool:
 
 def _axes_of(placements: Any) -> tuple[str, ...]:
     """Return the mesh axes that placements and the active mappings mention, except in rules."""
-    found: list[Any] = [active_mapping(), active_parameter_mapping()]
-    found += jax.tree.leaves(placements, is_leaf=is_placement)
-    of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
-    return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)
+    specs = [p for p in _placements_in(placements) if isinstance(p, PartitionSpec)]
+    return axes_in([e for m in _mappings_in(placements) for e in m.values()] + [e for spec in specs for e in spec])
+
+
+def _mappings_in(placements: Any) -> list[dict[str, Any]]:
+    """Return the active mappings, and the mappings among placements."""
+    found = [active_mapping(), active_parameter_mapping(), *_placements_in(placements)]
+    return [normalize_mapping(p) for p in found if isinstance(p, Mapping)]
+
+
+def _placements_in(placements: Any) -> list[Any]:
+    return jax.tree.leaves(placements, is_leaf=is_placement)
 
 
 def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
@@ -379,9 +416,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     spec = _closed(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
-    if isinstance(x, jax.Array) and not x.size and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # Nothing to copy; and jax 0.10 cannot copy an empty array that was computed sharded over Explicit axes.
-        x = np.zeros(x.shape, x.dtype)
+    x = emptied(x)
     found = with_devices(mesh)
     if isinstance(found, AbstractMesh):
         raise ValueError(

@@ -407,6 +407,8 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
 
         xs = [jnp.flip(x, position) for x in xs] if plan.reverse else xs
         results = _prefixes.associative_scan(combine, xs, position)
+        if xs[0].shape[position] > 1:  # as in JAX
+            results = [jax.lax.convert_element_type(y, y.dtype) if jax.typeof(y).weak_type else y for y in results]
         results = [jnp.flip(y, position) for y in results] if plan.reverse else results
         results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
         return [reshard(y, entries_of(x), jax.typeof(x).sharding.mesh) for y, x in zip(results, arrays, strict=True)]
