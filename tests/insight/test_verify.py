@@ -67,7 +67,7 @@ def test_a_missing_sum_is_named(auto_mesh: Mesh) -> None:
     assert str(found).startswith(
         "dot: not kept by the compiler for 8 devices: result[0]\n  dot[batch, embed; embed, mlp -> "
     )
-    assert "gives a partial sum: the sum over model is missing" in found.first.what
+    assert "gives a partial sum over model, which nothing adds up" in found.first.what
 
 
 # --- bugs of the compiler ---
