@@ -215,7 +215,9 @@ def generated(weights: str, kind: AxisType = AxisType.Auto) -> Case:
         return axn.quantization.quantize_weights(model, **options) if options else model
 
     mapping = generate.MAPPING
-    args = jax.eval_shape(lambda: (init(jax.random.key(0)), axn.zeros({"batch": 4, "pos": 3}, dtype=int), jax.random.key(0)))
+    args = jax.eval_shape(
+        lambda: (init(jax.random.key(0)), axn.zeros({"batch": 4, "pos": 3}, dtype=int), jax.random.key(0))
+    )
     return mesh_of(kind, data=2, model=2), axn.named_jit(step, mapping, in_placement=mapping), args
 
 

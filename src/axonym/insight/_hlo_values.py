@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class Machine:
             else:
                 unknown[name] = None
             try:
-                [value_dtype(s.dtype) for s in i.shapes if s.dtype != "token"]
+                [value_dtype(s.dtype) for s in i.shapes]
             except UnknownForm as e:
                 unknown[str(e)] = None
         self.unknown = tuple(unknown)
@@ -67,7 +67,9 @@ class Machine:
     def body(self, i: Instruction) -> Machine:
         """Return the machine for an operation with its own partitioning."""
         around = self._producers[id(i)]
-        operands = [str(around[name].shapes[int(place or 0)]) for name, _, place in (o.partition("#") for o in i.operands)]
+        operands = [
+            str(around[name].shapes[int(place or 0)]) for name, _, place in (o.partition("#") for o in i.operands)
+        ]
         found = {
             body.text: machine
             for body, machine in self._bodies
@@ -76,7 +78,9 @@ class Machine:
             and i.shapes == body.program.root(body.program.entry).shapes
         }
         if len(found) != 1:
-            raise UnknownForm(f"custom-call to CustomSPMDPartitioning for {i.scope}, which is one of {len(found)} operations")
+            raise UnknownForm(
+                f"custom-call to CustomSPMDPartitioning for {i.scope}, which is one of {len(found)} operations"
+            )
         return next(iter(found.values()))
 
     def run(self, args: Sequence[Value]) -> Value:
@@ -172,7 +176,11 @@ def literal(text: str, shape: HloShape) -> Array:
     if "..." in text:
         raise UnknownForm("a constant that is not written out")
     words = re.findall(r"\([^)]*\)|[^\s,{}]+", re.sub(r"/\*[^*]*\*/", "", text))
-    read = {"b": lambda word: word in ("true", "1"), "f": float, "c": lambda pair: complex(*map(float, pair[1:-1].split(",")))}
+    read = {
+        "b": lambda word: word in ("true", "1"),
+        "f": float,
+        "c": lambda pair: complex(*map(float, pair[1:-1].split(","))),
+    }
     return np.array([read.get(dtype.kind, int)(word) for word in words], dtype).reshape(1, *shape.sizes)
 
 
@@ -239,37 +247,25 @@ def _order(x: Array) -> Array:
     return np.where(bits < 0, -1 - (bits & np.int64(2**63 - 1)), bits) if x.dtype.kind == "f" else x
 
 
+_IN_NUMPY = """
+and=bitwise_and atan2=arctan2 cosine=cos exponential=exp exponential-minus-one=expm1 is-finite=isfinite
+log-plus-one=log1p negate=negative not=invert or=bitwise_or popcnt=bitwise_count round-nearest-even=rint sine=sin
+xor=bitwise_xor abs add cbrt ceil floor imag log maximum minimum multiply power real sign sqrt subtract tan tanh
+"""
 _ELEMENTWISE: dict[str, Callable[..., Array]] = {
-    "and": np.bitwise_and,
-    "atan2": np.arctan2,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, _widened(low, x)), _widened(high, x)),
     "complex": lambda x, y: np.stack(_same_devices((x, y)), -1).view(complex)[..., 0],
-    "cosine": np.cos,
     "divide": _divide,
     "erf": np.vectorize(math.erf, [float]),
-    "exponential": np.exp,
-    "exponential-minus-one": np.expm1,
-    "is-finite": np.isfinite,
-    "log-plus-one": np.log1p,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "negate": np.negative,
-    "not": np.invert,
-    "or": np.bitwise_or,
-    "popcnt": np.bitwise_count,
     "remainder": _remainder,
     "round-nearest-afz": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
-    "round-nearest-even": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "select": lambda p, x, y: np.where(_widened(p, x), x, y),
     "shift-left": functools.partial(_shift, np.left_shift, "u"),
     "shift-right-arithmetic": functools.partial(_shift, np.right_shift, "i"),
     "shift-right-logical": functools.partial(_shift, np.right_shift, "u"),
-    "sine": np.sin,
-    "xor": np.bitwise_xor,
-} | {
-    name: getattr(np, name)
-    for name in "abs add cbrt ceil floor imag log maximum minimum multiply power real sign sqrt subtract tan tanh".split()
-}
+} | {word.partition("=")[0]: getattr(np, word.rpartition("=")[2]) for word in _IN_NUMPY.split()}
 _COMBINING = "add", "and", "maximum", "minimum", "multiply", "or"
 """The elementwise operations that are functions of NumPy, and whose operands may be in any order."""
 
@@ -406,67 +402,65 @@ def _scatter(i: Instruction, m: Machine, *values: Array) -> Value:
 # --- reductions ---
 
 
-def _reduce(i: Instruction, m: Machine, *values: Array) -> Value:
-    axes, (ufunc, combine) = _axes(i), m.combiner(i)
-    xs, starts = [*_same_devices(values[: len(values) // 2])], values[len(values) // 2 :]
+def _reduced(i: Instruction, m: Machine, xs: Sequence[Array], starts: Sequence[Array], axes: Sequence[int]) -> Value:
+    """Combine the elements along some axes, and the values to start with."""
+    ufunc, combine = m.combiner(i)
     if ufunc is not None:
-        xs = [ufunc.reduce(values[0], axis=axes, dtype=values[0].dtype)]
-    for axis in () if ufunc is not None else sorted(axes, reverse=True):
+        return combine(
+            _widened(starts[0], xs[0]), ufunc.reduce(xs[0], axis=tuple(axes), dtype=xs[0].dtype, keepdims=True)
+        )
+    for axis in axes:
         while (n := xs[0].shape[axis]) > 1:
             cut = [np.split(x, [n // 2, n // 2 * 2], axis) for x in xs]
             found = listed(combine(*(c[0] for c in cut), *(c[1] for c in cut)))
             xs = [np.concatenate([f, c[2]], axis) for f, c in zip(found, cut, strict=True)]
-        xs = [x.take(0, axis) for x in xs]
     return combine(*(_widened(s, x) for s, x in zip(starts, xs, strict=True)), *xs)
 
 
-class _Sliding:
-    """The windows of a convolution, or of a reduction over windows."""
+def _reduce(i: Instruction, m: Machine, *values: Array) -> Value:
+    xs, starts = _same_devices(values[: len(values) // 2]), values[len(values) // 2 :]
+    found = _reduced(i, m, xs, starts, _axes(i))
+    return _one_or_more([np.squeeze(x, _axes(i)) for x in listed(found)])
 
-    def __init__(self, i: Instruction):
-        found = dict(part.split("=") for part in (i.attribute("window") or "{}").strip("{}").split())
-        self.size = [int(n) for n in found["size"].split("x")] if "size" in found else []
 
-        def each(name: str, default: str) -> list[str]:
-            return found[name].split("x") if name in found else [default] * len(self.size)
+def _windows(i: Instruction, x: Array, value: Any) -> Array:
+    """Pad the last axes of an array with a value, and return its windows: (..., numbers of the window, elements)."""
+    found = dict(part.split("=") for part in (i.attribute("window") or "{}").strip("{}").split())
+    rank = len(found["size"].split("x")) if "size" in found else 0
 
-        self._stride, self._dilation = ([*map(int, each(name, "1"))] for name in ("stride", "rhs_dilate"))
-        self.reversed = [d for d, word in enumerate(each("rhs_reversal", "0")) if word == "1"]
-        pads, base = (part.split("_") for part in each("pad", "0_0")), each("lhs_dilate", "1")
-        self.amounts = [(int(a), int(b), int(n) - 1) for (a, b), n in zip(pads, base, strict=True)]
+    def each(name: str, default: str = "1") -> list[list[int]]:
+        words = found[name].split("x") if name in found else [default] * rank
+        return [[*map(int, word.split("_"))] for word in words]
 
-    def positions(self, padded: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Yield each position in a window, and where it is in the padded array for all windows."""
-        axes = [*zip(padded, self.size, self._dilation, self._stride, strict=True)]
-        lengths = [max((n - (k - 1) * d - 1) // step, -1) * step + 1 for n, k, d, step in axes]
-        for at in itertools.product(*map(range, self.size)):
-            firsts = [(p * d, length, step) for p, (_, _, d, step), length in zip(at, axes, lengths, strict=True)]
-            yield at, tuple(slice(first, max(first + length, first), step) for first, length, step in firsts)
+    x = _padded(x, value, [(*pad, n - 1) for pad, (n,) in zip(each("pad", "0_0"), each("lhs_dilate"), strict=True)])
+    steps = [
+        -d if backwards else d for (d,), (backwards,) in zip(each("rhs_dilate"), each("rhs_reversal", "0"), strict=True)
+    ]
+    reach = [(n - 1) * abs(d) + 1 for (n,), d in zip(each("size"), steps, strict=True)]
+    windows = np.lib.stride_tricks.sliding_window_view(x, reach, tuple(range(x.ndim - rank, x.ndim)))
+    windows = windows[(..., *(slice(None, None, n) for (n,) in each("stride")), *(slice(None, None, d) for d in steps))]
+    return windows.reshape(*windows.shape[: x.ndim], -1)
 
 
 def _reduce_window(i: Instruction, m: Machine, *values: Array) -> Value:
-    windows, (_, combine) = _Sliding(i), m.combiner(i)
-    xs, total = values[: len(values) // 2], [*values[len(values) // 2 :]]
-    padded = [_each(lambda x, start: _padded(x, start, windows.amounts), *pair) for pair in zip(xs, total, strict=True)]
-    for _, place in windows.positions(padded[0].shape[1:]):
-        parts = [p[(slice(None), *place)] for p in padded]
-        total = listed(combine(*(_widened(t, p) for t, p in zip(total, parts, strict=True)), *parts))
-    return _one_or_more(total)
+    xs, starts = values[: len(values) // 2], values[len(values) // 2 :]
+    windows = [_each(functools.partial(_windows, i), *pair) for pair in zip(xs, starts, strict=True)]
+    return _one_or_more([x[..., 0] for x in listed(_reduced(i, m, _same_devices(windows), starts, [-1]))])
 
 
 def _select_and_scatter(i: Instruction, m: Machine, *values: Array) -> Array:
-    windows, (_, select), (ufunc, _) = _Sliding(i), m.combiner(i, "select"), m.combiner(i, "scatter")
+    (_, select), (ufunc, _) = m.combiner(i, "select"), m.combiner(i, "scatter")
     if ufunc is None:
         raise UnknownForm("select-and-scatter with another function than a sum or an extreme")
 
     def one(x: Array, source: Array, start: Array) -> Array:
-        places = _padded(np.arange(x.size).reshape(x.shape), -1, windows.amounts)
-        values, best, value = _padded(x, 0, windows.amounts), np.full(source.shape, -1), np.zeros(source.shape, x.dtype)
-        for _, at in windows.positions(values.shape):
-            if values[at].shape != source.shape:
-                raise IllFormed(i, f"has {values[at].shape} windows and values for {source.shape}")
-            better = (places[at] >= 0) & ((best < 0) | ~select(value, values[at]))
-            best, value = np.where(better, places[at], best), np.where(better, values[at], value)
+        places, values = _windows(i, np.arange(x.size).reshape(x.shape), -1), _windows(i, x, 0)
+        if places.shape[:-1] != source.shape:
+            raise IllFormed(i, f"has {places.shape[:-1]} windows and values for {source.shape}")
+        best, value = places[..., 0], values[..., 0]
+        for k in range(1, places.shape[-1]):
+            better = (places[..., k] >= 0) & ((best < 0) | ~select(value, values[..., k]))
+            best, value = np.where(better, places[..., k], best), np.where(better, values[..., k], value)
         out = np.full(x.size, start, x.dtype)
         ufunc.at(out, best[best >= 0], source[best >= 0])
         return out.reshape(x.shape)
@@ -509,12 +503,11 @@ def _dot(i: Instruction, m: Machine, x: Array, y: Array) -> Array:
 
 
 def _convolution(i: Instruction, m: Machine, *values: Array) -> Array:
-    labels, windows = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes), _Sliding(i)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     if labels is None:
         raise UnknownForm("convolution without the order of its axes")
-    spatial = [str(d) for d in range(len(windows.size))]
     named = zip(labels.groups(), ("bf", "oi", "bf"), strict=True)
-    orders = [[text.index(c) for c in (*first, *spatial)] for text, first in named]
+    orders = [[text.index(c) for c in (*first, *sorted({*text} - {*first}))] for text, first in named]
     of_batch = (*_numbers(i, "batch_group_count"), 1)[0]
     parts = max((*_numbers(i, "feature_group_count"), 1)[0], of_batch)
     dtype = value_dtype(i.shapes[0].dtype)
@@ -524,16 +517,10 @@ def _convolution(i: Instruction, m: Machine, *values: Array) -> Array:
         if of_batch > 1:  # each part of the batch meets the kernels of its own results
             x = np.moveaxis(x.reshape(of_batch, -1, *x.shape[1:]), 0, 1)
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        x = _padded(x, 0, windows.amounts)
-        x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
-        kernel = np.flip(kernel, tuple(d + 2 for d in windows.reversed))
-        kernel = kernel.reshape(parts, -1, *kernel.shape[1:])
-        products = (
-            np.einsum("bpi...,poi->bpo...", x[(..., *place)], kernel[(..., *at)])
-            for at, place in windows.positions(x.shape[3:])
-        )
-        total = functools.reduce(np.add, products)
-        return np.transpose(total.reshape(len(total), -1, *total.shape[3:]), np.argsort(orders[2]))
+        windows = _windows(i, x, 0)
+        x = windows.reshape(len(x), parts, kernel.shape[1], -1, windows.shape[-1])
+        found = np.einsum("bpixw,poiw->bpox", x, kernel.reshape(parts, -1, kernel.shape[1], windows.shape[-1]))
+        return np.transpose(found.reshape(len(x), -1, *windows.shape[2:-1]), np.argsort(orders[2]))
 
     return _each(one, *values)
 
@@ -659,8 +646,6 @@ def _same(i: Instruction, m: Machine, *xs: Array) -> Value:
 
 
 _RULES: dict[str, Rule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
-    "add-dependency": lambda i, m, x, _: x,
-    "after-all": lambda i, m, *_: (),
     "all-gather": _moving,
     "all-reduce": _reducing,
     "all-to-all": _moving,
@@ -687,7 +672,6 @@ _RULES: dict[str, Rule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
     "gather": _gather,
     "get-tuple-element": lambda i, m, x: x[_numbers(i, "index")[0]],
     "iota": _iota,
-    "map": lambda i, m, *xs: m.combiner(i)[1](*xs),
     "opt-barrier": _same,
     "pad": _pad,
     "parameter": _same,

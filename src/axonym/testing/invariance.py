@@ -310,7 +310,10 @@ class _Check:
         self._fn, self._args, self._reference, self._rtol, self._refusals = fn, args, reference, rtol, refusals
         arrays, self._spec = flatten_arrays(args, named=False)
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-        self._wide = [asymmetric(np.asarray(x).astype(wide_dtype(x.dtype))) if i else None for x, i in zip(arrays, inexact, strict=True)]
+        self._wide = [
+            asymmetric(np.asarray(x).astype(wide_dtype(x.dtype))) if i else None
+            for x, i in zip(arrays, inexact, strict=True)
+        ]
         self._differentiated = [gradients and i for i in inexact]
         self.scales: tuple[float, ...] = SCALES
         self.own_precision: dict[str, Any] = {}
