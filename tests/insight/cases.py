@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import io
 import re
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +38,8 @@ def _importing() -> Iterator[None]:
 
 
 def example(name: str) -> Any:
-    """Import a module of the examples."""
-    with _importing():
+    """Import a module of the examples. The number of simulated devices stays."""
+    with _importing(), mock.patch.object(jax.config, "update"):
         return importlib.import_module(name)
 
 
@@ -193,3 +196,70 @@ def tutorial(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
     compiled = axn.fsdp(step, *placement) if fsdp else axn.named_jit(step, placement, in_placement=placement)
     args = jax.eval_shape(lambda: (*scope["start"](), *scope["sample"](0)))
     return mesh_of(kind, data=4, model=2), compiled, args
+
+
+def generated(weights: str, kind: AxisType = AxisType.Auto) -> Case:
+    """Return a program that writes tokens as `generate.py` does, with weights stored as in `small_weights.py`."""
+    generate, small = example("generate"), example("small_weights")
+    generation, llama = example("models.generation"), example("models.llama")
+    Vocab, Embed, HeadSize, Mlp = axn.make_axes(vocab=8, embed=8, head_size=4, mlp=16)
+    config = dataclasses.replace(small.CONFIG, Vocab=Vocab, Embed=Embed, HeadSize=HeadSize, Mlp=Mlp)
+    sampling = generation.Sampling(top_k=4, top_p=0.9, repetition_penalty=1.2)
+
+    def step(model: Any, prompts: axn.NamedArray, key: jax.Array) -> axn.NamedArray:
+        return generation.generate(model, prompts, 2, key, sampling)
+
+    def init(key: jax.Array) -> Any:
+        model = llama.Llama.init(config, key=key)
+        options = {**small.STORED, "int4 in groups of 4": {"dtype": "int4", "group": 4}}.get(weights)
+        return axn.quantization.quantize_weights(model, **options) if options else model
+
+    mapping = generate.MAPPING
+    args = jax.eval_shape(
+        lambda: (init(jax.random.key(0)), axn.zeros({"batch": 4, "pos": 3}, dtype=int), jax.random.key(0))
+    )
+    return mesh_of(kind, data=2, model=2), axn.named_jit(step, mapping, in_placement=mapping), args
+
+
+def kernels(mapping: int, kind: AxisType = AxisType.Auto) -> Case:
+    """Return the operations of `pallas_kernel.py`, whose kernels CPUs interpret, under one of its mappings."""
+    example_ = example("pallas_kernel")
+
+    def step(x: axn.NamedArray, scale: axn.NamedArray) -> Any:
+        split = functools.partial(example_.normalize_split, size=example_.Embed.size)
+        return example_.normalize(x, scale), split(x, scale)
+
+    args = jax.eval_shape(lambda: (axn.zeros((example_.Row, example_.Embed)), axn.zeros(example_.Embed)))
+    placement = example_.MAPPINGS[mapping]
+    return mesh_of(kind, data=2, model=2), axn.named_jit(step, placement, in_placement=placement), args
+
+
+def own_partitioning(mapping: int, kind: AxisType = AxisType.Auto) -> Case:
+    """Return the operations of `custom_partitioning.py` whose results do not depend on the number of devices."""
+    example_ = example("custom_partitioning")
+
+    def step(x: axn.NamedArray, by: axn.NamedArray) -> Any:
+        total = example_.scaled_total_of_raw(x.array, 2.0)
+        return example_.scaled(x, 2.0), example_.scaled_total(x, 2.0), total, example_.rescaled(x, by, 2.0)
+
+    args = jax.eval_shape(lambda: (axn.zeros((example_.Batch, example_.Vocab)), axn.zeros(example_.Batch)))
+    placement = example_.MAPPINGS[mapping]
+    return mesh_of(kind, rows=2, cols=2), axn.named_jit(step, placement, in_placement=placement), args
+
+
+def per_device(program: int, kind: AxisType = AxisType.Auto) -> Case:
+    """Return one of the programs of `per_device.py`."""
+    found = example("per_device").PROGRAMS[program]
+    compiled = jax.jit(axn.shard_map(found.fn, **found.options))
+    return mesh_of(kind, **found.mesh), compiled, found.arguments()
+
+
+def tour(mapping: int, kind: AxisType = AxisType.Auto) -> Case:
+    """Return the layer of `tour.py`, under one of its mappings."""
+    args = jax.eval_shape(
+        lambda: tuple(map(axn.zeros, ({"batch": 8, "embed": 16}, {"embed": 16, "mlp": 32}, {"mlp": 32, "embed": 16})))
+    )
+    mappings: list[dict[str, str]] = [{"batch": "data"}, {"batch": "data", "mlp": "model"}]
+    layer = example("tour").layer
+    step = axn.named_jit(layer, mappings[mapping]) if mapping < 2 else axn.fsdp(layer, {"embed": "data"}, mappings[0])
+    return mesh_of(kind, data=4, model=2), step, args

@@ -37,6 +37,11 @@ BOTH: dict[str, Callable[[AxisType], cases.Case]] = {
     **{f"classifier {m}": functools.partial(cases.classifier, m) for m in ("data", "height")},
     **{f"explain {m}": functools.partial(cases.explained, m) for m in ("data", "fsdp", "tensor")},
     **{f"tutorial {m}": functools.partial(cases.tutorial, m) for m in ("data", "tensor", "both", "fsdp")},
+    **{f"generate {w}": functools.partial(cases.generated, w) for w in ("float32", "int8", "int4 in groups of 4")},
+    **{f"pallas_kernel {m}": functools.partial(cases.kernels, m) for m in range(4)},
+    **{f"custom_partitioning {m}": functools.partial(cases.own_partitioning, m) for m in range(4)},
+    **{f"per_device {m}": functools.partial(cases.per_device, m) for m in range(9)},
+    **{f"tour {m}": functools.partial(cases.tour, m) for m in range(3)},
     **{f"train_lm {m}": functools.partial(cases.train_lm, m) for m in LANGUAGE},
     **{f"{n} {m}": functools.partial(cases.language_model, n, m) for n in ("gpt2", "llama") for m in STRATEGIES},
 }

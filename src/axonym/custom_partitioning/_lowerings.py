@@ -139,7 +139,8 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
     unsharded = jax.jit(operation.call_unsharded)
     partitioned = custom_partitioning(lambda *xs: unsharded(*xs))
     partitioned.def_partition(partition=partition, sharding_rule=for_shardy(rule))
-    mappable = jax.custom_batching.custom_vmap(lambda *xs: partitioned(*xs))
+    # The scope tells `axonym.insight.verify` which operation it is.
+    mappable = jax.custom_batching.custom_vmap(jax.named_scope(operation.what)(lambda *xs: partitioned(*xs)))
 
     @mappable.def_vmap
     def mapped(size: int, batched: Sequence[bool], *xs: Any) -> tuple[Arrays, Arrays]:

@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,13 +55,14 @@ class HloShape:
     dtype: str
     sizes: tuple[int, ...]
 
+    @functools.cached_property
+    def bits(self) -> int:
+        """Return the size of an element: the first number in the name of a dtype, such as `s32`, `bf16`, `f8e4m3fn`."""
+        return 8 if self.dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))
+
     @property
     def bytes(self) -> int:
-        if self.dtype in ("token", "opaque"):
-            return 0
-        # The first number in the name of a dtype is its size in bits: `s32`, `bf16`, `f8e4m3fn`.
-        bits = 8 if self.dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))
-        return -(-math.prod(self.sizes) * bits // 8)
+        return 0 if self.dtype in ("token", "opaque") else -(-math.prod(self.sizes) * self.bits // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
@@ -98,8 +100,12 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """Return the text of an attribute, up to the comma that ends it."""
-        found = re.search(rf"(?:^|, ){name}=", self.attributes)
-        return None if found is None else next(split(self.attributes[found.end() :]))
+        return self._attributes.get(name)
+
+    @functools.cached_property
+    def _attributes(self) -> dict[str, str]:
+        parts = (part.strip().partition("=") for part in split(self.attributes))
+        return {name: text for name, _, text in parts}
 
     def computation(self, name: str) -> str | None:
         """Return the computation that an attribute names."""
@@ -130,6 +136,8 @@ class HloProgram:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, Instruction] = {}
         self.entry = ""
+        self.bodies: list[Body] = []
+        """The operations with their own partitioning, which may be added: the text has only their names."""
         self._read()
         self._frames = _Frames(text)
         self._known_users: dict[str, dict[str, list[Instruction]]] = {}
@@ -306,6 +314,16 @@ class HloProgram:
             raise UnknownForm(f"the program has {unknown[0]!r}, which is not known here")
         if len(looks) != seen:
             raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
+
+
+class Body(NamedTuple):
+    """The function that an operation with its own partitioning computes."""
+
+    scope: str
+    """The end of the scopes of its instructions."""
+    text: str
+    """Its program, as JAX has it; two with the same text are the same."""
+    program: HloProgram
 
 
 # --- instructions ---

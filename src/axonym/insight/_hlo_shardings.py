@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.differences import usual_sizes
 from ._hlo import HloShape, Instruction, UnknownForm, split
 
 CLOSE = 1e-10
@@ -78,16 +80,12 @@ class PlacedArray:
 
 def far_from(x: np.ndarray) -> float:
     """Return how far another value may be from the values of an array."""
-    if x.dtype.kind != "f":
-        return 0.0
-    sizes = np.abs(x[np.isfinite(x) & (x != 0)])
-    usual = sizes[sizes < 1e8 * max(1.0, np.quantile(sizes, 0.1))] if sizes.size else sizes  # others are masks
-    return NOTHING + CLOSE * float(usual.max(initial=0))
+    return NOTHING + CLOSE * float(usual_sizes(x).max(initial=0))
 
 
 def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
     """Return whether values are equal, or not too far from each other. NaN is equal to nothing."""
-    if x.dtype.kind != "f":
+    if x.dtype.kind not in "fc":
         return bool((x == y).all())
     with np.errstate(invalid="ignore"):
         return bool(((x == y) | (np.abs(x - y) <= far + CLOSE * np.minimum(np.abs(x), 1e300))).all())
@@ -105,6 +103,7 @@ _MESH = re.compile(r"\{mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,
 _AXIS = re.compile(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?")
 
 
+@functools.lru_cache(1024)
 def tiling(text: str, rank: int, devices: int) -> Tiling:
     """Read the sharding of an array, which has one of two forms.
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from ..core.differences import SCALES, asymmetric
 from ..core.tree_spec import PROGRAM_ARRAYS
 from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
-from ._hlo import HloProgram, HloShape, UnknownForm
+from ._hlo import Body, HloProgram, HloShape, UnknownForm
+from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
-from ._hlo_values import IllFormed, Machine, listed, value_dtype
+from ._hlo_values import IllFormed, Machine, listed
 from ._topologies import moved_to
 from .differing import FirstDifference, Trace, described, first_difference
 from .explaining import active, distributed, mesh_of
-
-SCALES = 1.0, 1 / 16, 16.0
-"""The factors of the arguments: a branch that is never taken at one scale may be taken at another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +89,15 @@ def verify(
         here = current_mesh()
         if any(isinstance(m, AbstractMesh) for m in meshes) and isinstance(here, Mesh):
             args, kwargs = moved_to(here, (args, kwargs))
-        lowered = distributed(step, mapping).lower(*args, **kwargs)
+        compiled = distributed(step, mapping)
+        lowered = compiled.lower(*args, **kwargs)
         devices = _compiling.device_count(lowered)
         if devices == 1:
             return Verification(name, 1, True)  # nothing is partitioned
         try:
             before, after = (HloProgram(text, devices) for text in _compiling.around_partitioning(lowered))
+            if "CustomSPMDPartitioning" in before.text and hasattr(compiled, "trace"):
+                before.bodies += _bodies(compiled.trace(*args, **kwargs).jaxpr, devices)
         except UnknownForm as e:
             return Verification(name, devices, None, unknown=(str(e),))
         paths = jax.tree_util.tree_leaves_with_path(lowered.out_info)
@@ -142,6 +145,19 @@ def compare_programs(
     return Verification(step, devices, True, tuple(scales))
 
 
+def _bodies(program: Any, devices: int) -> Iterator[Body]:
+    """Yield the functions that are partitioned in their own ways, which the text of a program does not have."""
+    for equation in program.eqns:
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from _bodies(inner, devices)
+        if equation.primitive.name == "custom_partitioning":
+            call, scope = equation.params["call"], str(equation.source_info.name_stack)
+            structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]
+            text = jax.jit(jaxpr_as_fun(call), keep_unused=True).lower(*structs).as_text("hlo")
+            yield Body(f"{scope and f'/{scope}'}/custom_partitioning", str(call), HloProgram(text, devices))
+
+
 # --- inputs ---
 
 
@@ -183,18 +199,13 @@ class _DrawnInput:
         place = next((n for n, x in enumerate(self._arguments) if x.shape == sizes and x.dtype.kind == dtype.kind), -1)
         value = self._arguments.pop(place) if place >= 0 else None
         value = None if isinstance(value, jax.ShapeDtypeStruct) else value
-        if dtype.kind == "f":
-            size = np.abs(rng.normal(size=sizes)) + 0.1
-            if value is not None:
-                found = np.where(value == 0, size / 8, value * (1 + size / 8))
-            else:  # not too large for weights, whose products add up
-                found = size * rng.choice([1, 1 if positive else -1], sizes) / math.sqrt(max(sizes[1:], default=1))
-            found = found * self._scale
-        elif value is not None:
-            found = value
-        else:
+        if value is None and dtype.kind in "fc":  # not too large for weights, whose products add up
+            value = (np.abs(rng.normal(size=sizes)) + 0.1) / math.sqrt(max(sizes[1:], default=1))
+            value = value * (1 if positive else rng.choice([1, -1] if dtype.kind == "f" else [1, -1j], sizes))
+        elif value is None:
             limit = {"b": 2, "u": 2**32 if shape.dtype == "u32" else 100}.get(dtype.kind, self._below)
-            found = rng.integers(0, limit, sizes)
+            value = rng.integers(0, min(limit, 2 ** (shape.bits - 1)), sizes)
+        found = asymmetric(value) * self._scale if dtype.kind in "fc" else value
         return np.asarray(found).astype(dtype)[None]
 
 

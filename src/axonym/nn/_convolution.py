@@ -4,7 +4,7 @@ XLA partitions products rightly, but not all convolutions. Where it would be wro
 of products, one for each position in the kernel:
 
 - Along a sharded axis, XLA adds up the parts of all devices, also along mesh axes along which they have equal shards
-  or other channels. With one mesh axis, second derivatives are wrong, and XLA fails if the kernel is dilated.
+  or other channels. With one mesh axis, XLA fails for second derivatives if the kernel or the input is dilated.
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.

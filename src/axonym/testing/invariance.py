@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from ..core.differences import SCALES, asymmetric, usual_sizes
 from ..core.tree_spec import ARRAYS, flatten_arrays
 from ..sharding.leaves import leaves_of
 from ..sharding.mapping import axis_mapping
@@ -125,7 +126,8 @@ def check_shard_invariance(
             continue
         compared += 1
         if difference is not None:
-            placement, difference = _smallest(check, placement, difference)
+            if isinstance(placement, _Distribution):
+                placement, difference = _smallest(check, placement, difference)
             sentence = check.diagnose(placement, difference) if difference.wrong else None
             name = getattr(fn, "__name__", type(fn).__name__)
             raise AssertionError(
@@ -181,9 +183,6 @@ class _AsPlaced:
         # On Explicit axes, the spec is part of the type, on one device too.
         explicit = spec is not None and self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
         return jax.device_put(x, spec) if explicit else x
-
-    def smaller(self) -> Iterator[_AsPlaced]:
-        yield from ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,9 +310,12 @@ class _Check:
         self._fn, self._args, self._reference, self._rtol, self._refusals = fn, args, reference, rtol, refusals
         arrays, self._spec = flatten_arrays(args, named=False)
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-        self._wide = [_asymmetric(np.asarray(x)) if i else None for x, i in zip(arrays, inexact, strict=True)]
+        self._wide = [
+            asymmetric(np.asarray(x).astype(wide_dtype(x.dtype))) if i else None
+            for x, i in zip(arrays, inexact, strict=True)
+        ]
         self._differentiated = [gradients and i for i in inexact]
-        self.scales: tuple[float, ...] = (1.0, 1 / 16, 16.0)
+        self.scales: tuple[float, ...] = SCALES
         self.own_precision: dict[str, Any] = {}
 
     def expect(self, placements: Iterable[_Placement]) -> None:
@@ -383,7 +385,7 @@ class _Check:
         for scale in self.scales:
             expected = [copies[0] for copies in self._expected.values[scale]]
             # Rounding errors of large values, which elements may have whose true value is 0.
-            noise = 2.0**-43 * max([float(np.max(_sizes(x), initial=0)) for x in expected], default=0)
+            noise = 2.0**-43 * max([float(np.max(usual_sizes(x), initial=0)) for x in expected], default=0)
             pairs = zip(expected, found.values[scale], strict=True)
             words = [next(filter(None, (_words(a, b, rtol, noise) for b in copies)), None) for a, copies in pairs]
             if wrong := [i for i, w in enumerate(words) if w]:
@@ -458,18 +460,6 @@ class _Check:
         return _arrays_of(results), gradients
 
 
-def _asymmetric(x: np.ndarray) -> np.ndarray:
-    """Return an array in float64 with other elements of the same signs, if some are equal.
-
-    An array of zeros becomes one of small positive numbers. Zeros beside other elements may be a mask, and stay.
-    """
-    x = x.astype(wide_dtype(x.dtype))
-    if np.unique(x[x != 0]).size == np.count_nonzero(x) > 0:
-        return x
-    factors = 1 + np.random.default_rng(x.size).random(x.shape) / 64
-    return x * factors if x.any() else factors / 16
-
-
 def _like(x: np.ndarray, placed: jax.Array) -> jax.Array:
     return jax.device_put(x, placed.sharding) if placed.committed else jnp.asarray(x)
 
@@ -478,19 +468,13 @@ def _has_nan(x: np.ndarray) -> bool:
     return np.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
 
-def _sizes(x: np.ndarray) -> np.ndarray:
-    """Return the magnitudes of elements, without zeros and without huge ones that stand for infinity, as in masks."""
-    sizes = np.abs(x[np.isfinite(x) & (x != 0)]) if np.issubdtype(x.dtype, np.inexact) else np.zeros(0)
-    return sizes[sizes < 1e8 * max(1.0, np.quantile(sizes, 0.1))] if sizes.size else sizes
-
-
 def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float) -> str | None:
     """Say how an array differs from the expected one, `a`; return None if it does not."""
     if not np.issubdtype(a.dtype, np.inexact):
         return None if np.array_equal(a, b) else "has other values"
     if _has_nan(b):
         return "has elements that are NaN"
-    typical = float(np.median(sizes)) if (sizes := _sizes(a)).size else 0.0
+    typical = float(np.median(sizes)) if (sizes := usual_sizes(a)).size else 0.0
     if np.allclose(b, a, rtol=rtol, atol=rtol * typical + noise):
         return None
     with np.errstate(invalid="ignore"):
@@ -524,7 +508,7 @@ def _arrays_of(results: Any) -> Any:
     return jax.tree.map(data, results)
 
 
-def _smallest(check: _Check, placement: _Placement, difference: _Mismatch) -> tuple[_Placement, _Mismatch]:
+def _smallest(check: _Check, placement: _Distribution, difference: _Mismatch) -> tuple[_Distribution, _Mismatch]:
     """Return the simplest placement under which the results still differ, and how they differ."""
     for smaller in placement.smaller():
         try:
