@@ -390,7 +390,7 @@ def copied(dims: Dims, memo: dict[Factor, Factor]) -> Dims:
     return tuple(tuple(copy(f) for f in leaves(axis)) for axis in dims)
 
 
-class Names:
+class NameReader:
     """Read the names of axes, once the whole program has been walked."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class Pointer:
         self.axis = axis
 
 
-class Value:
+class Axed:
     """The axes of an array in a program."""
 
     __slots__ = ("constant", "dims", "points")
@@ -34,7 +34,7 @@ class Value:
         self.points = points
         """The axes that it indexes: one, or one for each position along its last axis."""
 
-    def used(self) -> Value:
+    def used(self) -> Axed:
         """Return the value for one use."""
         if not self.constant or not self.dims:
             return self
@@ -42,7 +42,7 @@ class Value:
         points = self.points and tuple(
             Pointer(None if p.axis is None else copied((p.axis,), memo)[0]) for p in self.points
         )
-        return Value(copied(self.dims, memo), points=points)
+        return Axed(copied(self.dims, memo), points=points)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -53,7 +53,7 @@ class Step:
     outer: Step | None
     slices: dict[tuple[Any, int], list[tuple[int, int, int]]]
     """How the arrays of the same function are sliced, by array and dimension: start, stop and stride."""
-    results: Sequence[Value] = ()
+    results: Sequence[Axed] = ()
     bodies: Sequence[Any] = ()
 
     @property
@@ -83,18 +83,18 @@ class Step:
         return False
 
 
-Rule: TypeAlias = Callable[[Axes, Step, Sequence[Value]], list[Value]]
+Rule: TypeAlias = Callable[[Axes, Step, Sequence[Axed]], list[Axed]]
 
 
-def unknown(step: Step) -> list[Value]:
+def unknown(step: Step) -> list[Axed]:
     """Return results about which nothing is known."""
-    return [Value(tuple(map(fresh, v.aval.shape))) for v in step.eqn.outvars]  # pyright: ignore[reportAttributeAccessIssue]
+    return [Axed(tuple(map(fresh, v.aval.shape))) for v in step.eqn.outvars]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --- position for position ---
 
 
-def _elementwise(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _elementwise(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     shape, rank = step.shape, len(step.shape)
     given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if len(x.dims) == rank and rank]
     if len(given) == 1 and given[0][1] == shape:
@@ -109,7 +109,7 @@ def _elementwise(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
             if step.name == "add_any":
                 del axes.crossed[crossed:]
         dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
-    return [Value(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+    return [Axed(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
 
 
 def _meet(axes: Axes, step: Step, same: Sequence[Axis]) -> Axis:
@@ -135,14 +135,14 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
 _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "sort", "rev", "rem"}
 
 
-def _points(step: Step, xs: Sequence[Value]) -> tuple[Pointer, ...] | None:
+def _points(step: Step, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
     if step.name not in _POINTING or getattr(step.eqn.outvars[-1].aval, "dtype", None).kind not in "iu":  # pyright: ignore
         return None
     return next((x.points for x in xs if x.points is not None), None)
 
 
-def _compared(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _compared(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     """Compare position for position; an index that is compared with all positions of an axis is one of that axis."""
     results = _elementwise(axes, step, xs)
     if all(x.points is not None and len(x.points) == 1 for x in xs):
@@ -162,36 +162,36 @@ def _point(axes: Axes, step: Step, pointer: Pointer, axis: Axis) -> None:
         axes.unify(pointer.axis, axis, step)
 
 
-def _identity(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
-    return [Value(x.dims, points=x.points) for x, _ in zip(xs, step.eqn.outvars, strict=False)]
+def _identity(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(x.dims, points=x.points) for x, _ in zip(xs, step.eqn.outvars, strict=False)]
 
 
 # --- layout ---
 
 
-def _transpose(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
-    return [Value(tuple(xs[0].dims[i] for i in step.params["permutation"]), points=xs[0].points)]
+def _transpose(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(tuple(xs[0].dims[i] for i in step.params["permutation"]), points=xs[0].points)]
 
 
-def _broadcast_in_dim(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _broadcast_in_dim(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis | None] = [None] * len(step.shape)
     for axis, old, at in zip(xs[0].dims, step.shape_of(0), step.params["broadcast_dimensions"], strict=True):
         if old == step.shape[at]:
             found[at] = axis
     dims = tuple(fresh(n) if axis is None else axis for axis, n in zip(found, step.shape, strict=True))
-    return [Value(dims, points=xs[0].points)]
+    return [Axed(dims, points=xs[0].points)]
 
 
-def _squeeze(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _squeeze(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     gone = step.params["dimensions"]
-    return [Value(tuple(a for i, a in enumerate(xs[0].dims) if i not in gone), points=xs[0].points)]
+    return [Axed(tuple(a for i, a in enumerate(xs[0].dims) if i not in gone), points=xs[0].points)]
 
 
-def _reshape(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _reshape(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     (x,), old, new = xs[:1], step.shape_of(0), step.shape
     if [n for n in old if n != 1] == [n for n in new if n != 1]:
         left = iter(axis for axis, n in zip(x.dims, old, strict=True) if n != 1)
-        return [Value(tuple(next(left) if n != 1 else () for n in new), points=x.points)]
+        return [Axed(tuple(next(left) if n != 1 else () for n in new), points=x.points)]
     dims = axes.reshaped(x.dims, new)
     if dims is None:
         same = 0  # the last axes, as far as their sizes are the same
@@ -200,14 +200,14 @@ def _reshape(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
         start = len(new) - same
         dims = (*map(fresh, new[:start]), *x.dims[len(old) - same :])
         axes.torn.append((step, x.dims[: len(old) - same]))
-    return [Value(dims, points=x.points)]
+    return [Axed(dims, points=x.points)]
 
 
-def _split(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _split(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     (x,), at, sizes = xs, step.params["axis"], step.params["sizes"]
     starts = itertools.accumulate(sizes, initial=0)
     return [
-        Value((*x.dims[:at], _slice_of(axes, x.dims[at], start, int(n), len(set(sizes)) == 1), *x.dims[at + 1 :]))
+        Axed((*x.dims[:at], _slice_of(axes, x.dims[at], start, int(n), len(set(sizes)) == 1), *x.dims[at + 1 :]))
         for start, n in zip(starts, sizes, strict=False)
     ]
 
@@ -225,7 +225,7 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 
 
-def _slice(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis] = []
     strides = step.params["strides"] or (1,) * len(step.shape)
     starts = step.params["start_indices"]
@@ -237,10 +237,10 @@ def _slice(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
             equal = others == (set(range(0, whole, n)) if strides[i] == 1 else set(range(whole // n)))
             equal = equal and (strides[i] == 1 or strides[i] * n == whole)
         found.append(_slice_of(axes, axis, starts[i], n, equal, strides[i]))
-    return [Value(tuple(found), points=xs[0].points)]
+    return [Axed(tuple(found), points=xs[0].points)]
 
 
-def _pad(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _pad(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis] = []
     for axis, old, new, (low, high, inside) in zip(
         xs[0].dims, step.shape_of(0), step.shape, step.params["padding_config"], strict=True
@@ -253,10 +253,10 @@ def _pad(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
             found.append(axes.derived(axis, new, (-low, old + high)))
         else:
             found.append(axes.padded(axis, low, high))
-    return [Value(tuple(found))]
+    return [Axed(tuple(found))]
 
 
-def _concatenate(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _concatenate(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     at = step.params["dimension"]
     sizes = [step.shape_of(i)[at] for i in range(len(xs))]
     dims = [_meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(step.shape))]
@@ -266,48 +266,48 @@ def _concatenate(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
         x.points is not None and len(x.points) == n for x, n in zip(xs, sizes, strict=True)
     ):
         points = tuple(p for x in xs for p in x.points or ())
-    return [Value(tuple(dims), points=points)]
+    return [Axed(tuple(dims), points=points)]
 
 
-def _stack(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _stack(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     at = step.params["axis"]
     dims = [_meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(xs[0].dims))]
-    return [Value((*dims[:at], fresh(len(xs)), *dims[at:]))]
+    return [Axed((*dims[:at], fresh(len(xs)), *dims[at:]))]
 
 
-def _unstack(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _unstack(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     at, dims = step.params["axis"], xs[0].dims
-    return [Value((*dims[:at], *dims[at + 1 :])) for _ in step.eqn.outvars]
+    return [Axed((*dims[:at], *dims[at + 1 :])) for _ in step.eqn.outvars]
 
 
-def _dynamic_slice(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _dynamic_slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     dims = (
         axis if old == new else axes.derived(axis, new)
         for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
     )
-    return [Value(tuple(dims), points=xs[0].points)]
+    return [Axed(tuple(dims), points=xs[0].points)]
 
 
-def _dynamic_update_slice(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _dynamic_update_slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     x, update = xs[:2]
     dims = (
         axes.unify(a, b, step) if n == m else a
         for a, b, n, m in zip(x.dims, update.dims, step.shape_of(0), step.shape_of(1), strict=True)
     )
-    return [Value(tuple(dims))]
+    return [Axed(tuple(dims))]
 
 
 # --- sums and products ---
 
 
-def _reduce(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _reduce(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     gone = step.params.get("axes", step.params.get("dimensions", ()))
     dims = tuple(a for i, a in enumerate(xs[0].dims) if i not in gone)
     points = (Pointer(xs[0].dims[gone[0]]),) if step.name in ("argmax", "argmin") else None
-    return [Value(dims, points=points) for _ in step.eqn.outvars]
+    return [Axed(dims, points=points) for _ in step.eqn.outvars]
 
 
-def _dot_general(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _dot_general(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     (left_summed, right_summed), (left_batch, right_batch) = step.params["dimension_numbers"]
     left, right = (x.dims for x in xs)
     for i, j in zip(left_summed, right_summed, strict=True):
@@ -315,10 +315,10 @@ def _dot_general(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
     batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
     free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
     free += [axis for i, axis in enumerate(right) if i not in right_summed and i not in right_batch]
-    return [Value(axes.distinct((*batch, *free), (left, right)))]
+    return [Axed(axes.distinct((*batch, *free), (left, right)))]
 
 
-def _ragged_dot_general(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _ragged_dot_general(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     numbers = step.params["ragged_dot_dimension_numbers"]
     (left_summed, right_summed), (left_batch, right_batch) = numbers.dot_dimension_numbers
     groups = tuple(numbers.rhs_group_dimensions)
@@ -331,10 +331,10 @@ def _ragged_dot_general(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Val
     free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
     free += [axis for i, axis in enumerate(right) if i not in (*right_summed, *right_batch, *groups)]
     made = [] if groups else [xs[2].dims[-1]]
-    return [Value(axes.distinct((*made, *batch, *free)))]
+    return [Axed(axes.distinct((*made, *batch, *free)))]
 
 
-def _convolution(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _convolution(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     numbers, (left, right) = step.params["dimension_numbers"], xs
     (batch, feature, *spatial), (out_feature, in_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
     groups, batch_groups = step.params["feature_group_count"], step.params["batch_group_count"]
@@ -356,27 +356,27 @@ def _convolution(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
             found[j] = fresh(new)
         else:
             found[j] = axis if old == new else axes.derived(axis, new)
-    return [Value(axes.distinct(tuple(found), (left.dims, right.dims)))]
+    return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
 
 
-def _reduce_window(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _reduce_window(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     dims = tuple(
         axis if old == new else axes.derived(axis, new)
         for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
     )
-    return [Value(dims) for _ in step.eqn.outvars]
+    return [Axed(dims) for _ in step.eqn.outvars]
 
 
-def _select_and_scatter(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _select_and_scatter(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     """Return the gradient of a pooled array: it has the axes of the array before it was pooled."""
     at = next(i for i in (1, 0) if step.shape_of(i) == step.shape)
-    return [Value(xs[at].dims)]
+    return [Axed(xs[at].dims)]
 
 
 # --- look-ups ---
 
 
-def _gather(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _gather(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     numbers, (table, indices) = step.params["dimension_numbers"], xs
     sizes = step.params["slice_sizes"]
     _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
@@ -386,25 +386,25 @@ def _gather(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
                    for i, n in enumerate(sizes) if i not in gone])  # fmt: skip
     rows = iter(indices.dims[:-1])
     dims = tuple(next(slices) if i in numbers.offset_dims else next(rows) for i in range(len(step.shape)))
-    return [Value(axes.distinct(dims, (table.dims, indices.dims)))]
+    return [Axed(axes.distinct(dims, (table.dims, indices.dims)))]
 
 
 def _slice_of_table(axes: Axes, axis: Axis, whole: int, size: int) -> Axis:
     return axis if size == whole else axes.derived(axis, size)
 
 
-def _align(axes: Axes, step: Step, table: Value, indices: Value, at: Sequence[int], there: Sequence[int]) -> None:
+def _align(axes: Axes, step: Step, table: Axed, indices: Axed, at: Sequence[int], there: Sequence[int]) -> None:
     for i, j in zip(at, there, strict=True):
         axes.unify(table.dims[i], indices.dims[j], step)
 
 
-def _look(axes: Axes, step: Step, table: Dims, indices: Value, at: Sequence[int]) -> None:
+def _look(axes: Axes, step: Step, table: Dims, indices: Axed, at: Sequence[int]) -> None:
     if indices.points is not None and len(indices.points) == len(at):
         for pointer, i in zip(indices.points, at, strict=True):
             _point(axes, step, pointer, table[i])
 
 
-def _scatter(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _scatter(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     numbers, (table, indices, updates) = step.params["dimension_numbers"], xs
     _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
     _look(axes, step, table.dims, indices, numbers.scatter_dims_to_operand_dims)
@@ -416,52 +416,52 @@ def _scatter(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
             axes.unify(axis, indices.dims[next(rows)], step)
         elif step.shape_of(2)[i] == step.shape_of(0)[at := next(window)]:
             axes.unify(axis, table.dims[at], step)
-    return [Value(table.dims)]
+    return [Axed(table.dims)]
 
 
-def _top_k(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _top_k(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     (x,), at = xs, step.params.get("axis", len(step.shape) - 1)
     dims = (*x.dims[:at], x.dims[at] if step.shape[at] == step.shape_of(0)[at] else fresh(step.shape[at]),
             *x.dims[at + 1 :])  # fmt: skip
-    return [Value(dims), Value(dims, points=(Pointer(x.dims[at]),))]
+    return [Axed(dims), Axed(dims, points=(Pointer(x.dims[at]),))]
 
 
 # --- new arrays ---
 
 
-def _iota(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _iota(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     dims = tuple(map(fresh, step.shape))
-    return [Value(dims, points=(Pointer(dims[step.params["dimension"]]),))]
+    return [Axed(dims, points=(Pointer(dims[step.params["dimension"]]),))]
 
 
-def _new(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _new(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     """Return arrays whose first axes are those of the operand, such as keys."""
     dims = xs[0].dims if xs else ()
-    return [Value((*dims, *map(fresh, v.aval.shape[len(dims) :]))) for v in step.eqn.outvars]  # pyright: ignore
+    return [Axed((*dims, *map(fresh, v.aval.shape[len(dims) :]))) for v in step.eqn.outvars]  # pyright: ignore
 
 
-def _random_wrap(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
-    return [Value(xs[0].dims[: len(step.shape)])]
+def _random_wrap(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(xs[0].dims[: len(step.shape)])]
 
 
 # --- matrices ---
 
 
-def _triangular_solve(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _triangular_solve(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     a, b = (x.dims for x in xs)
     at = -2 if step.params["left_side"] else -1
     batch = [axes.unify(x, y, step) for x, y in zip(a[:-2], b[:-2], strict=True)]
     solved = axes.unify(b[at], a[-1 if step.params["transpose_a"] == step.params["left_side"] else -2], step)
-    return [Value((*batch, *((solved, b[-1]) if at == -2 else (b[-2], solved))))]
+    return [Axed((*batch, *((solved, b[-1]) if at == -2 else (b[-2], solved))))]
 
 
-def _factorized(axes: Axes, step: Step, xs: Sequence[Value]) -> list[Value]:
+def _factorized(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     """Return matrices that have the axes of the operand where they have its size, if that is not ambiguous."""
     (*batch, row, column), sizes = xs[0].dims, step.shape_of(0)[-2:]
     if sizes[0] == sizes[1]:
-        return [Value((*batch, *map(fresh, v.aval.shape[len(batch) :]))) for v in step.eqn.outvars]  # pyright: ignore
+        return [Axed((*batch, *map(fresh, v.aval.shape[len(batch) :]))) for v in step.eqn.outvars]  # pyright: ignore
     return [
-        Value((*batch, *({sizes[0]: row, sizes[1]: column}.get(n, ()) or fresh(n) for n in v.aval.shape[len(batch) :])))  # pyright: ignore
+        Axed((*batch, *({sizes[0]: row, sizes[1]: column}.get(n, ()) or fresh(n) for n in v.aval.shape[len(batch) :])))  # pyright: ignore
         for v in step.eqn.outvars
     ]
 

@@ -25,7 +25,12 @@ def names_of_leaves(fn: Any, args: Any, kwargs: Any, names: Any) -> list[LeafNam
         structure = jax.tree.structure(own, is_leaf=lambda x: x is None or isinstance(x, str))
         parts = structure.flatten_up_to(tree)
         mine = jax.tree.leaves(own, is_leaf=lambda x: x is None or isinstance(x, str))
-        spread = [n for n, part in zip(mine, parts) for y in jax.tree.leaves(part) if isinstance(y, PROGRAM_ARRAYS)]
+        spread = [
+            n
+            for n, part in zip(mine, parts, strict=True)
+            for y in jax.tree.leaves(part)
+            if isinstance(y, PROGRAM_ARRAYS)
+        ]
         for leaf, n in zip(flat, spread, strict=True):
             given = None if n is None else tuple(None if w == "_" else w for w in n.split())
             found.append(LeafNames(given if given is not None else leaf.names, "names="))

@@ -1,4 +1,4 @@
-"""Walk over a traced program, and follow the axes of its arguments to every value in it."""
+"""AxisWalk over a traced program, and follow the axes of its arguments to every value in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, find, fresh, leaves
-from ._rules import RULES, Step, Value, unknown
+from ._rules import RULES, Axed, Step, unknown
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -20,65 +20,68 @@ class Body:
     """A function of a program: the whole, or the body of a loop or branch, for one of its calls."""
 
     jaxpr: Jaxpr
-    arguments: Sequence[Value]
+    arguments: Sequence[Axed]
     steps: list[Step]
-    results: Sequence[Value] = ()
+    results: Sequence[Axed] = ()
 
 
-class Walk:
+class AxisWalk:
     """A walk over a program. A primitive that has no rule gives axes of which nothing is known, and is counted."""
 
     def __init__(self) -> None:
         self.axes = Axes()
         self.unknown_primitives: Counter[str] = Counter()
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Value], outer: Step | None = None) -> Body:
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: Step | None = None) -> Body:
         """Follow the axes through a function."""
         body = Body(jaxpr, arguments, [])
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        known: dict[Any, Axed] = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {v: _constant(v) for v in jaxpr.constvars}
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = Step(eqn, outer, slices)
             xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
-            constant = all(x.constant for x in xs)
-            inside = INSIDE.get(step.name)
-            if inside is None and (called := _called(eqn)) is not None:
-                step.bodies = (self.run(called, xs, step),)
-                step.results = step.bodies[0].results
-            else:
-                rule = inside or RULES.get(step.name)
-                # Each use of a constant has axes of its own.
-                step.results = (
-                    unknown(step)
-                    if rule is None
-                    else (inside(self, step, xs) if inside else rule(self.axes, step, [x.used() for x in xs]))
-                )
-                if rule is None and step.results:
-                    self.unknown_primitives[step.name] += 1
-                for x in step.results:
-                    x.constant = constant
+            step.results = self._results(step, xs)
             body.steps.append(step)
             known.update(zip(eqn.outvars, step.results, strict=True))
         body.results = [_constant(v) if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
         return body
 
+    def _results(self, step: Step, xs: Sequence[Axed]) -> Sequence[Axed]:
+        inside = INSIDE.get(step.name)
+        if inside is None and (called := _called(step.eqn)) is not None:
+            body = self.run(called, xs, step)
+            step.bodies = (body,)
+            return body.results
+        if inside is not None:
+            results = inside(self, step, xs)
+        elif (rule := RULES.get(step.name)) is not None:
+            results = rule(self.axes, step, [x.used() for x in xs])
+        else:
+            results = unknown(step)
+            if results:
+                self.unknown_primitives[step.name] += 1
+        if all(x.constant for x in xs):
+            for x in results:
+                x.constant = True
+        return results
+
     # --- loops, branches and functions on each device ---
 
-    def _scan(self, step: Step, xs: Sequence[Value]) -> list[Value]:
+    def _scan(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"].jaxpr
         constants, first, scanned = scan_operands(step.params, xs)
         carry, scanned = [x.used() for x in first], [x.used() for x in scanned]
         along = fresh(step.params["length"])
         for x in scanned:
             along = self.axes.unify(along, x.dims[0], step)
-        slices = [Value(x.dims[1:], points=x.points) for x in scanned]
+        slices = [Axed(x.dims[1:], points=x.points) for x in scanned]
         body = self.run(jaxpr, [*constants, *carry, *slices], step)
         step.bodies = (body,)
         carry = self._together(step, carry, body.results[: len(carry)])
-        return [*carry, *(Value((along, *x.used().dims)) for x in body.results[len(carry) :])]
+        return [*carry, *(Axed((along, *x.used().dims)) for x in body.results[len(carry) :])]
 
-    def _while(self, step: Step, xs: Sequence[Value]) -> list[Value]:
+    def _while(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
         params = step.params
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = xs[:tests], xs[tests : tests + consts]
@@ -88,17 +91,17 @@ class Walk:
         step.bodies = (test, body)
         return self._together(step, carry, body.results)
 
-    def _cond(self, step: Step, xs: Sequence[Value]) -> list[Value]:
+    def _cond(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
         step.bodies = tuple(self.run(branch.jaxpr, xs[1:], step) for branch in step.params["branches"])
         found = [x.used() for x in step.bodies[0].results]
         for body in step.bodies[1:]:
             found = self._together(step, found, body.results)
-        return [Value(x.dims, points=x.points) for x in found]
+        return [Axed(x.dims, points=x.points) for x in found]
 
-    def _together(self, step: Step, left: Sequence[Value], right: Sequence[Value]) -> list[Value]:
+    def _together(self, step: Step, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
         """Record that values are the same; where one has a role of an axis and the other the axis, return the axis."""
         return [
-            Value(tuple(self._either(a, b, step) for a, b in zip(x.dims, y.used().dims, strict=True)), points=x.points)
+            Axed(tuple(self._either(a, b, step) for a, b in zip(x.dims, y.used().dims, strict=True)), points=x.points)
             for x, y in zip(left, right, strict=True)
         ]
 
@@ -108,16 +111,16 @@ class Walk:
             return leaves(b)
         return a
 
-    def _shard_map(self, step: Step, xs: Sequence[Value]) -> list[Value]:
+    def _shard_map(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"]
         inside = [self._resized(x.used(), v) for x, v in zip(xs, jaxpr.invars, strict=True)]
         step.bodies = (self.run(jaxpr, inside, step),)
         return [self._resized(x.used(), v) for x, v in zip(step.bodies[0].results, step.eqn.outvars, strict=True)]
 
-    def _resized(self, x: Value, to: Any) -> Value:
+    def _resized(self, x: Axed, to: Any) -> Axed:
         """Return a value as it is on one device, or on all."""
         dims = zip(x.dims, to.aval.shape, strict=True)
-        return Value(tuple(a if _size(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
+        return Axed(tuple(a if _size(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
 
     def _elsewhere(self, axis: Axis, size: int) -> Axis:
         if not axis:
@@ -139,10 +142,10 @@ def _size(axis: Axis) -> int:
 
 
 INSIDE = {
-    "scan": Walk._scan,
-    "while": Walk._while,
-    "cond": Walk._cond,
-    "shard_map": Walk._shard_map,
+    "scan": AxisWalk._scan,
+    "while": AxisWalk._while,
+    "cond": AxisWalk._cond,
+    "shard_map": AxisWalk._shard_map,
 }
 """The primitives that run functions in another way than once with their operands."""
 
@@ -157,8 +160,8 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _constant(v: Any) -> Value:
-    return Value(tuple(map(fresh, v.aval.shape)), constant=True)
+def _constant(v: Any) -> Axed:
+    return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
 
 
 def _slices(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:

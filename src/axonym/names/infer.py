@@ -15,10 +15,10 @@ from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
 from ..named_array import is_named_array
-from ._axes import Axis, Names, leaves, size_of
-from ._rules import Pointer, Step, Value
+from ._axes import Axis, NameReader, fresh, leaves, size_of
+from ._rules import Axed, Pointer, Step
 from ._sources import LeafNames, names_of_leaves
-from ._walk import Body, Walk, steps_of
+from ._walk import AxisWalk, Body, steps_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class MixUp:
     """Two named axes that a program treats as one: found by `infer`.
 
-    >>> x, y = jnp.ones((3, 4)), jnp.ones((4, 3))
-    >>> print(axn.names.infer(lambda x, y: x @ y.T.T, x, y, names=("batch embed", "mlp batch")).mix_ups[0].names)
-    ('embed', 'mlp')
+    >>> x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
+    >>> program = axn.names.infer(lambda x, w: x @ w.T, x, w, names=("batch embed", "embed mlp"))
+    >>> [found.names for found in program.mix_ups]
+    [('embed', 'mlp')]
     """
 
     names: tuple[str, str]
@@ -79,29 +80,29 @@ class NamedProgram:
     all axes of the arguments have names
     """
 
-    def __init__(self, traced: Traced, walk: Walk, body: Body):
+    def __init__(self, traced: Traced, walk: AxisWalk, body: Body):
         self.traced = traced
         """The program, and the trees of its arguments and results."""
         self.body = body
         """The steps of the program: one for each equation, with those of the functions that it calls."""
         self._walk = walk
-        self._names = Names()
+        self._names = NameReader()
 
-    def names_of(self, value: Value) -> tuple[str | None, ...]:
+    def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known."""
         return self._names.array(value.dims)
 
     @property
     def arguments(self) -> Any:
-        """The arguments, with the names of its axes in place of each array: the positional ones, and those by keyword."""
+        """The positional arguments and those by keyword, with its names in place of each array."""
         return self._tree(self.traced.given, self.body.arguments)
 
     @property
     def results(self) -> Any:
-        """The results, with the names of its axes in place of each array."""
+        """The results, with its names in place of each array."""
         return self._tree(self.traced.returned, self.body.results)
 
-    def _tree(self, spec: TreeSpec, values: Sequence[Value]) -> Any:
+    def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
         return jax.tree.map(lambda x: x.array if is_named_array(x) else x, tree, is_leaf=is_named_array)
 
@@ -109,7 +110,12 @@ class NamedProgram:
     def mix_ups(self) -> tuple[MixUp, ...]:
         """The pairs of named axes that the program treats as one, in the order of the program."""
         return tuple(
-            MixUp((m.left.name, m.right.name), (m.left.source, m.right.source), m.at.name, source_of(m.at))
+            MixUp(
+                (m.left.name or "", m.right.name or ""),
+                (m.left.source, m.right.source),
+                m.at.name,
+                source_of(m.at),
+            )
             for m in self._walk.axes.meetings.values()
         )
 
@@ -130,7 +136,7 @@ class NamedProgram:
                         found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why)
         return tuple(UnknownAxes(size, tuple(places), why) for size, places, why in found.values())
 
-    def _unnamed(self, value: Value) -> Iterator[tuple[int, Axis]]:
+    def _unnamed(self, value: Axed) -> Iterator[tuple[int, Axis]]:
         for i, (axis, name) in enumerate(zip(value.dims, self.names_of(value), strict=True)):
             if axis and name is None:
                 yield i, axis
@@ -150,7 +156,7 @@ class NamedProgram:
         return "\n".join((*self._lines(self.body, ""), *self._summary()))
 
     def _lines(self, body: Body, indent: str) -> Iterator[str]:
-        known: dict[Any, Value] = dict(zip(body.jaxpr.invars, body.arguments, strict=True))
+        known: dict[Any, Axed] = dict(zip(body.jaxpr.invars, body.arguments, strict=True))
         for step in body.steps:
             operands = [self._described(v, None if hasattr(v, "val") else known.get(v)) for v in step.eqn.invars]
             results = [self._described(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
@@ -160,7 +166,7 @@ class NamedProgram:
             for inner in step.bodies:
                 yield from self._lines(inner, indent + "    ")
 
-    def _described(self, var: Any, value: Value | None) -> str:
+    def _described(self, var: Any, value: Axed | None) -> str:
         names = (None,) * len(var.aval.shape) if value is None else self.names_of(value)
         sizes = zip(names, var.aval.shape, strict=True)
         return f"{_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
@@ -179,7 +185,8 @@ class NamedProgram:
             yield "all axes of the arguments have names"
             return
         count = sum(len(u.places) for u in classes)
-        yield f"{counted(len(classes), 'class', 'classes')} of {counted(count, 'argument axis', 'argument axes')} have no name; name one axis of each:"
+        of = f"{counted(len(classes), 'class', 'classes')} of {counted(count, 'argument axis', 'argument axes')}"
+        yield f"{of} have no name; name one axis of each:"
         yield from (f"    {u}" for u in classes)
 
 
@@ -209,7 +216,7 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
     ('embed',)
     """
     traced = trace(fn, args, kwargs)
-    walk = Walk()
+    walk = AxisWalk()
     leaf_names = names_of_leaves(fn, args, kwargs, names)
     arguments = [_argument(walk, var.aval, own) for var, own in zip(traced.jaxpr.jaxpr.invars, leaf_names, strict=True)]
     return NamedProgram(traced, walk, walk.run(traced.jaxpr.jaxpr, arguments))
@@ -243,16 +250,12 @@ def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
                 yield "/".join(filter(None, (name, jax.tree_util.keystr(keys, simple=True, separator="/"))))
 
 
-def _argument(walk: Walk, aval: Any, own: LeafNames) -> Value:
-    from ._axes import fresh
-
+def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
     names = own.names or (None,) * len(aval.shape)
-    dims = tuple(
-        fresh(n) if name is None else walk.axes.axis(name, n, own.source)
-        for name, n in zip(names, aval.shape, strict=True)
-    )
+    pairs = zip(names, aval.shape, strict=True)
+    dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
     integer = getattr(aval.dtype, "kind", "") in "iu"
-    return Value(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
+    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
 
 
 def source_of(step: Step) -> Source | None:
