@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -39,7 +39,7 @@ class Case:
     """The share of axes that may stay unknown."""
 
 
-def by_path(tree: Any, rules: dict[str, str | None]) -> Any:
+def by_path(tree: Any, rules: Mapping[str, str | None]) -> Any:
     """Return a tree of names, by patterns of paths such as `*/kernel`."""
 
     def named(keys: Any, x: Any) -> Any:
@@ -79,8 +79,8 @@ def train_step(loss: Callable[..., jax.Array], optimizer: Any = OPTIMIZER) -> Ca
 def trained(
     loss: Callable[..., jax.Array],
     params: Any,
-    rules: dict[str, str | None],
-    given: dict[str, str | None],
+    rules: Mapping[str, str | None],
+    given: Mapping[str, str | None],
     batch: tuple[Any, ...],
     names: tuple[str | None, ...],
     truth: tuple[str | None, ...] | None = None,
@@ -105,7 +105,7 @@ def trained(
 
 
 class NNXMLP(nnx.Module):
-    def __init__(self, a: dict[str, int], rngs: nnx.Rngs):
+    def __init__(self, a: Mapping[str, int], rngs: nnx.Rngs):
         self.up = nnx.Linear(a["features"], a["hidden"], rngs=rngs)
         self.norm = nnx.LayerNorm(a["hidden"], rngs=rngs)
         self.dropout = nnx.Dropout(0.1)
@@ -115,7 +115,7 @@ class NNXMLP(nnx.Module):
         return self.down(self.dropout(nnx.gelu(self.norm(self.up(x))), rngs=rngs))
 
 
-def nnx_mlp(a: dict[str, int]) -> Case:
+def nnx_mlp(a: Mapping[str, int]) -> Case:
     model = nnx.eval_shape(lambda: NNXMLP(a, nnx.Rngs(0)))
     graph, params = nnx.split(model)
 
@@ -136,7 +136,7 @@ def nnx_mlp(a: dict[str, int]) -> Case:
 
 
 class NNXBlock(nnx.Module):
-    def __init__(self, a: dict[str, int], rngs: nnx.Rngs):
+    def __init__(self, a: Mapping[str, int], rngs: nnx.Rngs):
         self.attend = nnx.MultiHeadAttention(
             num_heads=a["heads"],
             in_features=a["embed"],
@@ -155,7 +155,7 @@ class NNXBlock(nnx.Module):
 
 
 class NNXTransformer(nnx.Module):
-    def __init__(self, a: dict[str, int], rngs: nnx.Rngs):
+    def __init__(self, a: Mapping[str, int], rngs: nnx.Rngs):
         self.embed = nnx.Embed(a["vocab"], a["embed"], rngs=rngs)
         self.position = nnx.Param(jnp.zeros((a["pos"], a["embed"])))
         self.blocks = nnx.List([NNXBlock(a, rngs) for _ in range(2)])
@@ -169,7 +169,7 @@ class NNXTransformer(nnx.Module):
         return self.embed.attend(self.norm(h))
 
 
-def nnx_transformer(a: dict[str, int]) -> Case:
+def nnx_transformer(a: Mapping[str, int]) -> Case:
     graph, params = nnx.split(nnx.eval_shape(lambda: NNXTransformer(a, nnx.Rngs(0))), nnx.Param)[:2]
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -224,7 +224,7 @@ class Linen(nn.Module):
         return embed.attend(nn.RMSNorm(name="norm")(h))
 
 
-def linen_scanned(a: dict[str, int]) -> Case:
+def linen_scanned(a: Mapping[str, int]) -> Case:
     model = Linen(a)
     x = tokens(a["batch"], a["pos"])
     params = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -238,12 +238,12 @@ def linen_scanned(a: dict[str, int]) -> Case:
         "*out/bias": "layers embed",
         "*Attention*/kernel": "layers embed heads head_dim",
         "*Attention*/bias": "layers heads head_dim",
-        "*blocks/up/kernel": None,
+        "*blocks/up/kernel": "layers embed two*mlp",
         "*blocks/down/kernel": "layers mlp embed",
         "*blocks/*scale": "layers embed",
         "*norm/scale": "embed",
     }
-    given = {"*embedding": "vocab embed", "*query/kernel": "layers _ heads head_dim", "*value/kernel": "_ _ _ head_dim",
+    given = {"*embedding": "vocab embed", "*query/kernel": "layers _ heads head_dim", "*value/kernel": "_ _ _ head_dim", "*up/kernel": "_ _ two*mlp",
              "*down/kernel": "_ mlp _"}  # fmt: skip
     return trained(loss, params, rules, given, (x, x), ("batch pos", None), ("batch pos", "batch pos"),
                    optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=10**6))  # fmt: skip
@@ -258,7 +258,7 @@ class EqxBlock(eqx.Module):
     norm2: eqx.nn.LayerNorm
     mlp: eqx.nn.MLP
 
-    def __init__(self, a: dict[str, int], key: jax.Array):
+    def __init__(self, a: Mapping[str, int], key: jax.Array):
         keys = jax.random.split(key)
         size = a["embed"]
         self.attend = eqx.nn.MultiheadAttention(
@@ -280,7 +280,7 @@ class EqxTransformer(eqx.Module):
     blocks: list[EqxBlock]
     head: eqx.nn.Linear
 
-    def __init__(self, a: dict[str, int], key: jax.Array):
+    def __init__(self, a: Mapping[str, int], key: jax.Array):
         keys = jax.random.split(key, 4)
         self.embed = eqx.nn.Embedding(a["vocab"], a["embed"], key=keys[0])
         self.position = jnp.zeros((a["pos"], a["embed"]))
@@ -294,7 +294,7 @@ class EqxTransformer(eqx.Module):
         return jax.vmap(self.head)(h)
 
 
-def equinox_transformer(a: dict[str, int]) -> Case:
+def equinox_transformer(a: Mapping[str, int]) -> Case:
     model = eqx.filter_eval_shape(EqxTransformer, a, jax.random.key(0))
     params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
@@ -314,7 +314,7 @@ def equinox_transformer(a: dict[str, int]) -> Case:
         "head/weight": "vocab embed",
         "head/bias": "vocab",
     }
-    given = {"embed/weight": "vocab embed", "*query_proj/weight": "heads*head_dim _", "*0/weight": "mlp _",
+    given = {"embed/weight": "vocab embed", "*query_proj/weight": "heads*head_dim _", "*0/weight": "mlp _", "head/weight": "vocab _",
              "*value_proj/weight": "heads*head_dim _"}  # fmt: skip
     x = tokens(a["batch"], a["pos"])
     return trained(loss, params, rules, given, (x, x), ("batch pos", None), ("batch pos", "batch pos"))
@@ -332,7 +332,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * scale + bias
 
 
-def gpt2(a: dict[str, int]) -> Case:
+def gpt2(a: Mapping[str, int]) -> Case:
     heads, size, wide = a["heads"], a["heads"] * a["head_dim"], a["mlp"]
     block = {
         "ln1": (abstract(size), abstract(size)),
@@ -400,7 +400,7 @@ def rotate(x: jax.Array) -> jax.Array:
     return x * jnp.cos(angles) + turned * jnp.sin(angles)
 
 
-def llama(a: dict[str, int]) -> Case:
+def llama(a: Mapping[str, int]) -> Case:
     kv, group, dim = a["kv"], a["group"], a["head_dim"]
     embed, mlp = a["embed"], a["mlp"]
     block = {
@@ -439,16 +439,22 @@ def llama(a: dict[str, int]) -> Case:
     rules = {
         "embed": "vocab embed",
         "*norm?": "layers embed",
-        "*wq": "layers embed kv*group*head_dim",
+        "*wq": "layers embed heads*head_dim",
         "*w[kv]": "layers embed kv*head_dim",
-        "*wo": "layers kv*group*head_dim embed",
+        "*wo": "layers heads*head_dim embed",
         "*gate": "layers embed mlp",
         "*up": "layers embed mlp",
         "*down": "layers mlp embed",
         "norm": "embed",
         "head": "embed vocab",
     }
-    given = {"embed": "vocab embed", "*wq": "layers _ kv*group*head_dim", "*wk": "_ _ kv*head_dim", "*up": "_ _ mlp"}
+    given = {
+        "embed": "vocab embed",
+        "*wq": "layers _ heads*head_dim",
+        "*w[kv]": "_ _ kv*head_dim",
+        "*up": "_ _ mlp",
+        "head": "_ vocab",
+    }
     x = tokens(a["batch"], a["pos"])
     return trained(loss, params, rules, given, (x, x), ("batch pos", None), ("batch pos", "batch pos"))
 
@@ -462,7 +468,7 @@ def batch_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(var + 1e-5) * scale + bias
 
 
-def resnet(a: dict[str, int]) -> Case:
+def resnet(a: Mapping[str, int]) -> Case:
     k, c, w = a["kernel"], a["channels"], a["wide"]
     params = {
         "stem": abstract(k, k, 3, c),
@@ -492,13 +498,19 @@ def resnet(a: dict[str, int]) -> Case:
         "head/0": "wide classes",
         "head/1": "classes",
     }
-    given = {"stem": "ky kx rgb channels", "conv?": "ky kx _ _", "down": "ky kx _ wide", "head/0": "_ classes"}
+    given = {
+        "stem": "ky kx rgb channels",
+        "conv1": "ky kx _ channels",
+        "conv2": "ky kx _ _",
+        "down": "ky kx _ wide",
+        "head/0": "_ classes",
+    }
     batch = (abstract(a["batch"], a["height"], a["width"], 3), tokens(a["batch"]))
     return trained(loss, params, rules, given, batch, ("batch height width _", None),
                    ("batch height width rgb", "batch"))  # fmt: skip
 
 
-def unet(a: dict[str, int]) -> Case:
+def unet(a: Mapping[str, int]) -> Case:
     k, c, w = a["kernel"], a["channels"], a["wide"]
     params = {
         "in": abstract(k, k, 3, c),
@@ -533,7 +545,7 @@ def unet(a: dict[str, int]) -> Case:
                    ("batch height width rgb", "batch", "batch height width rgb"))  # fmt: skip
 
 
-def gnn(a: dict[str, int]) -> Case:
+def gnn(a: Mapping[str, int]) -> Case:
     f, h = a["features"], a["hidden"]
     params = {
         "encode": abstract(f, h),
@@ -557,14 +569,14 @@ def gnn(a: dict[str, int]) -> Case:
         "update/1": "hidden",
         "head": "hidden classes",
     }
-    given = {"encode": "features hidden", "message": "joined _", "head": "_ classes"}
+    given = {"encode": "features hidden", "message": "joined hidden", "head": "_ classes"}
     edges = tokens(a["edges"])
     batch = (abstract(a["nodes"], f), edges, edges, tokens(a["nodes"]))
     return trained(loss, params, rules, given, batch, ("nodes _", "edges", None, None),
                    ("nodes features", "edges", "edges", "nodes"))  # fmt: skip
 
 
-def lstm(a: dict[str, int]) -> Case:
+def lstm(a: Mapping[str, int]) -> Case:
     f, h = a["features"], a["hidden"]
     params = {"x": abstract(f, 4 * h), "h": abstract(h, 4 * h), "b": abstract(4 * h), "head": abstract(h, a["classes"])}
 
@@ -586,7 +598,7 @@ def lstm(a: dict[str, int]) -> Case:
     return trained(loss, params, rules, given, batch, ("batch time _", None), ("batch time features", "batch"))
 
 
-def moe(a: dict[str, int]) -> Case:
+def moe(a: Mapping[str, int]) -> Case:
     e, m, n, c = a["embed"], a["mlp"], a["experts"], a["capacity"]
     params = {"router": abstract(e, n), "up": abstract(n, e, m), "down": abstract(n, m, e)}
 
@@ -610,7 +622,7 @@ def moe(a: dict[str, int]) -> Case:
                    unknown=0.2)  # fmt: skip
 
 
-def ode(a: dict[str, int]) -> Case:
+def ode(a: Mapping[str, int]) -> Case:
     s, h = a["state"], a["hidden"]
     params = {"up": (abstract(s, h), abstract(h)), "down": (abstract(h, s), abstract(s))}
 
@@ -636,7 +648,7 @@ def ode(a: dict[str, int]) -> Case:
                    ("batch state", "time", "time batch state"))  # fmt: skip
 
 
-MODELS = {
+MODELS: dict[str, Callable[[Mapping[str, int]], Case]] = {
     f.__name__: f
     for f in (
         nnx_mlp,

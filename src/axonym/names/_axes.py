@@ -36,7 +36,7 @@ class Factor:
         self.same_as: Factor | None = None
         self.kids: tuple[Factor, ...] = ()
         self.wholes: list[Factor] = []
-        """The factors whose first kid this is."""
+        """The factors that it is a kid of."""
         self.like: list[Factor] = []
         """The factors that this is derived from, which give it a name if it has none."""
         self.used_as: list[Factor] = []
@@ -114,18 +114,6 @@ def are_apart(x: Factor, y: Factor) -> bool:
     return any(id(find(z)) in others for a in bases(x) for z in a.apart)
 
 
-def split(x: Factor, sizes: Sequence[int]) -> None:
-    """Split a factor into smaller ones."""
-    x = find(x)
-    if x.base is not None:
-        base = find(x.base)
-        if not base.kids:
-            split(base, sizes)
-        split_role(x)
-    else:
-        _set_kids(x, tuple(map(Factor, sizes)))
-
-
 def split_role(x: Factor) -> None:
     assert x.base is not None
     _set_kids(x, tuple(Factor(k.size, base=k) for k in find(x.base).kids))
@@ -139,7 +127,8 @@ def split_role(x: Factor) -> None:
 
 def _set_kids(x: Factor, kids: tuple[Factor, ...]) -> None:
     x.kids = kids
-    kids[0].wholes.append(x)
+    for kid in kids:
+        find(kid).wholes.append(x)
 
 
 class Axes:
@@ -168,6 +157,22 @@ class Axes:
                 known.apart.append(base)
         return (known,)
 
+    def split(self, x: Factor, sizes: Sequence[int]) -> None:
+        """Split a factor into smaller ones."""
+        x = find(x)
+        if x.base is not None:
+            base = find(x.base)
+            if not base.kids:
+                self.split(base, sizes)
+            split_role(x)
+            return
+        names = (x.name or "").split("*")
+        if len(names) == len(sizes) and len(names) > 1:  # a name such as `heads*head_dim` names the factors
+            kids = [self.axis(name, n, x.source) or (Factor(n),) for name, n in zip(names, sizes, strict=True)]
+            _set_kids(x, tuple(kid for (kid,) in kids))
+        else:
+            _set_kids(x, tuple(map(Factor, sizes)))
+
     # --- the same ---
 
     def unify(self, a: Axis, b: Axis, at: Any) -> Axis:
@@ -192,7 +197,7 @@ class Axes:
             large, of_large, small = (x, left, y) if x.size > y.size else (y, right, x)
             if small.size == 0 or large.size % small.size:
                 return a  # the factors of the two do not fit
-            split(large, (small.size, large.size // small.size))
+            self.split(large, (small.size, large.size // small.size))
             of_large[:1] = leaves((large,))
         return tuple(found)
 
@@ -274,7 +279,7 @@ class Axes:
                     taken.append(x)
                     n //= x.size
                 elif x.size % n == 0 and not x.kids:
-                    split(x, (n, x.size // n))
+                    self.split(x, (n, x.size // n))
                     left[:0] = leaves((x,))
                 else:
                     return None
@@ -434,9 +439,11 @@ class NameReader:
         """Return the name of adjacent factors as one."""
         if len(axis) == 1 and (name := self.factor(axis[0])) is not None:
             return name
-        wholes = [w for w in map(find, axis[0].wholes) if leaves((w,)) == axis]
-        names = [name for w in wholes if (name := self.factor(w)) is not None]
-        return names[0] if names else None
+        roles_of = tuple(map(last_base, axis))
+        wholes = [w for f in {axis[0], roles_of[0]} for w in map(find, f.wholes)
+                  if tuple(map(last_base, leaves((w,)))) == roles_of]  # fmt: skip
+        names = {name for w in wholes if (name := self.factor(w)) is not None}
+        return min(names) if names else None
 
     def factor(self, x: Factor) -> str | None:
         """Return the name of a factor: its own, or that of what it is a role of, derived from or used as."""
@@ -451,8 +458,13 @@ class NameReader:
     def _other_name(self, x: Factor) -> str | None:
         if x.base is not None:
             return self.factor(x.base)
+        for whole in map(find, x.wholes):
+            if len(names := (whole.name or "").split("*")) == len(parts := leaves((whole,))) > 1:
+                return names[parts.index(x)]
         for others in (x.like, x.used_as):
             names = {name for y in others if (name := self.axis((y,))) is not None}
             if len(names) == 1:
                 return names.pop()
-        return None
+        # A factor without a name of its own is part of one that has a name.
+        names = {f"{w.name}.{[*map(find, w.kids)].index(x)}" for w in map(find, x.wholes) if w.name is not None}
+        return names.pop() if len(names) == 1 else None

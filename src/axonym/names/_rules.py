@@ -182,6 +182,11 @@ def _broadcast_in_dim(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(dims, points=xs[0].points)]
 
 
+def _bitcast(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    dims, rank = xs[0].dims, len(step.shape)
+    return [Axed((*dims[:rank], *map(fresh, step.shape[len(dims) :])))]
+
+
 def _squeeze(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     gone = step.params["dimensions"]
     return [Axed(tuple(a for i, a in enumerate(xs[0].dims) if i not in gone), points=xs[0].points)]
@@ -217,8 +222,12 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
     whole = size_of(axis)
     if size == whole or size == 1:
         return axis if size == whole else ()
-    count = whole // size
-    if equal and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None:
+    count, known = whole // size, bool(axis) and (start, start + size) in axes.whole(axis).parts
+    if (
+        equal
+        and not known
+        and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None
+    ):
         part = apart[stride == 1]
         axes.whole(part).part_of.append((axis, start if stride == 1 else -1))
         return part
@@ -259,8 +268,8 @@ def _pad(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
 def _concatenate(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     at = step.params["dimension"]
     sizes = [step.shape_of(i)[at] for i in range(len(xs))]
-    dims = [_meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(step.shape))]
-    dims[at] = axes.joined([x.dims[at] for x in xs], sizes)
+    joined = axes.joined([x.dims[at] for x in xs], sizes)
+    dims = [joined if i == at else _meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(step.shape))]
     points = None
     if at == len(step.shape) - 1 and all(
         x.points is not None and len(x.points) == n for x, n in zip(xs, sizes, strict=True)
@@ -491,6 +500,7 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
+    "bitcast_convert_type": _bitcast,
     "reshape": _reshape,
     "split": _split,
     "slice": _slice,

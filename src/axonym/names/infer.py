@@ -48,7 +48,7 @@ class MixUp:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnknownAxes:
+class UnnamedAxes:
     """Axes that are the same and have no name.
 
     >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names="batch _")
@@ -120,7 +120,7 @@ class NamedProgram:
         )
 
     @property
-    def unknown(self) -> tuple[UnknownAxes, ...]:
+    def unknown(self) -> tuple[UnnamedAxes, ...]:
         """The axes without a name, each with the reason: first those of arguments."""
         found: dict[tuple[int, ...], tuple[int, list[str], str]] = {}
         for place, value in zip(self.traced.paths, self.body.arguments, strict=True):
@@ -129,12 +129,12 @@ class NamedProgram:
                     f"axis {i} of {place}"
                 )
         for step in steps_of(self.body):
-            for value in step.results:
+            for value in () if step.bodies else step.results:
                 for _, axis in self._unnamed(value):
                     if _class(axis) not in found:
                         why = "of a constant that meets no named axis" if value.constant else f"made by {step.name}"
                         found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why)
-        return tuple(UnknownAxes(size, tuple(places), why) for size, places, why in found.values())
+        return tuple(UnnamedAxes(size, tuple(places), why) for size, places, why in found.values())
 
     def _unnamed(self, value: Axed) -> Iterator[tuple[int, Axis]]:
         for i, (axis, name) in enumerate(zip(value.dims, self.names_of(value), strict=True)):
