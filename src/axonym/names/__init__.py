@@ -1,3 +1,3 @@
 """Names for code that has none: name the axes of functions of raw arrays from the names of their arguments."""
 
-from .infer import MixUp as MixUp, NamedProgram as NamedProgram, UnnamedAxes as UnnamedAxes, infer as infer
+from .inferring import MixUp as MixUp, NamedProgram as NamedProgram, UnnamedAxes as UnnamedAxes, infer as infer

@@ -20,30 +20,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 
-class Factor:
+class AxisFactor:
     """A factor of axes: a node that may be the same as others, have a name, or consist of smaller factors."""
 
     __slots__ = (
         "apart", "base", "kids", "like", "name", "part_of", "parts", "same_as", "size", "source", "used_as", "wholes",
     )  # fmt: skip
 
-    def __init__(self, size: int, name: str | None = None, source: str = "", base: Factor | None = None):
+    def __init__(self, size: int, name: str | None = None, source: str = "", base: AxisFactor | None = None):
         self.size = size
         self.name = name
         self.source = source
         self.base = base
         """The axis that this is a role of."""
-        self.same_as: Factor | None = None
-        self.kids: tuple[Factor, ...] = ()
-        self.wholes: list[Factor] = []
+        self.same_as: AxisFactor | None = None
+        self.kids: tuple[AxisFactor, ...] = ()
+        self.wholes: list[AxisFactor] = []
         """The factors that it is a kid of."""
-        self.like: list[Factor] = []
+        self.like: list[AxisFactor] = []
         """The factors that this is derived from, which give it a name if it has none."""
-        self.used_as: list[Factor] = []
+        self.used_as: list[AxisFactor] = []
         """The factors that stand for this one, which belongs to a constant, where it is used."""
-        self.apart: list[Factor] = []
+        self.apart: list[AxisFactor] = []
         """The other roles in an array that has this one."""
-        self.parts: dict[tuple[int, int], Factor] = {}
+        self.parts: dict[tuple[int, int], AxisFactor] = {}
         """Its slices, by start and stop."""
         self.part_of: list[tuple[Axis, int]] = []
         """The axes that it is a slice of, each with its start there."""
@@ -52,7 +52,7 @@ class Factor:
         return f"{self.name or '?'}={self.size}"
 
 
-Axis: TypeAlias = tuple[Factor, ...]
+Axis: TypeAlias = tuple[AxisFactor, ...]
 Dims: TypeAlias = tuple[Axis, ...]
 
 
@@ -60,13 +60,13 @@ Dims: TypeAlias = tuple[Axis, ...]
 class Meeting:
     """Two named factors that a program treats as one axis."""
 
-    left: Factor
-    right: Factor
+    left: AxisFactor
+    right: AxisFactor
     at: Any
     """The step of the program that does so."""
 
 
-def find(x: Factor) -> Factor:
+def find(x: AxisFactor) -> AxisFactor:
     """Return the factor that stands for all that are the same as this one."""
     root = x
     while root.same_as is not None:
@@ -76,9 +76,9 @@ def find(x: Factor) -> Factor:
     return root
 
 
-def leaves(axis: Iterable[Factor]) -> Axis:
+def leaves(axis: Iterable[AxisFactor]) -> Axis:
     """Return the smallest known factors of an axis."""
-    found: list[Factor] = []
+    found: list[AxisFactor] = []
     for x in axis:
         x = find(x)
         if not x.kids and x.base is not None and find(x.base).kids:
@@ -94,29 +94,29 @@ def size_of(axis: Axis) -> int:
     return size
 
 
-def bases(x: Factor) -> Iterator[Factor]:
+def bases(x: AxisFactor) -> Iterator[AxisFactor]:
     """Yield a factor, the axis that it is a role of, and so on."""
-    seen: Factor | None = find(x)
+    seen: AxisFactor | None = find(x)
     while seen is not None:
         yield seen
         seen = None if seen.base is None else find(seen.base)
 
 
-def last_base(x: Factor) -> Factor:
+def last_base(x: AxisFactor) -> AxisFactor:
     """Return the axis that a factor is a role of in the end, or itself."""
     *_, last = bases(x)
     return last
 
 
-def are_apart(x: Factor, y: Factor) -> bool:
+def are_apart(x: AxisFactor, y: AxisFactor) -> bool:
     """Return whether two roles stand beside each other in some array."""
     others = set(map(id, bases(y)))
     return any(id(find(z)) in others for a in bases(x) for z in a.apart)
 
 
-def split_role(x: Factor) -> None:
+def split_role(x: AxisFactor) -> None:
     assert x.base is not None
-    _set_kids(x, tuple(Factor(k.size, base=k) for k in find(x.base).kids))
+    _set_kids(x, tuple(AxisFactor(k.size, base=k) for k in find(x.base).kids))
     for other in x.apart:
         other = find(other)
         if other.kids:
@@ -125,7 +125,7 @@ def split_role(x: Factor) -> None:
                 b.apart.append(a)
 
 
-def _set_kids(x: Factor, kids: tuple[Factor, ...]) -> None:
+def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
     x.kids = kids
     for kid in kids:
         find(kid).wholes.append(x)
@@ -135,7 +135,7 @@ class Axes:
     """The relations between the factors of a program."""
 
     def __init__(self) -> None:
-        self.named: dict[tuple[str, int], Factor] = {}
+        self.named: dict[tuple[str, int], AxisFactor] = {}
         self.meetings: dict[tuple[int, int], Meeting] = {}
         """The mix-ups, by the two factors."""
         self.adopted: list[Meeting] = []
@@ -152,12 +152,12 @@ class Axes:
         known = self.named.get((name, size))
         if known is None:
             base = self.axis(name[:-1], size, source)[0] if name.endswith("'") and len(name) > 1 else None
-            known = self.named[name, size] = Factor(size, name, source, base)
+            known = self.named[name, size] = AxisFactor(size, name, source, base)
             if base is not None:
                 known.apart.append(base)
         return (known,)
 
-    def split(self, x: Factor, sizes: Sequence[int]) -> None:
+    def split(self, x: AxisFactor, sizes: Sequence[int]) -> None:
         """Split a factor into smaller ones."""
         x = find(x)
         if x.base is not None:
@@ -168,10 +168,10 @@ class Axes:
             return
         names = (x.name or "").split("*")
         if len(names) == len(sizes) and len(names) > 1:  # a name such as `heads*head_dim` names the factors
-            kids = [self.axis(name, n, x.source) or (Factor(n),) for name, n in zip(names, sizes, strict=True)]
+            kids = [self.axis(name, n, x.source) or (AxisFactor(n),) for name, n in zip(names, sizes, strict=True)]
             _set_kids(x, tuple(kid for (kid,) in kids))
         else:
-            _set_kids(x, tuple(map(Factor, sizes)))
+            _set_kids(x, tuple(map(AxisFactor, sizes)))
 
     # --- the same ---
 
@@ -187,7 +187,7 @@ class Axes:
                 return (self.same(x, y, at),)
         if not a or not b:
             return a or b
-        left, right, found = [*leaves(a)], [*leaves(b)], list[Factor]()
+        left, right, found = [*leaves(a)], [*leaves(b)], list[AxisFactor]()
         while left and right:
             x, y = find(left[0]), find(right[0])
             if x is y or x.size == y.size:
@@ -201,7 +201,7 @@ class Axes:
             of_large[:1] = leaves((large,))
         return tuple(found)
 
-    def same(self, x: Factor, y: Factor, at: Any) -> Factor:
+    def same(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
         """Record that two factors of one size are the same."""
         x, y = find(x), find(y)
         if x is y:
@@ -214,7 +214,7 @@ class Axes:
             return x
         return self._merge(x, y, at)
 
-    def _same_role(self, x: Factor, y: Factor, at: Any) -> Factor:
+    def _same_role(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
         if y in bases(x):
             return x
         if x in bases(y):
@@ -240,7 +240,7 @@ class Axes:
             return role
         return self._merge(role, other, at)
 
-    def _merge(self, x: Factor, y: Factor, at: Any) -> Factor:
+    def _merge(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
         if x is y:
             return x
         if (y.name is not None and x.name is None) or (y.base is not None and x.base is None):
@@ -270,7 +270,7 @@ class Axes:
         """Return the axes of an array in another shape; None if its axes do not divide so."""
         left, found = [*leaves(f for axis in dims for f in axis)], list[Axis]()
         for n in shape:
-            taken: list[Factor] = []
+            taken: list[AxisFactor] = []
             while n > 1:
                 if not left or left[0].size == 0:
                     return None
@@ -303,14 +303,14 @@ class Axes:
         for own in instead:
             twice = Counter(id(f) for axis in own for f in leaves(axis))
             again -= {f for f, n in twice.items() if n > 1}
-        made: dict[int, list[Factor]] = {}
+        made: dict[int, list[AxisFactor]] = {}
         for f in roles:
             made.setdefault(id(last_base(f)), []).append(f)
 
-        def role(f: Factor) -> Factor:
+        def role(f: AxisFactor) -> AxisFactor:
             if id(f) not in again:
                 return f
-            new = Factor(f.size, base=f)
+            new = AxisFactor(f.size, base=f)
             others = made.setdefault(id(last_base(f)), [])
             for other in others:
                 if other is not f:
@@ -327,11 +327,11 @@ class Axes:
             return fresh(size)
         x = self.whole(axis)
         if bounds is None:
-            made = Factor(size)
+            made = AxisFactor(size)
             made.like.append(x)
             return (made,)
         if bounds not in x.parts:
-            made = x.parts[bounds] = Factor(size)
+            made = x.parts[bounds] = AxisFactor(size)
             made.like.append(x)
             made.part_of.append(((x,), bounds[0]))
         return leaves((x.parts[bounds],))
@@ -355,8 +355,8 @@ class Axes:
             for whole, _ in first.part_of:
                 if size_of(whole) == first.size * len(parts):
                     return leaves(whole)
-            return (Factor(len(parts)), *leaves((first,)))
-        made, start = Factor(sum(sizes)), 0
+            return (AxisFactor(len(parts)), *leaves((first,)))
+        made, start = AxisFactor(sum(sizes)), 0
         for part, n in zip(parts, sizes, strict=True):
             if part is not None:
                 made.parts[start, start + n] = part
@@ -365,7 +365,7 @@ class Axes:
             start += n
         return (made,)
 
-    def whole(self, axis: Axis) -> Factor:
+    def whole(self, axis: Axis) -> AxisFactor:
         """Return one factor that consists of the factors of an axis."""
         axis = leaves(axis)
         if len(axis) == 1:
@@ -373,22 +373,22 @@ class Axes:
         for whole in axis[0].wholes:
             if leaves((whole,)) == axis:
                 return find(whole)
-        made = Factor(size_of(axis))
+        made = AxisFactor(size_of(axis))
         _set_kids(made, axis)
         return made
 
 
 def fresh(size: int) -> Axis:
     """Return an axis about which nothing is known."""
-    return () if size == 1 else (Factor(size),)
+    return () if size == 1 else (AxisFactor(size),)
 
 
-def copied(dims: Dims, memo: dict[Factor, Factor]) -> Dims:
+def copied(dims: Dims, memo: dict[AxisFactor, AxisFactor]) -> Dims:
     """Return fresh axes in place of those of a constant, which say nothing about each other's uses."""
 
-    def copy(f: Factor) -> Factor:
+    def copy(f: AxisFactor) -> AxisFactor:
         if (known := memo.get(f)) is None:
-            known = memo[f] = Factor(f.size)
+            known = memo[f] = AxisFactor(f.size)
             f.used_as.append(known)
         return known
 
@@ -399,7 +399,7 @@ class NameReader:
     """Read the names of axes, once the whole program has been walked."""
 
     def __init__(self) -> None:
-        self._of_factor: dict[Factor, str | None] = {}
+        self._of_factor: dict[AxisFactor, str | None] = {}
         self._of_axis: dict[Axis, str | None] = {}
 
     def array(self, dims: Dims) -> tuple[str | None, ...]:
@@ -445,7 +445,7 @@ class NameReader:
         names = {name for w in wholes if (name := self.factor(w)) is not None}
         return min(names) if names else None
 
-    def factor(self, x: Factor) -> str | None:
+    def factor(self, x: AxisFactor) -> str | None:
         """Return the name of a factor: its own, or that of what it is a role of, derived from or used as."""
         x = find(x)
         if x.name is not None:
@@ -455,7 +455,7 @@ class NameReader:
             self._of_factor[x] = self._other_name(x)
         return self._of_factor[x]
 
-    def _other_name(self, x: Factor) -> str | None:
+    def _other_name(self, x: AxisFactor) -> str | None:
         if x.base is not None:
             return self.factor(x.base)
         for whole in map(find, x.wholes):

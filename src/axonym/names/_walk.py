@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, find, fresh, leaves
-from ._rules import RULES, Axed, Step, unknown
+from ._rules import RULES, Axed, AxisStep, unknown
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -21,7 +21,7 @@ class Body:
 
     jaxpr: Jaxpr
     arguments: Sequence[Axed]
-    steps: list[Step]
+    steps: list[AxisStep]
     results: Sequence[Axed] = ()
 
 
@@ -32,14 +32,14 @@ class AxisWalk:
         self.axes = Axes()
         self.unknown_primitives: Counter[str] = Counter()
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: Step | None = None) -> Body:
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None) -> Body:
         """Follow the axes through a function."""
         body = Body(jaxpr, arguments, [])
         known: dict[Any, Axed] = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {v: _constant(v) for v in jaxpr.constvars}
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
-            step = Step(eqn, outer, slices)
+            step = AxisStep(eqn, outer, slices)
             xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
             step.results = self._results(step, xs)
             body.steps.append(step)
@@ -47,7 +47,7 @@ class AxisWalk:
         body.results = [_constant(v) if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
         return body
 
-    def _results(self, step: Step, xs: Sequence[Axed]) -> Sequence[Axed]:
+    def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
         inside = INSIDE.get(step.name)
         if inside is None and (called := _called(step.eqn)) is not None:
             body = self.run(called, xs, step)
@@ -68,7 +68,7 @@ class AxisWalk:
 
     # --- loops, branches and functions on each device ---
 
-    def _scan(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _scan(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"].jaxpr
         constants, first, scanned = scan_operands(step.params, xs)
         carry, scanned = [x.used() for x in first], [x.used() for x in scanned]
@@ -81,7 +81,7 @@ class AxisWalk:
         carry = self._together(step, carry, body.results[: len(carry)])
         return [*carry, *(Axed((along, *x.used().dims)) for x in body.results[len(carry) :])]
 
-    def _while(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _while(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         params = step.params
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = xs[:tests], xs[tests : tests + consts]
@@ -91,27 +91,27 @@ class AxisWalk:
         step.bodies = (test, body)
         return self._together(step, carry, body.results)
 
-    def _cond(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _cond(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         step.bodies = tuple(self.run(branch.jaxpr, xs[1:], step) for branch in step.params["branches"])
         found = [x.used() for x in step.bodies[0].results]
         for body in step.bodies[1:]:
             found = self._together(step, found, body.results)
         return [Axed(x.dims, points=x.points) for x in found]
 
-    def _together(self, step: Step, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
+    def _together(self, step: AxisStep, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
         """Record that values are the same; where one has a role of an axis and the other the axis, return the axis."""
         return [
             Axed(tuple(self._either(a, b, step) for a, b in zip(x.dims, y.used().dims, strict=True)), points=x.points)
             for x, y in zip(left, right, strict=True)
         ]
 
-    def _either(self, a: Axis, b: Axis, step: Step) -> Axis:
+    def _either(self, a: Axis, b: Axis, step: AxisStep) -> Axis:
         self.axes.unify(a, b, step)
         if len(a) == len(b) == 1 and find(a[0]).base is not None and find(b[0]) is find(find(a[0]).base):  # pyright: ignore
             return leaves(b)
         return a
 
-    def _shard_map(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _shard_map(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"]
         inside = [self._resized(x.used(), v) for x, v in zip(xs, jaxpr.invars, strict=True)]
         step.bodies = (self.run(jaxpr, inside, step),)
@@ -175,7 +175,7 @@ def _slices(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:
     return found
 
 
-def steps_of(body: Body) -> Iterator[Step]:
+def steps_of(body: Body) -> Iterator[AxisStep]:
     """Yield all steps of a function, and of the functions that it calls."""
     for step in body.steps:
         yield step

@@ -16,7 +16,7 @@ from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
 from ..named_array import is_named_array
 from ._axes import Axis, NameReader, fresh, leaves, size_of
-from ._rules import Axed, Pointer, Step
+from ._rules import Axed, AxisStep, Pointer
 from ._sources import LeafNames, names_of_leaves
 from ._walk import AxisWalk, Body, steps_of
 
@@ -52,7 +52,8 @@ class UnnamedAxes:
     """Axes that are the same and have no name.
 
     >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names="batch _")
-    >>> print(program.unknown[0])
+    >>> for found in program.unknown:
+    ...     print(found)
     size 4: axis 1 of x: no argument names it
     """
 
@@ -62,8 +63,9 @@ class UnnamedAxes:
     reason: str
 
     def __str__(self) -> str:
-        more = f" and {len(self.places) - 1} others" if len(self.places) > 1 else ""
-        return f"size {self.size}: {self.places[0]}{more}: {self.reason}"
+        first, *others = self.places
+        more = f" and {counted(len(others), 'other')}" if others else ""
+        return f"size {self.size}: {first}{more}: {self.reason}"
 
 
 class NamedProgram:
@@ -258,7 +260,7 @@ def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
     return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
 
 
-def source_of(step: Step) -> Source | None:
+def source_of(step: AxisStep) -> Source | None:
     """Return the user's line of a step."""
     frames = list(frames_of(step.eqn))
     own = source(frames)
