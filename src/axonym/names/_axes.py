@@ -153,8 +153,6 @@ class Axes:
         if known is None:
             base = self.axis(name[:-1], size, source)[0] if name.endswith("'") and len(name) > 1 else None
             known = self.named[name, size] = AxisFactor(size, name, source, base)
-            if base is not None:
-                known.apart += (base,)
         return (known,)
 
     def split(self, x: AxisFactor, sizes: Sequence[int]) -> None:
