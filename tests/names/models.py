@@ -607,7 +607,7 @@ def moe(a: Mapping[str, int]) -> Case:
         rows = x.reshape(batch * pos, -1)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(rows @ p["router"]), 2)
         one_hot = jax.nn.one_hot(chosen, n)
-        place = (jnp.cumsum(one_hot.reshape(-1, n), 0) - 1).reshape(one_hot.shape)
+        place = (jnp.cumsum(one_hot.reshape(-1, n), 0) - 1).reshape(one_hot.shape).astype(int)
         dispatch = one_hot[..., None] * jax.nn.one_hot(place, c)
         given = jnp.einsum("tknc,te->nce", dispatch, rows)
         h = jax.nn.gelu(jnp.einsum("nce,nem->ncm", given, p["up"]))
