@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ..core.source_lines import Frame
+
 COLLECTIVES = frozenset(
     {
         "all-gather",
@@ -64,15 +66,6 @@ class HloShape:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """A line of Python in the stack of an instruction."""
-
-    file: str
-    line: int
-    function: str
 
 
 @dataclasses.dataclass(frozen=True)

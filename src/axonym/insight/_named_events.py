@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..core.source_lines import Frame
 from . import _scopes
-from ._hlo import Frame
 
 Dims = tuple[tuple[str | None, int], ...]
 """The axes of an array: for each, its name (or None) and size."""

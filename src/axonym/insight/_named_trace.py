@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,13 +22,13 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
+from ..core.source_lines import Frame, frames_of
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._arguments import step_name
-from ._hlo import Frame
 from ._named_dims import by_scope, has_names_of, joined_axes, moved, moved_rows, new_names, renamings, with_names
 from ._named_events import (
     Dims,
@@ -730,9 +730,4 @@ def _named_part(scope: str) -> str:
 def _inside(eqn: JaxprEqn, around: _Around) -> _Around:
     """Return the surroundings of the operations in an equation, with its own scope and lines."""
     scope = "/".join(part for part in (around.scope, str(eqn.source_info.name_stack)) if part)
-    return dataclasses.replace(around, scope=scope, frames=(*_frames(eqn), *around.frames))
-
-
-def _frames(eqn: JaxprEqn) -> Iterator[Frame]:
-    for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
-        yield Frame(frame.file_name, frame.line_num, frame.function_name)
+    return dataclasses.replace(around, scope=scope, frames=(*frames_of(eqn), *around.frames))

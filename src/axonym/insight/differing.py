@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ..core.source_lines import Source, source
 from . import _scopes
 from ._hlo import COLLECTIVES, HloProgram, Instruction, along, groups
 from ._hlo_shardings import NOTHING, PlacedArray, close, far_from, placed
 from ._hlo_values import Machine, listed
-from .collectives import Source, source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Names for code that has none."""
+"""Names for code that has none: name the axes of functions of raw arrays from the names of their arguments."""
 
-from ._sources import LeafNames as LeafNames, names_of_leaves as names_of_leaves
+from .inferring import MixUp as MixUp, NamedProgram as NamedProgram, UnnamedAxes as UnnamedAxes, infer as infer
 from .naming import name as name, names_of as names_of

@@ -24,6 +24,7 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from ..axis import name_of
 from ..core import errors, parsing
+from ..core.tree_spec import NUMBERS, PROGRAM_ARRAYS
 from ..named_array import NamedArray
 from ..sharding.placement import Leaf, child_of, is_placed_whole, leaves_of
 from ..typing.matching import Annotation
@@ -60,7 +61,7 @@ _UNNAMED = LeafNames(None, "")
 def names_of_leaves(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Any = None
 ) -> list[LeafNames]:
-    """Return the names of each leaf of `jax.tree.leaves((args, kwargs))`, for a call of a function.
+    """Return the names of each array in `jax.tree.leaves((args, kwargs))`, for a call of a function.
 
     Arguments:
         fn: the function, whose annotations count.
@@ -77,7 +78,9 @@ def names_of_leaves(
     """
     roots = list(_roots(fn, tuple(args), dict(kwargs)))
     given = dict(_given_to_call(names, roots, len(args)))
-    return named_leaves((tuple(args), dict(kwargs)), roots, given)
+    tree = tuple(args), dict(kwargs)
+    found = zip(jax.tree.leaves(tree), named_leaves(tree, roots, given), strict=True)
+    return [own for leaf, own in found if isinstance(leaf, PROGRAM_ARRAYS)]
 
 
 def named_leaves(tree: Any, roots: Sequence[Root], given: Mapping[Keys, LeafNames]) -> list[LeafNames]:
@@ -86,7 +89,7 @@ def named_leaves(tree: Any, roots: Sequence[Root], given: Mapping[Keys, LeafName
     for leaf in leaves_of(tree)[0]:
         root = next(r for r in roots if leaf.keys[: len(r.keys)] == r.keys)
         says, asked = _said_by_code(leaf, root), given.get(leaf.keys, _UNNAMED)
-        if leaf.shape == () or isinstance(leaf.value, (bool, int, float, complex)):
+        if leaf.shape == () or isinstance(leaf.value, NUMBERS):
             says = LeafNames((), "a scalar")
         found += [_combined(says, asked, _path(root, leaf.keys))] * len(jax.tree.leaves(leaf.value))
     return found
@@ -208,7 +211,7 @@ def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
 def _checked(names: Any, value: Any, keys: Keys, where: str, source: str) -> Iterator[tuple[Keys, LeafNames]]:
     """Yield the names of one leaf, if it is an array."""
     array = value.array if isinstance(value, NamedArray) else value
-    shape = getattr(array, "shape", () if isinstance(array, (bool, int, float, complex)) else None)
+    shape = getattr(array, "shape", () if isinstance(array, NUMBERS) else None)
     if names is None or shape is None:
         return
     read = read_names(names)

@@ -1,0 +1,290 @@
+"""`infer`: name the axes of every value in a program from the names of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..core.errors import counted
+from ..core.source_lines import Source, frames_of, source
+from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
+from ..distribution.active_settings import activate
+from ..distribution.mesh_axes import NO_MESH
+from ..named_array import is_named_array
+from ._axes import Axis, NameReader, fresh, leaves, size_of
+from ._rules import Axed, AxisStep, Pointer
+from ._sources import LeafNames, names_of_leaves
+from ._walk import AxisWalk, Body, steps_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class MixUp:
+    """Two named axes that a program treats as one: found by `infer`.
+
+    >>> x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
+    >>> program = axn.names.infer(lambda x, w: x @ w.T, x, w, names=("batch embed", "embed mlp"))
+    >>> [found.names for found in program.mix_ups]
+    [('embed', 'mlp')]
+    """
+
+    names: tuple[str, str]
+    said_by: tuple[str, str]
+    """Where each name comes from."""
+    operation: str
+    """The primitive that treats them as one."""
+    source: Source | None
+    """The user's line."""
+
+    def __str__(self) -> str:
+        (a, b), (of_a, of_b) = self.names, self.said_by
+        return f"{a!r} ({of_a}) meets {b!r} ({of_b}) in {self.operation}" + _at(self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnnamedAxes:
+    """Axes that are the same and have no name.
+
+    >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names="batch _")
+    >>> for found in program.unknown:
+    ...     print(found)
+    size 4: axis 1 of x: no argument names it
+    """
+
+    size: int
+    places: tuple[str, ...]
+    """The arguments that have it, or the line where it begins."""
+    reason: str
+
+    def __str__(self) -> str:
+        first, *others = self.places
+        more = f" and {counted(len(others), 'other')}" if others else ""
+        return f"size {self.size}: {first}{more}: {self.reason}"
+
+
+class NamedProgram:
+    """A traced program whose axes have names: the result of `infer`. Printed, it lists the operations.
+
+    >>> f = lambda x, w: jnp.tanh(x @ w)
+    >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 16), "float32")
+    >>> program = axn.names.infer(f, x, w, names=("batch embed", "embed mlp"))
+    >>> program.results
+    ('batch', 'mlp')
+    >>> print(program)
+    f32[batch=8, mlp=16] = dot_general f32[batch=8, embed=4] f32[embed=4, mlp=16]  # docstring:1
+    f32[batch=8, mlp=16] = tanh f32[batch=8, mlp=16]  # docstring:1
+    all axes of the arguments have names
+    """
+
+    def __init__(self, traced: Traced, walk: AxisWalk, body: Body):
+        self.traced = traced
+        """The program, and the trees of its arguments and results."""
+        self.body = body
+        """The steps of the program: one for each equation, with those of the functions that it calls."""
+        self._walk = walk
+        self._names = NameReader()
+
+    def names_of(self, value: Axed) -> tuple[str | None, ...]:
+        """Return the names of the axes of a value of the program; None for an axis whose name is not known."""
+        return self._names.array(value.dims)
+
+    @property
+    def arguments(self) -> Any:
+        """The positional arguments and those by keyword, with its names in place of each array."""
+        return self._tree(self.traced.given, self.body.arguments)
+
+    @property
+    def results(self) -> Any:
+        """The results, with its names in place of each array."""
+        return self._tree(self.traced.returned, self.body.results)
+
+    def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
+        tree = spec.unflatten([self.names_of(x) for x in values])
+        return jax.tree.map(lambda x: x.array if is_named_array(x) else x, tree, is_leaf=is_named_array)
+
+    @property
+    def mix_ups(self) -> tuple[MixUp, ...]:
+        """The pairs of named axes that the program treats as one, in the order of the program."""
+        return tuple(
+            MixUp(
+                (m.left.name or "", m.right.name or ""),
+                (m.left.source, m.right.source),
+                m.at.name,
+                source_of(m.at),
+            )
+            for m in self._walk.axes.meetings.values()
+        )
+
+    @property
+    def unknown(self) -> tuple[UnnamedAxes, ...]:
+        """The axes without a name, each with the reason: first those of arguments."""
+        found: dict[tuple[int, ...], tuple[int, list[str], str]] = {}
+        for place, value in zip(self.traced.paths, self.body.arguments, strict=True):
+            for i, axis in self._unnamed(value):
+                found.setdefault(_class(axis), (size_of(axis), [], "no argument names it"))[1].append(
+                    f"axis {i} of {place}"
+                )
+        for step in steps_of(self.body):
+            for value in () if step.bodies else step.results:
+                for _, axis in self._unnamed(value):
+                    if _class(axis) not in found:
+                        why = "of a constant that meets no named axis" if value.constant else f"made by {step.name}"
+                        found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why)
+        return tuple(UnnamedAxes(size, tuple(places), why) for size, places, why in found.values())
+
+    def _unnamed(self, value: Axed) -> Iterator[tuple[int, Axis]]:
+        for i, (axis, name) in enumerate(zip(value.dims, self.names_of(value), strict=True)):
+            if axis and name is None:
+                yield i, axis
+
+    @property
+    def known_share(self) -> float:
+        """The share of the axes of all values, without those of size 1, that have a name."""
+        values = [*self.body.arguments, *(x for step in steps_of(self.body) for x in step.results)]
+        names = [name for x in values for name, axis in zip(self.names_of(x), x.dims, strict=True) if axis]
+        return 1.0 if not names else sum(name is not None for name in names) / len(names)
+
+    def __repr__(self) -> str:
+        steps = sum(1 for _ in steps_of(self.body))
+        return f"NamedProgram({counted(steps, 'operation')}, {counted(len(self.mix_ups), 'mix-up')})"
+
+    def __str__(self) -> str:
+        return "\n".join((*self._lines(self.body, ""), *self._summary()))
+
+    def _lines(self, body: Body, indent: str) -> Iterator[str]:
+        known: dict[Any, Axed] = dict(zip(body.jaxpr.invars, body.arguments, strict=True))
+        for step in body.steps:
+            operands = [self._described(v, None if hasattr(v, "val") else known.get(v)) for v in step.eqn.invars]
+            results = [self._described(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
+            known.update(zip(step.eqn.outvars, step.results, strict=True))
+            where = source_of(step)
+            yield f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}" + (f"  # {where}" if where else "")
+            for inner in step.bodies:
+                yield from self._lines(inner, indent + "    ")
+
+    def _described(self, var: Any, value: Axed | None) -> str:
+        names = (None,) * len(var.aval.shape) if value is None else self.names_of(value)
+        sizes = zip(names, var.aval.shape, strict=True)
+        return f"{_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
+
+    def _summary(self) -> Iterator[str]:
+        for mix_up in self.mix_ups:
+            yield f"mix-up: {mix_up}"
+        yield from self._asked()
+        for name, count in self._walk.unknown_primitives.items():
+            yield f"{name} has no rule ({counted(count, 'time')})"
+
+    def _asked(self) -> Iterator[str]:
+        """Yield what the user completes to name the remaining axes of arguments."""
+        classes = [u for u in self.unknown if u.reason == "no argument names it"]
+        if not classes:
+            yield "all axes of the arguments have names"
+            return
+        count = sum(len(u.places) for u in classes)
+        of = f"{counted(len(classes), 'class', 'classes')} of {counted(count, 'argument axis', 'argument axes')}"
+        yield f"{of} have no name; name one axis of each:"
+        yield from (f"    {u}" for u in classes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced program, and the trees of its arguments and results."""
+
+    jaxpr: ClosedJaxpr
+    given: TreeSpec
+    """The tree of the positional arguments and those by keyword."""
+    returned: TreeSpec
+    paths: tuple[str, ...]
+    """The path of each array in the arguments."""
+
+
+def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: Any) -> NamedProgram:
+    """Trace a function, and name the axes of every value in it from the names of its arguments.
+
+    Arguments:
+        fn: any function of arrays and trees. It is traced, and neither compiled nor run.
+        args, kwargs: its arguments; arrays may be abstract. Those that are not arrays are part of the program.
+        names: the names of the arguments' axes, as a tree prefix of the positional arguments: strings such as
+            `"batch pos"`, with `_` for an axis without name, tuples, and None.
+
+    >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names="batch embed")
+    >>> program.results
+    ('embed',)
+    """
+    traced = trace(fn, args, kwargs)
+    walk = AxisWalk()
+    leaf_names = names_of_leaves(fn, args, kwargs, names)
+    arguments = [_argument(walk, var.aval, own) for var, own in zip(traced.jaxpr.jaxpr.invars, leaf_names, strict=True)]
+    return NamedProgram(traced, walk, walk.run(traced.jaxpr.jaxpr, arguments))
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a function with abstract arguments, without a mesh or a mapping."""
+    given, static = flatten_arrays((args, dict(kwargs)), PROGRAM_ARRAYS, named=False)
+    returned: list[TreeSpec] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = static.unflatten(arrays)
+        found, spec = flatten_arrays(fn(*args, **kwargs), PROGRAM_ARRAYS, named=False)
+        returned[:] = [spec]
+        return found
+
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
+        closed = jax.make_jaxpr(flat)(*abstract)
+    return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
+
+
+def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {str(i): x for i, x in enumerate((*args, *kwargs.values()))}
+    for name, tree in bound.items():
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, PROGRAM_ARRAYS):
+                yield "/".join(filter(None, (name, jax.tree_util.keystr(keys, simple=True, separator="/"))))
+
+
+def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
+    names = own.names or (None,) * len(aval.shape)
+    pairs = zip(names, aval.shape, strict=True)
+    dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
+    integer = getattr(aval.dtype, "kind", "") in "iu"
+    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
+
+
+def source_of(step: AxisStep) -> Source | None:
+    """Return the user's line of a step."""
+    frames = list(frames_of(step.eqn))
+    own = source(frames)
+    outer = None if step.outer is None else source_of(step.outer)
+    if own is None or outer is None or step.outer is None:
+        return own or outer
+    called = step.outer.params.get("name")
+    if called is None:
+        return own
+    # JAX traces a function of a library once, for the first of its callers, so its lines may be those of another call.
+    return own if own.function.rpartition(".")[2] == called else outer
+
+
+def _class(axis: Axis) -> tuple[int, ...]:
+    return tuple(map(id, leaves(axis)))
+
+
+def _at(source: Source | None) -> str:
+    return f", at {source}" if source else ""
+
+
+def _dtype(aval: Any) -> str:
+    name = str(getattr(aval, "dtype", "?"))
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
