@@ -35,17 +35,17 @@ class AxisFactor:
         """The axis that this is a role of."""
         self.same_as: AxisFactor | None = None
         self.kids: tuple[AxisFactor, ...] = ()
-        self.wholes: list[AxisFactor] = []
+        self.wholes: tuple[AxisFactor, ...] = ()
         """The factors that it is a kid of."""
-        self.like: list[AxisFactor] = []
+        self.like: tuple[AxisFactor, ...] = ()
         """The factors that this is derived from, which give it a name if it has none."""
-        self.used_as: list[AxisFactor] = []
+        self.used_as: tuple[AxisFactor, ...] = ()
         """The factors that stand for this one, which belongs to a constant, where it is used."""
-        self.apart: list[AxisFactor] = []
+        self.apart: tuple[AxisFactor, ...] = ()
         """The other roles in an array that has this one."""
-        self.parts: dict[tuple[int, int], AxisFactor] = {}
+        self.parts: dict[tuple[int, int], AxisFactor] | None = None
         """Its slices, by start and stop."""
-        self.part_of: list[tuple[Axis, int]] = []
+        self.part_of: tuple[tuple[Axis, int], ...] = ()
         """The axes that it is a slice of, each with its start there."""
 
     def __repr__(self) -> str:
@@ -121,14 +121,14 @@ def split_role(x: AxisFactor) -> None:
         other = find(other)
         if other.kids:
             for a, b in zip(x.kids, other.kids, strict=False):
-                a.apart.append(b)
-                b.apart.append(a)
+                a.apart += (b,)
+                b.apart += (a,)
 
 
 def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
     x.kids = kids
     for kid in kids:
-        find(kid).wholes.append(x)
+        find(kid).wholes += (x,)
 
 
 class Axes:
@@ -153,8 +153,6 @@ class Axes:
         if known is None:
             base = self.axis(name[:-1], size, source)[0] if name.endswith("'") and len(name) > 1 else None
             known = self.named[name, size] = AxisFactor(size, name, source, base)
-            if base is not None:
-                known.apart.append(base)
         return (known,)
 
     def split(self, x: AxisFactor, sizes: Sequence[int]) -> None:
@@ -251,9 +249,11 @@ class Axes:
         kids = y.kids
         for field in ("wholes", "like", "used_as", "apart", "part_of"):
             if found := getattr(y, field):
-                getattr(x, field).extend(found)
-        for bounds, part in y.parts.items():
-            if (known := x.parts.setdefault(bounds, part)) is not part:
+                setattr(x, field, getattr(x, field) + found)
+        parts, y.parts = y.parts, None
+        x.parts = x.parts or parts
+        for bounds, part in (parts or {}).items():
+            if x.parts and (known := x.parts.setdefault(bounds, part)) is not part:
                 self.same(known, part, at)
         if kids:
             if x.kids:
@@ -314,8 +314,8 @@ class Axes:
             others = made.setdefault(id(last_base(f)), [])
             for other in others:
                 if other is not f:
-                    new.apart.append(other)
-                    other.apart.append(new)
+                    new.apart += (other,)
+                    other.apart += (new,)
             others.append(new)
             return new
 
@@ -328,12 +328,14 @@ class Axes:
         x = self.whole(axis)
         if bounds is None:
             made = AxisFactor(size)
-            made.like.append(x)
+            made.like += (x,)
             return (made,)
+        if x.parts is None:
+            x.parts = {}
         if bounds not in x.parts:
             made = x.parts[bounds] = AxisFactor(size)
-            made.like.append(x)
-            made.part_of.append(((x,), bounds[0]))
+            made.like += (x,)
+            made.part_of += (((x,), bounds[0]),)
         return leaves((x.parts[bounds],))
 
     def padded(self, axis: Axis, before: int, after: int) -> Axis:
@@ -357,11 +359,12 @@ class Axes:
                     return leaves(whole)
             return (AxisFactor(len(parts)), *leaves((first,)))
         made, start = AxisFactor(sum(sizes)), 0
+        made.parts = {}
         for part, n in zip(parts, sizes, strict=True):
             if part is not None:
                 made.parts[start, start + n] = part
-                made.like.append(part)
-                part.part_of.append(((made,), start))
+                made.like += (part,)
+                part.part_of += (((made,), start),)
             start += n
         return (made,)
 
@@ -389,7 +392,7 @@ def copied(dims: Dims, memo: dict[AxisFactor, AxisFactor]) -> Dims:
     def copy(f: AxisFactor) -> AxisFactor:
         if (known := memo.get(f)) is None:
             known = memo[f] = AxisFactor(f.size)
-            f.used_as.append(known)
+            f.used_as += (known,)
         return known
 
     return tuple(tuple(copy(f) for f in leaves(axis)) for axis in dims)
@@ -419,7 +422,10 @@ class NameReader:
         if not axis:
             return None
         if axis not in self._of_axis:
-            self._of_axis[axis] = self._name(leaves(axis))
+            apart = leaves(axis)
+            if apart not in self._of_axis:
+                self._of_axis[apart] = self._name(apart)
+            self._of_axis[axis] = self._of_axis[apart]
         return self._of_axis[axis]
 
     def _name(self, axis: Axis) -> str | None:

@@ -95,9 +95,11 @@ def unknown(step: AxisStep) -> list[Axed]:
 
 
 def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    shape, rank = step.shape, len(step.shape)
-    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if len(x.dims) == rank and rank]
-    if len(given) == 1 and given[0][1] == shape:
+    shape = step.shape
+    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
+    if not shape:
+        dims = ()
+    elif all(own == shape and x.dims == given[0][0].dims for x, own in given):
         dims = given[0][0].dims
     else:
         crossed = len(axes.crossed)
@@ -222,14 +224,14 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
     whole = size_of(axis)
     if size == whole or size == 1:
         return axis if size == whole else ()
-    count, known = whole // size, bool(axis) and (start, start + size) in axes.whole(axis).parts
+    count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
     if (
         equal
         and not known
         and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None
     ):
         part = apart[stride == 1]
-        axes.whole(part).part_of.append((axis, start if stride == 1 else -1))
+        axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
         return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 

@@ -228,7 +228,8 @@ def _is_axis_names(x: Any) -> bool:
     return isinstance(x, (tuple, list, PartitionSpec)) and all(isinstance(n, str | None) for n in x)
 
 
-_WORD = re.compile(r"[^\W\d]\w*'*")
+_WORD = re.compile(r"[^\W\d]\w*'*(\*[^\W\d]\w*'*)*")
+"""Matches a name, with primes for roles of an axis, or the names of the axes that one is made of, as in `heads*dim`."""
 
 
 def read_names(names: str | Sequence[str | None]) -> AxisNames:

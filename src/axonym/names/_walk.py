@@ -130,7 +130,7 @@ class AxisWalk:
                 return whole
         found = self.axes.derived(axis, size)
         if found:
-            found[0].part_of.append((axis, -2))
+            found[0].part_of += ((axis, -2),)
         return found
 
 
@@ -161,7 +161,10 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def _constant(v: Any) -> Axed:
-    return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
+    return Axed(tuple(map(fresh, v.aval.shape)), constant=True) if v.aval.shape else _SCALAR
+
+
+_SCALAR = Axed((), constant=True)
 
 
 def _slices(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:

@@ -51,7 +51,7 @@ class MixUp:
 class UnnamedAxes:
     """Axes that are the same and have no name.
 
-    >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names="batch _")
+    >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names=("batch _",))
     >>> for found in program.unknown:
     ...     print(found)
     size 4: axis 1 of x: no argument names it
@@ -210,16 +210,20 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
     Arguments:
         fn: any function of arrays and trees. It is traced, and neither compiled nor run.
         args, kwargs: its arguments; arrays may be abstract. Those that are not arrays are part of the program.
-        names: the names of the arguments' axes, as a tree prefix of the positional arguments: strings such as
-            `"batch pos"`, with `_` for an axis without name, tuples, and None.
+        names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
+            parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
+            `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
+            paths to these. Named arrays, annotations and the metadata of Flax need no names here. A name such as
+            `heads*head_dim` is that of an axis that the function splits, and `pos'` is the role of keys of `pos`.
 
-    >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names="batch embed")
+    >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
     >>> program.results
     ('embed',)
     """
     traced = trace(fn, args, kwargs)
     walk = AxisWalk()
-    leaf_names = names_of_leaves(fn, args, kwargs, names)
+    said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
+    leaf_names = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
     arguments = [_argument(walk, var.aval, own) for var, own in zip(traced.jaxpr.jaxpr.invars, leaf_names, strict=True)]
     return NamedProgram(traced, walk, walk.run(traced.jaxpr.jaxpr, arguments))
 
