@@ -24,7 +24,7 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from ..axis import name_of
 from ..core import errors, parsing
-from ..core.tree_spec import NUMBERS, PROGRAM_ARRAYS
+from ..core.tree_spec import NUMBERS
 from ..named_array import NamedArray
 from ..sharding.placement import Leaf, child_of, is_placed_whole, leaves_of
 from ..typing.matching import Annotation
@@ -61,7 +61,7 @@ _UNNAMED = LeafNames(None, "")
 def names_of_leaves(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Any = None
 ) -> list[LeafNames]:
-    """Return the names of each array in `jax.tree.leaves((args, kwargs))`, for a call of a function.
+    """Return the names of each leaf of `jax.tree.leaves((args, kwargs))`, for a call of a function.
 
     Arguments:
         fn: the function, whose annotations count.
@@ -78,9 +78,7 @@ def names_of_leaves(
     """
     roots = list(_roots(fn, tuple(args), dict(kwargs)))
     given = dict(_given_to_call(names, roots, len(args)))
-    tree = tuple(args), dict(kwargs)
-    found = zip(jax.tree.leaves(tree), named_leaves(tree, roots, given), strict=True)
-    return [own for leaf, own in found if isinstance(leaf, PROGRAM_ARRAYS)]
+    return named_leaves((tuple(args), dict(kwargs)), roots, given)
 
 
 def named_leaves(tree: Any, roots: Sequence[Root], given: Mapping[Keys, LeafNames]) -> list[LeafNames]:
