@@ -24,7 +24,8 @@ class AxisFactor:
     """A factor of axes: a node that may be the same as others, have a name, or consist of smaller factors."""
 
     __slots__ = (
-        "apart", "base", "kids", "like", "name", "part_of", "parts", "same_as", "size", "source", "used_as", "wholes",
+        "apart", "base", "kids", "like", "name", "part_of", "parts", "same_as", "side", "size", "source",
+        "used_as", "wholes",
     )  # fmt: skip
 
     def __init__(self, size: int, name: str | None = None, source: str = "", base: AxisFactor | None = None):
@@ -33,6 +34,8 @@ class AxisFactor:
         self.source = source
         self.base = base
         """The axis that this is a role of."""
+        self.side: str | None = None
+        """The side of this role, if that is known: `key` or `query`."""
         self.same_as: AxisFactor | None = None
         self.kids: tuple[AxisFactor, ...] = ()
         self.wholes: tuple[AxisFactor, ...] = ()
@@ -58,12 +61,13 @@ Dims: TypeAlias = tuple[Axis, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Two named factors that a program treats as one axis."""
+    """Two factors that a program treats as one axis, or two roles that it exchanges."""
 
     left: AxisFactor
     right: AxisFactor
     at: Any
     """The step of the program that does so."""
+    kind: str = "names"
 
 
 def find(x: AxisFactor) -> AxisFactor:
@@ -142,6 +146,8 @@ class Axes:
         """Roles that meet another named axis, which may be their declared name."""
         self.crossed: list[Meeting] = []
         """Roles of one axis that meet, although one array has both."""
+        self.found: list[Meeting] = []
+        """What is wrong with masks and roles."""
         self.torn: list[tuple[Any, Dims]] = []
         """The axes that a reshape divides in another way than they are made of."""
 
@@ -207,10 +213,14 @@ class Axes:
         if x.base is not None or y.base is not None:
             return self._same_role(x, y, at)
         if x.name is not None and y.name is not None and x.name != y.name:
-            key = (id(x), id(y)) if id(x) < id(y) else (id(y), id(x))
-            self.meetings.setdefault(key, Meeting(x, y, at))
+            self.differ(x, y, at)
             return x
-        return self._merge(x, y, at)
+        return self.merge(x, y, at)
+
+    def differ(self, x: AxisFactor, y: AxisFactor, at: Any) -> None:
+        """Record a mix-up of two named factors, once."""
+        key = (id(x), id(y)) if id(x) < id(y) else (id(y), id(x))
+        self.meetings.setdefault(key, Meeting(x, y, at))
 
     def _same_role(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
         if y in bases(x):
@@ -224,21 +234,22 @@ class Axes:
             if x.name is not None and y.name is not None and x.name != y.name:
                 self.adopted.append(Meeting(x, y, at))
                 return x
-            return self._merge(x, y, at)
+            return self.merge(x, y, at)
         names = [n for n in (last_base(x).name, last_base(y).name) if n is not None]
         if len(names) == 2:
             self.adopted.append(Meeting(x, y, at))
-            return x
+            return x if x.base is not None else y
         if x.base is not None and y.base is not None:
             self.same(last_base(x), last_base(y), at)
-            return x if are_apart(x, y) else self._merge(find(x), find(y), at)
+            return x if are_apart(x, y) else self.merge(find(x), find(y), at)
         role, other = (x, y) if x.base is not None else (y, x)
         if other.name is not None:  # the base of the role has no name: it is this axis, or its roles are
             self.same(last_base(role), other, at)
             return role
-        return self._merge(role, other, at)
+        return self.merge(role, other, at)
 
-    def _merge(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
+    def merge(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
+        """Make two factors one."""
         if x is y:
             return x
         if (y.name is not None and x.name is None) or (y.base is not None and x.base is None):
@@ -246,6 +257,7 @@ class Axes:
         y.same_as = x
         if x.name is None:
             x.name, x.source = y.name, y.source
+        x.side = x.side or y.side
         kids = y.kids
         for field in ("wholes", "like", "used_as", "apart", "part_of"):
             if found := getattr(y, field):
@@ -386,16 +398,19 @@ def fresh(size: int) -> Axis:
     return () if size == 1 else (AxisFactor(size),)
 
 
-def copied(dims: Dims, memo: dict[AxisFactor, AxisFactor]) -> Dims:
-    """Return fresh axes in place of those of a constant, which say nothing about each other's uses."""
+class Copies(dict[AxisFactor, AxisFactor]):
+    """Fresh factors in place of those of a constant, whose uses say nothing about each other."""
 
-    def copy(f: AxisFactor) -> AxisFactor:
-        if (known := memo.get(f)) is None:
-            known = memo[f] = AxisFactor(f.size)
-            f.used_as += (known,)
-        return known
+    def __missing__(self, f: AxisFactor) -> AxisFactor:
+        root = find(f)
+        if root is not f:
+            return self[root]
+        made = self[f] = AxisFactor(f.size)
+        f.used_as += (made,)
+        return made
 
-    return tuple(tuple(copy(f) for f in leaves(axis)) for axis in dims)
+    def axis(self, axis: Axis) -> Axis:
+        return tuple(self[f] for f in leaves(axis))
 
 
 class NameReader:

@@ -7,7 +7,22 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ._axes import Axes, Axis, AxisFactor, Dims, are_apart, bases, copied, find, fresh, last_base, leaves, size_of
+from ..core.source_lines import frames_of
+from ._axes import (
+    Axes,
+    Axis,
+    Copies,
+    Dims,
+    Meeting,
+    are_apart,
+    bases,
+    find,
+    fresh,
+    last_base,
+    leaves,
+    size_of,
+)
+from ._masks import Facts, sum_of_weights
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -25,24 +40,31 @@ class Pointer:
 class Axed:
     """The axes of an array in a program."""
 
-    __slots__ = ("constant", "dims", "points")
+    __slots__ = ("constant", "dims", "facts", "points")
 
-    def __init__(self, dims: Dims, constant: bool = False, points: tuple[Pointer, ...] | None = None):
+    def __init__(
+        self,
+        dims: Dims,
+        constant: bool = False,
+        points: tuple[Pointer, ...] | None = None,
+        facts: Facts | None = None,
+    ):
         self.dims = dims
         self.constant = constant
         """Whether it depends on no argument; then each use has axes of its own."""
         self.points = points
         """The axes that it indexes: one, or one for each position along its last axis."""
+        self.facts = facts
+        """What is known of its values."""
 
     def used(self) -> Axed:
         """Return the value for one use."""
         if not self.constant or not self.dims:
             return self
-        memo: dict[AxisFactor, AxisFactor] = {}
-        points = self.points and tuple(
-            Pointer(None if p.axis is None else copied((p.axis,), memo)[0]) for p in self.points
-        )
-        return Axed(copied(self.dims, memo), points=points)
+        copies = Copies()
+        points = self.points and tuple(Pointer(None if p.axis is None else copies.axis(p.axis)) for p in self.points)
+        facts = self.facts and self.facts.copied(copies.__getitem__)
+        return Axed(tuple(map(copies.axis, self.dims)), points=points, facts=facts)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -111,7 +133,17 @@ def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
             if step.name == "add_any":
                 del axes.crossed[crossed:]
         dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
+        _check_promotion(axes, step, found, dims, xs)
     return [Axed(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+
+
+def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
+    """Record an outer product of an axis with itself that comes from an implicit promotion of ranks."""
+    changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
+    roles = [f for axis in changed for f in axis if f.base is not None]
+    makers = [x.facts.promoted_by for x in xs if x.facts is not None and x.facts.promoted_by is not None]
+    if len(roles) > 1 and any(list(frames_of(m.eqn)) == list(frames_of(step.eqn)) for m in makers):
+        axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
 
 
 def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
@@ -326,6 +358,8 @@ def _dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
     free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
     free += [axis for i, axis in enumerate(right) if i not in right_summed and i not in right_batch]
+    sum_of_weights(axes, step, xs[0], left_summed, xs[1])
+    sum_of_weights(axes, step, xs[1], right_summed, xs[0])
     return [Axed(axes.distinct((*batch, *free), (left, right)))]
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
-from ._axes import Axes, Axis, find, fresh, leaves
+from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves
+from ._masks import Facts, facts_of, is_declared_role
 from ._rules import RULES, Axed, AxisStep, unknown
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class AxisWalk:
     def __init__(self) -> None:
         self.axes = Axes()
         self.unknown_primitives: Counter[str] = Counter()
+        self.given: list[set[str | None]] = []
+        """The names of each argument."""
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None) -> Body:
         """Follow the axes through a function."""
@@ -56,7 +59,12 @@ class AxisWalk:
         if inside is not None:
             results = inside(self, step, xs)
         elif (rule := RULES.get(step.name)) is not None:
-            results = rule(self.axes, step, [x.used() for x in xs])
+            used = [x.used() for x in xs]
+            results = rule(self.axes, step, used)
+            if results and (step.name == "iota" or any(x.facts is not None or _is_bool(v)
+                                                       for x, v in zip(used, step.eqn.invars, strict=True))
+                            or step.name in ("exp", "broadcast_in_dim")):  # fmt: skip
+                results[0].facts = facts_of(step, used, results)
         else:
             results = unknown(step)
             if results:
@@ -65,6 +73,30 @@ class AxisWalk:
             for x in results:
                 x.constant = True
         return results
+
+    def settle(self) -> list[Meeting]:
+        """Decide about the roles that met other names, and return all mix-ups, in the order of the program."""
+        axes = self.axes
+        for met in axes.adopted:
+            role, other = (find(met.left), find(met.right))
+            if other.base is not None and (role.base is None or other.name is None):
+                role, other = other, role
+            base = last_base(role)
+            if role is other or base.name is None or other.name is None or base.name == other.name:
+                continue
+            if other.base is not None and last_base(other) is not base:
+                axes.differ(base, last_base(other), met.at)
+            elif role.side == "query" or not is_declared_role(other.name, base.name, self.given):
+                axes.differ(base, other, met.at)
+            elif other.base is None:
+                other.base = base
+                axes.merge(role, other, met.at)
+        crossed = [
+            dataclasses.replace(m, kind="crossed")
+            for m in axes.crossed
+            if (m.left.side or m.right.side) and m.at.name in RULES and not m.at.backward and _has_both(m)
+        ]
+        return [*axes.meetings.values(), *axes.found, *crossed]
 
     # --- loops, branches and functions on each device ---
 
@@ -134,6 +166,13 @@ class AxisWalk:
         return found
 
 
+def _has_both(m: Meeting) -> bool:
+    """Return whether an array in which two roles of an axis meet has a further role of it."""
+    base = last_base(m.left)
+    found = [f for x in m.at.results for axis in x.dims for f in leaves(axis) if last_base(f) is base]
+    return m.at.name != "dot_general" and len(found) > 1
+
+
 def _size(axis: Axis) -> int:
     size = 1
     for f in axis:
@@ -160,7 +199,13 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
+def _is_bool(v: Any) -> bool:
+    return getattr(getattr(v.aval, "dtype", None), "kind", "") == "b"
+
+
 def _constant(v: Any) -> Axed:
+    if hasattr(v, "val") and not v.aval.shape and v.aval.dtype.kind in "biuf":
+        return Axed((), constant=True, facts=Facts(value=float(v.val), varies=()))
     return Axed(tuple(map(fresh, v.aval.shape)), constant=True) if v.aval.shape else _SCALAR
 
 
