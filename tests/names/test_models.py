@@ -70,7 +70,7 @@ def test_sizes_do_not_matter(model: str) -> None:
 
 
 def main() -> None:
-    """Print, for each model, the axes known, the wrong names, the mix-ups, and the time in relation to that of tracing."""
+    """Print, for each model, the axes known, wrong names and mix-ups, and the time in relation to that of tracing."""
     for model in sys.argv[1:] or MODELS:
         for equal in (False, True):
             case = MODELS[model](EQUAL if equal else DISTINCT)

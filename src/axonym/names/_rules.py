@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..core.source_lines import frames_of
 from ._axes import (
     Axes,
     Axis,
-    Copies,
     Dims,
     Meeting,
     are_apart,
@@ -22,87 +20,11 @@ from ._axes import (
     leaves,
     size_of,
 )
-from ._masks import Facts, sum_of_weights
+from ._masks import sum_of_weights
+from ._values import Axed, AxisStep, Pointer
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
-
-
-class Pointer:
-    """The axis whose positions the values of an integer array are; None until an operation says so."""
-
-    __slots__ = ("axis",)
-
-    def __init__(self, axis: Axis | None = None):
-        self.axis = axis
-
-
-class Axed:
-    """The axes of an array in a program."""
-
-    __slots__ = ("constant", "dims", "facts", "points")
-
-    def __init__(
-        self,
-        dims: Dims,
-        constant: bool = False,
-        points: tuple[Pointer, ...] | None = None,
-        facts: Facts | None = None,
-    ):
-        self.dims = dims
-        self.constant = constant
-        """Whether it depends on no argument; then each use has axes of its own."""
-        self.points = points
-        """The axes that it indexes: one, or one for each position along its last axis."""
-        self.facts = facts
-        """What is known of its values."""
-
-    def used(self) -> Axed:
-        """Return the value for one use."""
-        if not self.constant or not self.dims:
-            return self
-        copies = Copies()
-        points = self.points and tuple(Pointer(None if p.axis is None else copies.axis(p.axis)) for p in self.points)
-        facts = self.facts and self.facts.copied(copies.__getitem__)
-        return Axed(tuple(map(copies.axis, self.dims)), points=points, facts=facts)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class AxisStep:
-    """An equation of a program, with its results and, if it calls functions, their steps."""
-
-    eqn: JaxprEqn
-    outer: AxisStep | None
-    slices: dict[tuple[Any, int], list[tuple[int, int, int]]]
-    """How the arrays of the same function are sliced, by array and dimension: start, stop and stride."""
-    results: Sequence[Axed] = ()
-    bodies: Sequence[Any] = ()
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.eqn.params
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.eqn.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
-    def shape_of(self, i: int) -> tuple[int, ...]:
-        """Return the shape of an operand."""
-        return self.eqn.invars[i].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def backward(self) -> bool:
-        """Return whether it belongs to the transposed part of a derivative."""
-        step: AxisStep | None = self
-        while step is not None:
-            if "transpose(" in str(step.eqn.source_info.name_stack):
-                return True
-            step = step.outer
-        return False
+    pass
 
 
 Rule: TypeAlias = Callable[[Axes, AxisStep, Sequence[Axed]], list[Axed]]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves
-from ._masks import Facts, facts_of, is_declared_role
-from ._rules import RULES, Axed, AxisStep, unknown
+from ._masks import facts_of, is_declared_role
+from ._rules import RULES, unknown
+from ._values import Axed, AxisStep, Facts
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
