@@ -170,12 +170,22 @@ class Axes:
                 self.split(base, sizes)
             split_role(x)
             return
-        names = (x.name or "").split("*")
-        if len(names) == len(sizes) and len(names) > 1:  # a name such as `heads*head_dim` names the factors
+        names = self._parts(x, sizes)
+        if names:
             kids = [self.axis(name, n, x.source) or (AxisFactor(n),) for name, n in zip(names, sizes, strict=True)]
             _set_kids(x, tuple(kid for (kid,) in kids))
         else:
             _set_kids(x, tuple(map(AxisFactor, sizes)))
+
+    def _parts(self, x: AxisFactor, sizes: Sequence[int]) -> list[str]:
+        """Return the names of the two factors of one that has a name such as `heads*head_dim`."""
+        words = (x.name or "").split("*")
+        found = [["*".join(words[:i]), "*".join(words[i:])] for i in range(1, len(words))]
+        if len(found) > 1:  # only names that other arguments have tell which are together
+            found = [
+                two for two in found if any("*" in n and (n, s) in self.named for n, s in zip(two, sizes, strict=True))
+            ]
+        return found[0] if len(found) == 1 else []
 
     # --- the same ---
 

@@ -307,6 +307,7 @@ def is_declared_role(name: str, base: str, given: Sequence[set[Any]]) -> bool:
     """
     if base in name and name.replace(base, "", 1).strip("_") in _WORDS_FOR_KEYS:
         return True
-    return all(base in names for names in given if name in names) and any(
-        base in names and name not in names for names in given
+    own = [names for names in given if name in names]
+    return (
+        bool(own) and all(base in names for names in own) and any(base in names for names in given if name not in names)
     )

@@ -269,13 +269,16 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
     >>> program.results
     ('embed',)
     """
-    traced = trace(fn, args, kwargs)
-    walk = AxisWalk()
     said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
-    leaf_names = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
-    arguments = [_argument(walk, var.aval, own) for var, own in zip(traced.jaxpr.jaxpr.invars, leaf_names, strict=True)]
-    walk.given = [set(own.names or ()) for own in leaf_names]
-    return NamedProgram(traced, walk, walk.run(traced.jaxpr.jaxpr, arguments))
+    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)])
+
+
+def follow(traced: Traced, names: Sequence[LeafNames]) -> NamedProgram:
+    """Follow the names of the arguments' arrays through a traced program."""
+    walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
+    walk.given = [set(own.names or ()) for own in names]
+    arguments = [_argument(walk, var.aval, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    return NamedProgram(traced, walk, walk.run(jaxpr, arguments))
 
 
 def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
