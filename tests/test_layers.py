@@ -21,6 +21,7 @@ LAYERS = """
 haliax scalax
 __init__
 _late_names debug insight precision testing
+names
 quantization
 nn
 schedules state

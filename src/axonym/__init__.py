@@ -266,6 +266,7 @@ if _typing.TYPE_CHECKING:
         linalg as linalg,
         manual as manual,
         named_array as named_array,
+        names as names,
         nn as nn,
         ops as ops,
         poly as poly,

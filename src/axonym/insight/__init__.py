@@ -7,9 +7,10 @@ partitioned it. `plan` searches for the mapping under which a step takes the lea
 keep with the tests. From the command line, `python -m axonym.insight` explains and compares.
 """
 
+from ..core.source_lines import Source as Source
 from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip
-from .collectives import Collective as Collective, Source as Source
+from .collectives import Collective as Collective
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
 from .differing import FirstDifference as FirstDifference

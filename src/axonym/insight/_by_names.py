@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from ..core.errors import describe_axes
+from ..core.source_lines import source
 from ..distribution import policy
 from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
@@ -30,7 +31,7 @@ from ._named_events import (
     Value,
 )
 from .chips import Chip
-from .collectives import Collective, sent_by, source
+from .collectives import Collective, sent_by
 from .report import Memory, Report, bounds_on
 
 NOTES: tuple[str, ...] = (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ._hlo import Frame
+from ..core.source_lines import Frame
 
 
 @dataclasses.dataclass(frozen=True)

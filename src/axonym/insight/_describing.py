@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
+from ..core.source_lines import Frame, source
 from . import _scopes
 from ._constraints import Constraints
-from ._hlo import Frame, HloProgram, HloShape, Instruction
+from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
-from .collectives import Collective, sent_by, source
+from .collectives import Collective, sent_by
 from .timeline import HeldArray, MemoryTimeline
 
 

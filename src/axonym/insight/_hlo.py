@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..core.source_lines import Frame
+
 COLLECTIVES = frozenset(
     {
         "all-gather",
@@ -66,15 +68,6 @@ class HloShape:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """A line of Python in the stack of an instruction."""
-
-    file: str
-    line: int
-    function: str
 
 
 @dataclasses.dataclass(frozen=True)

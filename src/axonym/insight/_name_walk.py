@@ -10,11 +10,11 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..core.source_lines import Frame, frames_of
 from . import _scopes
-from ._hlo import Frame
 from ._named_dims import by_scope, has_names_of, new_names, renamings, with_names
 from ._named_events import Dims, Event, Occurrence, Open, Renamed, Value
 
@@ -302,9 +302,4 @@ def _named_part(scope: str) -> str:
 def _inside(eqn: JaxprEqn, around: Around) -> Around:
     """Return the surroundings of the operations in an equation, with its own scope and lines."""
     scope = "/".join(part for part in (around.scope, str(eqn.source_info.name_stack)) if part)
-    return dataclasses.replace(around, scope=scope, frames=(*_frames(eqn), *around.frames))
-
-
-def _frames(eqn: JaxprEqn) -> Iterator[Frame]:
-    for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
-        yield Frame(frame.file_name, frame.line_num, frame.function_name)
+    return dataclasses.replace(around, scope=scope, frames=(*frames_of(eqn), *around.frames))

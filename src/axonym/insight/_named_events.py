@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..core.source_lines import Frame
 from . import _scopes
-from ._hlo import Frame
 
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from ..core.source_lines import Frame
 from . import _scopes
 from ._constraints import frames_of, scope_of
 from ._describing import Exchange, Origin
-from ._hlo import Frame, HloShape, along
+from ._hlo import HloShape, along
 from .collectives import sent_by
 
 _PLACED = "inline,symbol-dce,sdy-propagation-pipeline"

@@ -3,53 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import site
-import sysconfig
-from collections.abc import Sequence
-from pathlib import Path
 
 from ..core.errors import describe_bytes
-from ._hlo import Frame
+from ..core.source_lines import Source
 from ._text import described_axes
-
-_LIBRARIES = tuple(
-    dict.fromkeys(
-        os.path.realpath(path) + os.sep
-        for path in (*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-    )
-)
-_OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A line of the user's code.
-
-    >>> print(axn.insight.Source("/home/me/model.py", 12, "loss"))
-    model.py:12
-    """
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
-
-
-def source(frames: Sequence[Frame]) -> Source | None:
-    """Return the innermost line outside this library, preferably also outside other libraries."""
-    others = [f for f in frames if not _real(f.file).startswith(_OWN)]
-    users = [f for f in others if not _real(f.file).startswith(_LIBRARIES)]
-    best = (users or others or [None])[0]
-    return None if best is None else Source(best.file, best.line, best.function)
-
-
-@functools.lru_cache(maxsize=1024)
-def _real(file: str) -> str:
-    return os.path.realpath(file)
 
 
 @dataclasses.dataclass(frozen=True)

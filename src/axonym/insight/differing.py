@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.differences import Likeness, find_likeness, fingerprint, first_wrong
+from ..core.source_lines import Source, source
 from . import _scopes
 from ._hlo import COLLECTIVES, HloProgram, Instruction, along, groups
 from ._hlo_shardings import NOTHING, PlacedArray, close, far_from, placed
 from ._hlo_values import Machine, listed
-from .collectives import Source, source
 
 
 @dataclasses.dataclass(frozen=True)

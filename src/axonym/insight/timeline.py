@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
+from ..core.source_lines import Source
 from ._text import Section, aligned, described_axes
-from .collectives import Collective, Source
+from .collectives import Collective
 
 CollectivesByAxes: TypeAlias = Mapping[tuple[str, ...] | None, Sequence[Collective]]
 """Collectives by the mesh axes that they run over; None if the mesh is not known."""

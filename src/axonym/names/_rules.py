@@ -1,0 +1,488 @@
+"""The rules of names: for each primitive of JAX, how the axes of its results follow from those of its operands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..core.source_lines import frames_of
+from ._axes import (
+    Axes,
+    Axis,
+    Dims,
+    Meeting,
+    are_apart,
+    bases,
+    find,
+    fresh,
+    last_base,
+    leaves,
+    size_of,
+)
+from ._masks import sum_of_weights
+from ._values import Axed, AxisStep, Pointer
+
+if TYPE_CHECKING:
+    pass
+
+
+Rule: TypeAlias = Callable[[Axes, AxisStep, Sequence[Axed]], list[Axed]]
+
+
+def unknown(step: AxisStep) -> list[Axed]:
+    """Return results about which nothing is known."""
+    return [Axed(tuple(map(fresh, v.aval.shape))) for v in step.eqn.outvars]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --- position for position ---
+
+
+def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    shape = step.shape
+    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
+    if not shape:
+        dims = ()
+    elif all(own == shape and x.dims == given[0][0].dims for x, own in given):
+        dims = given[0][0].dims
+    else:
+        crossed = len(axes.crossed)
+        found = [_meet(axes, step, [x.dims[i] for x, own in given if own[i] == n and n != 1]) or fresh(n)
+                 for i, n in enumerate(shape)]  # fmt: skip
+        if any(f.base is not None for axis in found for f in axis):
+            met = [[x.dims[i] for x, own in given if own[i] == n] for i, n in enumerate(shape)]
+            found = [_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True)]
+            if step.name == "add_any":
+                del axes.crossed[crossed:]
+        dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
+        _check_promotion(axes, step, found, dims, xs)
+    return [Axed(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+
+
+def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
+    """Record an outer product of an axis with itself that comes from an implicit promotion of ranks."""
+    changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
+    roles = [f for axis in changed for f in axis if f.base is not None]
+    makers = [x.facts.promoted_by for x in xs if x.facts is not None and x.facts.promoted_by is not None]
+    if len(roles) > 1 and any(list(frames_of(m.eqn)) == list(frames_of(step.eqn)) for m in makers):
+        axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+
+
+def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
+    found = same[0] if same else ()
+    for axis in same[1:]:
+        found = axes.unify(found, axis, step)
+    return found
+
+
+def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) -> Axis:
+    """Return the base of a role that meets it or another role of it, unless the array has further roles of it."""
+    if len(axis) != 1 or (role := find(axis[0])).base is None:
+        return axis
+    base = last_base(role)
+    if any(last_base(f) is base for other in dims if other is not axis for f in leaves(other)):
+        return axis
+    others = [find(a[0]) for a in met if len(a) == 1]
+    if any(other in bases(role) and other is not role for other in others):
+        return (next(other for other in bases(role) if other in others and other is not role),)
+    return (base,) if any(are_apart(role, other) for other in others) else axis
+
+
+_POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "sort", "rev", "rem"}
+
+
+def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
+    """Return the axes that a result indexes: those of its first operand that indexes any."""
+    if step.name not in _POINTING or getattr(step.eqn.outvars[-1].aval, "dtype", None).kind not in "iu":  # pyright: ignore
+        return None
+    return next((x.points for x in xs if x.points is not None), None)
+
+
+def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Compare position for position; an index that is compared with all positions of an axis is one of that axis."""
+    results = _elementwise(axes, step, xs)
+    if all(x.points is not None and len(x.points) == 1 for x in xs):
+        (a,), (b,) = (x.points for x in xs if x.points is not None)
+        own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
+        if own == [False, True] or own == [True, False]:
+            index, positions = (a, b) if own[1] else (b, a)
+            _point(axes, step, index, positions.axis or ())
+    return results
+
+
+def _point(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
+    """Record that a value indexes an axis."""
+    if pointer.axis is None:
+        pointer.axis = axis
+    elif size_of(pointer.axis) == size_of(axis):
+        axes.unify(pointer.axis, axis, step)
+
+
+def _identity(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(x.dims, points=x.points) for x, _ in zip(xs, step.eqn.outvars, strict=False)]
+
+
+# --- layout ---
+
+
+def _transpose(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(tuple(xs[0].dims[i] for i in step.params["permutation"]), points=xs[0].points)]
+
+
+def _broadcast_in_dim(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    found: list[Axis | None] = [None] * len(step.shape)
+    for axis, old, at in zip(xs[0].dims, step.shape_of(0), step.params["broadcast_dimensions"], strict=True):
+        if old == step.shape[at]:
+            found[at] = axis
+    dims = tuple(fresh(n) if axis is None else axis for axis, n in zip(found, step.shape, strict=True))
+    return [Axed(dims, points=xs[0].points)]
+
+
+def _bitcast(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    dims, rank = xs[0].dims, len(step.shape)
+    return [Axed((*dims[:rank], *map(fresh, step.shape[len(dims) :])))]
+
+
+def _squeeze(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    gone = step.params["dimensions"]
+    return [Axed(tuple(a for i, a in enumerate(xs[0].dims) if i not in gone), points=xs[0].points)]
+
+
+def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    (x,), old, new = xs[:1], step.shape_of(0), step.shape
+    if [n for n in old if n != 1] == [n for n in new if n != 1]:
+        left = iter(axis for axis, n in zip(x.dims, old, strict=True) if n != 1)
+        return [Axed(tuple(next(left) if n != 1 else () for n in new), points=x.points)]
+    dims = axes.reshaped(x.dims, new)
+    if dims is None:
+        same = 0  # the last axes, as far as their sizes are the same
+        while same < min(len(old), len(new)) and old[-same - 1] == new[-same - 1]:
+            same += 1
+        start = len(new) - same
+        dims = (*map(fresh, new[:start]), *x.dims[len(old) - same :])
+        axes.torn.append((step, x.dims[: len(old) - same]))
+    return [Axed(dims, points=x.points)]
+
+
+def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    (x,), at, sizes = xs, step.params["axis"], step.params["sizes"]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        Axed((*x.dims[:at], _slice_of(axes, x.dims[at], start, int(n), len(set(sizes)) == 1), *x.dims[at + 1 :]))
+        for start, n in zip(starts, sizes, strict=False)
+    ]
+
+
+def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride: int = 1) -> Axis:
+    """Return a slice of an axis. `equal` slices that make up all of it are factors."""
+    whole = size_of(axis)
+    if size == whole or size == 1:
+        return axis if size == whole else ()
+    count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
+    if (
+        equal
+        and not known
+        and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None
+    ):
+        part = apart[stride == 1]
+        axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
+        return part
+    return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
+
+
+def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    found: list[Axis] = []
+    strides = step.params["strides"] or (1,) * len(step.shape)
+    starts = step.params["start_indices"]
+    for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True)):
+        whole = step.shape_of(0)[i]
+        equal = False
+        if n not in (1, whole) and whole % n == 0:
+            others = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == strides[i] and -(-(e - s) // k) == n}
+            equal = others == (set(range(0, whole, n)) if strides[i] == 1 else set(range(whole // n)))
+            equal = equal and (strides[i] == 1 or strides[i] * n == whole)
+        found.append(_slice_of(axes, axis, starts[i], n, equal, strides[i]))
+    return [Axed(tuple(found), points=xs[0].points)]
+
+
+def _pad(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    found: list[Axis] = []
+    for axis, old, new, (low, high, inside) in zip(
+        xs[0].dims, step.shape_of(0), step.shape, step.params["padding_config"], strict=True
+    ):
+        if old == new and not inside and low == high == 0:
+            found.append(axis)
+        elif inside or not axis or (low < 0 < high) or (high < 0 < low):
+            found.append(axes.derived(axis, new))
+        elif low <= 0 and high <= 0:
+            found.append(axes.derived(axis, new, (-low, old + high)))
+        else:
+            found.append(axes.padded(axis, low, high))
+    return [Axed(tuple(found))]
+
+
+def _concatenate(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    at = step.params["dimension"]
+    sizes = [step.shape_of(i)[at] for i in range(len(xs))]
+    joined = axes.joined([x.dims[at] for x in xs], sizes)
+    dims = [joined if i == at else _meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(step.shape))]
+    points = None
+    if at == len(step.shape) - 1 and all(
+        x.points is not None and len(x.points) == n for x, n in zip(xs, sizes, strict=True)
+    ):
+        points = tuple(p for x in xs for p in x.points or ())
+    return [Axed(tuple(dims), points=points)]
+
+
+def _stack(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    at = step.params["axis"]
+    dims = [_meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(xs[0].dims))]
+    return [Axed((*dims[:at], fresh(len(xs)), *dims[at:]))]
+
+
+def _unstack(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    at, dims = step.params["axis"], xs[0].dims
+    return [Axed((*dims[:at], *dims[at + 1 :])) for _ in step.eqn.outvars]
+
+
+def _dynamic_slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    dims = (
+        axis if old == new else axes.derived(axis, new)
+        for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
+    )
+    return [Axed(tuple(dims), points=xs[0].points)]
+
+
+def _dynamic_update_slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    x, update = xs[:2]
+    dims = (
+        axes.unify(a, b, step) if n == m else a
+        for a, b, n, m in zip(x.dims, update.dims, step.shape_of(0), step.shape_of(1), strict=True)
+    )
+    return [Axed(tuple(dims))]
+
+
+# --- sums and products ---
+
+
+def _reduce(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    gone = step.params.get("axes", step.params.get("dimensions", ()))
+    dims = tuple(a for i, a in enumerate(xs[0].dims) if i not in gone)
+    points = (Pointer(xs[0].dims[gone[0]]),) if step.name in ("argmax", "argmin") else None
+    return [Axed(dims, points=points) for _ in step.eqn.outvars]
+
+
+def _dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    (left_summed, right_summed), (left_batch, right_batch) = step.params["dimension_numbers"]
+    left, right = (x.dims for x in xs)
+    for i, j in zip(left_summed, right_summed, strict=True):
+        axes.unify(left[i], right[j], step)
+    batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
+    free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
+    free += [axis for i, axis in enumerate(right) if i not in right_summed and i not in right_batch]
+    sum_of_weights(axes, step, xs[0], left_summed, xs[1])
+    sum_of_weights(axes, step, xs[1], right_summed, xs[0])
+    return [Axed(axes.distinct((*batch, *free), (left, right)))]
+
+
+def _ragged_dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    numbers = step.params["ragged_dot_dimension_numbers"]
+    (left_summed, right_summed), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    groups = tuple(numbers.rhs_group_dimensions)
+    left, right = (x.dims for x in xs[:2])
+    for i, j in zip(left_summed, right_summed, strict=True):
+        axes.unify(left[i], right[j], step)
+    for i in groups:
+        axes.unify(right[i], xs[2].dims[-1], step)
+    batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
+    free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
+    free += [axis for i, axis in enumerate(right) if i not in (*right_summed, *right_batch, *groups)]
+    made = [] if groups else [xs[2].dims[-1]]
+    return [Axed(axes.distinct((*made, *batch, *free)))]
+
+
+def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    numbers, (left, right) = step.params["dimension_numbers"], xs
+    (batch, feature, *spatial), (out_feature, in_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
+    groups, batch_groups = step.params["feature_group_count"], step.params["batch_group_count"]
+    found: list[Axis] = [()] * len(step.shape)
+    out_batch, out_channel, *out_spatial = numbers.out_spec
+    whole = left.dims[feature]
+    if groups > 1 and (parts := axes.reshaped((whole,), (groups, step.shape_of(0)[feature] // groups))) is not None:
+        outs = axes.reshaped((right.dims[out_feature],), (groups, step.shape_of(1)[out_feature] // groups))
+        if outs is not None and not step.backward:
+            axes.unify(parts[0], outs[0], step)
+        whole = parts[1]
+    if groups == 1 or whole is not left.dims[feature]:
+        axes.unify(whole, right.dims[in_feature], step)
+    found[out_channel] = right.dims[out_feature]
+    found[out_batch] = left.dims[batch] if batch_groups == 1 else fresh(step.shape[out_batch])
+    for i, j in zip(spatial, out_spatial, strict=True):
+        axis, old, new = left.dims[i], step.shape_of(0)[i], step.shape[j]
+        if step.backward:  # its spatial axes may be those of a kernel
+            found[j] = fresh(new)
+        else:
+            found[j] = axis if old == new else axes.derived(axis, new)
+    return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
+
+
+def _reduce_window(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    dims = tuple(
+        axis if old == new else axes.derived(axis, new)
+        for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
+    )
+    return [Axed(dims) for _ in step.eqn.outvars]
+
+
+def _select_and_scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return the gradient of a pooled array: it has the axes of the array before it was pooled."""
+    at = next(i for i in (1, 0) if step.shape_of(i) == step.shape)
+    return [Axed(xs[at].dims)]
+
+
+# --- look-ups ---
+
+
+def _gather(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    numbers, (table, indices) = step.params["dimension_numbers"], xs
+    sizes = step.params["slice_sizes"]
+    _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
+    _look(axes, step, table.dims, indices, numbers.start_index_map)
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    slices = iter([_slice_of_table(axes, table.dims[i], step.shape_of(0)[i], n)
+                   for i, n in enumerate(sizes) if i not in gone])  # fmt: skip
+    rows = iter(indices.dims[:-1])
+    dims = tuple(next(slices) if i in numbers.offset_dims else next(rows) for i in range(len(step.shape)))
+    return [Axed(axes.distinct(dims, (table.dims, indices.dims)))]
+
+
+def _slice_of_table(axes: Axes, axis: Axis, whole: int, size: int) -> Axis:
+    return axis if size == whole else axes.derived(axis, size)
+
+
+def _align(axes: Axes, step: AxisStep, table: Axed, indices: Axed, at: Sequence[int], there: Sequence[int]) -> None:
+    for i, j in zip(at, there, strict=True):
+        axes.unify(table.dims[i], indices.dims[j], step)
+
+
+def _look(axes: Axes, step: AxisStep, table: Dims, indices: Axed, at: Sequence[int]) -> None:
+    if indices.points is not None and len(indices.points) == len(at):
+        for pointer, i in zip(indices.points, at, strict=True):
+            _point(axes, step, pointer, table[i])
+
+
+def _scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    numbers, (table, indices, updates) = step.params["dimension_numbers"], xs
+    _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
+    _look(axes, step, table.dims, indices, numbers.scatter_dims_to_operand_dims)
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = iter([i for i in range(len(table.dims)) if i not in gone])
+    rows = iter(range(len(indices.dims) - 1))
+    for i, axis in enumerate(updates.dims):
+        if i not in numbers.update_window_dims:
+            axes.unify(axis, indices.dims[next(rows)], step)
+        elif step.shape_of(2)[i] == step.shape_of(0)[at := next(window)]:
+            axes.unify(axis, table.dims[at], step)
+    return [Axed(table.dims)]
+
+
+def _top_k(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    (x,), at = xs, step.params.get("axis", len(step.shape) - 1)
+    dims = (*x.dims[:at], x.dims[at] if step.shape[at] == step.shape_of(0)[at] else fresh(step.shape[at]),
+            *x.dims[at + 1 :])  # fmt: skip
+    return [Axed(dims), Axed(dims, points=(Pointer(x.dims[at]),))]
+
+
+# --- new arrays ---
+
+
+def _iota(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    dims = tuple(map(fresh, step.shape))
+    return [Axed(dims, points=(Pointer(dims[step.params["dimension"]]),))]
+
+
+def _new(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return arrays whose first axes are those of the operand, such as keys."""
+    dims = xs[0].dims if xs else ()
+    return [Axed((*dims, *map(fresh, v.aval.shape[len(dims) :]))) for v in step.eqn.outvars]  # pyright: ignore
+
+
+def _random_wrap(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(xs[0].dims[: len(step.shape)])]
+
+
+# --- matrices ---
+
+
+def _triangular_solve(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    a, b = (x.dims for x in xs)
+    at = -2 if step.params["left_side"] else -1
+    batch = [axes.unify(x, y, step) for x, y in zip(a[:-2], b[:-2], strict=True)]
+    solved = axes.unify(b[at], a[-1 if step.params["transpose_a"] == step.params["left_side"] else -2], step)
+    return [Axed((*batch, *((solved, b[-1]) if at == -2 else (b[-2], solved))))]
+
+
+def _factorized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return matrices that have the axes of the operand where they have its size, if that is not ambiguous."""
+    (*batch, row, column), sizes = xs[0].dims, step.shape_of(0)[-2:]
+    if sizes[0] == sizes[1]:
+        return [Axed((*batch, *map(fresh, v.aval.shape[len(batch) :]))) for v in step.eqn.outvars]  # pyright: ignore
+    return [
+        Axed((*batch, *({sizes[0]: row, sizes[1]: column}.get(n, ()) or fresh(n) for n in v.aval.shape[len(batch) :])))  # pyright: ignore
+        for v in step.eqn.outvars
+    ]
+
+
+ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
+complex conj copy copy_p cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag
+integer_pow is_finite lgamma log log1p logistic max min mul neg nextafter not one_minus_square or polygamma
+population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta log2 convert_element_type
+cumsum cumprod cummax cummin cumlogsumexp sort rev threefry2x32 random_fold_in random_clone mul_add fma"""
+COMPARISONS = "eq ne lt le gt ge eq_to le_to lt_to"
+IDENTITIES = """optimization_barrier name stop_gradient sharding_constraint mesh_cast reshard layout_constraint pvary
+pcast psum psum_invariant pmax pmin ppermute pbroadcast pcollective all_reduce cholesky lu_pivots_to_permutation
+device_put cross_entropy_barrier"""
+REDUCTIONS = """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin"""
+WINDOWS = """reduce_window reduce_window_sum reduce_window_max reduce_window_min"""
+SCATTERS = "scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max"
+SCATTERS += " scatter-sub scatter_sub"
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(COMPARISONS.split(), _compared),
+    **dict.fromkeys(IDENTITIES.split(), _identity),
+    **dict.fromkeys(REDUCTIONS.split(), _reduce),
+    **dict.fromkeys(WINDOWS.split(), _reduce_window),
+    **dict.fromkeys(SCATTERS.split(), _scatter),
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "squeeze": _squeeze,
+    "bitcast_convert_type": _bitcast,
+    "reshape": _reshape,
+    "split": _split,
+    "slice": _slice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot_general,
+    "conv_general_dilated": _convolution,
+    "select_and_scatter_add": _select_and_scatter,
+    "gather": _gather,
+    "top_k": _top_k,
+    "approx_top_k": _top_k,
+    "iota": _iota,
+    "random_bits": _new,
+    "random_split": _new,
+    "random_seed": _new,
+    "random_unwrap": _new,
+    "random_wrap": _random_wrap,
+    "triangular_solve": _triangular_solve,
+    **dict.fromkeys(("qr", "svd", "eigh", "eig", "lu"), _factorized),
+    **dict.fromkeys(("empty", "axis_index", "create_token", "after_all"), _new),
+}
+"""How the axes of the results of each primitive follow from those of its operands."""

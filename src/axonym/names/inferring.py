@@ -1,0 +1,315 @@
+"""`infer`: name the axes of every value in a program from the names of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ..core.errors import counted
+from ..core.source_lines import Source
+from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec
+from ..named_array import is_named_array
+from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
+from ._sources import LeafNames, names_of_leaves
+from ._tracing import Traced, source_of, trace
+from ._values import Axed, Pointer
+from ._walk import AxisWalk, Body, steps_of
+
+
+@dataclasses.dataclass(frozen=True)
+class MixUp:
+    """Two named axes that a program treats as one: found by `infer`.
+
+    >>> x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
+    >>> program = axn.names.infer(lambda x, w: x @ w.T, x, w, names=("batch embed", "embed mlp"))
+    >>> [found.names for found in program.mix_ups]
+    [('embed', 'mlp')]
+    """
+
+    names: tuple[str, str]
+    said_by: tuple[str, str]
+    """Where each name comes from."""
+    kind: str
+    """`names` if two names meet. Otherwise two roles of one axis are mixed up: see `str` of it."""
+    operation: str
+    """The primitive that treats them as one."""
+    source: Source | None
+    """The user's line."""
+
+    def __str__(self) -> str:
+        a, b = (f"{n!r} ({by})" if by else repr(n) for n, by in zip(self.names, self.said_by, strict=True))
+        return _TEXTS[self.kind].format(a=a, b=b, operation=self.operation) + _at(self.source)
+
+
+_TEXTS = {
+    "names": "{a} meets {b} in {operation}",
+    "side": "{b} stands for the queries where weights are summed over {a}: a mask or bias is transposed",
+    "softmax": "a softmax normalizes along {a}, and its weights are summed along the other role of this axis",
+    "future": "a mask keeps the positions of {a} that come after that of the query",
+    "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
+    "crossed": "two roles of {a} are exchanged in {operation}",
+    "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class UnnamedAxes:
+    """Axes that are the same and have no name.
+
+    >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names=("batch _",))
+    >>> for found in program.unknown:
+    ...     print(found)
+    size 4: axis 1 of x: no argument names it
+    """
+
+    size: int
+    places: tuple[str, ...]
+    """The arguments that have it, or the line where it begins."""
+    reason: str
+    example: str
+    """An entry of `names=` with `?` for one of the axes, if an argument has it."""
+
+    def __str__(self) -> str:
+        first, *others = self.places
+        more = f" and {counted(len(others), 'other')}" if others else ""
+        return f"size {self.size}: {first}{more}: {self.reason}"
+
+
+class NamedProgram:
+    """A traced program whose axes have names: the result of `infer`. Printed, it lists the operations.
+
+    >>> f = lambda x, w: jnp.tanh(x @ w)
+    >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 16), "float32")
+    >>> program = axn.names.infer(f, x, w, names=("batch embed", "embed mlp"))
+    >>> program.results
+    ('batch', 'mlp')
+    >>> print(program)
+    a:f32[batch=8, embed=4]  # x
+    b:f32[embed=4, mlp=16]  # w
+    c:f32[batch=8, mlp=16] = dot_general a b  # ...
+    d:f32[batch=8, mlp=16] = tanh c  # ...
+    return d
+    all axes of the arguments have names
+    """
+
+    def __init__(self, traced: Traced, walk: AxisWalk, body: Body):
+        self.traced = traced
+        """The program, and the trees of its arguments and results."""
+        self.body = body
+        """The steps of the program: one for each equation, with those of the functions that it calls."""
+        self._walk = walk
+        met = walk.settle()
+        self._names = NameReader()
+        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
+
+    def names_of(self, value: Axed) -> tuple[str | None, ...]:
+        """Return the names of the axes of a value of the program; None for an axis whose name is not known.
+
+        >>> program = axn.names.infer(lambda x: x.T, jnp.ones((3, 4)), names=("batch _",))
+        >>> [program.names_of(step.results[0]) for step in program.body.steps]
+        [(None, 'batch')]
+        """
+        return self._names.array(value.dims)
+
+    @property
+    def arguments(self) -> Any:
+        """The positional arguments and those by keyword, with its names in place of each array.
+
+        >>> w = {"w": jnp.ones((4, 2))}
+        >>> axn.names.infer(lambda x, p: x @ p["w"], jnp.ones((3, 4)), w, names=("batch embed", None)).arguments
+        ((('batch', 'embed'), {'w': ('embed', None)}), {})
+        """
+        return self._tree(self.traced.given, self.body.arguments)
+
+    @property
+    def results(self) -> Any:
+        """The results, with its names in place of each array.
+
+        >>> axn.names.infer(lambda x: {"sum": x.sum(1)}, jnp.ones((3, 4)), names=("batch embed",)).results
+        {'sum': ('batch',)}
+        """
+        return self._tree(self.traced.returned, self.body.results)
+
+    def _mix_up(self, m: Meeting) -> MixUp:
+        names, sources = zip(*((self._names.factor(f) or "?", f.source) for f in (m.left, m.right)), strict=True)
+        return MixUp(names, sources, m.kind, m.at.name, source_of(m.at))
+
+    def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
+        tree = spec.unflatten([self.names_of(x) for x in values])
+        return jax.tree.map(lambda x: x.array if is_named_array(x) else x, tree, is_leaf=is_named_array)
+
+    @property
+    def mix_ups(self) -> tuple[MixUp, ...]:
+        """The pairs of named axes that the program treats as one, and roles of an axis that it mixes up.
+
+        >>> axn.names.infer(lambda x, y: x + y, jnp.ones(3), jnp.ones(3), names=("batch", "batch")).mix_ups
+        ()
+        """
+        return self._mix_ups
+
+    @property
+    def unknown(self) -> tuple[UnnamedAxes, ...]:
+        """The axes without a name, each with the reason: first those of arguments.
+
+        >>> [found.size for found in axn.names.infer(lambda x: x + 1, jnp.ones((3, 4))).unknown]
+        [3, 4]
+        """
+        found: dict[tuple[int, ...], tuple[int, list[str], str, str]] = {}
+        for place, value in zip(self.traced.paths, self.body.arguments, strict=True):
+            for i, axis in self._unnamed(value):
+                words = [name or "_" for name in self.names_of(value)]
+                example = f'"{place}": "{" ".join([*words[:i], "?", *words[i + 1 :]])}"'
+                known = found.setdefault(_class(axis), (size_of(axis), [], "no argument names it", example))
+                known[1].append(f"axis {i} of {place}")
+        for step in steps_of(self.body):
+            for value in () if step.bodies else step.results:
+                for _, axis in self._unnamed(value):
+                    if _class(axis) not in found:
+                        why = "of a constant that meets no named axis" if value.constant else f"made by {step.name}"
+                        found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why, "")
+        return tuple(UnnamedAxes(size, tuple(places), *rest) for size, places, *rest in found.values())
+
+    def _unnamed(self, value: Axed) -> Iterator[tuple[int, Axis]]:
+        for i, (axis, name) in enumerate(zip(value.dims, self.names_of(value), strict=True)):
+            if axis and name is None:
+                yield i, axis
+
+    @property
+    def known_share(self) -> float:
+        """The share of the axes of all values, without those of size 1, that have a name.
+
+        >>> axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names=("batch _",)).known_share
+        0.5
+        """
+        values = [*self.body.arguments, *(x for step in steps_of(self.body) for x in step.results)]
+        names = [name for x in values for name, axis in zip(self.names_of(x), x.dims, strict=True) if axis]
+        return 1.0 if not names else sum(name is not None for name in names) / len(names)
+
+    def __repr__(self) -> str:
+        steps = sum(1 for _ in steps_of(self.body))
+        return f"NamedProgram({counted(steps, 'operation')}, {counted(len(self.mix_ups), 'mix-up')})"
+
+    def __str__(self) -> str:
+        count = itertools.count()
+        arguments: Sequence[Any] = self.body.jaxpr.invars
+        known: dict[Any, str] = {v: _letters(next(count)) for v in (*arguments, *self.body.jaxpr.constvars)}
+        given = [
+            f"{self._described(known[v], v, x)}  # {path}"
+            for v, x, path in zip(arguments, self.body.arguments, self.traced.paths, strict=True)
+        ]
+        lines = [*given, *self._lines(self.body, "", known, count)]
+        returned: Sequence[Any] = self.body.jaxpr.outvars
+        lines.append(f"return {' '.join(_literal(v) or known[v] for v in returned)}")
+        return "\n".join((*lines, *self._summary()))
+
+    def _lines(self, body: Body, indent: str, known: dict[Any, str], count: Iterator[int]) -> Iterator[str]:
+        for step in body.steps:
+            inputs: Sequence[Any] = step.eqn.invars
+            operands = [_literal(v) or known[v] for v in inputs]
+            for v in step.eqn.outvars:
+                known[v] = _letters(next(count))
+            results = [self._described(known[v], v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
+            where = source_of(step)
+            yield f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip() + (
+                f"  # {where}" if where else ""
+            )
+            for inner in step.bodies:
+                given = inner.jaxpr.invars
+                if any(x is not y for x, y in zip(inner.results, step.results, strict=False)):  # a loop or branch
+                    known |= {v: _letters(next(count)) for v in given}
+                    own = zip(given, inner.arguments, strict=True)
+                    yield f"{indent}    given " + " ".join(self._described(known[v], v, x) for v, x in own)
+                else:
+                    known |= dict(zip(given, operands, strict=True))
+                known |= {v: _letters(next(count)) for v in inner.jaxpr.constvars}
+                yield from self._lines(inner, indent + "    ", known, count)
+
+    def _described(self, variable: str, var: Any, value: Axed) -> str:
+        sizes = zip(self.names_of(value), var.aval.shape, strict=True)
+        return f"{variable}:{_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
+
+    def _summary(self) -> Iterator[str]:
+        for mix_up in self.mix_ups:
+            yield f"mix-up: {mix_up}"
+        yield from self._asked()
+        for name, count in self._walk.unknown_primitives.items():
+            yield f"{name} has no rule ({counted(count, 'time')})"
+
+    def _asked(self) -> Iterator[str]:
+        """Yield what the user completes to name the remaining axes of arguments."""
+        classes = [u for u in self.unknown if u.example]
+        if not classes:
+            yield "all axes of the arguments have names"
+            return
+        count = sum(len(u.places) for u in classes)
+        of = f"{counted(len(classes), 'class', 'classes')} of {counted(count, 'argument axis', 'argument axes')}"
+        yield f"{of} have no name; name one axis of each:"
+        for u in classes:
+            more = f", and {counted(len(u.places) - 1, 'other axis', 'other axes')}" if len(u.places) > 1 else ""
+            yield f"    {u.example},  # {u.size}{more}"
+
+
+def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: Any) -> NamedProgram:
+    """Trace a function, and name the axes of every value in it from the names of its arguments.
+
+    Arguments:
+        fn: any function of arrays and trees. It is traced, and neither compiled nor run.
+        args, kwargs: its arguments; arrays may be abstract. Those that are not arrays are part of the program.
+        names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
+            parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
+            `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
+            paths to these. Named arrays, annotations and the metadata of Flax need no names here. A name such as
+            `heads*head_dim` is that of an axis that the function splits, and `pos'` is the role of keys of `pos`.
+
+    >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
+    >>> program.results
+    ('embed',)
+    """
+    said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
+    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)])
+
+
+def follow(traced: Traced, names: Sequence[LeafNames]) -> NamedProgram:
+    """Follow the names of the arguments' arrays through a traced program."""
+    walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
+    walk.given = [set(own.names or ()) for own in names]
+    arguments = [_argument(walk, var.aval, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    return NamedProgram(traced, walk, walk.run(jaxpr, arguments))
+
+
+def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
+    names = own.names or (None,) * len(aval.shape)
+    pairs = zip(names, aval.shape, strict=True)
+    dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
+    integer = getattr(aval.dtype, "kind", "") in "iu"
+    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
+
+
+def _class(axis: Axis) -> tuple[int, ...]:
+    return tuple(map(id, leaves(axis)))
+
+
+def _literal(var: Any) -> str:
+    return str(var.val) if hasattr(var, "val") else ""
+
+
+def _letters(number: int) -> str:
+    """Return a, b, ..., z, ba, bb, ..."""
+    more, last = divmod(number, 26)
+    return (_letters(more) if more else "") + chr(ord("a") + last)
+
+
+def _at(source: Source | None) -> str:
+    return f", at {source}" if source else ""
+
+
+def _dtype(aval: Any) -> str:
+    name = str(getattr(aval, "dtype", "?"))
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
