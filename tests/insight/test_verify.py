@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
+from axonym.custom_partitioning import partitioned
 from axonym.insight import verify
 from axonym.insight._compiling import around_partitioning
 from axonym.insight._hlo import HloProgram
@@ -138,8 +139,8 @@ def test_an_uneven_axis_and_partly_manual_code(auto_mesh: Mesh) -> None:
 
 
 def test_what_is_not_known_is_refused(auto_mesh: Mesh) -> None:
-    found = verify(lambda x: jnp.fft.fft(x), placed(auto_mesh, (8, 4), "data"))
-    assert (found.same, found.unknown) == (None, ("the type c64", "fft"))
+    found = verify(lambda x: jnp.linalg.eigvalsh(x), placed(auto_mesh, (8, 4, 4), "data"))
+    assert found.same is None and found.unknown == ("custom-call to lapack_ssyevd_ffi",)
     found = verify(lambda x: jnp.log(-jnp.abs(x) - 1), placed(auto_mesh, (8,), "data"))
     assert (found.same, found.unknown) == (None, ("results that are NaN, at all inputs tried",))
     with pytest.raises(ValueError, match=r"the sharding \{unreduced\}"):
@@ -192,6 +193,15 @@ OPERATIONS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
         ),
         ((8, 4),),
     ),
+    "complex": (
+        lambda x, y: (
+            jnp.fft.fft(x + 1j * y, axis=0),
+            jnp.abs(jnp.fft.rfft2(x)) * jnp.angle(x + 1j * y),
+            jnp.fft.irfft((x - 2j * y) * jnp.array([1j, 2, 3 - 1j, 1])),
+        ),
+        ((8, 4), (8, 4)),
+    ),
+    "small integers": (lambda x: (jnp.round(x * 3).astype(jnp.int4) * 2).astype(jnp.int4).astype(float), ((8, 4),)),
     "loops": (
         lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.where(i == 1, x, jnp.tanh(x @ x.T @ x)), x),
         ((8, 4),),
@@ -226,6 +236,53 @@ def test_operations_are_evaluated_as_they_run(name: str, auto_mesh: Mesh) -> Non
         np.testing.assert_allclose(value[0], np.asarray(expected), rtol=1e-4, atol=1e-5)
     found = verify(fn, *args)
     assert found.same, found
+
+
+def test_an_operation_with_its_own_partitioning(auto_mesh: Mesh) -> None:
+    """Also one whose function for a shard forgets the sum over devices; two that nothing tells apart are not known."""
+
+    def total(factor: float) -> Any:
+        @partitioned("b v -> b", reduced="v")
+        def total(x: jax.Array) -> jax.Array:
+            return factor * jnp.sum(x, -1)
+
+        return total
+
+    x = placed(auto_mesh, (8, 6), "data", "model")
+    with jax.set_mesh(auto_mesh):
+        assert verify(lambda x: axn.top_k(axn.named(x, ("b", "v")), "v", 2), x).same
+        found = verify(lambda x: jnp.tanh(total(1.0)(x)), x)
+        both = verify(lambda x: (total(1.0)(x), total(2.0)(x)), x)
+    assert found.same is False and found.first is not None and found.first.operation == "custom_partitioning", found
+    assert "gives a partial sum over model" in found.first.what
+    assert both.same is None and "one of 2 operations" in both.unknown[0], both
+
+
+def test_scatter_of_several_arrays() -> None:
+    text = """HloModule f, num_partitions=2
+
+%both (a: f32[], b: s32[], c: f32[], d: s32[]) -> (f32[], s32[]) {
+  %a = f32[] parameter(0)
+  %b = s32[] parameter(1)
+  %c = f32[] parameter(2)
+  %d = s32[] parameter(3)
+  %e = f32[] add(%a, %c)
+  %f = s32[] maximum(%b, %d)
+  ROOT %g = (f32[], s32[]) tuple(%e, %f)
+}
+
+ENTRY %main (x: f32[4], y: s32[4], i: s32[3,1], u: f32[3], v: s32[3]) -> (f32[4], s32[4]) {
+  %x = f32[4] parameter(0)
+  %y = s32[4] parameter(1)
+  %i = s32[3,1] parameter(2)
+  %u = f32[3] parameter(3)
+  %v = s32[3] parameter(4)
+  ROOT %s = (f32[4], s32[4]) scatter(%x, %y, %i, %u, %v), update_window_dims={}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%both
+}
+"""
+    given = np.ones(4), np.zeros(4, np.int32), np.array([[1], [1], [9]]), np.array([2.0, 3, 4]), np.array([7, 5, 6])
+    x, y = listed(Machine(HloProgram(text, 2)).run([a[None] for a in given]))
+    assert (x.tolist(), y.tolist()) == ([[1, 6, 1, 1]], [[0, 7, 0, 0]])
 
 
 def test_masks_do_not_loosen_the_tolerance(auto_mesh: Mesh) -> None:

@@ -454,7 +454,7 @@ def test_on_a_mesh_without_jit(mesh: Mesh) -> None:
     ],
 )
 def test_second_derivatives_along_a_sharded_axis(kind: Any, arguments: Any, explicit: bool) -> None:
-    """XLA is wrong, or fails, with one mesh axis, too."""
+    """XLA fails with one mesh axis, too."""
     channels = axn.make_axes(channels=4, features=4)
     layer = kind.init("height", *channels, **arguments, key=KEY)
     x = sample(axn.Axis("batch", 2), axn.Axis("height", 16), channels[0])

@@ -4,7 +4,7 @@ XLA partitions products rightly, but not all convolutions. A convolution is a su
 the kernel, where XLA would be wrong:
 
 - Along a sharded axis, XLA adds up what the devices along all mesh axes have, also those along which they have equal
-  shards or other channels. With one mesh axis, second derivatives are wrong, and XLA fails if the kernel is dilated.
+  shards or other channels. With one mesh axis, XLA fails for second derivatives if the kernel or the input is dilated.
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.
