@@ -196,8 +196,9 @@ OPERATIONS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "complex": (
         lambda x, y: (
             jnp.fft.fft(x + 1j * y, axis=0),
-            jnp.abs(jnp.fft.rfft2(x)) * jnp.angle(x + 1j * y),
-            jnp.fft.irfft((x - 2j * y) * jnp.array([1j, 2, 3 - 1j, 1])),
+            jnp.abs(jnp.fft.rfft2(x)),
+            jnp.angle((x + 1j * y) / (y - 2j)),
+            jnp.fft.irfft((x - 2j * y) * jnp.array([[1j, 2, 3 - 1j, 1]])),
         ),
         ((8, 4), (8, 4)),
     ),

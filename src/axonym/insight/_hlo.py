@@ -55,7 +55,7 @@ class HloShape:
     dtype: str
     sizes: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def bits(self) -> int:
         """Return the size of an element: the first number in the name of a dtype, such as `s32`, `bf16`, `f8e4m3fn`."""
         return 8 if self.dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))

@@ -271,7 +271,15 @@ _COMBINING = "add", "and", "maximum", "minimum", "multiply", "or"
 
 
 def _elementwise(i: Instruction, m: Machine, *xs: Array) -> Array:
-    return _ELEMENTWISE[i.opcode](*xs).astype(value_dtype(i.shapes[0].dtype), copy=False)
+    return _wrapped(_ELEMENTWISE[i.opcode](*xs), i.shapes[0])
+
+
+def _wrapped(x: Array, shape: HloShape) -> Array:
+    """Return values of a type, without the high bits of integers of fewer than 8."""
+    if shape.dtype[0] in "su" and shape.bits < 8:
+        low = -(2 ** (shape.bits - 1)) if shape.dtype[0] == "s" else 0
+        x = (x.astype(int) - low) % 2**shape.bits + low
+    return x.astype(value_dtype(shape.dtype), copy=False)
 
 
 def _compare(i: Instruction, m: Machine, x: Array, y: Array) -> Array:
@@ -289,8 +297,7 @@ def _convert(i: Instruction, m: Machine, x: Array) -> Array:
         if x.dtype.kind == "f":
             whole = np.clip(np.trunc(np.nan_to_num(x, nan=0)), float(low), float(high))
             return np.where(whole >= high, np.array(high, dtype), np.where(whole >= high, 0, whole).astype(dtype))
-        x = (x.astype(int) - low) % 2**bits + low if bits < 8 else x
-    return x.astype(dtype, copy=False)
+    return _wrapped(x, i.shapes[0])
 
 
 def _bitcast_convert(i: Instruction, m: Machine, x: Array) -> Array:
