@@ -278,9 +278,10 @@ ENTRY %main (x: f32[4], y: s32[4], i: s32[3,1], u: f32[3], v: s32[3]) -> (f32[4]
   %i = s32[3,1] parameter(2)
   %u = f32[3] parameter(3)
   %v = s32[3] parameter(4)
-  ROOT %s = (f32[4], s32[4]) scatter(%x, %y, %i, %u, %v), update_window_dims={}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%both
+  ROOT %s = (f32[4], s32[4]) scatter(%x, %y, %i, %u, %v), inserted_window_dims={0}, ATTRIBUTES
 }
 """
+    text = text.replace("ATTRIBUTES", "scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%both")
     given = np.ones(4), np.zeros(4, np.int32), np.array([[1], [1], [9]]), np.array([2.0, 3, 4]), np.array([7, 5, 6])
     x, y = listed(Machine(HloProgram(text, 2)).run([a[None] for a in given]))
     assert (x.tolist(), y.tolist()) == ([[1, 6, 1, 1]], [[0, 7, 0, 0]])

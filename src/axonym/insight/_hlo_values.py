@@ -1,7 +1,6 @@
 """Evaluate the text of a program in NumPy, in float64 and with all devices simulated: see `Machine`.
 
-A value has a leading axis for devices, whose size is 1 where all devices have the same. Floating-point numbers are
-float64, so that two orders of the same sum agree to 15 digits; integers keep their widths. A rule for an opcode is a
+A value has a leading axis for devices, whose size is 1 where all devices have the same. A rule for an opcode is a
 function of the instruction, the machine and the operands. What has no rule raises `UnknownForm`.
 """
 
@@ -16,10 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from ._hlo import HloProgram, HloShape, Instruction, UnknownForm, branches, groups
+from ._hlo import HloProgram, Instruction, UnknownForm, branches, groups
+from ._hlo_elements import (
+    COMBINING,
+    ELEMENTWISE,
+    Array,
+    converted,
+    in_order,
+    literal,
+    same_devices,
+    stored_dtype,
+    value_dtype,
+    widened,
+    wrapped,
+)
 from ._hlo_shardings import Tiling, tiling
 
-Array = np.ndarray
 Value = Any
 """An array, or a tuple of values."""
 Rule = Callable[..., Value]
@@ -110,8 +121,8 @@ class Machine:
         name = i.computation(attribute) or ""
         # Combining functions of per-device code copy what they return.
         work = [i for i in self.program.computations[name].values() if i.opcode not in ("parameter", "copy")]
-        if len(work) == 1 and work[0].opcode in _COMBINING and len({*work[0].operands}) == 2:
-            ufunc = _ELEMENTWISE[work[0].opcode]
+        if len(work) == 1 and work[0].opcode in COMBINING and len({*work[0].operands}) == 2:
+            ufunc = ELEMENTWISE[work[0].opcode]
             return ufunc, lambda x, y: ufunc(x, y)
 
         def combine(*args: Value) -> Value:
@@ -138,29 +149,6 @@ def listed(value: Value) -> list[Array]:
 # --- reading ---
 
 
-@functools.cache
-def value_dtype(name: str) -> np.dtype:
-    """Return the dtype in which an array is evaluated."""
-    kind, bits = _kind_and_bits(name)
-    if kind in "su":
-        return np.dtype(f"{'int' if kind == 's' else 'uint'}{max(bits, 8)}")
-    return np.dtype({"pred": "bool", "c": "complex128"}.get(kind, "float64"))
-
-
-def _kind_and_bits(name: str) -> tuple[str, int]:
-    if (found := re.fullmatch(r"(pred|bf|f|c|s|u)(\d*)(?:e.*)?", name)) is None:
-        raise UnknownForm(f"the type {name}")
-    return found[1], int(found[2] or 8)
-
-
-def _stored_dtype(name: str) -> np.dtype:
-    kind, bits = _kind_and_bits(name)
-    if kind in "su" and bits < 8:
-        raise UnknownForm(f"the bits of {name}")
-    words = {"pred": "bool", "bf": "bfloat", "f": "float", "c": "complex", "s": "int", "u": "uint"}
-    return np.dtype(words[kind] + name.removeprefix(kind).replace("e", "_e", 1))
-
-
 def _numbers(i: Instruction, name: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"-?\d+", i.attribute(name) or ""))
 
@@ -170,36 +158,12 @@ def _axes(i: Instruction, name: str = "dimensions") -> tuple[int, ...]:
     return tuple(n + 1 for n in _numbers(i, name))
 
 
-def literal(text: str, shape: HloShape) -> Array:
-    """Return the value of a constant."""
-    dtype = value_dtype(shape.dtype)
-    if "..." in text:
-        raise UnknownForm("a constant that is not written out")
-    words = re.findall(r"\([^)]*\)|[^\s,{}]+", re.sub(r"/\*[^*]*\*/", "", text))
-    read = {
-        "b": lambda word: word in ("true", "1"),
-        "f": float,
-        "c": lambda pair: complex(*map(float, pair[1:-1].split(","))),
-    }
-    return np.array([read.get(dtype.kind, int)(word) for word in words], dtype).reshape(1, *shape.sizes)
-
-
 # --- helpers ---
-
-
-def _same_devices(values: Sequence[Array]) -> tuple[Array, ...]:
-    count = max(len(v) for v in values)
-    return tuple(np.broadcast_to(v, (count, *v.shape[1:])) for v in values)
 
 
 def _each(fn: Callable[..., Array], *values: Array) -> Array:
     """Apply a function of arrays without the axis for devices."""
-    return np.stack([np.asarray(fn(*one)) for one in zip(*_same_devices(values), strict=True)])
-
-
-def _widened(x: Array, like: Array) -> Array:
-    """Give a scalar the rank of another array."""
-    return x if x.ndim >= like.ndim else x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+    return np.stack([np.asarray(fn(*one)) for one in zip(*same_devices(values), strict=True)])
 
 
 def _one_or_more(values: Sequence[Value]) -> Value:
@@ -224,84 +188,18 @@ def _padded(x: Array, value: Any, amounts: Sequence[Sequence[int]]) -> Array:
 # --- elementwise ---
 
 
-def _divide(x: Array, y: Array) -> Array:
-    if x.dtype.kind not in "iu":
-        return np.divide(x, y)
-    safe = np.where(y == 0, 1, y).astype(x.dtype)
-    return np.where(y == 0, np.array(-1).astype(x.dtype), (x - np.fmod(x, safe)) // safe)
-
-
-def _remainder(x: Array, y: Array) -> Array:
-    return np.fmod(x, y) if x.dtype.kind == "f" else np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
-
-
-def _shift(how: np.ufunc, kind: str, x: Array, y: Array) -> Array:
-    bits, unsigned = x.dtype.itemsize * 8, y.astype(f"u{y.dtype.itemsize}")
-    found = how(x.astype(f"{kind}{bits // 8}"), np.minimum(unsigned, bits - 1).astype(f"{kind}{bits // 8}"))
-    return (found if kind == "i" else np.where(unsigned >= bits, 0, found)).astype(x.dtype)
-
-
-def _order(x: Array) -> Array:
-    """Return numbers in the total order of floating-point numbers, in which -0 is below 0."""
-    bits = x.view(np.int64) if x.dtype.kind == "f" else x
-    return np.where(bits < 0, -1 - (bits & np.int64(2**63 - 1)), bits) if x.dtype.kind == "f" else x
-
-
-_IN_NUMPY = """
-and=bitwise_and atan2=arctan2 cosine=cos exponential=exp exponential-minus-one=expm1 is-finite=isfinite
-log-plus-one=log1p negate=negative not=invert or=bitwise_or popcnt=bitwise_count round-nearest-even=rint sine=sin
-xor=bitwise_xor abs add cbrt ceil floor imag log maximum minimum multiply power real sign sqrt subtract tan tanh
-"""
-_ELEMENTWISE: dict[str, Callable[..., Array]] = {
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, _widened(low, x)), _widened(high, x)),
-    "complex": lambda x, y: np.stack(_same_devices((x, y)), -1).view(complex)[..., 0],
-    "divide": _divide,
-    "erf": np.vectorize(math.erf, [float]),
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "remainder": _remainder,
-    "round-nearest-afz": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "select": lambda p, x, y: np.where(_widened(p, x), x, y),
-    "shift-left": functools.partial(_shift, np.left_shift, "u"),
-    "shift-right-arithmetic": functools.partial(_shift, np.right_shift, "i"),
-    "shift-right-logical": functools.partial(_shift, np.right_shift, "u"),
-} | {word.partition("=")[0]: getattr(np, word.rpartition("=")[2]) for word in _IN_NUMPY.split()}
-_COMBINING = "add", "and", "maximum", "minimum", "multiply", "or"
-"""The elementwise operations that are functions of NumPy, and whose operands may be in any order."""
-
-
 def _elementwise(i: Instruction, m: Machine, *xs: Array) -> Array:
-    return _wrapped(_ELEMENTWISE[i.opcode](*xs), i.shapes[0])
-
-
-def _wrapped(x: Array, shape: HloShape) -> Array:
-    """Return values of a type, without the high bits of integers of fewer than 8."""
-    if shape.dtype[0] in "su" and shape.bits < 8:
-        low = -(2 ** (shape.bits - 1)) if shape.dtype[0] == "s" else 0
-        x = (x.astype(int) - low) % 2**shape.bits + low
-    return x.astype(value_dtype(shape.dtype), copy=False)
+    return wrapped(ELEMENTWISE[i.opcode](*xs), i.shapes[0])
 
 
 def _compare(i: Instruction, m: Machine, x: Array, y: Array) -> Array:
     names = {"EQ": "equal", "NE": "not_equal", "LT": "less", "LE": "less_equal", "GT": "greater", "GE": "greater_equal"}
     fn = getattr(np, names[i.attribute("direction") or ""])
-    return fn(_order(x), _order(y)) if i.attribute("type") == "TOTALORDER" else fn(x, y)
-
-
-def _convert(i: Instruction, m: Machine, x: Array) -> Array:
-    (kind, bits), dtype = _kind_and_bits(i.shapes[0].dtype), value_dtype(i.shapes[0].dtype)
-    if dtype.kind == "b":
-        return x != 0
-    if dtype.kind in "iu":
-        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if kind == "s" else (0, 2**bits - 1)
-        if x.dtype.kind == "f":
-            whole = np.clip(np.trunc(np.nan_to_num(x, nan=0)), float(low), float(high))
-            return np.where(whole >= high, np.array(high, dtype), np.where(whole >= high, 0, whole).astype(dtype))
-    return _wrapped(x, i.shapes[0])
+    return fn(in_order(x), in_order(y)) if i.attribute("type") == "TOTALORDER" else fn(x, y)
 
 
 def _bitcast_convert(i: Instruction, m: Machine, x: Array) -> Array:
-    source, target = (_stored_dtype(shape.dtype) for shape in (m.operand(i).shapes[0], i.shapes[0]))
+    source, target = (stored_dtype(shape.dtype) for shape in (m.operand(i).shapes[0], i.shapes[0]))
     raw = np.array(x, source, order="C")
     found = (raw[..., None] if target.itemsize < source.itemsize else raw).view(target)
     return (found[..., 0] if target.itemsize > source.itemsize else found).astype(value_dtype(i.shapes[0].dtype))
@@ -402,7 +300,7 @@ def _scatter(i: Instruction, m: Machine, *values: Array) -> Value:
                     x[where] = value[0]
         return xs
 
-    devices = [one(*v) for v in zip(*_same_devices(values), strict=True)]
+    devices = [one(*v) for v in zip(*same_devices(values), strict=True)]
     return _one_or_more([np.stack(xs) for xs in zip(*devices, strict=True)])
 
 
@@ -414,18 +312,18 @@ def _reduced(i: Instruction, m: Machine, xs: Sequence[Array], starts: Sequence[A
     ufunc, combine = m.combiner(i)
     if ufunc is not None:
         return combine(
-            _widened(starts[0], xs[0]), ufunc.reduce(xs[0], axis=tuple(axes), dtype=xs[0].dtype, keepdims=True)
+            widened(starts[0], xs[0]), ufunc.reduce(xs[0], axis=tuple(axes), dtype=xs[0].dtype, keepdims=True)
         )
     for axis in axes:
         while (n := xs[0].shape[axis]) > 1:
             cut = [np.split(x, [n // 2, n // 2 * 2], axis) for x in xs]
             found = listed(combine(*(c[0] for c in cut), *(c[1] for c in cut)))
             xs = [np.concatenate([f, c[2]], axis) for f, c in zip(found, cut, strict=True)]
-    return combine(*(_widened(s, x) for s, x in zip(starts, xs, strict=True)), *xs)
+    return combine(*(widened(s, x) for s, x in zip(starts, xs, strict=True)), *xs)
 
 
 def _reduce(i: Instruction, m: Machine, *values: Array) -> Value:
-    xs, starts = _same_devices(values[: len(values) // 2]), values[len(values) // 2 :]
+    xs, starts = same_devices(values[: len(values) // 2]), values[len(values) // 2 :]
     found = _reduced(i, m, xs, starts, _axes(i))
     return _one_or_more([np.squeeze(x, _axes(i)) for x in listed(found)])
 
@@ -452,7 +350,7 @@ def _windows(i: Instruction, x: Array, value: Any) -> Array:
 def _reduce_window(i: Instruction, m: Machine, *values: Array) -> Value:
     xs, starts = values[: len(values) // 2], values[len(values) // 2 :]
     windows = [_each(functools.partial(_windows, i), *pair) for pair in zip(xs, starts, strict=True)]
-    return _one_or_more([x[..., 0] for x in listed(_reduced(i, m, _same_devices(windows), starts, [-1]))])
+    return _one_or_more([x[..., 0] for x in listed(_reduced(i, m, same_devices(windows), starts, [-1]))])
 
 
 def _select_and_scatter(i: Instruction, m: Machine, *values: Array) -> Array:
@@ -477,7 +375,7 @@ def _select_and_scatter(i: Instruction, m: Machine, *values: Array) -> Array:
 
 def _sort(i: Instruction, m: Machine, *values: Array) -> Value:
     axis, (_, before) = _axes(i)[0], m.combiner(i)
-    xs = [np.moveaxis(x, axis, -1) for x in _same_devices(values)]
+    xs = [np.moveaxis(x, axis, -1) for x in same_devices(values)]
     pairs = [a for x in xs for a in (x[..., :, None], x[..., None, :])]
     less = np.broadcast_to(before(*pairs), (*xs[0].shape, xs[0].shape[-1]))  # of the i-th and the j-th element
     first = less | np.triu(~less & ~np.swapaxes(less, -1, -2), 1)
@@ -561,7 +459,7 @@ def _chosen(where: Array, x: Value, y: Value) -> Value:
         return x
     if isinstance(x, tuple):
         return tuple(_chosen(where, a, b) for a, b in zip(x, y, strict=True))
-    return np.where(_widened(where, x), x, y)
+    return np.where(widened(where, x), x, y)
 
 
 # --- devices ---
@@ -652,7 +550,7 @@ def _same(i: Instruction, m: Machine, *xs: Array) -> Value:
     return _one_or_more(xs)
 
 
-_RULES: dict[str, Rule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
+_RULES: dict[str, Rule] = dict.fromkeys(ELEMENTWISE, _elementwise) | {
     "all-gather": _moving,
     "all-reduce": _reducing,
     "all-to-all": _moving,
@@ -661,10 +559,10 @@ _RULES: dict[str, Rule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
     "call": lambda i, m, *xs: m.call(i.computation("to_apply") or "", *xs),
     "collective-permute": _permute,
     "compare": _compare,
-    "concatenate": lambda i, m, *xs: np.concatenate(_same_devices(xs), _axes(i)[0]),
+    "concatenate": lambda i, m, *xs: np.concatenate(same_devices(xs), _axes(i)[0]),
     "conditional": _conditional,
     "constant": lambda i, m: m.literal(i.value, i.shapes[0]),
-    "convert": _convert,
+    "convert": lambda i, m, x: converted(x, i.shapes[0]),
     "convolution": _convolution,
     "copy": _same,
     "custom-call to CustomSPMDPartitioning": _own_partitioning,

@@ -21,8 +21,9 @@ from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
 from ._hlo import Body, HloProgram, HloShape, UnknownForm
+from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
-from ._hlo_values import IllFormed, Machine, listed, value_dtype
+from ._hlo_values import IllFormed, Machine, listed
 from ._topologies import moved_to
 from .differing import FirstDifference, Trace, described, first_difference
 from .explaining import active, distributed, mesh_of
