@@ -154,8 +154,7 @@ def _bodies(program: Any, devices: int) -> Iterator[Body]:
         if equation.primitive.name == "custom_partitioning":
             call, scope = equation.params["call"], str(equation.source_info.name_stack)
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]
-            lowered = jax.jit(jaxpr_as_fun(call), keep_unused=True).lower(*structs)
-            text = lowered.compiler_ir("hlo").as_hlo_text()
+            text = jax.jit(jaxpr_as_fun(call), keep_unused=True).lower(*structs).as_text("hlo")
             yield Body(f"{scope and f'/{scope}'}/custom_partitioning", str(call), HloProgram(text, devices))
 
 
