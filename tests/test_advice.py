@@ -863,7 +863,6 @@ UNKNOWN: list[dict[str, Any]] = [
     {"dim": "batch"},
     {"dim": 0},
     {"dims": (0,)},
-    {"dims": (0, 1)},
     {"num_segments": 4},
 ]
 

@@ -258,3 +258,10 @@ def test_shapes_are_looked_up_by_name() -> None:
 def test_sizes_without_names(call: Any) -> None:
     with pytest.raises(TypeError, match=r"An axis has a name and a size, got int. Write `\{'batch': (3|64)\}`"):
         call()
+
+
+def test_one_axis_is_advised_where_one_is_taken() -> None:
+    with pytest.raises(TypeError, match=r"`argmax\(x, '\w+'\)`"):
+        axn.argmax(X, dims=(0, 1))  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"`sum\(x, \('\w+', '\w+'\)\)`"):
+        axn.sum(X, dims=(0, 1))  # pyright: ignore[reportCallIssue]

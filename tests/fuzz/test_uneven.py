@@ -24,6 +24,7 @@ FAILED = [
     ("convolve-full", {"a": 4, "b": 2}, {"batch": ("a",), "pos": ("b",)}),
     ("correlate-same", {"a": 4, "b": 2}, {"pos": ("a",), "heads": ("b",)}),
     ("fft.fft-last", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
+    ("vmap of convolutions", {"a": 4, "b": 2}, {"batch": ("a",)}),
     ("fft.fft-several", {"a": 4, "b": 2}, {"batch": ("a", "b")}),
 ]
 SAMPLE = random.Random(0).sample(all_placements(), 20)

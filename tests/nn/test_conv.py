@@ -554,3 +554,13 @@ def test_stored_over_several_mesh_axes(groups: int, compute: Any, explicit: bool
         found = axn.fsdp(step, storage, compute)(axn.shard(layer, storage), axn.shard(x, compute))
     assert spec(found.weight) == (("a", "b"), None, None)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+def test_a_gradient_that_is_no_batch_of_products() -> None:
+    conv = Conv.init("x", axn.Axis("c", 2), axn.Axis("r", 2), 3, stride=3, padding=4, dilation=2, key=jax.random.key(0))
+    x = axn.arange({"x": 3, "c": 2}, dtype=jnp.float32)
+    gradient = jax.grad(lambda x: axn.sum(conv(x) ** 2).scalar())
+    expected = gradient(x)
+    with jax.set_mesh(axn.make_mesh({"data": 2})):
+        found = jax.block_until_ready(jax.jit(gradient)(x))
+    np.testing.assert_allclose(found.array, expected.array, rtol=1e-4)

@@ -356,3 +356,14 @@ def test_storage_keeps_the_axes_that_only_the_compute_mapping_shards(auto_mesh) 
     step = axn.fsdp(lambda w: w * 2, {"embed": "data"}, {"batch": "data", "mlp": "model"})
     with jax.set_mesh(auto_mesh):
         assert spec(step(axn.ones({"embed": 8, "mlp": 4}))) == ("data", "model")
+
+
+def test_the_gradient_of_what_is_mapped_over_an_axis_on_an_explicit_mesh(explicit_mesh) -> None:
+    def loss(w, x):
+        return axn.sum(axn.vmap(lambda x: axn.dot(x, w, axis="embed"), "pos")(x)).scalar()
+
+    step = axn.fsdp(jax.grad(loss), {"embed": "data"}, {"batch": "data", "pos": "model"})
+    with jax.set_mesh(explicit_mesh):
+        found = step(axn.ones({"embed": 8, "mlp": 4}), axn.ones({"batch": 8, "pos": 4, "embed": 8}))
+    assert spec(found) == ("data", None)
+    np.testing.assert_array_equal(found.array, np.full((8, 4), 32.0))

@@ -26,8 +26,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ..axis import Names
+from ..core.jax_versions import MAPPED_REDUCE_SCATTER
 from . import policy
-from .active_settings import active_mapping, active_parameter_mapping
+from .active_settings import active_mapping, active_parameter_mapping, is_mapped
 from .decisions import Mappings, PlacedAxes, Undecided
 from .mesh_axes import (
     AnyMesh,
@@ -124,9 +125,14 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
 
 
 def mesh_to_run_on() -> AnyMesh | None:
-    """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already."""
+    """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already.
+
+    From jax 0.12 on, a reduce-scatter fails in a function that is mapped over an axis sharded over Explicit mesh axes.
+    """
     mesh = current_mesh() if active_parameter_mapping() else None
-    return None if mesh is None or has_manual(mesh) else mesh
+    if mesh is None or has_manual(mesh):
+        return None
+    return None if is_mapped() and has_explicit(mesh) and not MAPPED_REDUCE_SCATTER else mesh
 
 
 def active_mappings(mesh: AnyMesh) -> Mappings:

@@ -241,10 +241,10 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
         if not is_placement(p):
             shown = f"an array of shape {p.shape}" if isinstance(p, (jax.Array, np.ndarray)) else repr(p)
             where = f", for {path[-1].key!r}," if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
-            around = itertools.accumulate(
-                path, lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))], initial=placement
-            )
-            hint = next(filter(None, map(as_mapping, around)), NO_SIZES if type(p) is int else "")
+            trees: list[Any] = [placement]  # that contain it, of which one may be pairs of names
+            for key in path:
+                trees.append(_child(trees[-1], key))
+            hint = next(filter(None, map(as_mapping, trees)), NO_SIZES if type(p) is int else "")
             raise TypeError(
                 f"{what}: {shown}{where} is not a placement. Resource mappings, such as {{'batch': 'data'}}, "
                 f"PartitionSpecs, shardings, rules, and None are.{hint}"
