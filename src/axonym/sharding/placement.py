@@ -17,7 +17,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -42,7 +41,7 @@ from ..distribution.mesh_axes import (
     shard_count,
 )
 from ..named_array import NamedArray, is_named_array, raw
-from .leaves import Leaf, is_not_told, leaves_of, warn_if_not_told
+from .leaves import Leaf, child_of, is_not_told, leaves_of, warn_if_not_told
 from .mapping import NO_SIZES, ResourceMapping, as_mapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
 
@@ -243,7 +242,7 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
             where = f", for {path[-1].key!r}," if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
             trees: list[Any] = [placement]  # that contain it, of which one may be pairs of names
             for key in path:
-                trees.append(_child(trees[-1], key))
+                trees.append(child_of(trees[-1], key))
             hint = next(filter(None, map(as_mapping, trees)), NO_SIZES if type(p) is int else "")
             raise TypeError(
                 f"{what}: {shown}{where} is not a placement. Resource mappings, such as {{'batch': 'data'}}, "
