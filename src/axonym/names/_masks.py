@@ -308,6 +308,5 @@ def is_declared_role(name: str, base: str, given: Sequence[set[Any]]) -> bool:
     if base in name and name.replace(base, "", 1).strip("_") in _WORDS_FOR_KEYS:
         return True
     own = [names for names in given if name in names]
-    return (
-        bool(own) and all(base in names for names in own) and any(base in names for names in given if name not in names)
-    )
+    alone = any(base in names for names in given if name not in names)
+    return alone and bool(own) and all(base in names for names in own)

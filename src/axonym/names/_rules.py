@@ -176,8 +176,8 @@ def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride: int = 1) -> Axis:
     """Return a slice of an axis. `equal` slices that make up all of it are factors."""
     whole = size_of(axis)
-    if size == whole or size == 1:
-        return axis if size == whole else ()
+    if size in (0, 1, whole):
+        return axis if size == whole else fresh(size)
     count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
     if (
         equal
@@ -197,7 +197,7 @@ def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True)):
         whole = step.shape_of(0)[i]
         equal = False
-        if n not in (1, whole) and whole % n == 0:
+        if 1 < n < whole and whole % n == 0:
             others = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == strides[i] and -(-(e - s) // k) == n}
             equal = others == (set(range(0, whole, n)) if strides[i] == 1 else set(range(whole // n)))
             equal = equal and (strides[i] == 1 or strides[i] * n == whole)
