@@ -340,6 +340,17 @@ def _select_and_scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[
     return [Axed(xs[at].dims)]
 
 
+def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return arrays of which some axes have other sizes, as collectives and FFTs make them."""
+    found = unknown(step)
+    for v, x in zip(step.eqn.outvars, found, strict=True):
+        shape = v.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        if len(shape) == len(xs[0].dims):
+            pairs = zip(xs[0].dims, step.shape_of(0), shape, strict=True)
+            x.dims = tuple(axis if old == new else axes.derived(axis, new) for axis, old, new in pairs)
+    return found
+
+
 # --- look-ups ---
 
 
@@ -472,6 +483,7 @@ RULES: dict[str, Rule] = {
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
     "select_and_scatter_add": _select_and_scatter,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_invariant"), _resized),
     "gather": _gather,
     "top_k": _top_k,
     "approx_top_k": _top_k,
