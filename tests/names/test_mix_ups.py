@@ -197,3 +197,8 @@ def test_promoted_ranks() -> None:
     assert kinds(lambda p, y: ((p - y) ** 2).mean(), *args, names=names) == ["outer"]
     assert kinds(lambda p, y: ((p[:, 0] - y) ** 2).mean(), *args, names=names) == []
     assert kinds(lambda p, y: ((p[:, 0][:, None] - y[None, :]) ** 2).mean(), *args, names=names) == []
+
+
+def test_a_reshape_in_place_of_a_transpose() -> None:
+    assert kinds(lambda x: x.reshape(8, 3), abstract(3, 8), names=("batch embed",)) == ["torn"]
+    assert kinds(lambda x: x.reshape(3, 4, 2).reshape(12, 2), abstract(3, 8), names=("batch embed",)) == []

@@ -160,7 +160,9 @@ def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
             same += 1
         start = len(new) - same
         dims = (*map(fresh, new[:start]), *x.dims[len(old) - same :])
-        axes.torn.append((step, x.dims[: len(old) - same]))
+        torn = [axes.whole(axis) for axis in x.dims[: len(old) - same] if axis]
+        if len(torn) > 1 and sorted(old) == sorted(new) and all(f.name is not None for f in torn):
+            axes.found.append(Meeting(torn[0], torn[1], step, "torn"))
     return [Axed(dims, points=x.points)]
 
 

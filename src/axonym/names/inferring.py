@@ -53,6 +53,7 @@ _TEXTS = {
     "future": "a mask keeps the positions of {a} that come after that of the query",
     "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
     "crossed": "two roles of {a} are exchanged in {operation}",
+    "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
     "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
