@@ -184,6 +184,8 @@ def test_masks_in_loops() -> None:
         lambda x: x[1:] - x[:-1],
         lambda x: jnp.sort(x, 0) + x[jnp.argsort(x[:, 0])],
         lambda x: jax.nn.softmax(x @ x.T) @ jax.nn.softmax(x @ x.T) @ x,
+        lambda x: jnp.kron(x[:, 0], x[:, 0]) + jnp.outer(x[:, 0], x[:, 0]).ravel(),
+        lambda x: jnp.vander(x[:, 0]) @ x,
         lambda x: jnp.cumsum(x, 0) / jnp.arange(1, N + 1)[:, None],
     ],
 )

@@ -12,7 +12,7 @@ from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
 from ._rules import RULES, unknown
-from ._values import Axed, AxisStep, Facts
+from ._values import Axed, AxisStep, Facts, dtype_kind
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -64,7 +64,7 @@ class AxisWalk:
         elif rule is not None:
             used = [x.used() for x in xs]
             results = rule(self.axes, step, used)
-            if results and (step.name == "iota" or any(x.facts is not None or _is_bool(v)
+            if results and (step.name == "iota" or any(x.facts is not None or dtype_kind(v) == "b"
                                                        for x, v in zip(used, step.eqn.invars, strict=True))
                             or step.name in ("exp", "broadcast_in_dim")):  # fmt: skip
                 results[0].facts = facts_of(step, used, results)
@@ -205,14 +205,10 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _is_bool(v: Any) -> bool:
-    return getattr(getattr(v.aval, "dtype", None), "kind", "") == "b"
-
-
 def _constant(v: Any) -> Axed:
     if v.aval.shape:
         return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
-    return _number(float(v.val)) if hasattr(v, "val") and v.aval.dtype.kind in "biuf" else _SCALAR
+    return _number(float(v.val)) if hasattr(v, "val") and dtype_kind(v) in ("b", "i", "u", "f") else _SCALAR
 
 
 @functools.lru_cache(maxsize=256)
