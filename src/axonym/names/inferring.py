@@ -266,8 +266,9 @@ def infer(
         names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
             parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
             `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
-            paths to these. An axis of size 1 has no name. Named arrays, annotations and the metadata of Flax need no names here. A name such as
-            `heads*head_dim` is that of an axis that the function splits, and `pos'` is the role of keys of `pos`.
+            paths to these. An axis of size 1 has no name. Named arrays, annotations and the metadata of Flax need no
+            names here. A name such as `heads*head_dim` is that of an axis that the function splits, and `pos'` is the
+            role of keys of `pos`.
         allow: kinds of mix-ups that are meant, such as `"future"` for a mask that keeps only what comes later.
 
     >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
