@@ -12,6 +12,9 @@ import jax
 import pytest
 
 import axonym as axn
+from axonym.names._sources import LeafNames
+from axonym.names._tracing import trace
+from axonym.names.inferring import follow
 from tests.names.models import DISTINCT, EQUAL, MODELS, Case, by_path
 
 
@@ -73,19 +76,18 @@ def main() -> None:
     """Print, for each model, the axes known, wrong names and mix-ups, and the time in relation to that of tracing."""
     for model in sys.argv[1:] or MODELS:
         for equal in (False, True):
-            case = MODELS[model](EQUAL if equal else DISTINCT)
-            times = []
-            for f in (jax.make_jaxpr(case.fn), functools.partial(axn.names.infer, case.fn, names=case.given)):
-                jax.clear_caches()
-                start = time.perf_counter()
-                f(*case.args)
-                times.append(time.perf_counter() - start)
-            _, program, wrong = inferred(model, equal)
+            case, program, wrong = inferred(model, equal)
+            jax.clear_caches()
+            start = time.perf_counter()
+            traced = trace(case.fn, case.args, {})
+            middle = time.perf_counter()
+            follow(traced, [LeafNames(program.names_of(x), "names=") for x in program.body.arguments])
+            stop = time.perf_counter()
             print(
                 f"{model:20} known {program.known_share:.3f}, wrong {len(wrong)}, mix-ups {len(program.mix_ups)}",
                 end=", ",
             )
-            print(f"{times[1] / times[0] - 1:.2f} of the {times[0]:.2f} s of tracing")
+            print(f"{(stop - middle) / (middle - start):.2f} of the {middle - start:.2f} s of tracing")
             for line in [*wrong[:5], *map(str, program.mix_ups[:5])]:
                 print("    ", line)
             for line in program.unknown:

@@ -148,8 +148,6 @@ class Axes:
         """Roles of one axis that meet, although one array has both."""
         self.found: list[Meeting] = []
         """What is wrong with masks and roles."""
-        self.torn: list[tuple[Any, Dims]] = []
-        """The axes that a reshape divides in another way than they are made of."""
 
     def axis(self, name: str, size: int, source: str) -> Axis:
         """Return the axis of a name: one factor for each name and size, unless it names factors, as in `a*b`."""
@@ -182,9 +180,8 @@ class Axes:
         words = (x.name or "").split("*")
         found = [["*".join(words[:i]), "*".join(words[i:])] for i in range(1, len(words))]
         if len(found) > 1:  # only names that other arguments have tell which are together
-            found = [
-                two for two in found if any("*" in n and (n, s) in self.named for n, s in zip(two, sizes, strict=True))
-            ]
+            known = {(name, n) for name, n in self.named if "*" in name}
+            found = [two for two in found if not known.isdisjoint(zip(two, sizes, strict=True))]
         return found[0] if len(found) == 1 else []
 
     # --- the same ---
@@ -290,6 +287,8 @@ class Axes:
 
     def reshaped(self, dims: Dims, shape: Sequence[int]) -> Dims | None:
         """Return the axes of an array in another shape; None if its axes do not divide so."""
+        if 0 in shape:
+            return None
         left, found = [*leaves(f for axis in dims for f in axis)], list[Axis]()
         for n in shape:
             taken: list[AxisFactor] = []
@@ -373,6 +372,8 @@ class Axes:
         """Return the axis along which pieces are concatenated. Its slices at the same places are the pieces."""
         if all(n == 1 for n in sizes):
             return fresh(len(sizes))
+        if len(kept := [axis for axis, n in zip(pieces, sizes, strict=True) if n]) == 1:
+            return kept[0]
         parts = [self.whole(axis) if axis else None for axis in pieces]
         first = parts[0]
         if first is not None and all(p is first for p in parts):

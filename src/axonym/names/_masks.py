@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
-from ._values import Axed, AxisStep, Factors, Facts, Mask, Order
+from ._values import Axed, AxisStep, Factors, Facts, Mask, Order, dtype_kind
 
 LARGE = 100.0
 """What is added to or subtracted from scores to mask them is larger than this, by its absolute value."""
@@ -91,7 +91,9 @@ def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: i
             masks = (*a.masks, *b.masks, _applied(mask, xs[at], result))
             return dataclasses.replace(_carried(known) or NOTHING, masks=masks)
     carried = _carried(known)
-    return Facts(masks=carried.masks, divided=b.total) if carried and sign == -1 and b.total else carried
+    if carried is not None and sign == -1 and b.total:
+        return Facts(masks=carried.masks, divided=(*a.divided, *b.total))
+    return carried
 
 
 def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
@@ -132,8 +134,8 @@ def _weighted(known: Sequence[Facts]) -> Facts | None:
     carried = _carried(known) or NOTHING
     exponential, total = any(f.exponential for f in known), carried.total
     weights = next((f.weights for f in known if f.weights), ())
-    if exponential and total:
-        return Facts(masks=carried.masks, weights=total)
+    if (exponential or weights) and total:
+        return Facts(masks=carried.masks, weights=(*weights, *total))
     return dataclasses.replace(carried, exponential=exponential, weights=weights)
 
 
@@ -148,7 +150,7 @@ def _exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], res
 
 
 def _sum(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    if not known[0].exponential:
+    if not known[0].exponential and not known[0].weights:
         return None
     return Facts(total=tuple(f for i in step.params["axes"] for f in leaves(xs[0].dims[i])))
 
@@ -218,7 +220,7 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
 
 
 def _is_bool(step: AxisStep) -> bool:
-    return step.eqn.outvars[0].aval.dtype.kind == "b"  # pyright: ignore[reportAttributeAccessIssue]
+    return dtype_kind(step.eqn.outvars[0]) == "b"
 
 
 def _converted(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
@@ -308,6 +310,5 @@ def is_declared_role(name: str, base: str, given: Sequence[set[Any]]) -> bool:
     if base in name and name.replace(base, "", 1).strip("_") in _WORDS_FOR_KEYS:
         return True
     own = [names for names in given if name in names]
-    return (
-        bool(own) and all(base in names for names in own) and any(base in names for names in given if name not in names)
-    )
+    alone = any(base in names for names in given if name not in names)
+    return alone and bool(own) and all(base in names for names in own)

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..core.source_lines import frames_of
+import jax
+
+from ..core.source_lines import Frame, frames_of
 from ._axes import (
     Axes,
     Axis,
@@ -21,7 +23,7 @@ from ._axes import (
     size_of,
 )
 from ._masks import sum_of_weights
-from ._values import Axed, AxisStep, Pointer
+from ._values import Axed, AxisStep, Pointer, dtype_kind
 
 if TYPE_CHECKING:
     pass
@@ -64,8 +66,18 @@ def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: 
     changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
     roles = [f for axis in changed for f in axis if f.base is not None]
     makers = [x.facts.promoted_by for x in xs if x.facts is not None and x.facts.promoted_by is not None]
-    if len(roles) > 1 and any(list(frames_of(m.eqn)) == list(frames_of(step.eqn)) for m in makers):
-        axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+    if len(roles) > 1 and makers and _is_operator(frames := list(frames_of(step.eqn))):
+        if any(list(frames_of(m.eqn)) == frames for m in makers):
+            axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+
+
+def _is_operator(frames: Sequence[Frame]) -> bool:
+    """Return whether code outside of JAX used an operator or ufunc, rather than a function of JAX that uses one."""
+    inside = [*itertools.takewhile(lambda frame: frame.file.startswith(_JAX), frames)]
+    return bool(inside) and inside[-1].function.rpartition(".")[2] in ("op", "deferring_binary_op", "__call__")
+
+
+_JAX = jax.__file__.removesuffix("__init__.py")
 
 
 def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
@@ -93,7 +105,7 @@ _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_t
 
 def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
-    if step.name not in _POINTING or getattr(step.eqn.outvars[-1].aval, "dtype", None).kind not in "iu":  # pyright: ignore
+    if step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
         return None
     return next((x.points for x in xs if x.points is not None), None)
 
@@ -123,6 +135,11 @@ def _identity(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 # --- layout ---
+
+
+def _tile(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    pairs = zip(step.params["reps"], xs[0].dims, strict=True)
+    return [Axed(tuple(axis if count == 1 else (*fresh(count), *axis) for count, axis in pairs), points=xs[0].points)]
 
 
 def _transpose(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -160,7 +177,9 @@ def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
             same += 1
         start = len(new) - same
         dims = (*map(fresh, new[:start]), *x.dims[len(old) - same :])
-        axes.torn.append((step, x.dims[: len(old) - same]))
+        torn = [axes.whole(axis) for axis in x.dims[: len(old) - same] if axis]
+        if len(torn) > 1 and sorted(old) == sorted(new) and all(f.name is not None for f in torn):
+            axes.found.append(Meeting(torn[0], torn[1], step, "torn"))
     return [Axed(dims, points=x.points)]
 
 
@@ -176,8 +195,8 @@ def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride: int = 1) -> Axis:
     """Return a slice of an axis. `equal` slices that make up all of it are factors."""
     whole = size_of(axis)
-    if size == whole or size == 1:
-        return axis if size == whole else ()
+    if size in (0, 1, whole):
+        return axis if size == whole else fresh(size)
     count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
     if (
         equal
@@ -197,7 +216,7 @@ def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True)):
         whole = step.shape_of(0)[i]
         equal = False
-        if n not in (1, whole) and whole % n == 0:
+        if 1 < n < whole and whole % n == 0:
             others = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == strides[i] and -(-(e - s) // k) == n}
             equal = others == (set(range(0, whole, n)) if strides[i] == 1 else set(range(whole // n)))
             equal = equal and (strides[i] == 1 or strides[i] * n == whole)
@@ -334,10 +353,15 @@ def _reduce_window(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]
     return [Axed(dims) for _ in step.eqn.outvars]
 
 
-def _select_and_scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    """Return the gradient of a pooled array: it has the axes of the array before it was pooled."""
-    at = next(i for i in (1, 0) if step.shape_of(i) == step.shape)
-    return [Axed(xs[at].dims)]
+def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return arrays of which some axes have other sizes, as collectives and FFTs make them."""
+    found = unknown(step)
+    for v, x in zip(step.eqn.outvars, found, strict=True):
+        shape = v.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        if len(shape) == len(xs[0].dims):
+            pairs = zip(xs[0].dims, step.shape_of(0), shape, strict=True)
+            x.dims = tuple(axis if old == new else axes.derived(axis, new) for axis, old, new in pairs)
+    return found
 
 
 # --- look-ups ---
@@ -414,6 +438,16 @@ def _random_wrap(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 # --- matrices ---
 
 
+def _gradient_of_pooled(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(xs[1].dims)]
+
+
+def _as_first_of_shape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return the axes of the first operand that has the shape of the result."""
+    at = next((i for i in range(len(xs)) if step.shape_of(i) == step.shape), None)
+    return unknown(step) if at is None else [Axed(xs[at].dims)]
+
+
 def _triangular_solve(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     a, b = (x.dims for x in xs)
     at = -2 if step.params["left_side"] else -1
@@ -458,6 +492,7 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
+    "tile": _tile,
     "bitcast_convert_type": _bitcast,
     "reshape": _reshape,
     "split": _split,
@@ -471,11 +506,17 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
-    "select_and_scatter_add": _select_and_scatter,
+    "select_and_scatter_add": _gradient_of_pooled,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_invariant"), _resized),
     "gather": _gather,
     "top_k": _top_k,
     "approx_top_k": _top_k,
     "iota": _iota,
+    # Those of Equinox, which solvers use.
+    "nonbatchable": _identity,
+    "select_if_vmap": _elementwise,
+    "maybe_set": _as_first_of_shape,
+    **dict.fromkeys(("unvmap_any", "unvmap_all", "unvmap_max"), lambda axes, step, xs: unknown(step)),
     "random_bits": _new,
     "random_split": _new,
     "random_seed": _new,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from ..named_array import is_named_array
 from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
 from ._sources import LeafNames, names_of_leaves
 from ._tracing import Traced, source_of, trace
-from ._values import Axed, Pointer
+from ._values import Axed, Pointer, dtype_kind
 from ._walk import AxisWalk, Body, steps_of
 
 
@@ -52,6 +53,7 @@ _TEXTS = {
     "future": "a mask keeps the positions of {a} that come after that of the query",
     "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
     "crossed": "two roles of {a} are exchanged in {operation}",
+    "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
     "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
@@ -96,7 +98,7 @@ class NamedProgram:
     all axes of the arguments have names
     """
 
-    def __init__(self, traced: Traced, walk: AxisWalk, body: Body):
+    def __init__(self, traced: Traced, walk: AxisWalk, body: Body, allow: Collection[str] = ()):
         self.traced = traced
         """The program, and the trees of its arguments and results."""
         self.body = body
@@ -104,7 +106,7 @@ class NamedProgram:
         self._walk = walk
         met = walk.settle()
         self._names = NameReader()
-        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
+        self._mix_ups = tuple(dict.fromkeys(self._mix_up(m) for m in met if m.kind not in allow))
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known.
@@ -253,7 +255,9 @@ class NamedProgram:
             yield f"    {u.example},  # {u.size}{more}"
 
 
-def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: Any) -> NamedProgram:
+def infer(
+    fn: Callable[..., Any], /, *args: Any, names: Any = None, allow: Collection[str] = (), **kwargs: Any
+) -> NamedProgram:
     """Trace a function, and name the axes of every value in it from the names of its arguments.
 
     Arguments:
@@ -262,31 +266,41 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
         names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
             parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
             `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
-            paths to these. Named arrays, annotations and the metadata of Flax need no names here. A name such as
-            `heads*head_dim` is that of an axis that the function splits, and `pos'` is the role of keys of `pos`.
+            paths to these. An axis of size 1 has no name. Named arrays, annotations and the metadata of Flax need no
+            names here. A name such as `heads*head_dim` is that of an axis that the function splits, and `pos'` is the
+            role of keys of `pos`.
+        allow: kinds of mix-ups that are meant, such as `"future"` for a mask that keeps only what comes later.
 
     >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
     >>> program.results
     ('embed',)
     """
     said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
-    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)])
+    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)], allow)
 
 
-def follow(traced: Traced, names: Sequence[LeafNames]) -> NamedProgram:
+def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = ()) -> NamedProgram:
     """Follow the names of the arguments' arrays through a traced program."""
     walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
-    arguments = [_argument(walk, var.aval, own) for var, own in zip(jaxpr.invars, names, strict=True)]
-    return NamedProgram(traced, walk, walk.run(jaxpr, arguments))
+    arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    # A walk makes many objects and drops none, so to look for garbage would double its time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        body = walk.run(jaxpr, arguments)
+    finally:
+        if collects:
+            gc.enable()
+    return NamedProgram(traced, walk, body, frozenset(allow))
 
 
-def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
+def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
+    aval = var.aval
     names = own.names or (None,) * len(aval.shape)
     pairs = zip(names, aval.shape, strict=True)
     dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
-    integer = getattr(aval.dtype, "kind", "") in "iu"
-    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
+    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
 
 
 def _class(axis: Axis) -> tuple[int, ...]:
