@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -105,6 +105,11 @@ class NamedProgram:
     def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
         return jax.tree.map(lambda x: x.array if is_named_array(x) else x, tree, is_leaf=is_named_array)
+
+    @property
+    def sizes(self) -> Collection[tuple[str, int]]:
+        """The names that are given, each with its size."""
+        return self._walk.axes.named.keys()
 
     @property
     def mix_ups(self) -> tuple[MixUp, ...]:
@@ -233,7 +238,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         returned[:] = [spec]
         return found
 
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
     with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
         closed = jax.make_jaxpr(flat)(*abstract)
     return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
