@@ -17,8 +17,8 @@ from flax import nnx
 
 AXES = """batch pos embed mlp heads head_dim vocab layers kv group features hidden classes height width channels wide
 nodes edges time experts capacity state kernel""".split()
-EQUAL = dict.fromkeys(AXES, 4)
-DISTINCT = dict(
+EQUAL: Mapping[str, int] = dict.fromkeys(AXES, 4)
+DISTINCT: Mapping[str, int] = dict(
     zip(AXES, [3, 5, 12, 14, 2, 6, 11, 7, 2, 3, 9, 10, 13, 8, 16, 20, 24, 15, 21, 17, 4, 19, 18, 3], strict=True)
 )
 
@@ -243,8 +243,8 @@ def linen_scanned(a: Mapping[str, int]) -> Case:
         "*blocks/*scale": "layers embed",
         "*norm/scale": "embed",
     }
-    given = {"*embedding": "vocab embed", "*query/kernel": "layers _ heads head_dim", "*value/kernel": "_ _ _ head_dim", "*up/kernel": "_ _ two*mlp",
-             "*down/kernel": "_ mlp _"}  # fmt: skip
+    given = {"*embedding": "vocab embed", "*query/kernel": "layers _ heads head_dim", "*value/kernel": "_ _ _ head_dim",
+             "*up/kernel": "_ _ two*mlp",             "*down/kernel": "_ mlp _"}  # fmt: skip
     return trained(loss, params, rules, given, (x, x), ("batch pos", None), ("batch pos", "batch pos"),
                    optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=10**6))  # fmt: skip
 
@@ -314,8 +314,8 @@ def equinox_transformer(a: Mapping[str, int]) -> Case:
         "head/weight": "vocab embed",
         "head/bias": "vocab",
     }
-    given = {"embed/weight": "vocab embed", "*query_proj/weight": "heads*head_dim _", "*0/weight": "mlp _", "head/weight": "vocab _",
-             "*value_proj/weight": "heads*head_dim _"}  # fmt: skip
+    given = {"embed/weight": "vocab embed", "*query_proj/weight": "heads*head_dim _", "*0/weight": "mlp _",
+             "head/weight": "vocab _",             "*value_proj/weight": "heads*head_dim _"}  # fmt: skip
     x = tokens(a["batch"], a["pos"])
     return trained(loss, params, rules, given, (x, x), ("batch pos", None), ("batch pos", "batch pos"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,13 @@ import pytest
 
 import axonym as axn
 from tests.names.models import DISTINCT, EQUAL, MODELS, Case, by_path
+
+
+@pytest.fixture(autouse=True)
+def promote_ranks() -> Iterator[None]:
+    """Let these programs promote ranks, as most programs do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def wrong_names(tree: Any, found: Any, rules: Mapping[str, str | None]) -> list[str]:

@@ -20,53 +20,57 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 
-class Factor:
+class AxisFactor:
     """A factor of axes: a node that may be the same as others, have a name, or consist of smaller factors."""
 
     __slots__ = (
-        "apart", "base", "kids", "like", "name", "part_of", "parts", "same_as", "size", "source", "used_as", "wholes",
+        "apart", "base", "kids", "like", "name", "part_of", "parts", "same_as", "side", "size", "source",
+        "used_as", "wholes",
     )  # fmt: skip
 
-    def __init__(self, size: int, name: str | None = None, source: str = "", base: Factor | None = None):
+    def __init__(self, size: int, name: str | None = None, source: str = "", base: AxisFactor | None = None):
         self.size = size
         self.name = name
         self.source = source
         self.base = base
         """The axis that this is a role of."""
-        self.same_as: Factor | None = None
-        self.kids: tuple[Factor, ...] = ()
-        self.wholes: list[Factor] = []
+        self.side: str | None = None
+        """The side of this role, if that is known: `key` or `query`."""
+        self.same_as: AxisFactor | None = None
+        self.kids: tuple[AxisFactor, ...] = ()
+        self.wholes: tuple[AxisFactor, ...] = ()
         """The factors that it is a kid of."""
-        self.like: list[Factor] = []
+        self.like: tuple[AxisFactor, ...] = ()
         """The factors that this is derived from, which give it a name if it has none."""
-        self.used_as: list[Factor] = []
+        self.used_as: tuple[AxisFactor, ...] = ()
         """The factors that stand for this one, which belongs to a constant, where it is used."""
-        self.apart: list[Factor] = []
+        self.apart: tuple[AxisFactor, ...] = ()
         """The other roles in an array that has this one."""
-        self.parts: dict[tuple[int, int], Factor] = {}
+        self.parts: dict[tuple[int, int], AxisFactor] | None = None
         """Its slices, by start and stop."""
-        self.part_of: list[tuple[Axis, int]] = []
+        self.part_of: tuple[tuple[Axis, int], ...] = ()
         """The axes that it is a slice of, each with its start there."""
 
     def __repr__(self) -> str:
         return f"{self.name or '?'}={self.size}"
 
 
-Axis: TypeAlias = tuple[Factor, ...]
+Axis: TypeAlias = tuple[AxisFactor, ...]
 Dims: TypeAlias = tuple[Axis, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Two named factors that a program treats as one axis."""
+    """Two factors that a program treats as one axis, or two roles that it exchanges."""
 
-    left: Factor
-    right: Factor
+    left: AxisFactor
+    right: AxisFactor
     at: Any
     """The step of the program that does so."""
+    kind: str = "names"
 
 
-def find(x: Factor) -> Factor:
+def find(x: AxisFactor) -> AxisFactor:
     """Return the factor that stands for all that are the same as this one."""
     root = x
     while root.same_as is not None:
@@ -76,9 +80,9 @@ def find(x: Factor) -> Factor:
     return root
 
 
-def leaves(axis: Iterable[Factor]) -> Axis:
+def leaves(axis: Iterable[AxisFactor]) -> Axis:
     """Return the smallest known factors of an axis."""
-    found: list[Factor] = []
+    found: list[AxisFactor] = []
     for x in axis:
         x = find(x)
         if not x.kids and x.base is not None and find(x.base).kids:
@@ -94,54 +98,56 @@ def size_of(axis: Axis) -> int:
     return size
 
 
-def bases(x: Factor) -> Iterator[Factor]:
+def bases(x: AxisFactor) -> Iterator[AxisFactor]:
     """Yield a factor, the axis that it is a role of, and so on."""
-    seen: Factor | None = find(x)
+    seen: AxisFactor | None = find(x)
     while seen is not None:
         yield seen
         seen = None if seen.base is None else find(seen.base)
 
 
-def last_base(x: Factor) -> Factor:
+def last_base(x: AxisFactor) -> AxisFactor:
     """Return the axis that a factor is a role of in the end, or itself."""
     *_, last = bases(x)
     return last
 
 
-def are_apart(x: Factor, y: Factor) -> bool:
+def are_apart(x: AxisFactor, y: AxisFactor) -> bool:
     """Return whether two roles stand beside each other in some array."""
     others = set(map(id, bases(y)))
     return any(id(find(z)) in others for a in bases(x) for z in a.apart)
 
 
-def split_role(x: Factor) -> None:
+def split_role(x: AxisFactor) -> None:
     assert x.base is not None
-    _set_kids(x, tuple(Factor(k.size, base=k) for k in find(x.base).kids))
+    _set_kids(x, tuple(AxisFactor(k.size, base=k) for k in find(x.base).kids))
     for other in x.apart:
         other = find(other)
         if other.kids:
             for a, b in zip(x.kids, other.kids, strict=False):
-                a.apart.append(b)
-                b.apart.append(a)
+                a.apart += (b,)
+                b.apart += (a,)
 
 
-def _set_kids(x: Factor, kids: tuple[Factor, ...]) -> None:
+def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
     x.kids = kids
     for kid in kids:
-        find(kid).wholes.append(x)
+        find(kid).wholes += (x,)
 
 
 class Axes:
     """The relations between the factors of a program."""
 
     def __init__(self) -> None:
-        self.named: dict[tuple[str, int], Factor] = {}
+        self.named: dict[tuple[str, int], AxisFactor] = {}
         self.meetings: dict[tuple[int, int], Meeting] = {}
         """The mix-ups, by the two factors."""
         self.adopted: list[Meeting] = []
         """Roles that meet another named axis, which may be their declared name."""
         self.crossed: list[Meeting] = []
         """Roles of one axis that meet, although one array has both."""
+        self.found: list[Meeting] = []
+        """What is wrong with masks and roles."""
         self.torn: list[tuple[Any, Dims]] = []
         """The axes that a reshape divides in another way than they are made of."""
 
@@ -152,12 +158,10 @@ class Axes:
         known = self.named.get((name, size))
         if known is None:
             base = self.axis(name[:-1], size, source)[0] if name.endswith("'") and len(name) > 1 else None
-            known = self.named[name, size] = Factor(size, name, source, base)
-            if base is not None:
-                known.apart.append(base)
+            known = self.named[name, size] = AxisFactor(size, name, source, base)
         return (known,)
 
-    def split(self, x: Factor, sizes: Sequence[int]) -> None:
+    def split(self, x: AxisFactor, sizes: Sequence[int]) -> None:
         """Split a factor into smaller ones."""
         x = find(x)
         if x.base is not None:
@@ -168,10 +172,10 @@ class Axes:
             return
         names = (x.name or "").split("*")
         if len(names) == len(sizes) and len(names) > 1:  # a name such as `heads*head_dim` names the factors
-            kids = [self.axis(name, n, x.source) or (Factor(n),) for name, n in zip(names, sizes, strict=True)]
+            kids = [self.axis(name, n, x.source) or (AxisFactor(n),) for name, n in zip(names, sizes, strict=True)]
             _set_kids(x, tuple(kid for (kid,) in kids))
         else:
-            _set_kids(x, tuple(map(Factor, sizes)))
+            _set_kids(x, tuple(map(AxisFactor, sizes)))
 
     # --- the same ---
 
@@ -187,7 +191,7 @@ class Axes:
                 return (self.same(x, y, at),)
         if not a or not b:
             return a or b
-        left, right, found = [*leaves(a)], [*leaves(b)], list[Factor]()
+        left, right, found = [*leaves(a)], [*leaves(b)], list[AxisFactor]()
         while left and right:
             x, y = find(left[0]), find(right[0])
             if x is y or x.size == y.size:
@@ -201,7 +205,7 @@ class Axes:
             of_large[:1] = leaves((large,))
         return tuple(found)
 
-    def same(self, x: Factor, y: Factor, at: Any) -> Factor:
+    def same(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
         """Record that two factors of one size are the same."""
         x, y = find(x), find(y)
         if x is y:
@@ -209,12 +213,16 @@ class Axes:
         if x.base is not None or y.base is not None:
             return self._same_role(x, y, at)
         if x.name is not None and y.name is not None and x.name != y.name:
-            key = (id(x), id(y)) if id(x) < id(y) else (id(y), id(x))
-            self.meetings.setdefault(key, Meeting(x, y, at))
+            self.differ(x, y, at)
             return x
-        return self._merge(x, y, at)
+        return self.merge(x, y, at)
 
-    def _same_role(self, x: Factor, y: Factor, at: Any) -> Factor:
+    def differ(self, x: AxisFactor, y: AxisFactor, at: Any) -> None:
+        """Record a mix-up of two named factors, once."""
+        key = (id(x), id(y)) if id(x) < id(y) else (id(y), id(x))
+        self.meetings.setdefault(key, Meeting(x, y, at))
+
+    def _same_role(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
         if y in bases(x):
             return x
         if x in bases(y):
@@ -226,21 +234,22 @@ class Axes:
             if x.name is not None and y.name is not None and x.name != y.name:
                 self.adopted.append(Meeting(x, y, at))
                 return x
-            return self._merge(x, y, at)
+            return self.merge(x, y, at)
         names = [n for n in (last_base(x).name, last_base(y).name) if n is not None]
         if len(names) == 2:
             self.adopted.append(Meeting(x, y, at))
-            return x
+            return x if x.base is not None else y
         if x.base is not None and y.base is not None:
             self.same(last_base(x), last_base(y), at)
-            return x if are_apart(x, y) else self._merge(find(x), find(y), at)
+            return x if are_apart(x, y) else self.merge(find(x), find(y), at)
         role, other = (x, y) if x.base is not None else (y, x)
         if other.name is not None:  # the base of the role has no name: it is this axis, or its roles are
             self.same(last_base(role), other, at)
             return role
-        return self._merge(role, other, at)
+        return self.merge(role, other, at)
 
-    def _merge(self, x: Factor, y: Factor, at: Any) -> Factor:
+    def merge(self, x: AxisFactor, y: AxisFactor, at: Any) -> AxisFactor:
+        """Make two factors one."""
         if x is y:
             return x
         if (y.name is not None and x.name is None) or (y.base is not None and x.base is None):
@@ -248,12 +257,15 @@ class Axes:
         y.same_as = x
         if x.name is None:
             x.name, x.source = y.name, y.source
+        x.side = x.side or y.side
         kids = y.kids
         for field in ("wholes", "like", "used_as", "apart", "part_of"):
             if found := getattr(y, field):
-                getattr(x, field).extend(found)
-        for bounds, part in y.parts.items():
-            if (known := x.parts.setdefault(bounds, part)) is not part:
+                setattr(x, field, getattr(x, field) + found)
+        parts, y.parts = y.parts, None
+        x.parts = x.parts or parts
+        for bounds, part in (parts or {}).items():
+            if x.parts and (known := x.parts.setdefault(bounds, part)) is not part:
                 self.same(known, part, at)
         if kids:
             if x.kids:
@@ -270,7 +282,7 @@ class Axes:
         """Return the axes of an array in another shape; None if its axes do not divide so."""
         left, found = [*leaves(f for axis in dims for f in axis)], list[Axis]()
         for n in shape:
-            taken: list[Factor] = []
+            taken: list[AxisFactor] = []
             while n > 1:
                 if not left or left[0].size == 0:
                     return None
@@ -303,19 +315,19 @@ class Axes:
         for own in instead:
             twice = Counter(id(f) for axis in own for f in leaves(axis))
             again -= {f for f, n in twice.items() if n > 1}
-        made: dict[int, list[Factor]] = {}
+        made: dict[int, list[AxisFactor]] = {}
         for f in roles:
             made.setdefault(id(last_base(f)), []).append(f)
 
-        def role(f: Factor) -> Factor:
+        def role(f: AxisFactor) -> AxisFactor:
             if id(f) not in again:
                 return f
-            new = Factor(f.size, base=f)
+            new = AxisFactor(f.size, base=f)
             others = made.setdefault(id(last_base(f)), [])
             for other in others:
                 if other is not f:
-                    new.apart.append(other)
-                    other.apart.append(new)
+                    new.apart += (other,)
+                    other.apart += (new,)
             others.append(new)
             return new
 
@@ -327,13 +339,15 @@ class Axes:
             return fresh(size)
         x = self.whole(axis)
         if bounds is None:
-            made = Factor(size)
-            made.like.append(x)
+            made = AxisFactor(size)
+            made.like += (x,)
             return (made,)
+        if x.parts is None:
+            x.parts = {}
         if bounds not in x.parts:
-            made = x.parts[bounds] = Factor(size)
-            made.like.append(x)
-            made.part_of.append(((x,), bounds[0]))
+            made = x.parts[bounds] = AxisFactor(size)
+            made.like += (x,)
+            made.part_of += (((x,), bounds[0]),)
         return leaves((x.parts[bounds],))
 
     def padded(self, axis: Axis, before: int, after: int) -> Axis:
@@ -355,17 +369,18 @@ class Axes:
             for whole, _ in first.part_of:
                 if size_of(whole) == first.size * len(parts):
                     return leaves(whole)
-            return (Factor(len(parts)), *leaves((first,)))
-        made, start = Factor(sum(sizes)), 0
+            return (AxisFactor(len(parts)), *leaves((first,)))
+        made, start = AxisFactor(sum(sizes)), 0
+        made.parts = {}
         for part, n in zip(parts, sizes, strict=True):
             if part is not None:
                 made.parts[start, start + n] = part
-                made.like.append(part)
-                part.part_of.append(((made,), start))
+                made.like += (part,)
+                part.part_of += (((made,), start),)
             start += n
         return (made,)
 
-    def whole(self, axis: Axis) -> Factor:
+    def whole(self, axis: Axis) -> AxisFactor:
         """Return one factor that consists of the factors of an axis."""
         axis = leaves(axis)
         if len(axis) == 1:
@@ -373,33 +388,36 @@ class Axes:
         for whole in axis[0].wholes:
             if leaves((whole,)) == axis:
                 return find(whole)
-        made = Factor(size_of(axis))
+        made = AxisFactor(size_of(axis))
         _set_kids(made, axis)
         return made
 
 
 def fresh(size: int) -> Axis:
     """Return an axis about which nothing is known."""
-    return () if size == 1 else (Factor(size),)
+    return () if size == 1 else (AxisFactor(size),)
 
 
-def copied(dims: Dims, memo: dict[Factor, Factor]) -> Dims:
-    """Return fresh axes in place of those of a constant, which say nothing about each other's uses."""
+class Copies(dict[AxisFactor, AxisFactor]):
+    """Fresh factors in place of those of a constant, whose uses say nothing about each other."""
 
-    def copy(f: Factor) -> Factor:
-        if (known := memo.get(f)) is None:
-            known = memo[f] = Factor(f.size)
-            f.used_as.append(known)
-        return known
+    def __missing__(self, f: AxisFactor) -> AxisFactor:
+        root = find(f)
+        if root is not f:
+            return self[root]
+        made = self[f] = AxisFactor(f.size)
+        f.used_as += (made,)
+        return made
 
-    return tuple(tuple(copy(f) for f in leaves(axis)) for axis in dims)
+    def axis(self, axis: Axis) -> Axis:
+        return tuple(self[f] for f in leaves(axis))
 
 
 class NameReader:
     """Read the names of axes, once the whole program has been walked."""
 
     def __init__(self) -> None:
-        self._of_factor: dict[Factor, str | None] = {}
+        self._of_factor: dict[AxisFactor, str | None] = {}
         self._of_axis: dict[Axis, str | None] = {}
 
     def array(self, dims: Dims) -> tuple[str | None, ...]:
@@ -419,7 +437,10 @@ class NameReader:
         if not axis:
             return None
         if axis not in self._of_axis:
-            self._of_axis[axis] = self._name(leaves(axis))
+            apart = leaves(axis)
+            if apart not in self._of_axis:
+                self._of_axis[apart] = self._name(apart)
+            self._of_axis[axis] = self._of_axis[apart]
         return self._of_axis[axis]
 
     def _name(self, axis: Axis) -> str | None:
@@ -445,7 +466,7 @@ class NameReader:
         names = {name for w in wholes if (name := self.factor(w)) is not None}
         return min(names) if names else None
 
-    def factor(self, x: Factor) -> str | None:
+    def factor(self, x: AxisFactor) -> str | None:
         """Return the name of a factor: its own, or that of what it is a role of, derived from or used as."""
         x = find(x)
         if x.name is not None:
@@ -455,7 +476,7 @@ class NameReader:
             self._of_factor[x] = self._other_name(x)
         return self._of_factor[x]
 
-    def _other_name(self, x: Factor) -> str | None:
+    def _other_name(self, x: AxisFactor) -> str | None:
         if x.base is not None:
             return self.factor(x.base)
         for whole in map(find, x.wholes):

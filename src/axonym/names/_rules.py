@@ -7,7 +7,22 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ._axes import Axes, Axis, Dims, Factor, are_apart, bases, copied, find, fresh, last_base, leaves, size_of
+from ..core.source_lines import frames_of
+from ._axes import (
+    Axes,
+    Axis,
+    Copies,
+    Dims,
+    Meeting,
+    are_apart,
+    bases,
+    find,
+    fresh,
+    last_base,
+    leaves,
+    size_of,
+)
+from ._masks import Facts, sum_of_weights
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -25,32 +40,39 @@ class Pointer:
 class Axed:
     """The axes of an array in a program."""
 
-    __slots__ = ("constant", "dims", "points")
+    __slots__ = ("constant", "dims", "facts", "points")
 
-    def __init__(self, dims: Dims, constant: bool = False, points: tuple[Pointer, ...] | None = None):
+    def __init__(
+        self,
+        dims: Dims,
+        constant: bool = False,
+        points: tuple[Pointer, ...] | None = None,
+        facts: Facts | None = None,
+    ):
         self.dims = dims
         self.constant = constant
         """Whether it depends on no argument; then each use has axes of its own."""
         self.points = points
         """The axes that it indexes: one, or one for each position along its last axis."""
+        self.facts = facts
+        """What is known of its values."""
 
     def used(self) -> Axed:
         """Return the value for one use."""
         if not self.constant or not self.dims:
             return self
-        memo: dict[Factor, Factor] = {}
-        points = self.points and tuple(
-            Pointer(None if p.axis is None else copied((p.axis,), memo)[0]) for p in self.points
-        )
-        return Axed(copied(self.dims, memo), points=points)
+        copies = Copies()
+        points = self.points and tuple(Pointer(None if p.axis is None else copies.axis(p.axis)) for p in self.points)
+        facts = self.facts and self.facts.copied(copies.__getitem__)
+        return Axed(tuple(map(copies.axis, self.dims)), points=points, facts=facts)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Step:
+class AxisStep:
     """An equation of a program, with its results and, if it calls functions, their steps."""
 
     eqn: JaxprEqn
-    outer: Step | None
+    outer: AxisStep | None
     slices: dict[tuple[Any, int], list[tuple[int, int, int]]]
     """How the arrays of the same function are sliced, by array and dimension: start, stop and stride."""
     results: Sequence[Axed] = ()
@@ -75,7 +97,7 @@ class Step:
     @property
     def backward(self) -> bool:
         """Return whether it belongs to the transposed part of a derivative."""
-        step: Step | None = self
+        step: AxisStep | None = self
         while step is not None:
             if "transpose(" in str(step.eqn.source_info.name_stack):
                 return True
@@ -83,10 +105,10 @@ class Step:
         return False
 
 
-Rule: TypeAlias = Callable[[Axes, Step, Sequence[Axed]], list[Axed]]
+Rule: TypeAlias = Callable[[Axes, AxisStep, Sequence[Axed]], list[Axed]]
 
 
-def unknown(step: Step) -> list[Axed]:
+def unknown(step: AxisStep) -> list[Axed]:
     """Return results about which nothing is known."""
     return [Axed(tuple(map(fresh, v.aval.shape))) for v in step.eqn.outvars]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -94,10 +116,12 @@ def unknown(step: Step) -> list[Axed]:
 # --- position for position ---
 
 
-def _elementwise(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
-    shape, rank = step.shape, len(step.shape)
-    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if len(x.dims) == rank and rank]
-    if len(given) == 1 and given[0][1] == shape:
+def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    shape = step.shape
+    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
+    if not shape:
+        dims = ()
+    elif all(own == shape and x.dims == given[0][0].dims for x, own in given):
         dims = given[0][0].dims
     else:
         crossed = len(axes.crossed)
@@ -109,10 +133,20 @@ def _elementwise(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
             if step.name == "add_any":
                 del axes.crossed[crossed:]
         dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
+        _check_promotion(axes, step, found, dims, xs)
     return [Axed(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
 
 
-def _meet(axes: Axes, step: Step, same: Sequence[Axis]) -> Axis:
+def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
+    """Record an outer product of an axis with itself that comes from an implicit promotion of ranks."""
+    changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
+    roles = [f for axis in changed for f in axis if f.base is not None]
+    makers = [x.facts.promoted_by for x in xs if x.facts is not None and x.facts.promoted_by is not None]
+    if len(roles) > 1 and any(list(frames_of(m.eqn)) == list(frames_of(step.eqn)) for m in makers):
+        axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+
+
+def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
     found = same[0] if same else ()
     for axis in same[1:]:
         found = axes.unify(found, axis, step)
@@ -135,14 +169,14 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
 _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "sort", "rev", "rem"}
 
 
-def _points(step: Step, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
+def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
     if step.name not in _POINTING or getattr(step.eqn.outvars[-1].aval, "dtype", None).kind not in "iu":  # pyright: ignore
         return None
     return next((x.points for x in xs if x.points is not None), None)
 
 
-def _compared(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Compare position for position; an index that is compared with all positions of an axis is one of that axis."""
     results = _elementwise(axes, step, xs)
     if all(x.points is not None and len(x.points) == 1 for x in xs):
@@ -154,7 +188,7 @@ def _compared(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return results
 
 
-def _point(axes: Axes, step: Step, pointer: Pointer, axis: Axis) -> None:
+def _point(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
     """Record that a value indexes an axis."""
     if pointer.axis is None:
         pointer.axis = axis
@@ -162,18 +196,18 @@ def _point(axes: Axes, step: Step, pointer: Pointer, axis: Axis) -> None:
         axes.unify(pointer.axis, axis, step)
 
 
-def _identity(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _identity(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(x.dims, points=x.points) for x, _ in zip(xs, step.eqn.outvars, strict=False)]
 
 
 # --- layout ---
 
 
-def _transpose(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _transpose(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(tuple(xs[0].dims[i] for i in step.params["permutation"]), points=xs[0].points)]
 
 
-def _broadcast_in_dim(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _broadcast_in_dim(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis | None] = [None] * len(step.shape)
     for axis, old, at in zip(xs[0].dims, step.shape_of(0), step.params["broadcast_dimensions"], strict=True):
         if old == step.shape[at]:
@@ -182,17 +216,17 @@ def _broadcast_in_dim(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(dims, points=xs[0].points)]
 
 
-def _bitcast(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _bitcast(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     dims, rank = xs[0].dims, len(step.shape)
     return [Axed((*dims[:rank], *map(fresh, step.shape[len(dims) :])))]
 
 
-def _squeeze(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _squeeze(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     gone = step.params["dimensions"]
     return [Axed(tuple(a for i, a in enumerate(xs[0].dims) if i not in gone), points=xs[0].points)]
 
 
-def _reshape(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     (x,), old, new = xs[:1], step.shape_of(0), step.shape
     if [n for n in old if n != 1] == [n for n in new if n != 1]:
         left = iter(axis for axis, n in zip(x.dims, old, strict=True) if n != 1)
@@ -208,7 +242,7 @@ def _reshape(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(dims, points=x.points)]
 
 
-def _split(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     (x,), at, sizes = xs, step.params["axis"], step.params["sizes"]
     starts = itertools.accumulate(sizes, initial=0)
     return [
@@ -222,19 +256,19 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
     whole = size_of(axis)
     if size == whole or size == 1:
         return axis if size == whole else ()
-    count, known = whole // size, bool(axis) and (start, start + size) in axes.whole(axis).parts
+    count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
     if (
         equal
         and not known
         and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None
     ):
         part = apart[stride == 1]
-        axes.whole(part).part_of.append((axis, start if stride == 1 else -1))
+        axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
         return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 
 
-def _slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis] = []
     strides = step.params["strides"] or (1,) * len(step.shape)
     starts = step.params["start_indices"]
@@ -249,7 +283,7 @@ def _slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(tuple(found), points=xs[0].points)]
 
 
-def _pad(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _pad(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis] = []
     for axis, old, new, (low, high, inside) in zip(
         xs[0].dims, step.shape_of(0), step.shape, step.params["padding_config"], strict=True
@@ -265,7 +299,7 @@ def _pad(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(tuple(found))]
 
 
-def _concatenate(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _concatenate(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     at = step.params["dimension"]
     sizes = [step.shape_of(i)[at] for i in range(len(xs))]
     joined = axes.joined([x.dims[at] for x in xs], sizes)
@@ -278,18 +312,18 @@ def _concatenate(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(tuple(dims), points=points)]
 
 
-def _stack(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _stack(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     at = step.params["axis"]
     dims = [_meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(xs[0].dims))]
     return [Axed((*dims[:at], fresh(len(xs)), *dims[at:]))]
 
 
-def _unstack(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _unstack(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     at, dims = step.params["axis"], xs[0].dims
     return [Axed((*dims[:at], *dims[at + 1 :])) for _ in step.eqn.outvars]
 
 
-def _dynamic_slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _dynamic_slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     dims = (
         axis if old == new else axes.derived(axis, new)
         for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
@@ -297,7 +331,7 @@ def _dynamic_slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(tuple(dims), points=xs[0].points)]
 
 
-def _dynamic_update_slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _dynamic_update_slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     x, update = xs[:2]
     dims = (
         axes.unify(a, b, step) if n == m else a
@@ -309,14 +343,14 @@ def _dynamic_update_slice(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Ax
 # --- sums and products ---
 
 
-def _reduce(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _reduce(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     gone = step.params.get("axes", step.params.get("dimensions", ()))
     dims = tuple(a for i, a in enumerate(xs[0].dims) if i not in gone)
     points = (Pointer(xs[0].dims[gone[0]]),) if step.name in ("argmax", "argmin") else None
     return [Axed(dims, points=points) for _ in step.eqn.outvars]
 
 
-def _dot_general(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     (left_summed, right_summed), (left_batch, right_batch) = step.params["dimension_numbers"]
     left, right = (x.dims for x in xs)
     for i, j in zip(left_summed, right_summed, strict=True):
@@ -324,10 +358,12 @@ def _dot_general(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
     free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
     free += [axis for i, axis in enumerate(right) if i not in right_summed and i not in right_batch]
+    sum_of_weights(axes, step, xs[0], left_summed, xs[1])
+    sum_of_weights(axes, step, xs[1], right_summed, xs[0])
     return [Axed(axes.distinct((*batch, *free), (left, right)))]
 
 
-def _ragged_dot_general(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _ragged_dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     numbers = step.params["ragged_dot_dimension_numbers"]
     (left_summed, right_summed), (left_batch, right_batch) = numbers.dot_dimension_numbers
     groups = tuple(numbers.rhs_group_dimensions)
@@ -343,7 +379,7 @@ def _ragged_dot_general(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed
     return [Axed(axes.distinct((*made, *batch, *free)))]
 
 
-def _convolution(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     numbers, (left, right) = step.params["dimension_numbers"], xs
     (batch, feature, *spatial), (out_feature, in_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
     groups, batch_groups = step.params["feature_group_count"], step.params["batch_group_count"]
@@ -368,7 +404,7 @@ def _convolution(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
 
 
-def _reduce_window(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _reduce_window(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     dims = tuple(
         axis if old == new else axes.derived(axis, new)
         for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
@@ -376,7 +412,7 @@ def _reduce_window(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(dims) for _ in step.eqn.outvars]
 
 
-def _select_and_scatter(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _select_and_scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Return the gradient of a pooled array: it has the axes of the array before it was pooled."""
     at = next(i for i in (1, 0) if step.shape_of(i) == step.shape)
     return [Axed(xs[at].dims)]
@@ -385,7 +421,7 @@ def _select_and_scatter(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed
 # --- look-ups ---
 
 
-def _gather(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _gather(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     numbers, (table, indices) = step.params["dimension_numbers"], xs
     sizes = step.params["slice_sizes"]
     _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
@@ -402,18 +438,18 @@ def _slice_of_table(axes: Axes, axis: Axis, whole: int, size: int) -> Axis:
     return axis if size == whole else axes.derived(axis, size)
 
 
-def _align(axes: Axes, step: Step, table: Axed, indices: Axed, at: Sequence[int], there: Sequence[int]) -> None:
+def _align(axes: Axes, step: AxisStep, table: Axed, indices: Axed, at: Sequence[int], there: Sequence[int]) -> None:
     for i, j in zip(at, there, strict=True):
         axes.unify(table.dims[i], indices.dims[j], step)
 
 
-def _look(axes: Axes, step: Step, table: Dims, indices: Axed, at: Sequence[int]) -> None:
+def _look(axes: Axes, step: AxisStep, table: Dims, indices: Axed, at: Sequence[int]) -> None:
     if indices.points is not None and len(indices.points) == len(at):
         for pointer, i in zip(indices.points, at, strict=True):
             _point(axes, step, pointer, table[i])
 
 
-def _scatter(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     numbers, (table, indices, updates) = step.params["dimension_numbers"], xs
     _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
     _look(axes, step, table.dims, indices, numbers.scatter_dims_to_operand_dims)
@@ -428,7 +464,7 @@ def _scatter(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(table.dims)]
 
 
-def _top_k(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _top_k(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     (x,), at = xs, step.params.get("axis", len(step.shape) - 1)
     dims = (*x.dims[:at], x.dims[at] if step.shape[at] == step.shape_of(0)[at] else fresh(step.shape[at]),
             *x.dims[at + 1 :])  # fmt: skip
@@ -438,25 +474,25 @@ def _top_k(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
 # --- new arrays ---
 
 
-def _iota(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _iota(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     dims = tuple(map(fresh, step.shape))
     return [Axed(dims, points=(Pointer(dims[step.params["dimension"]]),))]
 
 
-def _new(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _new(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Return arrays whose first axes are those of the operand, such as keys."""
     dims = xs[0].dims if xs else ()
     return [Axed((*dims, *map(fresh, v.aval.shape[len(dims) :]))) for v in step.eqn.outvars]  # pyright: ignore
 
 
-def _random_wrap(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _random_wrap(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(xs[0].dims[: len(step.shape)])]
 
 
 # --- matrices ---
 
 
-def _triangular_solve(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _triangular_solve(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     a, b = (x.dims for x in xs)
     at = -2 if step.params["left_side"] else -1
     batch = [axes.unify(x, y, step) for x, y in zip(a[:-2], b[:-2], strict=True)]
@@ -464,7 +500,7 @@ def _triangular_solve(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed((*batch, *((solved, b[-1]) if at == -2 else (b[-2], solved))))]
 
 
-def _factorized(axes: Axes, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+def _factorized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Return matrices that have the axes of the operand where they have its size, if that is not ambiguous."""
     (*batch, row, column), sizes = xs[0].dims, step.shape_of(0)[-2:]
     if sizes[0] == sizes[1]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
-from ._axes import Axes, Axis, find, fresh, leaves
-from ._rules import RULES, Axed, Step, unknown
+from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves
+from ._masks import Facts, facts_of, is_declared_role
+from ._rules import RULES, Axed, AxisStep, unknown
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -21,7 +22,7 @@ class Body:
 
     jaxpr: Jaxpr
     arguments: Sequence[Axed]
-    steps: list[Step]
+    steps: list[AxisStep]
     results: Sequence[Axed] = ()
 
 
@@ -31,15 +32,17 @@ class AxisWalk:
     def __init__(self) -> None:
         self.axes = Axes()
         self.unknown_primitives: Counter[str] = Counter()
+        self.given: list[set[str | None]] = []
+        """The names of each argument."""
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: Step | None = None) -> Body:
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None) -> Body:
         """Follow the axes through a function."""
         body = Body(jaxpr, arguments, [])
         known: dict[Any, Axed] = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {v: _constant(v) for v in jaxpr.constvars}
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
-            step = Step(eqn, outer, slices)
+            step = AxisStep(eqn, outer, slices)
             xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
             step.results = self._results(step, xs)
             body.steps.append(step)
@@ -47,7 +50,7 @@ class AxisWalk:
         body.results = [_constant(v) if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
         return body
 
-    def _results(self, step: Step, xs: Sequence[Axed]) -> Sequence[Axed]:
+    def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
         inside = INSIDE.get(step.name)
         if inside is None and (called := _called(step.eqn)) is not None:
             body = self.run(called, xs, step)
@@ -56,7 +59,12 @@ class AxisWalk:
         if inside is not None:
             results = inside(self, step, xs)
         elif (rule := RULES.get(step.name)) is not None:
-            results = rule(self.axes, step, [x.used() for x in xs])
+            used = [x.used() for x in xs]
+            results = rule(self.axes, step, used)
+            if results and (step.name == "iota" or any(x.facts is not None or _is_bool(v)
+                                                       for x, v in zip(used, step.eqn.invars, strict=True))
+                            or step.name in ("exp", "broadcast_in_dim")):  # fmt: skip
+                results[0].facts = facts_of(step, used, results)
         else:
             results = unknown(step)
             if results:
@@ -66,9 +74,33 @@ class AxisWalk:
                 x.constant = True
         return results
 
+    def settle(self) -> list[Meeting]:
+        """Decide about the roles that met other names, and return all mix-ups, in the order of the program."""
+        axes = self.axes
+        for met in axes.adopted:
+            role, other = (find(met.left), find(met.right))
+            if other.base is not None and (role.base is None or other.name is None):
+                role, other = other, role
+            base = last_base(role)
+            if role is other or base.name is None or other.name is None or base.name == other.name:
+                continue
+            if other.base is not None and last_base(other) is not base:
+                axes.differ(base, last_base(other), met.at)
+            elif role.side == "query" or not is_declared_role(other.name, base.name, self.given):
+                axes.differ(base, other, met.at)
+            elif other.base is None:
+                other.base = base
+                axes.merge(role, other, met.at)
+        crossed = [
+            dataclasses.replace(m, kind="crossed")
+            for m in axes.crossed
+            if (m.left.side or m.right.side) and m.at.name in RULES and not m.at.backward and _has_both(m)
+        ]
+        return [*axes.meetings.values(), *axes.found, *crossed]
+
     # --- loops, branches and functions on each device ---
 
-    def _scan(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _scan(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"].jaxpr
         constants, first, scanned = scan_operands(step.params, xs)
         carry, scanned = [x.used() for x in first], [x.used() for x in scanned]
@@ -81,7 +113,7 @@ class AxisWalk:
         carry = self._together(step, carry, body.results[: len(carry)])
         return [*carry, *(Axed((along, *x.used().dims)) for x in body.results[len(carry) :])]
 
-    def _while(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _while(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         params = step.params
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = xs[:tests], xs[tests : tests + consts]
@@ -91,27 +123,27 @@ class AxisWalk:
         step.bodies = (test, body)
         return self._together(step, carry, body.results)
 
-    def _cond(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _cond(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         step.bodies = tuple(self.run(branch.jaxpr, xs[1:], step) for branch in step.params["branches"])
         found = [x.used() for x in step.bodies[0].results]
         for body in step.bodies[1:]:
             found = self._together(step, found, body.results)
         return [Axed(x.dims, points=x.points) for x in found]
 
-    def _together(self, step: Step, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
+    def _together(self, step: AxisStep, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
         """Record that values are the same; where one has a role of an axis and the other the axis, return the axis."""
         return [
             Axed(tuple(self._either(a, b, step) for a, b in zip(x.dims, y.used().dims, strict=True)), points=x.points)
             for x, y in zip(left, right, strict=True)
         ]
 
-    def _either(self, a: Axis, b: Axis, step: Step) -> Axis:
+    def _either(self, a: Axis, b: Axis, step: AxisStep) -> Axis:
         self.axes.unify(a, b, step)
         if len(a) == len(b) == 1 and find(a[0]).base is not None and find(b[0]) is find(find(a[0]).base):  # pyright: ignore
             return leaves(b)
         return a
 
-    def _shard_map(self, step: Step, xs: Sequence[Axed]) -> list[Axed]:
+    def _shard_map(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"]
         inside = [self._resized(x.used(), v) for x, v in zip(xs, jaxpr.invars, strict=True)]
         step.bodies = (self.run(jaxpr, inside, step),)
@@ -130,8 +162,15 @@ class AxisWalk:
                 return whole
         found = self.axes.derived(axis, size)
         if found:
-            found[0].part_of.append((axis, -2))
+            found[0].part_of += ((axis, -2),)
         return found
+
+
+def _has_both(m: Meeting) -> bool:
+    """Return whether an array in which two roles of an axis meet has a further role of it."""
+    base = last_base(m.left)
+    found = [f for x in m.at.results for axis in x.dims for f in leaves(axis) if last_base(f) is base]
+    return m.at.name != "dot_general" and len(found) > 1
 
 
 def _size(axis: Axis) -> int:
@@ -160,8 +199,17 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
+def _is_bool(v: Any) -> bool:
+    return getattr(getattr(v.aval, "dtype", None), "kind", "") == "b"
+
+
 def _constant(v: Any) -> Axed:
-    return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
+    if hasattr(v, "val") and not v.aval.shape and v.aval.dtype.kind in "biuf":
+        return Axed((), constant=True, facts=Facts(value=float(v.val), varies=()))
+    return Axed(tuple(map(fresh, v.aval.shape)), constant=True) if v.aval.shape else _SCALAR
+
+
+_SCALAR = Axed((), constant=True)
 
 
 def _slices(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:
@@ -175,7 +223,7 @@ def _slices(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:
     return found
 
 
-def steps_of(body: Body) -> Iterator[Step]:
+def steps_of(body: Body) -> Iterator[AxisStep]:
     """Yield all steps of a function, and of the functions that it calls."""
     for step in body.steps:
         yield step

@@ -284,7 +284,7 @@ def _parents(path: Sequence[Any], tree: Any) -> list[Any]:
     last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=-1)
     parents = [tree]
     for key in path[:last]:
-        parents.append(_child(parents[-1], key))
+        parents.append(child_of(parents[-1], key))
     return parents if last >= 0 else []
 
 
@@ -314,7 +314,8 @@ def _names_by_flax(box: Any) -> Names | None:
     return tuple("_" if n is None else n for n in names)
 
 
-def _child(parent: Any, key: Any) -> Any:
+def child_of(parent: Any, key: Any) -> Any:
+    """Return the child of a node at a key of a path, or None for a key of another kind."""
     match key:
         case jax.tree_util.GetAttrKey(name=name):
             return getattr(parent, name, None)

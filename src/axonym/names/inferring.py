@@ -15,8 +15,8 @@ from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
 from ..named_array import is_named_array
-from ._axes import Axis, NameReader, fresh, leaves, size_of
-from ._rules import Axed, Pointer, Step
+from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
+from ._rules import Axed, AxisStep, Pointer
 from ._sources import LeafNames, names_of_leaves
 from ._walk import AxisWalk, Body, steps_of
 
@@ -37,22 +37,36 @@ class MixUp:
     names: tuple[str, str]
     said_by: tuple[str, str]
     """Where each name comes from."""
+    kind: str
+    """`names` if two names meet. Otherwise two roles of one axis are mixed up: see `str` of it."""
     operation: str
     """The primitive that treats them as one."""
     source: Source | None
     """The user's line."""
 
     def __str__(self) -> str:
-        (a, b), (of_a, of_b) = self.names, self.said_by
-        return f"{a!r} ({of_a}) meets {b!r} ({of_b}) in {self.operation}" + _at(self.source)
+        a, b = (f"{n!r} ({by})" if by else repr(n) for n, by in zip(self.names, self.said_by, strict=True))
+        return _TEXTS[self.kind].format(a=a, b=b, operation=self.operation) + _at(self.source)
+
+
+_TEXTS = {
+    "names": "{a} meets {b} in {operation}",
+    "side": "{b} stands for the queries where weights are summed over {a}: a mask or bias is transposed",
+    "softmax": "a softmax normalizes along {a}, and its weights are summed along the other role of this axis",
+    "future": "a mask keeps the positions of {a} that come after that of the query",
+    "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
+    "crossed": "two roles of {a} are exchanged in {operation}",
+    "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class UnnamedAxes:
     """Axes that are the same and have no name.
 
-    >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names="batch _")
-    >>> print(program.unknown[0])
+    >>> program = axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names=("batch _",))
+    >>> for found in program.unknown:
+    ...     print(found)
     size 4: axis 1 of x: no argument names it
     """
 
@@ -62,8 +76,9 @@ class UnnamedAxes:
     reason: str
 
     def __str__(self) -> str:
-        more = f" and {len(self.places) - 1} others" if len(self.places) > 1 else ""
-        return f"size {self.size}: {self.places[0]}{more}: {self.reason}"
+        first, *others = self.places
+        more = f" and {counted(len(others), 'other')}" if others else ""
+        return f"size {self.size}: {first}{more}: {self.reason}"
 
 
 class NamedProgram:
@@ -86,7 +101,9 @@ class NamedProgram:
         self.body = body
         """The steps of the program: one for each equation, with those of the functions that it calls."""
         self._walk = walk
+        met = walk.settle()
         self._names = NameReader()
+        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known."""
@@ -102,6 +119,10 @@ class NamedProgram:
         """The results, with its names in place of each array."""
         return self._tree(self.traced.returned, self.body.results)
 
+    def _mix_up(self, m: Meeting) -> MixUp:
+        names, sources = zip(*((self._names.factor(f) or "?", f.source) for f in (m.left, m.right)), strict=True)
+        return MixUp(names, sources, m.kind, m.at.name, source_of(m.at))
+
     def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
         return jax.tree.map(lambda x: x.array if is_named_array(x) else x, tree, is_leaf=is_named_array)
@@ -114,15 +135,7 @@ class NamedProgram:
     @property
     def mix_ups(self) -> tuple[MixUp, ...]:
         """The pairs of named axes that the program treats as one, in the order of the program."""
-        return tuple(
-            MixUp(
-                (m.left.name or "", m.right.name or ""),
-                (m.left.source, m.right.source),
-                m.at.name,
-                source_of(m.at),
-            )
-            for m in self._walk.axes.meetings.values()
-        )
+        return self._mix_ups
 
     @property
     def unknown(self) -> tuple[UnnamedAxes, ...]:
@@ -213,17 +226,22 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
     Arguments:
         fn: any function of arrays and trees. It is traced, and neither compiled nor run.
         args, kwargs: its arguments; arrays may be abstract. Those that are not arrays are part of the program.
-        names: the names of the arguments' axes, as a tree prefix of the positional arguments: strings such as
-            `"batch pos"`, with `_` for an axis without name, tuples, and None.
+        names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
+            parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
+            `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
+            paths to these. Named arrays, annotations and the metadata of Flax need no names here. A name such as
+            `heads*head_dim` is that of an axis that the function splits, and `pos'` is the role of keys of `pos`.
 
-    >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names="batch embed")
+    >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
     >>> program.results
     ('embed',)
     """
     traced = trace(fn, args, kwargs)
     walk = AxisWalk()
-    leaf_names = names_of_leaves(fn, args, kwargs, names)
+    said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
+    leaf_names = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
     arguments = [_argument(walk, var.aval, own) for var, own in zip(traced.jaxpr.jaxpr.invars, leaf_names, strict=True)]
+    walk.given = [set(own.names or ()) for own in leaf_names]
     return NamedProgram(traced, walk, walk.run(traced.jaxpr.jaxpr, arguments))
 
 
@@ -263,7 +281,7 @@ def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
     return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
 
 
-def source_of(step: Step) -> Source | None:
+def source_of(step: AxisStep) -> Source | None:
     """Return the user's line of a step."""
     frames = list(frames_of(step.eqn))
     own = source(frames)

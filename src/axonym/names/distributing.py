@@ -38,9 +38,9 @@ from ..sharding._compiled_function import CompiledFunction, JitOptions
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve, unused_names
 from ..sharding.shard import shard_quietly, warn_without_mesh
-from ._rules import Axed, Step
+from ._rules import Axed, AxisStep
 from ._walk import Body, steps_of
-from .infer import NamedProgram, infer, source_of
+from .inferring import NamedProgram, infer, source_of
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -217,7 +217,7 @@ class _Distributed:
         same = len(eqns) == len(body.steps) and all(a is s.eqn for a, s in zip(eqns, body.steps, strict=True))
         return body.jaxpr if same else body.jaxpr.replace(eqns=eqns)
 
-    def _with_bodies(self, step: Step) -> JaxprEqn:
+    def _with_bodies(self, step: AxisStep) -> JaxprEqn:
         """Return an equation with constraints in the functions that it calls."""
         if not step.bodies or step.name in _WITH_OWN_RULES:
             return step.eqn
@@ -238,7 +238,7 @@ class _Distributed:
         new = self._spliced(bodies[id(jaxpr)])
         return value if new is jaxpr else new if isinstance(value, Jaxpr) else value.replace(jaxpr=new)
 
-    def _product(self, step: Step, operands: Sequence[Axed | None]) -> Iterator[JaxprEqn]:
+    def _product(self, step: AxisStep, operands: Sequence[Axed | None]) -> Iterator[JaxprEqn]:
         """Yield a product with its result constrained, and operands that have the role of a key."""
         eqn, (result,) = step.eqn, step.eqn.outvars
         names = [(None,) * len(v.aval.shape) if x is None else self._program.names_of(x)
@@ -260,7 +260,7 @@ class _Distributed:
             yield eqn.replace(invars=invars, outvars=constraint.invars)
             yield constraint.replace(outvars=[result])
 
-    def _scope(self, step: Step, names: Sequence[OptionalNames], out_names: OptionalNames) -> str | None:
+    def _scope(self, step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> str | None:
         """Return the scope that describes a product, if all its axes have names."""
         layouts = [*names, out_names]
         if any(n is None for layout in layouts for n in layout):
@@ -268,7 +268,7 @@ class _Distributed:
         arrays: list[Any] = [v.aval for v in step.eqn.invars]
         return operation_scope(PRODUCTS[step.name], names, (out_names,), arrays)  # pyright: ignore[reportArgumentType]
 
-    def _constraint(self, step: Step, var: Any, names: OptionalNames) -> JaxprEqn | None:
+    def _constraint(self, step: AxisStep, var: Any, names: OptionalNames) -> JaxprEqn | None:
         """Return an equation that constrains a value by its names, with variables of its own; None if none has one."""
         mesh, shape = current_mesh(), var.aval.shape
         assert mesh is not None
@@ -294,7 +294,7 @@ class _Distributed:
         return entry if whole or size % shard_count(mesh, entry) == 0 else None
 
 
-def _roles(step: Step, names: Sequence[OptionalNames], out_names: OptionalNames) -> list[OptionalNames]:
+def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> list[OptionalNames]:
     """Return the names of the operands of a product, with those of the keys' role in place of the axis itself.
 
     If positions meet positions, one of them are the keys, which have another name in the result, and in the operand that
@@ -319,6 +319,6 @@ def _key_of(name: str | None, other: str | None) -> str | None:
     return other if name is not None and other is not None and other.rstrip("'") == name else name
 
 
-def _in_scope(step: Step, scope: str | None) -> Any:
+def _in_scope(step: AxisStep, scope: str | None) -> Any:
     source: Any = step.eqn.source_info
     return source if scope is None else source.replace(name_stack=source.name_stack.extend(scope))

@@ -1,0 +1,384 @@
+"""What a program does with positions: masks, softmax, and which of two roles of an axis is that of the keys.
+
+Roles of an axis are alike until something tells them apart. These facts follow values forward through a program: the
+positions that a mask keeps, the scores that it masks, and the axis along which exponentials are divided by their sum.
+Where such weights are summed over that same axis, it is the role of keys, and the other one that of queries. Then a
+mask can be the wrong way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
+
+if TYPE_CHECKING:
+    from ._rules import Axed, AxisStep
+
+Factors: TypeAlias = tuple[AxisFactor, ...]
+
+LARGE = 100.0
+"""What is added to or subtracted from scores to mask them is larger than this, by its absolute value."""
+
+
+class Order(NamedTuple):
+    """The positions of which the index along `high`, less that along `low`, is `least` or more."""
+
+    high: AxisFactor
+    low: AxisFactor
+    least: int
+
+    def others(self) -> Order:
+        return Order(self.low, self.high, 1 - self.least)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mask:
+    """Which positions are kept."""
+
+    kind: str
+    """`kept` is true, `one` is 1 and `bias` is 0 where they are; `penalty` is a large number where they are not."""
+    varies: Factors | None
+    """The factors along which it varies; None if that is not known."""
+    order: Order | None = None
+    within: bool = True
+    """Whether all that it keeps is in that order."""
+    covers: bool = True
+    """Whether it keeps all that is in that order."""
+
+    def inverted(self, kind: str) -> Mask:
+        order = None if self.order is None else self.order.others()
+        return Mask(kind, self.varies, order, self.covers, self.within)
+
+    def of_kind(self, kind: str) -> Mask:
+        return dataclasses.replace(self, kind=kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the values of an array."""
+
+    value: float | None = None
+    """The value of all its elements."""
+    position: tuple[AxisFactor, int] | None = None
+    """The factor along which it counts, and from which number."""
+    difference: tuple[AxisFactor, AxisFactor, int] | None = None
+    """The difference of the positions along two factors, and a number added to it."""
+    varies: Factors | None = None
+    """The factors along which it may vary; None if that is not known."""
+    mask: Mask | None = None
+    masks: tuple[Mask, ...] = ()
+    """The masks of scores, or of what is made of them."""
+    exponential: bool = False
+    total: Factors = ()
+    """The factors along which exponentials are added up to give it, or its logarithm."""
+    divided: Factors = ()
+    """The factors along which scores are less by the logarithm of such a total."""
+    weights: Factors = ()
+    """The factors along which exponentials are divided by their total."""
+    promoted_by: AxisStep | None = None
+    """The step that gave it further axes before its own."""
+
+    def copied(self, copy: Callable[[AxisFactor], AxisFactor]) -> Facts:
+        """Return the facts about other factors."""
+
+        def order(o: Order | None) -> Order | None:
+            return None if o is None else Order(copy(o.high), copy(o.low), o.least)
+
+        def mask(m: Mask) -> Mask:
+            return dataclasses.replace(m, varies=m.varies and tuple(map(copy, m.varies)), order=order(m.order))
+
+        return dataclasses.replace(
+            self,
+            position=self.position and (copy(self.position[0]), self.position[1]),
+            difference=self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
+            varies=self.varies and tuple(map(copy, self.varies)),
+            mask=self.mask and mask(self.mask),
+            masks=tuple(map(mask, self.masks)),
+        )
+
+
+NOTHING = Facts()
+
+
+def facts_of(step: AxisStep, xs: Sequence[Axed], results: Sequence[Axed]) -> Facts | None:
+    """Return what is known of the first result of a step."""
+    known = [x.facts or NOTHING for x in xs]
+    rule = _RULES.get(step.name)
+    if not results or (rule is None and (step.name not in _LAYOUT or not xs)):
+        position_for_position = len(results) == 1 and len(step.shape) == max((len(x.dims) for x in xs), default=0)
+        return _carried(known) if position_for_position and step.name != "dot_general" else None
+    return rule(step, xs, known, results[0]) if rule else known[0]
+
+
+def _carried(known: Sequence[Facts]) -> Facts | None:
+    """Return the facts that outlast an operation position for position."""
+    masks = tuple(dict.fromkeys(m for f in known for m in f.masks))
+    total = next((f.total for f in known if f.total), ())
+    return Facts(masks=masks, total=total) if masks or total else None
+
+
+def _varies(xs: Sequence[Axed], known: Sequence[Facts]) -> Factors | None:
+    """Return the factors along which the result of an operation on these arrays varies."""
+    found: list[AxisFactor] = []
+    for x, facts in zip(xs, known, strict=True):
+        found += _along(x) if facts.varies is None else facts.varies
+    return tuple(found)
+
+
+def _along(x: Axed) -> Axis:
+    return tuple(f for axis in x.dims for f in axis)
+
+
+# --- one rule for each kind of primitive ---
+
+
+def _iota(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    axis = result.dims[step.params["dimension"]]
+    return Facts(position=(axis[0], 0), varies=axis) if len(axis) == 1 else None
+
+
+def _broadcast(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    at, rank = step.params["broadcast_dimensions"], len(step.shape)
+    leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
+    return dataclasses.replace(known[0], varies=_varies(xs, known), promoted_by=step if leading else None)
+
+
+def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    """Follow sums and differences: of positions, and of scores with masks."""
+    (a, b), sign = known, -1 if step.name == "sub" else 1
+    if b.value is not None and a.position is not None and float(b.value).is_integer():
+        return dataclasses.replace(a, position=(a.position[0], a.position[1] + sign * int(b.value)))
+    if sign == 1 and a.value is not None and b.position is not None and float(a.value).is_integer():
+        return dataclasses.replace(b, position=(b.position[0], b.position[1] + int(a.value)))
+    if sign == -1 and a.position is not None and b.position is not None:
+        (high, i), (low, j) = a.position, b.position
+        return Facts(difference=(high, low, i - j), varies=_varies(xs, known))
+    if sign == -1 and a.value == 1 and b.mask is not None and b.mask.kind == "one":
+        return Facts(mask=b.mask.inverted("one"), varies=b.varies)
+    for facts, kind in ((b, "bias" if sign == 1 else "penalty"), (a, "bias")):
+        if facts.mask is not None and facts.mask.kind == kind:
+            other = a if facts is b else b
+            if other.mask is not None and other.mask.kind == kind:  # two masks
+                return Facts(mask=_both(other.mask, facts.mask), varies=_varies(xs, known))
+            mask = _applied(facts.mask, xs[known.index(facts)], result)
+            return dataclasses.replace(_carried(known) or NOTHING, masks=(*a.masks, *b.masks, mask))
+    carried = _carried(known)
+    return Facts(masks=carried.masks, divided=b.total) if carried and sign == -1 and b.total else carried
+
+
+def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
+    """Return a mask in terms of the factors of the scores that it masks, which can be roles of its own."""
+    if len(x.dims) != len(scores.dims):
+        return dataclasses.replace(mask, varies=None, order=None)
+    there = {f: leaves(to) for axis, to in zip(x.dims, scores.dims, strict=True) for f in leaves(axis)}
+    varies = None if mask.varies is None else tuple(
+        to for f in leaves(mask.varies) for to in there.get(f, (f,))
+    )  # fmt: skip
+    order = mask.order
+    if order is not None:
+        high, low = (there.get(find(f), ()) for f in order[:2])
+        order = Order(high[0], low[0], order.least) if len(high) == len(low) == 1 else None
+    return dataclasses.replace(mask, varies=varies, order=order)
+
+
+def _both(a: Mask, b: Mask) -> Mask:
+    """Return the mask that keeps what two masks keep."""
+    varies = None if a.varies is None or b.varies is None else (*a.varies, *b.varies)
+    orders = [m.order for m in (a, b) if m.order is not None and m.within]
+    ahead = [o for o in orders if o.least >= 0] or orders  # a window has another order beside that of time
+    return Mask(a.kind, varies, ahead[0] if ahead else None, True, False)
+
+
+def _product(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    a, b = known
+    for x, y in ((a, b), (b, a)):
+        if x.mask is not None and x.mask.kind == "one" and y.value is not None and abs(y.value) >= LARGE:
+            return Facts(mask=x.mask.inverted("bias" if y.value < 0 else "penalty"), varies=x.varies)
+    if a.mask is not None and b.mask is not None and a.mask.kind == b.mask.kind == "one":
+        return Facts(mask=_both(a.mask, b.mask), varies=_varies(xs, known))
+    return _weighted(known)
+
+
+def _weighted(known: Sequence[Facts]) -> Facts | None:
+    """Return the facts of a product or quotient of exponentials, weights or others."""
+    carried = _carried(known) or NOTHING
+    exponential, total = any(f.exponential for f in known), carried.total
+    weights = next((f.weights for f in known if f.weights), ())
+    if exponential and total:
+        return Facts(masks=carried.masks, weights=total)
+    return dataclasses.replace(carried, exponential=exponential, weights=weights)
+
+
+def _quotient(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    return _weighted(known)
+
+
+def _exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    if known[0].divided:
+        return Facts(masks=known[0].masks, weights=known[0].divided)
+    return Facts(masks=known[0].masks, exponential=True)
+
+
+def _sum(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    if not known[0].exponential:
+        return None
+    return Facts(total=tuple(f for i in step.params["axes"] for f in leaves(xs[0].dims[i])))
+
+
+def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    """Follow comparisons: of positions, which give an order, and of masks with numbers."""
+    a, b = known
+    varies = _varies(xs, known)
+    if a.mask is not None and a.mask.kind == "one" and b.value is not None and 0 <= b.value <= 1:
+        keeps = {"gt": b.value < 1, "ge": b.value > 0, "ne": b.value == 0, "eq": b.value == 1}.get(step.name, False)
+        drops = {"eq": b.value == 0, "ne": b.value == 1, "lt": b.value > 0, "le": b.value < 1}.get(step.name, False)
+        if keeps or drops:
+            return Facts(mask=a.mask.of_kind("kept") if keeps else a.mask.inverted("kept"), varies=varies)
+    found: tuple[AxisFactor, AxisFactor, int] | None = None
+    if a.position is not None and b.position is not None:
+        found = (a.position[0], b.position[0], a.position[1] - b.position[1])
+    elif a.difference is not None and b.value is not None and float(b.value).is_integer():
+        found = (*a.difference[:2], a.difference[2] - int(b.value))
+    if found is None or find(found[0]) is find(found[1]) or step.name not in ("ge", "gt", "le", "lt"):
+        return Facts(mask=Mask("kept", varies), varies=varies)
+    left, right, more = found
+    order = {
+        "ge": Order(left, right, -more),
+        "gt": Order(left, right, 1 - more),
+        "le": Order(right, left, more),
+        "lt": Order(right, left, 1 + more),
+    }[step.name]
+    return Facts(mask=Mask("kept", varies, order), varies=varies)
+
+
+def _not(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    mask = _as_mask(xs[0], known[0], result)
+    return None if mask is None else Facts(mask=mask.inverted("kept"), varies=mask.varies)
+
+
+def _as_mask(x: Axed, facts: Facts, result: Axed) -> Mask | None:
+    """Return the mask that a boolean array is."""
+    return facts.mask or Mask("kept", _along(x) if facts.varies is None else facts.varies)
+
+
+def _logical(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    a, b = (_as_mask(x, f, result) for x, f in zip(xs, known, strict=True))
+    if a is None or b is None:
+        return None
+    mask = _both(a, b) if step.name == "and" else _both(a.inverted("kept"), b.inverted("kept")).inverted("kept")
+    return Facts(mask=mask, varies=mask.varies)
+
+
+def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    """Follow a choice between scores and a large negative number, or between constants, by a mask."""
+    if len(xs) != 3:
+        return None
+    keep = _as_mask(xs[0], known[0], result)
+    if keep is None:
+        return _weighted(known[1:])
+    for other, chosen, mask in ((known[1], known[2], keep), (known[2], known[1], keep.inverted("kept"))):
+        if other.value is not None and other.value <= -LARGE and (chosen.value is None or chosen.value > -LARGE):
+            if chosen.value is not None:
+                return Facts(mask=mask.of_kind("bias"), varies=mask.varies)
+            mask = _applied(mask, xs[0], result)
+            return dataclasses.replace(_carried(known[1:]) or NOTHING, masks=(*chosen.masks, mask))
+        if other.value == 0 and chosen.value == 1:
+            return Facts(mask=mask.of_kind("kept" if _is_bool(step) else "one"), varies=mask.varies)
+        if other.value == 0 and chosen.mask is not None:
+            return Facts(mask=_both(chosen.mask, mask), varies=_varies(xs, known))
+    return _weighted(known[1:])
+
+
+def _is_bool(step: AxisStep) -> bool:
+    return step.eqn.outvars[0].aval.dtype.kind == "b"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _converted(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    (facts,) = known
+    if facts.mask is None or facts.mask.kind not in ("kept", "one"):
+        return facts
+    return dataclasses.replace(facts, mask=facts.mask.of_kind("kept" if _is_bool(step) else "one"))
+
+
+def _negative(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    (facts,) = known
+    if facts.mask is not None and facts.mask.kind == "penalty":
+        return dataclasses.replace(facts, mask=facts.mask.of_kind("bias"))
+    return _carried(known)
+
+
+_LAYOUT = {"transpose", "reshape", "squeeze", "slice", "copy", "stop_gradient", "reduce_precision", "name"}
+_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice"}
+
+_Rule: TypeAlias = Callable[["AxisStep", Sequence["Axed"], Sequence[Facts], "Axed"], Facts | None]
+_RULES: dict[str, _Rule] = {
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(("add", "sub"), _arithmetic),
+    "mul": _product,
+    "div": _quotient,
+    **dict.fromkeys(("exp", "exp2"), _exponential),
+    "reduce_sum": _sum,
+    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _compared),
+    "not": _not,
+    **dict.fromkeys(("and", "or"), _logical),
+    "select_n": _selected,
+    "convert_element_type": _converted,
+    "neg": _negative,
+}
+
+
+# --- where weights are summed ---
+
+
+def sum_of_weights(axes: Axes, step: AxisStep, x: Axed, summed: Iterable[int], other: Axed) -> None:
+    """Tell the roles of an axis apart where the weights of a softmax are summed; find masks that do not fit them."""
+    if x.facts is None or not x.facts.weights or step.backward:
+        return
+    over = [f for i in summed for f in leaves(x.dims[i])]
+    rest = [f for i, axis in enumerate(x.dims) if i not in summed for f in leaves(axis)]
+    normalized = {find(f) for f in leaves(x.facts.weights)}
+    keys = [f for f in over if f in normalized and f.base is not None]
+    for key in keys:
+        key.side = "key"
+        queries = [f for f in rest if last_base(f) is last_base(key) and f.base is not None]
+        for query in queries:
+            query.side = "query"
+            if query.name is not None and query.name != last_base(query).name:
+                axes.found.append(Meeting(last_base(query), query, step, "side"))
+        _check_masks(axes, step, x.facts.masks, key, queries)
+    for f in rest:
+        if f in normalized and f.base is not None and not keys and not (other.facts and other.facts.weights):
+            for role in over:
+                if last_base(role) is last_base(f):
+                    axes.found.append(Meeting(f, role, step, "softmax"))
+
+
+def _check_masks(axes: Axes, step: AxisStep, masks: Sequence[Mask], key: AxisFactor, queries: list[AxisFactor]) -> None:
+    along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in masks]
+    for mask, own in zip(masks, along, strict=True):
+        if mask.order is not None and mask.within:
+            high, low, least = mask.order
+            if find(high) is key and find(low) in queries and least >= 0:
+                axes.found.append(Meeting(key, find(low), step, "future"))
+        if own is not None and not own.isdisjoint(queries) and all(o is not None and key not in o for o in along):
+            axes.found.append(Meeting(key, queries[0], step, "mask"))
+
+
+_WORDS_FOR_KEYS = {"key", "keys", "k", "kv", "source", "src"}
+
+
+def is_declared_role(name: str, base: str, given: Sequence[set[Any]]) -> bool:
+    """Return whether a name that is given to arguments is that of a role of an axis with another name.
+
+    It stands nowhere without the axis, and the axis stands somewhere without it; or it is the name of the axis with a
+    word for keys.
+    """
+    if base in name and name.replace(base, "", 1).strip("_") in _WORDS_FOR_KEYS:
+        return True
+    return all(base in names for names in given if name in names) and any(
+        base in names and name not in names for names in given
+    )

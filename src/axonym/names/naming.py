@@ -1,0 +1,64 @@
+"""Name the axes of the arrays of a tree, and read the names back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+from ..core import errors
+from ..named_array import NamedArray
+from ..sharding.placement import leaves_of
+from ._sources import LeafNames, Root, given_to_tree, named_leaves
+
+T = TypeVar("T")
+
+
+def names_of(tree: Any) -> Any:
+    """Return the names of a tree's arrays, as a tree that `names=` takes: `"batch embed"` in the place of each array.
+
+    The names are those of named arrays, of Flax's metadata and of annotations of fields. An axis without a name is `_`,
+    and a leaf without names is None.
+
+    >>> names = axn.names.names_of({"w": axn.ones({"embed": 2, "hidden": 3}), "b": jnp.ones(3)})
+    >>> names
+    {'b': None, 'w': 'embed hidden'}
+    >>> axn.names.name({"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, names)["w"].names
+    ('embed', 'hidden')
+    """
+    found, structure = _named(tree, None)
+    return jax.tree.unflatten(
+        structure, [None if x.names is None else " ".join(n or "_" for n in x.names) for x in found]
+    )
+
+
+def name(tree: T, names: Any = None) -> T:
+    """Turn raw arrays of a tree into named arrays.
+
+    Arguments:
+        tree: a tree; a part that nothing names stays as it is.
+        names: a tree prefix of strings such as `"batch embed"`, or a dictionary from patterns of paths to such strings.
+            By default, the names that the tree itself has in Flax's metadata and annotations of fields.
+
+    >>> params = {"mlp": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+    >>> axn.names.name(params, {"kernel": "embed hidden", "bias": "hidden"})["mlp"]["kernel"].names
+    ('embed', 'hidden')
+    """
+    found, structure = _named(tree, names)
+    leaves = [_renamed(leaf.path, leaf.value, x) for leaf, x in zip(leaves_of(tree)[0], found, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _named(tree: Any, names: Any) -> tuple[list[LeafNames], Any]:
+    """Return the names of each leaf, where a named array is a leaf, and the structure with those leaves."""
+    root = Root("", (), tree)
+    return named_leaves(tree, [root], dict(given_to_tree(names, root))), leaves_of(tree)[1]
+
+
+def _renamed(path: str, value: Any, found: LeafNames) -> Any:
+    if not found.names or isinstance(value, NamedArray):
+        return value
+    if None in found.names:
+        shown = errors.describe_axes(n or "_" for n in found.names)
+        raise ValueError(f"name: {path} has an axis without a name in {shown}; a named array has a name for each.")
+    return NamedArray(value, tuple(n for n in found.names if n is not None))

@@ -1,0 +1,1 @@
+"""Programs that were written without knowledge of the inference; `python -m tests.names.heldout.score` measures it."""

@@ -1,0 +1,198 @@
+"""Programs that mix up axes, beside programs that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import axonym as axn
+from tests.names.models import abstract, tokens
+
+N = 4
+X = abstract(2, N, 8)
+PAIRS = abstract(N, N)
+W = abstract(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def promote_ranks() -> Iterator[None]:
+    """Let these programs promote ranks, as most programs do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def kinds(fn: Callable[..., Any], *args: Any, names: Any) -> list[str]:
+    """Return the kinds of the mix-ups that are found in a function, and in its gradient."""
+    found = axn.names.infer(fn, *args, names=names).mix_ups
+    with_gradient = axn.names.infer(jax.grad(lambda *xs: fn(*xs).sum(), allow_int=True), *args, names=names).mix_ups
+    assert [(m.kind, set(m.names)) for m in found] == [(m.kind, set(m.names)) for m in with_gradient]
+    return [m.kind for m in found]
+
+
+# --- two names that meet ---
+
+
+@pytest.mark.parametrize(
+    ("fn", "names"),
+    [
+        (lambda x, y: x + y.T, ("a b", "a b")),
+        (lambda x, y: x @ y, ("a b", "a b")),
+        (lambda x, y: jnp.concatenate([x, y.T]), ("a b", "a b")),
+        (lambda x, y: jnp.where(x > 0, x, y.T), ("a b", "a b")),
+        (lambda x, y: x * y.sum(0)[:, None], ("a b", "a b")),
+        (lambda x, y: x - y.mean(1), ("a b", "a b")),
+        (lambda x, y: jnp.einsum("ij,jk->ik", x, y), ("a b", "a b")),
+        (lambda x, y: x.reshape(2, 2, N) @ y, ("a b", "a b")),
+        (lambda x, y: x.at[1].set(y[:, 0]), ("a b", "a b")),
+        (lambda x, y: jax.lax.scan(lambda c, r: (c + r, c), x[0], y.T)[0], ("a b", "a b")),
+        (lambda x, y: jax.lax.cond(x.sum() > 0, lambda: x, lambda: y.T), ("a b", "a b")),
+    ],
+)
+def test_two_names(fn: Callable[..., Any], names: Any) -> None:
+    """The clean program has the array the other way round."""
+    assert kinds(fn, PAIRS, PAIRS, names=names) == ["names"]
+    assert kinds(fn, PAIRS, PAIRS, names=(names[0], "b a")) == []
+
+
+def test_indices() -> None:
+    def look_up(ids: jax.Array, table: jax.Array, logits: jax.Array) -> jax.Array:
+        return table[ids].sum() + jnp.take_along_axis(logits, ids[:, None], 1).sum()
+
+    args = tokens(3), abstract(N, 8), abstract(3, N)
+    assert kinds(look_up, *args, names=("batch", "vocab embed", "batch vocab")) == []
+    assert kinds(look_up, *args, names=("batch", "vocab embed", "batch classes")) == ["names"]
+
+
+def test_a_mix_up_says_everything() -> None:
+    program = axn.names.infer(lambda x, w: x @ w.T, PAIRS, PAIRS, names=("batch embed", "embed mlp"))
+    (found,) = program.mix_ups
+    assert found.names == ("embed", "mlp")
+    assert "test_mix_ups.py" in str(found)
+    assert str(found).startswith("'embed' (") and "meets 'mlp'" in str(found)
+    assert "names=" in found.said_by[0]
+
+
+# --- attention ---
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Callable[[jax.Array], jax.Array], axis: int = -1) -> Any:
+    scores = jnp.einsum("bqd,bkd->bqk", q, k)
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(mask(scores), axis), v)
+
+
+def self_attention(mask: Callable[..., jax.Array], axis: int = -1) -> Callable[..., jax.Array]:
+    return lambda x, w, *m: x + attention(x @ w, x, x, lambda scores: mask(scores, *m), axis)
+
+
+HIDDEN = -1e9
+
+APPLIED = {
+    "where": lambda s, m: jnp.where(m, s, HIDDEN),
+    "where not": lambda s, m: jnp.where(~m, HIDDEN, s),
+    "added": lambda s, m: s + jnp.where(m, 0.0, HIDDEN),
+    "one less": lambda s, m: s + (1.0 - m.astype(s.dtype)) * jnp.finfo(s.dtype).min,
+    "penalty": lambda s, m: s - 1e10 * (1 - m.astype(s.dtype)),
+    "product": lambda s, m: s * m.astype(s.dtype) - 1e10 * (1 - m.astype(s.dtype)),
+}
+
+
+@pytest.mark.parametrize("how", APPLIED)
+def test_declared_mask(how: str) -> None:
+    """The mask says which axis is that of keys."""
+    clean = self_attention(APPLIED[how])
+    transposed = self_attention(lambda s, m: APPLIED[how](s, m.T))
+    args = X, W, abstract(N, N, dtype=bool)
+    for names in ("pos key_pos", "pos pos'"):
+        assert kinds(clean, *args, names=("batch pos embed", None, names)) == []
+        (found,) = kinds(transposed, *args, names=("batch pos embed", None, names))
+        assert found in ("names", "side")
+
+
+def test_declared_bias() -> None:
+    clean, transposed = self_attention(lambda s, m: s + m), self_attention(lambda s, m: s + m.T)
+    assert kinds(clean, X, W, PAIRS, names=("batch pos embed", None, "pos key_pos")) == []
+    assert kinds(transposed, X, W, PAIRS, names=("batch pos embed", None, "pos key_pos")) == ["names"]
+
+
+def test_key_padding() -> None:
+    clean = self_attention(lambda s, m: jnp.where(m[:, None, :], s, HIDDEN))
+    wrong = self_attention(lambda s, m: jnp.where(m[:, :, None], s, HIDDEN))
+    both = self_attention(lambda s, m: jnp.where(m[:, :, None] & m[:, None, :], s, HIDDEN))
+    mask = abstract(2, N, dtype=bool)
+    assert kinds(clean, X, W, mask, names=("batch pos embed", None, "batch pos")) == []
+    assert kinds(both, X, W, mask, names=("batch pos embed", None, "batch pos")) == []
+    assert kinds(wrong, X, W, mask, names=("batch pos embed", None, "batch pos")) == ["mask"]
+    assert kinds(wrong, X, W, mask, names=("batch pos embed", None, "batch key_pos")) != []
+
+
+CAUSAL = {
+    "tril": lambda: jnp.tril(jnp.ones((N, N), bool)),
+    "iotas": lambda: jnp.arange(N)[:, None] >= jnp.arange(N)[None, :],
+    "less": lambda: ~(jnp.arange(N)[:, None] < jnp.arange(N)[None, :]),
+    "difference": lambda: jnp.arange(N)[:, None] - jnp.arange(N)[None, :] >= 0,
+    "no triu": lambda: jnp.triu(jnp.ones((N, N)), 1) == 0,
+    "window": lambda: jnp.triu(jnp.tril(jnp.ones((N, N), bool)), -2),
+}
+
+
+@pytest.mark.parametrize("how", ["where", "one less"])
+@pytest.mark.parametrize("mask", CAUSAL)
+def test_causal(mask: str, how: str) -> None:
+    clean = self_attention(lambda s: APPLIED[how](s, CAUSAL[mask]()))
+    wrong = self_attention(lambda s: APPLIED[how](s, CAUSAL[mask]().T))
+    assert kinds(clean, X, W, names=("batch pos embed", None)) == []
+    assert kinds(wrong, X, W, names=("batch pos embed", None)) == ["future"]
+
+
+def test_softmax_over_the_queries() -> None:
+    assert kinds(self_attention(lambda s: s, -1), X, W, names=("batch pos embed", None)) == []
+    assert kinds(self_attention(lambda s: s, -2), X, W, names=("batch pos embed", None)) == ["softmax"]
+
+
+def test_masks_in_loops() -> None:
+    def layers(turn: bool) -> Callable[..., Any]:
+        def run(x: jax.Array, ws: jax.Array, m: jax.Array) -> jax.Array:
+            layer = jax.checkpoint(self_attention(lambda s, m: jnp.where(m.T if turn else m, s, HIDDEN)))
+            return jax.lax.scan(lambda x, w: (layer(x, w, m), None), x, ws)[0]
+
+        return run
+
+    args = X, abstract(3, 8, 8), abstract(N, N, dtype=bool)
+    names = ("batch pos embed", None, "pos key_pos")
+    assert kinds(layers(False), *args, names=names) == []
+    assert kinds(layers(True), *args, names=names) == ["names"]
+
+
+# --- what is no mix-up ---
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x @ x.T + (x @ x.T).T,
+        lambda x: jnp.cov(x),
+        lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(N)),
+        lambda x: (x[:, None] - x[None, :]) ** 2,
+        lambda x: jnp.matmul(x @ x.T, x @ x.T),
+        lambda x: jnp.concatenate([x, x + 1], 0)[::2],
+        lambda x: jnp.roll(x, 1, 0) + x,
+        lambda x: x[1:] - x[:-1],
+        lambda x: jnp.sort(x, 0) + x[jnp.argsort(x[:, 0])],
+        lambda x: jax.nn.softmax(x @ x.T) @ jax.nn.softmax(x @ x.T) @ x,
+        lambda x: jnp.cumsum(x, 0) / jnp.arange(1, N + 1)[:, None],
+    ],
+)
+def test_clean(fn: Callable[..., Any]) -> None:
+    assert kinds(fn, abstract(N, 8), names=("pos embed",)) == []
+
+
+def test_promoted_ranks() -> None:
+    args = abstract(N, 1), abstract(N)
+    names = ("batch _", "batch")
+    assert kinds(lambda p, y: ((p - y) ** 2).mean(), *args, names=names) == ["outer"]
+    assert kinds(lambda p, y: ((p[:, 0] - y) ** 2).mean(), *args, names=names) == []
+    assert kinds(lambda p, y: ((p[:, 0][:, None] - y[None, :]) ** 2).mean(), *args, names=names) == []

@@ -1,0 +1,235 @@
+"""Names of arguments come from `names=` and from what the code says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jaxtyping import Array, Float, Int
+
+import axonym as axn
+from axonym.names import name, names_of
+from axonym.names._sources import names_of_leaves
+from axonym.typing import Named
+
+if TYPE_CHECKING:
+    from somewhere import Unknown  # pyright: ignore[reportMissingImports]
+
+untyped: Any = linen  # for functions that it does not export for type checkers
+
+
+def f(*args: Any, **kwargs: Any) -> None: ...
+
+
+def found(fn: Any, *args: Any, names: Any = None, **kwargs: Any) -> list[Any]:
+    return [x.names for x in names_of_leaves(fn, args, kwargs, names)]
+
+
+X, W = jnp.ones((2, 3)), jnp.ones((3, 4))
+TREE = {"attn": {"query": W, "key": W}, "norm": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("batch embed", ("batch", "embed")),
+        ("batch, embed", ("batch", "embed")),
+        ("batch _", ("batch", None)),
+        ("_ _", (None, None)),
+        ("pos pos", ("pos", "pos'")),
+        ("pos pos'", ("pos", "pos'")),
+        (("batch", None), ("batch", None)),
+        (["batch", "embed"], ("batch", "embed")),
+        (jax.P("batch", None), ("batch", None)),
+        (None, None),
+    ],
+)
+def test_the_names_of_one_array(names: Any, expected: Any) -> None:
+    assert found(f, X, names=(names,)) == [expected]
+
+
+def test_entries_are_tree_prefixes_of_arguments() -> None:
+    query, whole = ("embed", "hidden"), {"attn": "embed hidden", "norm": ("embed",)}
+    assert found(f, TREE, X, names=(whole, "batch embed")) == [query, query, ("embed",), ("batch", "embed")]
+    assert found(f, (X, [W]), names=(("batch embed", ["embed hidden"]),)) == [("batch", "embed"), query]
+    assert found(f, (X, [W]), names=((None, "embed hidden"),)) == [None, query]
+    assert found(f, {"w": W, "none": None}, names=({"w": "embed hidden"},)) == [query]
+    assert found(f, W, W, names="embed hidden") == [query, query]
+
+
+def test_a_dictionary_without_the_keys_of_the_argument_has_patterns() -> None:
+    names = {"query": "embed inner", "attn/.*": "embed hidden"}  # the first that is found
+    assert found(f, TREE, names=(names,)) == [("embed", "hidden"), ("embed", "inner"), None]
+    assert found(f, TREE, names=({"attn": {"^q": ("embed", None)}, "norm": None},)) == [None, ("embed", None), None]
+    assert found(f, TREE["attn"], names=({"key": "embed hidden"},)) == [("embed", "hidden"), None]
+
+
+def test_a_dictionary_from_parameters() -> None:
+    def step(params: Any, *xs: Any, scale: Any = None, **more: Any) -> None: ...
+
+    args, kwargs = (W, X, X), {"scale": jnp.ones(4), "mask": X}
+    names = {"params": "embed hidden", "scale": "hidden", "mask": "batch embed"}
+    expected = [("embed", "hidden"), None, None, ("batch", "embed"), ("hidden",)]  # in the order of the tree's leaves
+    assert found(step, *args, **kwargs, names=names) == expected
+    one, all_of_them = ("batch", "embed"), [("batch", "embed")] * 2
+    assert found(step, *args, names={"xs": "batch embed"}) == [None, *all_of_them]
+    assert found(step, *args, names={"xs": (None, "batch embed")}) == [None, None, one]
+    # Anything else has patterns of complete paths.
+    assert found(step, TREE, X, names={"params/norm": "embed", "xs/0": "batch embed"})[2:] == [("embed",), one]
+
+
+def test_leaves_are_those_of_the_tree() -> None:
+    model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    leaves = names_of_leaves(f, (model, 2.0, np.ones(3), None), {"text": "abc"}, None)
+    assert len(leaves) == len(jax.tree.leaves(((model, 2.0, np.ones(3)), {"text": "abc"})))
+    assert [x for x in leaves if x.names is not None] == [((), "a scalar")]
+    placeholder = jax.tree.map(lambda x: None, axn.ones({"batch": 2}))
+    assert found(f, placeholder, axn.ones({"embed": 3}), jax.ShapeDtypeStruct((2,), "float32")) == [("embed",), None]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("batch embed",), "1 entry for 2 positional arguments. Give an entry for each"),
+        (("batch", None), "names= at 'x': x has shape (2, 3), and there are 1 name for its axes, (batch)"),
+        ((None, {"attn": "embed", "norm": "embed"}), "names= at 'params/attn/key': params/attn/key has shape (3, 4)"),
+        (
+            (None, {"quer": "a b", "kez": "a b"}),
+            "pattern 'kez' is found in no path of params. The nearest of 3 paths: ",
+        ),
+        ((None, {"*/query": "a b"}), "A pattern is found anywhere in a path: write 'query'."),
+        ((None, {"query": {"w": "a b"}}), "'query' is no key of the argument, so it is a pattern"),
+        ((None, ("a b",)), "params has 2 parts (attn, norm), and its names are ('a b',)"),
+        ((None, {"norm": "a b"}), "pattern 'norm' of names=: params/norm has shape (3,)"),
+        (("batch 3", None), "'3' is no name"),
+        ({"z": "batch embed"}, "pattern 'z' is found in no path"),
+        ((7, None), "x has 0 parts (an array), and its names are 7"),
+    ],
+)
+def test_names_that_do_not_fit(names: Any, message: str) -> None:
+    def step(x: Any, params: Any) -> None: ...
+
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        names_of_leaves(step, (X, TREE), {}, names)
+
+
+# --- what the code says ---
+
+
+class Layer(eqx.Module):
+    weight: Float[Array, "out in"]
+    bias: Float[Array, "#out"] | None
+    other: list[Float[Array, "in *rest"]]
+    named: Array = axn.field(axis_names=("embed",))
+
+
+class Pair(NamedTuple):
+    first: Float[Array, "batch 3"]
+    second: Int[Array, "batch n+1"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Partly:
+    x: Float[Array, "batch embed"]
+    y: Unknown
+
+
+class Boxed(nnx.Module):
+    def __init__(self) -> None:
+        with nnx.use_eager_sharding(False):  # the names are no mesh axes
+            self.w = nnx.Param(W, out_sharding=("embed", None))
+        self.plain = nnx.Param(X)
+
+
+def test_annotations_of_parameters() -> None:
+    def step(x: Float[Array, "batch embed"], *ys: Named["batch ... embed"], z: Float[Array, "_ ..."] | None = None): ...
+
+    def inside(x: dict[str, tuple[Float[Array, "n d"], Float[Array, " d"]]]) -> None: ...
+
+    three = jnp.ones((2, 5, 3))
+    assert found(step, X, three, X, z=X) == [
+        ("batch", "embed"),
+        ("batch", None, "embed"),
+        ("batch", "embed"),
+        (None, None),
+    ]
+    assert found(jax.jit(step), X) == found(functools.partial(step, z=X), X) == [("batch", "embed")]
+    assert found(step, three) == [None]  # of another rank, for example in vmap
+    assert found(inside, {"a": (X, jnp.ones(3))}) == [("n", "d"), ("d",)]
+
+
+def test_annotations_of_fields() -> None:
+    layer = Layer(W, jnp.ones(1), [X, jnp.ones((3, 4, 5))], jnp.ones(3))
+    assert found(f, [layer]) == [("out", "in"), (None,), ("in", None), ("in", None, None), ("embed",)]
+    assert found(f, Pair(X, X)) == [("batch", None), ("batch", None)]
+    assert found(f, Partly(X, X)) == [("batch", "embed"), None]
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), layer)
+    assert found(f, stacked)[0] is None  # no name is better than a wrong one
+
+    class Model(eqx.Module):
+        def __call__(self, x: Float[Array, "batch embed"]) -> None: ...
+
+    assert found(Model(), X) == found(Model().__call__, X) == [("batch", "embed")]
+
+
+def test_metadata_of_flax() -> None:
+    expected = [None, ("embed", None)]  # plain, w
+    assert found(f, Boxed()) == found(f, nnx.state(Boxed())) == expected
+    init = untyped.with_logical_partitioning(linen.initializers.ones_init(), ("embed", "mlp"))
+    params = linen.Dense(4, kernel_init=init).init(jax.random.key(0), X)
+    assert found(f, params) == [None, ("embed", "mlp")]
+
+
+@pytest.mark.parametrize(
+    ("argument", "source"),
+    [
+        (Layer(W, None, [], jnp.ones(3)), "the annotation of `Layer.weight`"),
+        (Boxed(), "metadata of Flax's Param"),
+        ({"w": axn.named(W, ("out", "in"))}, "a named array"),
+    ],
+)
+def test_sources_agree(argument: Any, source: str) -> None:
+    (says,) = [x for x in names_of_leaves(f, (argument,), {}, None) if x.names and len(x.names) == 2]
+    assert says.source == source
+    names = " ".join(n or "_" for n in says.names or ())
+    assert says in names_of_leaves(f, (argument,), {}, ({"w": names},))
+    with pytest.raises(
+        ValueError, match=re.escape(f"is 'wrong' by pattern '^w' of names=, but {(says.names or [])[0]!r} by {source}.")
+    ):
+        names_of_leaves(f, (argument,), {}, ({"^w": "wrong _"},))
+
+
+def test_names_add_to_what_the_code_says() -> None:
+    def step(x: Float[Array, "batch _"]) -> None: ...
+
+    assert names_of_leaves(step, (X,), {}, ("_ embed",)) == [(("batch", "embed"), "names= at 'x'")]
+
+
+# --- whole trees ---
+
+
+def test_names_of_composes_with_names() -> None:
+    layer = Layer(W, None, [X], jnp.ones(3))
+    for tree in (layer, Boxed(), {"a": axn.ones({"embed": 2}), "b": [X]}, Pair(X, X)):
+        raw = jax.tree.map(jnp.asarray, tree)
+        assert found(f, raw, names=(names_of(tree),)) == found(f, tree)
+
+
+def test_name_makes_named_arrays() -> None:
+    named = name(TREE, {"query|key": "embed hidden"})
+    assert named["attn"]["query"].names == ("embed", "hidden")
+    assert named["norm"] is TREE["norm"]
+    assert names_of(named) == {"attn": {"key": "embed hidden", "query": "embed hidden"}, "norm": None}
+    layer: Any = name(Layer(W, None, [], jnp.ones(3)))
+    assert layer.weight.names == ("out", "in")
+    with pytest.raises(ValueError, match=re.escape("the array has an axis without a name in (batch, _)")):
+        name(X, "batch _")
