@@ -36,7 +36,7 @@ from ..distribution.operation_scope import operation_scope
 from ..named_array import wrap
 from ..sharding._compiled_function import CompiledFunction, JitOptions
 from ..sharding.mapping import ResourceMapping, normalize_mapping
-from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve, unused_names
+from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve
 from ..sharding.shard import shard_quietly, warn_without_mesh
 from ._rules import Axed, AxisStep
 from ._walk import Body, steps_of
@@ -169,8 +169,12 @@ class _Distributed:
         if self._mesh is None and any(mapped.values()):
             warn_without_mesh(self._what, None)
         given = [*active_mapping(), *active_parameter_mapping()]
-        for _, message in unused_names(given, {part for n in self._names for part in (n, *n.split("*"))}):
-            errors.warn(f"{self._what}: {message.replace('not in the tree', 'no axis of the program')}")
+        known = {part for n in self._names for part in (n, *n.split("*"))}
+        for name in given:
+            # Several models may share a mapping, so a name of another model is no mistake.
+            hint = errors.suggestion(name, known)
+            if name not in known and (hint or known.isdisjoint(given)):
+                errors.warn(f"{self._what}: {name!r} of the mapping names no axis of the program.{hint}")
         unknown = [u for u in self._program.unknown if u.reason == "no argument names it"]
         if unknown:
             lines = "".join(f"\n  {u}" for u in unknown)
@@ -283,7 +287,9 @@ class _Distributed:
             self._problems += problems
             return None
         spec = drop_manual(PartitionSpec(*entries), mesh)
-        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if n is None else e for n, e in zip(names, spec, strict=True)))
+        spec = PartitionSpec(
+            *(PartitionSpec.UNCONSTRAINED if n is None else e for n, e in zip(names, spec, strict=True))
+        )
         abstract = jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=var.aval.weak_type)
         (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(abstract).eqns
         return eqn.replace(source_info=step.eqn.source_info)
@@ -297,8 +303,8 @@ class _Distributed:
 def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> list[OptionalNames]:
     """Return the names of the operands of a product, with those of the keys' role in place of the axis itself.
 
-    If positions meet positions, one of them are the keys, which have another name in the result, and in the operand that
-    is multiplied with values.
+    If positions meet positions, one of them are the keys, which have another name in the result, and in the operand
+    that is multiplied with values.
     """
     found = [list(n) for n in names]
     if step.name != "dot_general":
