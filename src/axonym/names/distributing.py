@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import DictKey
@@ -130,12 +131,14 @@ class _Distributed:
     def __init__(self, what: str, program: NamedProgram):
         self._what = what
         self._program = program
-        self._mesh: AnyMesh | None = current_mesh()
         values = [*program.body.arguments, *(x for step in steps_of(program.body) for x in step.results)]
         self._names = {name for x in values for name in program.names_of(x) if name is not None}
         self._compute = self._with_joined(active_mapping())
         self._stored = self._with_joined(active_parameter_mapping())
         self._rule = ParameterOrComputeMapping(self._stored, self._compute)
+        mesh = current_mesh()
+        can_place = mesh is not None and axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+        self._mesh = mesh if can_place and (self._compute or self._stored) else None
         self._problems: list[str] = []
 
     def _with_joined(self, mapping: Mapping[str, Entry]) -> Mapping[str, Entry]:
@@ -150,23 +153,24 @@ class _Distributed:
             self._warn()
             arrays = self._placed("arguments", arrays, program.body.arguments, program.traced.paths)
 
-            def spliced(*arrays: Any) -> tuple[Any, ...]:
+            def whole(*arrays: Any) -> tuple[Any, ...]:
                 inner = self._spliced(program.body)
                 if self._problems:
                     raise ValueError(f"{self._what}: " + "\n  ".join(dict.fromkeys(self._problems)))
-                return tuple(jax.core.eval_jaxpr(inner, jaxpr.consts, *arrays))
+                return tuple(eval_jaxpr(inner, jaxpr.consts, *arrays))
 
             paths = [f"result {i}" for i in range(len(program.body.results))]
             explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
+            run: Any = whole
             if explicit:
                 specs = tuple(restricted(s, explicit) for s in self._specs(program.body.results, paths))
-                spliced = jax.sharding.auto_axes(spliced, axes=explicit, out_sharding=specs)
-            return self._placed("results", spliced(*arrays), program.body.results, paths)
+                run = jax.sharding.auto_axes(whole, axes=explicit, out_sharding=specs)
+            return self._placed("results", run(*arrays), program.body.results, paths)
 
     def _warn(self) -> None:
         """Say what is not sharded, while the mapping could be meant for it."""
         mapped = {**self._compute, **self._stored}
-        if self._mesh is None and any(mapped.values()):
+        if current_mesh() is None and any(mapped.values()):
             warn_without_mesh(self._what, None)
         given = [*active_mapping(), *active_parameter_mapping()]
         known = {part for n in self._names for part in (n, *n.split("*"))}
@@ -195,6 +199,8 @@ class _Distributed:
         return found
 
     def _placed(self, which: str, arrays: Sequence[Any], values: Sequence[Axed], paths: Sequence[str]) -> list[Any]:
+        if self._mesh is None:
+            return list(arrays)
         named = shard_quietly(self._named(values, arrays, paths), self._rule, f"{self._what} ({which})")
         return [named[path].array if path in named else x for path, x in zip(paths, arrays, strict=True)]
 
@@ -245,8 +251,9 @@ class _Distributed:
     def _product(self, step: AxisStep, operands: Sequence[Axed | None]) -> Iterator[JaxprEqn]:
         """Yield a product with its result constrained, and operands that have the role of a key."""
         eqn, (result,) = step.eqn, step.eqn.outvars
-        names = [(None,) * len(v.aval.shape) if x is None else self._program.names_of(x)
-                 for v, x in zip(eqn.invars, operands, strict=True)]  # fmt: skip
+        names = [
+            (None,) * len(step.shape_of(i)) if x is None else self._program.names_of(x) for i, x in enumerate(operands)
+        ]
         out_names = self._program.names_of(step.results[0])
         eqn = eqn.replace(source_info=_in_scope(step, self._scope(step, names, out_names)))
         if self._mesh is None:
@@ -261,7 +268,8 @@ class _Distributed:
         if constraint is None:
             yield eqn.replace(invars=invars)
         else:
-            yield eqn.replace(invars=invars, outvars=constraint.invars)
+            before: list[Any] = constraint.invars
+            yield eqn.replace(invars=invars, outvars=before)
             yield constraint.replace(outvars=[result])
 
     def _scope(self, step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> str | None:
@@ -287,9 +295,8 @@ class _Distributed:
             self._problems += problems
             return None
         spec = drop_manual(PartitionSpec(*entries), mesh)
-        spec = PartitionSpec(
-            *(PartitionSpec.UNCONSTRAINED if n is None else e for n, e in zip(names, spec, strict=True))
-        )
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(free if n is None else e for n, e in zip(names, spec, strict=True)))
         abstract = jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=var.aval.weak_type)
         (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(abstract).eqns
         return eqn.replace(source_info=step.eqn.source_info)
@@ -300,7 +307,7 @@ class _Distributed:
         return entry if whole or size % shard_count(mesh, entry) == 0 else None
 
 
-def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> list[OptionalNames]:
+def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> Sequence[OptionalNames]:
     """Return the names of the operands of a product, with those of the keys' role in place of the axis itself.
 
     If positions meet positions, one of them are the keys, which have another name in the result, and in the operand
