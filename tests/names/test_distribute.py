@@ -339,6 +339,8 @@ def test_slices_need_not_be_divisible() -> None:
 
 
 def test_report_speaks_of_names() -> None:
-    step = axn.names.distribute(jax.grad(scanned_loss), MAPPING, names=NAMES)
-    report = axn.insight.explain(step, STACKED, ROWS, mesh=mesh_of(BOTH), by="partitioner")
-    assert any(c.reason and "sums over mlp" in c.reason for c in report.collectives), report
+    step = axn.names.distribute(jax.grad(scanned_loss), names=NAMES)
+    report = axn.insight.explain(step, STACKED, ROWS, mapping=MAPPING, mesh=mesh_of(BOTH), by="partitioner")
+    reasons = {c.reason for c in report.collectives}
+    assert "sums over mlp, which is sharded over model" in reasons, report
+    assert any("sums over batch" in str(reason) for reason in reasons), report

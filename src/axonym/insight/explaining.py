@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from ..distribution.active_settings import Entry
 from ..distribution.mesh_axes import AnyMesh
+from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
@@ -118,12 +119,13 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
     """Return a step compiled under a mapping, or as it is if it is compiled already."""
     if mapping is None:
         return fn if hasattr(fn, "lower") else named_jit(fn)
-    if isinstance(fn, (CompiledFunction, BoundCompiledFunction)):
+    under = fn.under if isinstance(fn, DistributedFunction) else None
+    if under is None and isinstance(fn, (CompiledFunction, BoundCompiledFunction)):
         raise ValueError("explain: the step is compiled with mappings of its own; give the function that it compiles.")
     if is_resource_mapping(mapping):
-        return named_jit(fn, mapping, in_placement=mapping)
+        return named_jit(fn, mapping, in_placement=mapping) if under is None else under(mapping, None)
     if isinstance(mapping, Sequence) and len(mapping) == 2 and all(map(is_resource_mapping, mapping)):
-        return fsdp(fn, *mapping)
+        return fsdp(fn, *mapping) if under is None else under(mapping[1], mapping[0])
     raise TypeError(
         "explain: a mapping is a resource mapping, or a pair of a parameter and a compute mapping, got "
         f"{type(mapping).__name__}."

@@ -65,6 +65,13 @@ class DistributeOptions(JitOptions, total=False):
     donate_kwargs: Mapping[str, Any] | None
 
 
+class DistributedFunction(CompiledFunction[P, R]):
+    """A function compiled by `distribute`."""
+
+    under: Callable[[ResourceMapping, ResourceMapping | None], DistributedFunction[P, R]] | None
+    """Compiles it under other mappings, for reports; None if it has mappings of its own."""
+
+
 def distribute(
     fn: Callable[P, R],
     mapping: ResourceMapping | None = None,
@@ -73,7 +80,7 @@ def distribute(
     names: Any = None,
     allow_mix_ups: bool = False,
     **options: Unpack[DistributeOptions],
-) -> CompiledFunction[P, R]:
+) -> DistributedFunction[P, R]:
     """Compile a function of raw arrays to run under a mapping: `named_jit` for code without names.
 
     The axes of its values get names from those of its arguments, as `infer` finds them. Arguments, results and products
@@ -113,8 +120,14 @@ def distribute(
             raise ValueError(_mixed_up(what, program))
         return program.traced.returned.unflatten(_Distributed(what, program).run(arrays))
 
-    donate = options.pop("donate_args", None), options.pop("donate_kwargs", None)
-    return CompiledFunction("distribute", run, active=active, donate=donate, jit_options=options)  # pyright: ignore
+    def under(mapping: ResourceMapping, parameter_mapping: ResourceMapping | None) -> DistributedFunction[P, R]:
+        return distribute(fn, mapping, parameter_mapping, names=names, allow_mix_ups=allow_mix_ups, **options)
+
+    donate = options.get("donate_args"), options.get("donate_kwargs")
+    jit_options = {name: value for name, value in options.items() if not name.startswith("donate")}
+    made = DistributedFunction("distribute", run, active=active, donate=donate, jit_options=jit_options)
+    made.under = None if active else under
+    return made
 
 
 def _mixed_up(what: str, program: NamedProgram) -> str:
