@@ -35,6 +35,11 @@ class Case:
     """For each argument, a rule that names its arrays by their path; None says nothing about them."""
     results: Any
     """The same for the results."""
+    loss: Callable[..., jax.Array]
+    """The loss of the step, a function of the parameters and a batch."""
+    loss_args: tuple[Any, ...]
+    loss_names: tuple[Any, ...]
+    """The names of all axes of these."""
     unknown: float = 0.03
     """The share of axes that may stay unknown."""
 
@@ -97,6 +102,9 @@ def trained(
         (by_path(params, given), None, *names),
         known,
         ({}, rules, state_rules),
+        loss,
+        (params, *batch),
+        (by_path(params, rules), *(truth or names)),
         unknown,
     )
 
@@ -372,8 +380,8 @@ def gpt2(a: Mapping[str, int]) -> Case:
     rules = {
         "wte": "vocab embed",
         "wpe": "max_pos embed",
-        "*qkv/0": "embed qkv",
-        "*qkv/1": "qkv",
+        "*qkv/0": "embed three*heads*head_dim",
+        "*qkv/1": "three*heads*head_dim",
         "*out/0": "heads*head_dim embed",
         "*up/0": "embed mlp",
         "*up/1": "mlp",
@@ -383,7 +391,7 @@ def gpt2(a: Mapping[str, int]) -> Case:
     given = {
         "wte": "vocab embed",
         "wpe": "max_pos _",
-        "*qkv/0": "_ qkv",
+        "*qkv/0": "_ three*heads*head_dim",
         "*out/0": "heads*head_dim _",
         "*up/0": "_ mlp",
     }
@@ -607,7 +615,7 @@ def moe(a: Mapping[str, int]) -> Case:
         rows = x.reshape(batch * pos, -1)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(rows @ p["router"]), 2)
         one_hot = jax.nn.one_hot(chosen, n)
-        place = (jnp.cumsum(one_hot.reshape(-1, n), 0) - 1).reshape(one_hot.shape)
+        place = (jnp.cumsum(one_hot.reshape(-1, n), 0) - 1).reshape(one_hot.shape).astype(int)
         dispatch = one_hot[..., None] * jax.nn.one_hot(place, c)
         given = jnp.einsum("tknc,te->nce", dispatch, rows)
         h = jax.nn.gelu(jnp.einsum("nce,nem->ncm", given, p["up"]))

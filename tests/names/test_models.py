@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,9 @@ import jax
 import pytest
 
 import axonym as axn
+from axonym.names._sources import LeafNames
+from axonym.names._tracing import trace
+from axonym.names.inferring import follow
 from tests.names.models import DISTINCT, EQUAL, MODELS, Case, by_path
 
 
@@ -38,22 +42,24 @@ def wrong_names(tree: Any, found: Any, rules: Mapping[str, str | None]) -> list[
     return wrong
 
 
-def check(case: Case) -> tuple[Any, list[str]]:
+@functools.cache
+def inferred(model: str, equal: bool) -> tuple[Case, axn.names.NamedProgram, list[str]]:
+    """Return a model's program, and which names in it are wrong."""
+    case = MODELS[model](EQUAL if equal else DISTINCT)
     program = axn.names.infer(case.fn, *case.args, names=case.given)
+    results = program.traced.returned.unflatten(program.traced.jaxpr.out_avals)
     wrong = []
     for tree, found, rules in zip(case.args, program.arguments[0], case.truth, strict=True):
         wrong += wrong_names(tree, found, rules)
-    results = jax.eval_shape(case.fn, *case.args)
     for tree, found, rules in zip(results, program.results, case.results, strict=True):
         wrong += wrong_names(tree, found, rules)
-    return program, wrong
+    return case, program, wrong
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("sizes", [DISTINCT, EQUAL], ids=["distinct", "equal"])
-def test_names(model: str, sizes: Mapping[str, int]) -> None:
-    case = MODELS[model](sizes)
-    program, wrong = check(case)
+@pytest.mark.parametrize("equal", [False, True])
+def test_names(model: str, equal: bool) -> None:
+    case, program, wrong = inferred(model, equal)
     assert not wrong
     assert not program.mix_ups
     assert program.known_share >= 1 - case.unknown, program.unknown
@@ -61,35 +67,32 @@ def test_names(model: str, sizes: Mapping[str, int]) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_sizes_do_not_matter(model: str) -> None:
-    programs = [MODELS[model](sizes) for sizes in (DISTINCT, EQUAL)]
-    first, second = (axn.names.infer(case.fn, *case.args, names=case.given) for case in programs)
-    assert first.results == second.results
-    assert first.arguments == second.arguments
+    (_, first, _), (_, second, _) = inferred(model, False), inferred(model, True)
+    for a, b in ((first.body.arguments, second.body.arguments), (first.body.results, second.body.results)):
+        assert [*map(first.names_of, a)] == [*map(second.names_of, b)]
 
 
 def main() -> None:
-    """Print, for each model: axes known, wrong names, mix-ups, and the time beside that of tracing."""
-    for name in sys.argv[1:] or MODELS:
-        for sizes in (DISTINCT, EQUAL):
-            case = MODELS[name](sizes)
-            jax.make_jaxpr(case.fn)(*case.args)
+    """Print, for each model, the axes known, wrong names and mix-ups, and the time in relation to that of tracing."""
+    for model in sys.argv[1:] or MODELS:
+        for equal in (False, True):
+            case, program, wrong = inferred(model, equal)
             jax.clear_caches()
             start = time.perf_counter()
-            jax.make_jaxpr(case.fn)(*case.args)
-            traced = time.perf_counter()
-            jax.clear_caches()
+            traced = trace(case.fn, case.args, {})
             middle = time.perf_counter()
-            program, wrong = check(case)
-            print(f"{name:20} {program.known_share:.3f} wrong {len(wrong)} mix-ups {len(program.mix_ups)}", end=" ")
-            print(f"trace {traced - start:.2f} s, infer and a trace more {time.perf_counter() - middle:.2f} s")
-            for line in [
-                *wrong[:5],
-                *map(str, program.mix_ups[:5]),
-                *(str(u) for u in program.unknown if "constant" not in u.reason),
-            ]:
+            follow(traced, [LeafNames(program.names_of(x), "names=") for x in program.body.arguments])
+            stop = time.perf_counter()
+            print(
+                f"{model:20} known {program.known_share:.3f}, wrong {len(wrong)}, mix-ups {len(program.mix_ups)}",
+                end=", ",
+            )
+            print(f"{(stop - middle) / (middle - start):.2f} of the {middle - start:.2f} s of tracing")
+            for line in [*wrong[:5], *map(str, program.mix_ups[:5])]:
                 print("    ", line)
-            for line in dict(program._walk.unknown_primitives):
-                print("    no rule:", line)
+            for line in program.unknown:
+                if "constant" not in line.reason:
+                    print("    ", line)
 
 
 if __name__ == "__main__":

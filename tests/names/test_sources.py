@@ -86,11 +86,12 @@ def test_a_dictionary_from_parameters() -> None:
     assert found(step, TREE, X, names={"params/norm": "embed", "xs/0": "batch embed"})[2:] == [("embed",), one]
 
 
-def test_leaves_are_those_of_the_tree() -> None:
+def test_every_leaf_has_an_entry() -> None:
     model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
-    leaves = names_of_leaves(f, (model, 2.0, np.ones(3), None), {"text": "abc"}, None)
-    assert len(leaves) == len(jax.tree.leaves(((model, 2.0, np.ones(3)), {"text": "abc"})))
-    assert [x for x in leaves if x.names is not None] == [((), "a scalar")]
+    args = model, np.ones(3), None, 2.0, np.float32(1)
+    leaves = names_of_leaves(f, args, {"text": "abc"})
+    assert len(leaves) == len(jax.tree.leaves((args, "abc")))
+    assert leaves[-4:] == [(None, ""), ((), "a scalar"), ((), "a scalar"), (None, "")]
     placeholder = jax.tree.map(lambda x: None, axn.ones({"batch": 2}))
     assert found(f, placeholder, axn.ones({"embed": 3}), jax.ShapeDtypeStruct((2,), "float32")) == [("embed",), None]
 
@@ -99,8 +100,11 @@ def test_leaves_are_those_of_the_tree() -> None:
     ("names", "message"),
     [
         (("batch embed",), "1 entry for 2 positional arguments. Give an entry for each"),
-        (("batch", None), "names= at 'x': x has shape (2, 3), and there are 1 name for its axes, (batch)"),
-        ((None, {"attn": "embed", "norm": "embed"}), "names= at 'params/attn/key': params/attn/key has shape (3, 4)"),
+        (("batch", None), "names= at 'x': (batch) has 1 name, but x has shape (2, 3)."),
+        (
+            (None, {"attn": "embed", "norm": "embed"}),
+            "names= at 'params/attn/key': (embed) has 1 name, but params/attn/key has",
+        ),
         (
             (None, {"quer": "a b", "kez": "a b"}),
             "pattern 'kez' is found in no path of params. The nearest of 3 paths: ",
@@ -108,7 +112,7 @@ def test_leaves_are_those_of_the_tree() -> None:
         ((None, {"*/query": "a b"}), "A pattern is found anywhere in a path: write 'query'."),
         ((None, {"query": {"w": "a b"}}), "'query' is no key of the argument, so it is a pattern"),
         ((None, ("a b",)), "params has 2 parts (attn, norm), and its names are ('a b',)"),
-        ((None, {"norm": "a b"}), "pattern 'norm' of names=: params/norm has shape (3,)"),
+        ((None, {"norm": "a b"}), "pattern 'norm' of names=: (a, b) has 2 names, but params/norm has shape (3,)"),
         (("batch 3", None), "'3' is no name"),
         ({"z": "batch embed"}, "pattern 'z' is found in no path"),
         ((7, None), "x has 0 parts (an array), and its names are 7"),
@@ -127,7 +131,7 @@ def test_names_that_do_not_fit(names: Any, message: str) -> None:
 class Layer(eqx.Module):
     weight: Float[Array, "out in"]
     bias: Float[Array, "#out"] | None
-    other: list[Float[Array, "in *rest"]]
+    other: list[Float[Array, "in *rest"]]  # which a stack of layers also fits
     named: Array = axn.field(axis_names=("embed",))
 
 
@@ -169,7 +173,7 @@ def test_annotations_of_parameters() -> None:
 
 def test_annotations_of_fields() -> None:
     layer = Layer(W, jnp.ones(1), [X, jnp.ones((3, 4, 5))], jnp.ones(3))
-    assert found(f, [layer]) == [("out", "in"), (None,), ("in", None), ("in", None, None), ("embed",)]
+    assert found(f, [layer]) == [("out", "in"), (None,), None, None, ("embed",)]
     assert found(f, Pair(X, X)) == [("batch", None), ("batch", None)]
     assert found(f, Partly(X, X)) == [("batch", "embed"), None]
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), layer)

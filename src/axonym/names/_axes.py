@@ -170,12 +170,21 @@ class Axes:
                 self.split(base, sizes)
             split_role(x)
             return
-        names = (x.name or "").split("*")
-        if len(names) == len(sizes) and len(names) > 1:  # a name such as `heads*head_dim` names the factors
+        names = self._parts(x, sizes)
+        if names:
             kids = [self.axis(name, n, x.source) or (AxisFactor(n),) for name, n in zip(names, sizes, strict=True)]
             _set_kids(x, tuple(kid for (kid,) in kids))
         else:
             _set_kids(x, tuple(map(AxisFactor, sizes)))
+
+    def _parts(self, x: AxisFactor, sizes: Sequence[int]) -> list[str]:
+        """Return the names of the two factors of one that has a name such as `heads*head_dim`."""
+        words = (x.name or "").split("*")
+        found = [["*".join(words[:i]), "*".join(words[i:])] for i in range(1, len(words))]
+        if len(found) > 1:  # only names that other arguments have tell which are together
+            known = {(name, n) for name, n in self.named if "*" in name}
+            found = [two for two in found if not known.isdisjoint(zip(two, sizes, strict=True))]
+        return found[0] if len(found) == 1 else []
 
     # --- the same ---
 
@@ -280,6 +289,8 @@ class Axes:
 
     def reshaped(self, dims: Dims, shape: Sequence[int]) -> Dims | None:
         """Return the axes of an array in another shape; None if its axes do not divide so."""
+        if 0 in shape:
+            return None
         left, found = [*leaves(f for axis in dims for f in axis)], list[Axis]()
         for n in shape:
             taken: list[AxisFactor] = []
@@ -363,6 +374,8 @@ class Axes:
         """Return the axis along which pieces are concatenated. Its slices at the same places are the pieces."""
         if all(n == 1 for n in sizes):
             return fresh(len(sizes))
+        if len(kept := [axis for axis, n in zip(pieces, sizes, strict=True) if n]) == 1:
+            return kept[0]
         parts = [self.whole(axis) if axis else None for axis in pieces]
         first = parts[0]
         if first is not None and all(p is first for p in parts):

@@ -10,94 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
-
-if TYPE_CHECKING:
-    from ._rules import Axed, AxisStep
-
-Factors: TypeAlias = tuple[AxisFactor, ...]
+from ._values import Axed, AxisStep, Factors, Facts, Mask, Order
 
 LARGE = 100.0
 """What is added to or subtracted from scores to mask them is larger than this, by its absolute value."""
-
-
-class Order(NamedTuple):
-    """The positions of which the index along `high`, less that along `low`, is `least` or more."""
-
-    high: AxisFactor
-    low: AxisFactor
-    least: int
-
-    def others(self) -> Order:
-        return Order(self.low, self.high, 1 - self.least)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mask:
-    """Which positions are kept."""
-
-    kind: str
-    """`kept` is true, `one` is 1 and `bias` is 0 where they are; `penalty` is a large number where they are not."""
-    varies: Factors | None
-    """The factors along which it varies; None if that is not known."""
-    order: Order | None = None
-    within: bool = True
-    """Whether all that it keeps is in that order."""
-    covers: bool = True
-    """Whether it keeps all that is in that order."""
-
-    def inverted(self, kind: str) -> Mask:
-        order = None if self.order is None else self.order.others()
-        return Mask(kind, self.varies, order, self.covers, self.within)
-
-    def of_kind(self, kind: str) -> Mask:
-        return dataclasses.replace(self, kind=kind)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of the values of an array."""
-
-    value: float | None = None
-    """The value of all its elements."""
-    position: tuple[AxisFactor, int] | None = None
-    """The factor along which it counts, and from which number."""
-    difference: tuple[AxisFactor, AxisFactor, int] | None = None
-    """The difference of the positions along two factors, and a number added to it."""
-    varies: Factors | None = None
-    """The factors along which it may vary; None if that is not known."""
-    mask: Mask | None = None
-    masks: tuple[Mask, ...] = ()
-    """The masks of scores, or of what is made of them."""
-    exponential: bool = False
-    total: Factors = ()
-    """The factors along which exponentials are added up to give it, or its logarithm."""
-    divided: Factors = ()
-    """The factors along which scores are less by the logarithm of such a total."""
-    weights: Factors = ()
-    """The factors along which exponentials are divided by their total."""
-    promoted_by: AxisStep | None = None
-    """The step that gave it further axes before its own."""
-
-    def copied(self, copy: Callable[[AxisFactor], AxisFactor]) -> Facts:
-        """Return the facts about other factors."""
-
-        def order(o: Order | None) -> Order | None:
-            return None if o is None else Order(copy(o.high), copy(o.low), o.least)
-
-        def mask(m: Mask) -> Mask:
-            return dataclasses.replace(m, varies=m.varies and tuple(map(copy, m.varies)), order=order(m.order))
-
-        return dataclasses.replace(
-            self,
-            position=self.position and (copy(self.position[0]), self.position[1]),
-            difference=self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
-            varies=self.varies and tuple(map(copy, self.varies)),
-            mask=self.mask and mask(self.mask),
-            masks=tuple(map(mask, self.masks)),
-        )
 
 
 NOTHING = Facts()
@@ -158,13 +77,19 @@ def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resu
         return Facts(difference=(high, low, i - j), varies=_varies(xs, known))
     if sign == -1 and a.value == 1 and b.mask is not None and b.mask.kind == "one":
         return Facts(mask=b.mask.inverted("one"), varies=b.varies)
-    for facts, kind in ((b, "bias" if sign == 1 else "penalty"), (a, "bias")):
-        if facts.mask is not None and facts.mask.kind == kind:
-            other = a if facts is b else b
-            if other.mask is not None and other.mask.kind == kind:  # two masks
-                return Facts(mask=_both(other.mask, facts.mask), varies=_varies(xs, known))
-            mask = _applied(facts.mask, xs[known.index(facts)], result)
-            return dataclasses.replace(_carried(known) or NOTHING, masks=(*a.masks, *b.masks, mask))
+    return _with_bias(xs, known, result, sign)
+
+
+def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: int) -> Facts | None:
+    """Follow the sum or difference of scores and what masks them."""
+    a, b = known
+    for at, kind in ((1, "bias" if sign == 1 else "penalty"), (0, "bias")):
+        mask, other = known[at].mask, known[1 - at].mask
+        if mask is not None and mask.kind == kind:
+            if other is not None and other.kind == kind:
+                return Facts(mask=_both(other, mask), varies=_varies(xs, known))
+            masks = (*a.masks, *b.masks, _applied(mask, xs[at], result))
+            return dataclasses.replace(_carried(known) or NOTHING, masks=masks)
     carried = _carried(known)
     return Facts(masks=carried.masks, divided=b.total) if carried and sign == -1 and b.total else carried
 
@@ -339,22 +264,25 @@ def sum_of_weights(axes: Axes, step: AxisStep, x: Axed, summed: Iterable[int], o
     if x.facts is None or not x.facts.weights or step.backward:
         return
     over = [f for i in summed for f in leaves(x.dims[i])]
-    rest = [f for i, axis in enumerate(x.dims) if i not in summed for f in leaves(axis)]
+    rest = [f for i, axis in enumerate(x.dims) if i not in summed for f in leaves(axis) if f.base is not None]
     normalized = {find(f) for f in leaves(x.facts.weights)}
     keys = [f for f in over if f in normalized and f.base is not None]
     for key in keys:
         key.side = "key"
-        queries = [f for f in rest if last_base(f) is last_base(key) and f.base is not None]
-        for query in queries:
-            query.side = "query"
-            if query.name is not None and query.name != last_base(query).name:
-                axes.found.append(Meeting(last_base(query), query, step, "side"))
+        queries = [f for f in rest if last_base(f) is last_base(key)]
+        _check_names(axes, step, queries)
         _check_masks(axes, step, x.facts.masks, key, queries)
-    for f in rest:
-        if f in normalized and f.base is not None and not keys and not (other.facts and other.facts.weights):
-            for role in over:
-                if last_base(role) is last_base(f):
-                    axes.found.append(Meeting(f, role, step, "softmax"))
+    if not keys and not (other.facts and other.facts.weights):
+        for f in rest:
+            if f in normalized and (role := next((o for o in over if last_base(o) is last_base(f)), None)):
+                axes.found.append(Meeting(f, role, step, "softmax"))
+
+
+def _check_names(axes: Axes, step: AxisStep, queries: Sequence[AxisFactor]) -> None:
+    for query in queries:
+        query.side = "query"
+        if query.name is not None and query.name != last_base(query).name:
+            axes.found.append(Meeting(last_base(query), query, step, "side"))
 
 
 def _check_masks(axes: Axes, step: AxisStep, masks: Sequence[Mask], key: AxisFactor, queries: list[AxisFactor]) -> None:
@@ -379,6 +307,6 @@ def is_declared_role(name: str, base: str, given: Sequence[set[Any]]) -> bool:
     """
     if base in name and name.replace(base, "", 1).strip("_") in _WORDS_FOR_KEYS:
         return True
-    return all(base in names for names in given if name in names) and any(
-        base in names and name not in names for names in given
-    )
+    own = [names for names in given if name in names]
+    alone = any(base in names for names in given if name not in names)
+    return alone and bool(own) and all(base in names for names in own)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..core.source_lines import frames_of
 from ._axes import (
     Axes,
     Axis,
-    Copies,
     Dims,
     Meeting,
     are_apart,
@@ -22,87 +20,11 @@ from ._axes import (
     leaves,
     size_of,
 )
-from ._masks import Facts, sum_of_weights
+from ._masks import sum_of_weights
+from ._values import Axed, AxisStep, Pointer
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
-
-
-class Pointer:
-    """The axis whose positions the values of an integer array are; None until an operation says so."""
-
-    __slots__ = ("axis",)
-
-    def __init__(self, axis: Axis | None = None):
-        self.axis = axis
-
-
-class Axed:
-    """The axes of an array in a program."""
-
-    __slots__ = ("constant", "dims", "facts", "points")
-
-    def __init__(
-        self,
-        dims: Dims,
-        constant: bool = False,
-        points: tuple[Pointer, ...] | None = None,
-        facts: Facts | None = None,
-    ):
-        self.dims = dims
-        self.constant = constant
-        """Whether it depends on no argument; then each use has axes of its own."""
-        self.points = points
-        """The axes that it indexes: one, or one for each position along its last axis."""
-        self.facts = facts
-        """What is known of its values."""
-
-    def used(self) -> Axed:
-        """Return the value for one use."""
-        if not self.constant or not self.dims:
-            return self
-        copies = Copies()
-        points = self.points and tuple(Pointer(None if p.axis is None else copies.axis(p.axis)) for p in self.points)
-        facts = self.facts and self.facts.copied(copies.__getitem__)
-        return Axed(tuple(map(copies.axis, self.dims)), points=points, facts=facts)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class AxisStep:
-    """An equation of a program, with its results and, if it calls functions, their steps."""
-
-    eqn: JaxprEqn
-    outer: AxisStep | None
-    slices: dict[tuple[Any, int], list[tuple[int, int, int]]]
-    """How the arrays of the same function are sliced, by array and dimension: start, stop and stride."""
-    results: Sequence[Axed] = ()
-    bodies: Sequence[Any] = ()
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.eqn.params
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.eqn.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
-    def shape_of(self, i: int) -> tuple[int, ...]:
-        """Return the shape of an operand."""
-        return self.eqn.invars[i].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def backward(self) -> bool:
-        """Return whether it belongs to the transposed part of a derivative."""
-        step: AxisStep | None = self
-        while step is not None:
-            if "transpose(" in str(step.eqn.source_info.name_stack):
-                return True
-            step = step.outer
-        return False
+    pass
 
 
 Rule: TypeAlias = Callable[[Axes, AxisStep, Sequence[Axed]], list[Axed]]
@@ -254,8 +176,8 @@ def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride: int = 1) -> Axis:
     """Return a slice of an axis. `equal` slices that make up all of it are factors."""
     whole = size_of(axis)
-    if size == whole or size == 1:
-        return axis if size == whole else ()
+    if size in (0, 1, whole):
+        return axis if size == whole else fresh(size)
     count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
     if (
         equal
@@ -275,7 +197,7 @@ def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True)):
         whole = step.shape_of(0)[i]
         equal = False
-        if n not in (1, whole) and whole % n == 0:
+        if 1 < n < whole and whole % n == 0:
             others = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == strides[i] and -(-(e - s) // k) == n}
             equal = others == (set(range(0, whole, n)) if strides[i] == 1 else set(range(whole // n)))
             equal = equal and (strides[i] == 1 or strides[i] * n == whole)

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from ..axis import name_of
 from ..core import errors, parsing
+from ..core.tree_spec import NUMBERS
 from ..named_array import NamedArray
 from ..sharding.placement import Leaf, child_of, is_placed_whole, leaves_of
+from ..sharding.rules import is_axis_names
 from ..typing.matching import Annotation
 
 Keys: TypeAlias = tuple[Any, ...]
@@ -86,7 +87,7 @@ def named_leaves(tree: Any, roots: Sequence[Root], given: Mapping[Keys, LeafName
     for leaf in leaves_of(tree)[0]:
         root = next(r for r in roots if leaf.keys[: len(r.keys)] == r.keys)
         says, asked = _said_by_code(leaf, root), given.get(leaf.keys, _UNNAMED)
-        if leaf.shape == () or isinstance(leaf.value, (bool, int, float, complex)):
+        if leaf.shape == () or isinstance(leaf.value, NUMBERS):
             says = LeafNames((), "a scalar")
         found += [_combined(says, asked, _path(root, leaf.keys))] * len(jax.tree.leaves(leaf.value))
     return found
@@ -141,7 +142,7 @@ def given_to_tree(names: Any, root: Root) -> Iterator[tuple[Keys, LeafNames]]:
         return
     below = jax.tree_util.tree_flatten_with_path(root.value, is_leaf=is_placed_whole)[0]
     is_leaf = [keys for keys, _ in below] == [()]
-    if isinstance(names, str) or (is_leaf and _is_axis_names(names)):
+    if isinstance(names, str) or (is_leaf and is_axis_names(names)):
         for keys, value in below:
             path = root.keys + keys
             where = _path(root, path)
@@ -190,7 +191,7 @@ def _by_patterns(
 
 
 def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
-    if not (names is None or isinstance(names, str) or _is_axis_names(names)):
+    if not (names is None or isinstance(names, str) or is_axis_names(names)):
         raise TypeError(
             f"names=: {pattern!r} is no key of the argument, so it is a pattern of paths, which goes to names such as "
             f"'batch pos', not to a {type(names).__name__}."
@@ -208,21 +209,16 @@ def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
 def _checked(names: Any, value: Any, keys: Keys, where: str, source: str) -> Iterator[tuple[Keys, LeafNames]]:
     """Yield the names of one leaf, if it is an array."""
     array = value.array if isinstance(value, NamedArray) else value
-    shape = getattr(array, "shape", () if isinstance(array, (bool, int, float, complex)) else None)
+    shape = getattr(array, "shape", () if isinstance(array, NUMBERS) else None)
     if names is None or shape is None:
         return
     read = read_names(names)
     if len(read) != len(shape):
-        many = errors.counted(len(read), "name")
+        shown, many = errors.describe_axes(n or "_" for n in read), errors.counted(len(read), "name")
         raise ValueError(
-            f"{source}: {where} has shape {tuple(shape)}, and there are {many} for its axes, "
-            f"{errors.describe_axes(n or '_' for n in read)}. An axis without a name is `_`."
+            f"{source}: {shown} has {many}, but {where} has shape {tuple(shape)}. An axis without a name is `_`."
         )
     yield keys, LeafNames(read, source)
-
-
-def _is_axis_names(x: Any) -> bool:
-    return isinstance(x, (tuple, list, PartitionSpec)) and all(isinstance(n, str | None) for n in x)
 
 
 _WORD = re.compile(r"[^\W\d]\w*'*(\*[^\W\d]\w*'*)*")
@@ -259,7 +255,8 @@ def _said_by_code(leaf: Leaf, root: Root) -> LeafNames:
         metadata = f"metadata of Flax's {box}" if box else f"axis_names of `{field}`"
         source = "a named array" if isinstance(leaf.value, NamedArray) else metadata
         return LeafNames(read_names(leaf.names), source)
-    names = _names_in(annotation, len(leaf.shape), leaf.shape)
+    # A stack of modules has an axis in front, which dots of an annotation must not take for one of theirs.
+    names = _names_in(annotation, len(leaf.shape), dots=field == root.path)
     return _UNNAMED if names is None else LeafNames(names, f"the annotation of `{field}`")
 
 
@@ -271,7 +268,7 @@ def _place_in_code(leaf: Leaf, root: Root) -> tuple[Any, str, str]:
             box = type(node).__name__  # which has the annotation of its array
             break
         if isinstance(key, GetAttrKey):
-            annotation, field = _annotations(type(node)).get(key.name), f"{type(node).__name__}.{key.name}"
+            annotation, field = _annotations_of_class(type(node)).get(key.name), f"{type(node).__name__}.{key.name}"
         else:
             annotation = _element(annotation, key)
         node = child_of(node, key)
@@ -288,8 +285,11 @@ def _element(annotation: Any, key: Any) -> Any:
     return of[0] if of[-1] is ... else of[-1]
 
 
-def _names_in(annotation: Any, rank: int, shape: Sequence[int]) -> AxisNames | None:
-    """Return the names that an annotation has for an array, if only one of its alternatives fits the rank."""
+def _names_in(annotation: Any, rank: int, dots: bool) -> AxisNames | None:
+    """Return the names that an annotation has for an array, if only one of its alternatives fits the rank.
+
+    `dots` says whether it may have dots, which fit any rank.
+    """
     if isinstance(annotation, Annotation):
         asked = annotation.asked
         before: list[str | None] = [name_of(s) for s in asked.before] if asked.ordered else []
@@ -297,26 +297,25 @@ def _names_in(annotation: Any, rank: int, shape: Sequence[int]) -> AxisNames | N
         more = asked.subset or not asked.ordered
     elif hasattr(annotation, "dim_str") and hasattr(annotation, "array_type"):
         words = annotation.dim_str.split()
-        dots = next((i for i, word in enumerate(words) if "*" in word.partition("=")[0] or word == "..."), None)
-        more = dots is not None
-        before = [*map(_name_by_jaxtyping, words[:dots])]
-        after = [*map(_name_by_jaxtyping, words[dots + 1 :])] if dots is not None else []
+        at = next((i for i, word in enumerate(words) if re.match(r"\W*\*|\.\.\.", word)), len(words))
+        more = at < len(words)
+        before, after = [*map(_name_by_jaxtyping, words[:at])], [*map(_name_by_jaxtyping, words[at + 1 :])]
     else:
         origin, of = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Annotated:
-            return _names_in(of[0], rank, shape)
-        found = [_names_in(a, rank, shape) for a in of] if origin in (typing.Union, types.UnionType) else []
+            return _names_in(of[0], rank, dots)
+        found = [_names_in(a, rank, dots) for a in of] if origin in (typing.Union, types.UnionType) else []
         fitting = {names for names in found if names is not None}
         return fitting.pop() if len(fitting) == 1 else None
     left = rank - len(before) - len(after)
-    if left < 0 or (left and not more):
+    if left < 0 or (left and not more) or (more and not dots):
         return None
     return read_names([*before, *[None] * left, *after])
 
 
 def _name_by_jaxtyping(word: str) -> str | None:
-    """Return the name in one dimension of jaxtyping: not in sizes, `_`, sums, and `#name`, which may have size 1."""
-    found = re.fullmatch(r"\??([^\W\d_]\w*)(=.*)?", word)
+    """Return the name in a dimension of jaxtyping. Sizes, sums, `_`, `?name` and `#name`, which may be 1, have none."""
+    found = re.fullmatch(r"([^\W\d_]\w*)(=.*)?", word)
     return found[1] if found else None
 
 
@@ -334,6 +333,9 @@ def _annotations(owner: Any) -> Mapping[str, Any]:
                 except Exception:
                     found.pop(name, None)
         return found
+
+
+_annotations_of_class = functools.lru_cache(maxsize=256)(_annotations)  # which many leaves share
 
 
 def _roots(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Root]:

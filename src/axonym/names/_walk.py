@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves
-from ._masks import Facts, facts_of, is_declared_role
-from ._rules import RULES, Axed, AxisStep, unknown
+from ._masks import facts_of, is_declared_role
+from ._rules import RULES, unknown
+from ._values import Axed, AxisStep, Facts
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -143,6 +144,15 @@ class AxisWalk:
             return leaves(b)
         return a
 
+    def _linear_solve(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+        """Follow the solution of a linear system: its product with the matrix is the right-hand side."""
+        product, count = step.params["jaxprs"].matvec, step.params["const_lengths"].matvec
+        rights = xs[len(xs) - len(step.eqn.outvars) :]
+        found = unknown(step)
+        products = self.run(product.jaxpr, [*xs[:count], *found], step).results
+        self._together(step, products, rights)
+        return found
+
     def _shard_map(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         jaxpr = step.params["jaxpr"]
         inside = [self._resized(x.used(), v) for x, v in zip(xs, jaxpr.invars, strict=True)]
@@ -184,6 +194,7 @@ INSIDE = {
     "scan": AxisWalk._scan,
     "while": AxisWalk._while,
     "cond": AxisWalk._cond,
+    "custom_linear_solve": AxisWalk._linear_solve,
     "shard_map": AxisWalk._shard_map,
 }
 """The primitives that run functions in another way than once with their operands."""

@@ -39,9 +39,10 @@ from ..sharding._compiled_function import CompiledFunction, JitOptions
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve
 from ..sharding.shard import shard_quietly, warn_without_mesh
-from ._rules import Axed, AxisStep
+from ._tracing import source_of
+from ._values import Axed, AxisStep
 from ._walk import Body, steps_of
-from .inferring import NamedProgram, infer, source_of
+from .inferring import NamedProgram, infer
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -146,6 +147,10 @@ class _Distributed:
         self._program = program
         values = [*program.body.arguments, *(x for step in steps_of(program.body) for x in step.results)]
         self._names = {name for x in values for name in program.names_of(x) if name is not None}
+        shapes: Any = [v.aval.shape for v in program.traced.jaxpr.jaxpr.invars]  # pyright: ignore[reportAttributeAccessIssue]
+        arguments = zip(program.body.arguments, shapes, strict=True)
+        self._given = {x for value, shape in arguments for x in zip(program.names_of(value), shape, strict=True)}
+        """The names of the arguments' axes, each with its size."""
         self._compute = self._with_joined(active_mapping())
         self._stored = self._with_joined(active_parameter_mapping())
         self._rule = ParameterOrComputeMapping(self._stored, self._compute)
@@ -316,7 +321,7 @@ class _Distributed:
 
     def _entry(self, entry: Entry, name: str, size: int, mesh: AnyMesh) -> Entry:
         """Return the entry of an axis; None for a part of a named axis, such as a slice, that it does not divide."""
-        whole = (name, size) in self._program.sizes
+        whole = (name, size) in self._given
         return entry if whole or size % shard_count(mesh, entry) == 0 else None
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
 from ..core.errors import counted
-from ..core.source_lines import Source, frames_of, source
-from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
-from ..distribution.active_settings import activate
-from ..distribution.mesh_axes import NO_MESH
+from ..core.source_lines import Source
+from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec
 from ..named_array import is_named_array
 from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
-from ._rules import Axed, AxisStep, Pointer
 from ._sources import LeafNames, names_of_leaves
+from ._tracing import Traced, source_of, trace
+from ._values import Axed, Pointer
 from ._walk import AxisWalk, Body, steps_of
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +70,8 @@ class UnnamedAxes:
     places: tuple[str, ...]
     """The arguments that have it, or the line where it begins."""
     reason: str
+    example: str
+    """An entry of `names=` with `?` for one of the axes, if an argument has it."""
 
     def __str__(self) -> str:
         first, *others = self.places
@@ -90,8 +88,11 @@ class NamedProgram:
     >>> program.results
     ('batch', 'mlp')
     >>> print(program)
-    f32[batch=8, mlp=16] = dot_general f32[batch=8, embed=4] f32[embed=4, mlp=16]  # docstring:1
-    f32[batch=8, mlp=16] = tanh f32[batch=8, mlp=16]  # docstring:1
+    a:f32[batch=8, embed=4]  # x
+    b:f32[embed=4, mlp=16]  # w
+    c:f32[batch=8, mlp=16] = dot_general a b  # ...
+    d:f32[batch=8, mlp=16] = tanh c  # ...
+    return d
     all axes of the arguments have names
     """
 
@@ -106,17 +107,31 @@ class NamedProgram:
         self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
-        """Return the names of the axes of a value of the program; None for an axis whose name is not known."""
+        """Return the names of the axes of a value of the program; None for an axis whose name is not known.
+
+        >>> program = axn.names.infer(lambda x: x.T, jnp.ones((3, 4)), names=("batch _",))
+        >>> [program.names_of(step.results[0]) for step in program.body.steps]
+        [(None, 'batch')]
+        """
         return self._names.array(value.dims)
 
     @property
     def arguments(self) -> Any:
-        """The positional arguments and those by keyword, with its names in place of each array."""
+        """The positional arguments and those by keyword, with its names in place of each array.
+
+        >>> w = {"w": jnp.ones((4, 2))}
+        >>> axn.names.infer(lambda x, p: x @ p["w"], jnp.ones((3, 4)), w, names=("batch embed", None)).arguments
+        ((('batch', 'embed'), {'w': ('embed', None)}), {})
+        """
         return self._tree(self.traced.given, self.body.arguments)
 
     @property
     def results(self) -> Any:
-        """The results, with its names in place of each array."""
+        """The results, with its names in place of each array.
+
+        >>> axn.names.infer(lambda x: {"sum": x.sum(1)}, jnp.ones((3, 4)), names=("batch embed",)).results
+        {'sum': ('batch',)}
+        """
         return self._tree(self.traced.returned, self.body.results)
 
     def _mix_up(self, m: Meeting) -> MixUp:
@@ -128,31 +143,35 @@ class NamedProgram:
         return jax.tree.map(lambda x: x.array if is_named_array(x) else x, tree, is_leaf=is_named_array)
 
     @property
-    def sizes(self) -> Collection[tuple[str, int]]:
-        """The names that are given, each with its size."""
-        return self._walk.axes.named.keys()
-
-    @property
     def mix_ups(self) -> tuple[MixUp, ...]:
-        """The pairs of named axes that the program treats as one, in the order of the program."""
+        """The pairs of named axes that the program treats as one, and roles of an axis that it mixes up.
+
+        >>> axn.names.infer(lambda x, y: x + y, jnp.ones(3), jnp.ones(3), names=("batch", "batch")).mix_ups
+        ()
+        """
         return self._mix_ups
 
     @property
     def unknown(self) -> tuple[UnnamedAxes, ...]:
-        """The axes without a name, each with the reason: first those of arguments."""
-        found: dict[tuple[int, ...], tuple[int, list[str], str]] = {}
+        """The axes without a name, each with the reason: first those of arguments.
+
+        >>> [found.size for found in axn.names.infer(lambda x: x + 1, jnp.ones((3, 4))).unknown]
+        [3, 4]
+        """
+        found: dict[tuple[int, ...], tuple[int, list[str], str, str]] = {}
         for place, value in zip(self.traced.paths, self.body.arguments, strict=True):
             for i, axis in self._unnamed(value):
-                found.setdefault(_class(axis), (size_of(axis), [], "no argument names it"))[1].append(
-                    f"axis {i} of {place}"
-                )
+                words = [name or "_" for name in self.names_of(value)]
+                example = f'"{place}": "{" ".join([*words[:i], "?", *words[i + 1 :]])}"'
+                known = found.setdefault(_class(axis), (size_of(axis), [], "no argument names it", example))
+                known[1].append(f"axis {i} of {place}")
         for step in steps_of(self.body):
             for value in () if step.bodies else step.results:
                 for _, axis in self._unnamed(value):
                     if _class(axis) not in found:
                         why = "of a constant that meets no named axis" if value.constant else f"made by {step.name}"
-                        found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why)
-        return tuple(UnnamedAxes(size, tuple(places), why) for size, places, why in found.values())
+                        found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why, "")
+        return tuple(UnnamedAxes(size, tuple(places), *rest) for size, places, *rest in found.values())
 
     def _unnamed(self, value: Axed) -> Iterator[tuple[int, Axis]]:
         for i, (axis, name) in enumerate(zip(value.dims, self.names_of(value), strict=True)):
@@ -161,7 +180,11 @@ class NamedProgram:
 
     @property
     def known_share(self) -> float:
-        """The share of the axes of all values, without those of size 1, that have a name."""
+        """The share of the axes of all values, without those of size 1, that have a name.
+
+        >>> axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names=("batch _",)).known_share
+        0.5
+        """
         values = [*self.body.arguments, *(x for step in steps_of(self.body) for x in step.results)]
         names = [name for x in values for name, axis in zip(self.names_of(x), x.dims, strict=True) if axis]
         return 1.0 if not names else sum(name is not None for name in names) / len(names)
@@ -171,23 +194,43 @@ class NamedProgram:
         return f"NamedProgram({counted(steps, 'operation')}, {counted(len(self.mix_ups), 'mix-up')})"
 
     def __str__(self) -> str:
-        return "\n".join((*self._lines(self.body, ""), *self._summary()))
+        count = itertools.count()
+        arguments: Sequence[Any] = self.body.jaxpr.invars
+        known: dict[Any, str] = {v: _letters(next(count)) for v in (*arguments, *self.body.jaxpr.constvars)}
+        given = [
+            f"{self._described(known[v], v, x)}  # {path}"
+            for v, x, path in zip(arguments, self.body.arguments, self.traced.paths, strict=True)
+        ]
+        lines = [*given, *self._lines(self.body, "", known, count)]
+        returned: Sequence[Any] = self.body.jaxpr.outvars
+        lines.append(f"return {' '.join(_literal(v) or known[v] for v in returned)}")
+        return "\n".join((*lines, *self._summary()))
 
-    def _lines(self, body: Body, indent: str) -> Iterator[str]:
-        known: dict[Any, Axed] = dict(zip(body.jaxpr.invars, body.arguments, strict=True))
+    def _lines(self, body: Body, indent: str, known: dict[Any, str], count: Iterator[int]) -> Iterator[str]:
         for step in body.steps:
-            operands = [self._described(v, None if hasattr(v, "val") else known.get(v)) for v in step.eqn.invars]
-            results = [self._described(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
-            known.update(zip(step.eqn.outvars, step.results, strict=True))
+            inputs: Sequence[Any] = step.eqn.invars
+            operands = [_literal(v) or known[v] for v in inputs]
+            for v in step.eqn.outvars:
+                known[v] = _letters(next(count))
+            results = [self._described(known[v], v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
             where = source_of(step)
-            yield f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}" + (f"  # {where}" if where else "")
+            yield f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip() + (
+                f"  # {where}" if where else ""
+            )
             for inner in step.bodies:
-                yield from self._lines(inner, indent + "    ")
+                given = inner.jaxpr.invars
+                if any(x is not y for x, y in zip(inner.results, step.results, strict=False)):  # a loop or branch
+                    known |= {v: _letters(next(count)) for v in given}
+                    own = zip(given, inner.arguments, strict=True)
+                    yield f"{indent}    given " + " ".join(self._described(known[v], v, x) for v, x in own)
+                else:
+                    known |= dict(zip(given, operands, strict=True))
+                known |= {v: _letters(next(count)) for v in inner.jaxpr.constvars}
+                yield from self._lines(inner, indent + "    ", known, count)
 
-    def _described(self, var: Any, value: Axed | None) -> str:
-        names = (None,) * len(var.aval.shape) if value is None else self.names_of(value)
-        sizes = zip(names, var.aval.shape, strict=True)
-        return f"{_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
+    def _described(self, variable: str, var: Any, value: Axed) -> str:
+        sizes = zip(self.names_of(value), var.aval.shape, strict=True)
+        return f"{variable}:{_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
 
     def _summary(self) -> Iterator[str]:
         for mix_up in self.mix_ups:
@@ -198,26 +241,16 @@ class NamedProgram:
 
     def _asked(self) -> Iterator[str]:
         """Yield what the user completes to name the remaining axes of arguments."""
-        classes = [u for u in self.unknown if u.reason == "no argument names it"]
+        classes = [u for u in self.unknown if u.example]
         if not classes:
             yield "all axes of the arguments have names"
             return
         count = sum(len(u.places) for u in classes)
         of = f"{counted(len(classes), 'class', 'classes')} of {counted(count, 'argument axis', 'argument axes')}"
         yield f"{of} have no name; name one axis of each:"
-        yield from (f"    {u}" for u in classes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A traced program, and the trees of its arguments and results."""
-
-    jaxpr: ClosedJaxpr
-    given: TreeSpec
-    """The tree of the positional arguments and those by keyword."""
-    returned: TreeSpec
-    paths: tuple[str, ...]
-    """The path of each array in the arguments."""
+        for u in classes:
+            more = f", and {counted(len(u.places) - 1, 'other axis', 'other axes')}" if len(u.places) > 1 else ""
+            yield f"    {u.example},  # {u.size}{more}"
 
 
 def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: Any) -> NamedProgram:
@@ -236,41 +269,16 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
     >>> program.results
     ('embed',)
     """
-    traced = trace(fn, args, kwargs)
-    walk = AxisWalk()
     said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
-    leaf_names = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
-    arguments = [_argument(walk, var.aval, own) for var, own in zip(traced.jaxpr.jaxpr.invars, leaf_names, strict=True)]
-    walk.given = [set(own.names or ()) for own in leaf_names]
-    return NamedProgram(traced, walk, walk.run(traced.jaxpr.jaxpr, arguments))
+    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)])
 
 
-def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a function with abstract arguments, without a mesh or a mapping."""
-    given, static = flatten_arrays((args, dict(kwargs)), PROGRAM_ARRAYS, named=False)
-    returned: list[TreeSpec] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = static.unflatten(arrays)
-        found, spec = flatten_arrays(fn(*args, **kwargs), PROGRAM_ARRAYS, named=False)
-        returned[:] = [spec]
-        return found
-
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
-        closed = jax.make_jaxpr(flat)(*abstract)
-    return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
-
-
-def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    try:
-        bound = inspect.signature(fn).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        bound = {str(i): x for i, x in enumerate((*args, *kwargs.values()))}
-    for name, tree in bound.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, PROGRAM_ARRAYS):
-                yield "/".join(filter(None, (name, jax.tree_util.keystr(keys, simple=True, separator="/"))))
+def follow(traced: Traced, names: Sequence[LeafNames]) -> NamedProgram:
+    """Follow the names of the arguments' arrays through a traced program."""
+    walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
+    walk.given = [set(own.names or ()) for own in names]
+    arguments = [_argument(walk, var.aval, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    return NamedProgram(traced, walk, walk.run(jaxpr, arguments))
 
 
 def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
@@ -281,22 +289,18 @@ def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
     return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
 
 
-def source_of(step: AxisStep) -> Source | None:
-    """Return the user's line of a step."""
-    frames = list(frames_of(step.eqn))
-    own = source(frames)
-    outer = None if step.outer is None else source_of(step.outer)
-    if own is None or outer is None or step.outer is None:
-        return own or outer
-    called = step.outer.params.get("name")
-    if called is None:
-        return own
-    # JAX traces a function of a library once, for the first of its callers, so its lines may be those of another call.
-    return own if own.function.rpartition(".")[2] == called else outer
-
-
 def _class(axis: Axis) -> tuple[int, ...]:
     return tuple(map(id, leaves(axis)))
+
+
+def _literal(var: Any) -> str:
+    return str(var.val) if hasattr(var, "val") else ""
+
+
+def _letters(number: int) -> str:
+    """Return a, b, ..., z, ba, bb, ..."""
+    more, last = divmod(number, 26)
+    return (_letters(more) if more else "") + chr(ord("a") + last)
 
 
 def _at(source: Source | None) -> str:

@@ -354,8 +354,8 @@ class LogicalAxesRule(ShardingRule):
         mapping: from names to mesh axes; or the logical axis rules of Flax, pairs of a name and a mesh axis: the first
             pair of a name counts whose mesh axes the array does not use yet.
         """
-        found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_names)[0]
-        if wrong := [_path(path) for path, names in found if not _is_names(names)]:
+        found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_names)[0]
+        if wrong := [_path(path) for path, names in found if not is_axis_names(names)]:
             raise TypeError(f"LogicalAxesRule: {wrong[0]} is no tuple of names. Names are strings, or None.")
         self.names = {_path(path): tuple(names) for path, names in found}
         self.strict = isinstance(mapping, Mapping)
@@ -397,7 +397,8 @@ class LogicalAxesRule(ShardingRule):
         return f"LogicalAxesRule({errors.counted(len(self.names), 'array')})"
 
 
-def _is_names(x: Any) -> bool:
+def is_axis_names(x: Any) -> bool:
+    """Return whether something is a sequence of names of axes, or None for axes without a name."""
     return isinstance(x, (tuple, list, PartitionSpec)) and all(isinstance(n, str | None) for n in x)
 
 

@@ -447,11 +447,11 @@ RESNET = {
     square=4,
 )
 def linen_resnet_with_batch_stats(s):
-    net: Any = ResNet(s.channels, s.classes)
+    net = ResNet(s.channels, s.classes)
     x = f32(s.batch, s.height, s.width, s.colours)
 
     def loss(variables, x, labels):
-        logits, updates = net.apply(variables, x, mutable=["batch_stats"])
+        logits, updates = net.apply(variables, x, mutable=["batch_stats"])  # pyright: ignore[reportAssignmentType]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits, updates
 
     return loss, (built(lambda: net.init(jax.random.key(0), x)), x, ids(s.batch))

@@ -1,0 +1,73 @@
+"""Trace a function of any trees, and find the lines of the user's code that its equations come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..core.source_lines import Source, frames_of, source
+from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
+from ..distribution.active_settings import activate
+from ..distribution.mesh_axes import NO_MESH
+from ._values import AxisStep
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced program, and the trees of its arguments and results."""
+
+    jaxpr: ClosedJaxpr
+    given: TreeSpec
+    """The tree of the positional arguments and those by keyword."""
+    returned: TreeSpec
+    paths: tuple[str, ...]
+    """The path of each array in the arguments."""
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a function with abstract arguments, without a mesh or a mapping."""
+    given, static = flatten_arrays((args, dict(kwargs)), PROGRAM_ARRAYS, named=False)
+    returned: list[TreeSpec] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = static.unflatten(arrays)
+        found, spec = flatten_arrays(fn(*args, **kwargs), PROGRAM_ARRAYS, named=False)
+        returned[:] = [spec]
+        return found
+
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
+        closed = jax.make_jaxpr(flat)(*abstract)
+    return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
+
+
+def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {str(i): x for i, x in enumerate((*args, *kwargs.values()))}
+    for name, tree in bound.items():
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, PROGRAM_ARRAYS):
+                yield "/".join(filter(None, (name, jax.tree_util.keystr(keys, simple=True, separator="/"))))
+
+
+def source_of(step: AxisStep) -> Source | None:
+    """Return the user's line of a step."""
+    frames = list(frames_of(step.eqn))
+    own = source(frames)
+    outer = None if step.outer is None else source_of(step.outer)
+    if own is None or outer is None or step.outer is None:
+        return own or outer
+    called = step.outer.params.get("name")
+    if called is None:
+        return own
+    # JAX traces a function of a library once, for the first of its callers, so its lines may be those of another call.
+    return own if own.function.rpartition(".")[2] == called else outer

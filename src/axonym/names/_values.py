@@ -1,0 +1,168 @@
+"""The values of a program: the axes of arrays, what is known of their elements, and the steps that make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from ._axes import Axis, AxisFactor, Copies, Dims
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
+Factors: TypeAlias = tuple[AxisFactor, ...]
+
+
+class Order(NamedTuple):
+    """The positions of which the index along `high`, less that along `low`, is `least` or more."""
+
+    high: AxisFactor
+    low: AxisFactor
+    least: int
+
+    def others(self) -> Order:
+        return Order(self.low, self.high, 1 - self.least)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mask:
+    """Which positions are kept."""
+
+    kind: str
+    """`kept` is true, `one` is 1 and `bias` is 0 where they are; `penalty` is a large number where they are not."""
+    varies: Factors | None
+    """The factors along which it varies; None if that is not known."""
+    order: Order | None = None
+    within: bool = True
+    """Whether all that it keeps is in that order."""
+    covers: bool = True
+    """Whether it keeps all that is in that order."""
+
+    def inverted(self, kind: str) -> Mask:
+        order = None if self.order is None else self.order.others()
+        return Mask(kind, self.varies, order, self.covers, self.within)
+
+    def of_kind(self, kind: str) -> Mask:
+        return dataclasses.replace(self, kind=kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the values of an array."""
+
+    value: float | None = None
+    """The value of all its elements."""
+    position: tuple[AxisFactor, int] | None = None
+    """The factor along which it counts, and from which number."""
+    difference: tuple[AxisFactor, AxisFactor, int] | None = None
+    """The difference of the positions along two factors, and a number added to it."""
+    varies: Factors | None = None
+    """The factors along which it may vary; None if that is not known."""
+    mask: Mask | None = None
+    masks: tuple[Mask, ...] = ()
+    """The masks of scores, or of what is made of them."""
+    exponential: bool = False
+    total: Factors = ()
+    """The factors along which exponentials are added up to give it, or its logarithm."""
+    divided: Factors = ()
+    """The factors along which scores are less by the logarithm of such a total."""
+    weights: Factors = ()
+    """The factors along which exponentials are divided by their total."""
+    promoted_by: AxisStep | None = None
+    """The step that gave it further axes before its own."""
+
+    def copied(self, copy: Callable[[AxisFactor], AxisFactor]) -> Facts:
+        """Return the facts about other factors."""
+
+        def order(o: Order | None) -> Order | None:
+            return None if o is None else Order(copy(o.high), copy(o.low), o.least)
+
+        def mask(m: Mask) -> Mask:
+            return dataclasses.replace(m, varies=m.varies and tuple(map(copy, m.varies)), order=order(m.order))
+
+        return dataclasses.replace(
+            self,
+            position=self.position and (copy(self.position[0]), self.position[1]),
+            difference=self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
+            varies=self.varies and tuple(map(copy, self.varies)),
+            mask=self.mask and mask(self.mask),
+            masks=tuple(map(mask, self.masks)),
+        )
+
+
+class Pointer:
+    """The axis whose positions the values of an integer array are; None until an operation says so."""
+
+    __slots__ = ("axis",)
+
+    def __init__(self, axis: Axis | None = None):
+        self.axis = axis
+
+
+class Axed:
+    """The axes of an array in a program."""
+
+    __slots__ = ("constant", "dims", "facts", "points")
+
+    def __init__(
+        self,
+        dims: Dims,
+        constant: bool = False,
+        points: tuple[Pointer, ...] | None = None,
+        facts: Facts | None = None,
+    ):
+        self.dims = dims
+        self.constant = constant
+        """Whether it depends on no argument; then each use has axes of its own."""
+        self.points = points
+        """The axes that it indexes: one, or one for each position along its last axis."""
+        self.facts = facts
+        """What is known of its values."""
+
+    def used(self) -> Axed:
+        """Return the value for one use."""
+        if not self.constant or not self.dims:
+            return self
+        copies = Copies()
+        points = self.points and tuple(Pointer(None if p.axis is None else copies.axis(p.axis)) for p in self.points)
+        facts = self.facts and self.facts.copied(copies.__getitem__)
+        return Axed(tuple(map(copies.axis, self.dims)), points=points, facts=facts)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class AxisStep:
+    """An equation of a program, with its results and, if it calls functions, their steps."""
+
+    eqn: JaxprEqn
+    outer: AxisStep | None
+    slices: dict[tuple[Any, int], list[tuple[int, int, int]]]
+    """How the arrays of the same function are sliced, by array and dimension: start, stop and stride."""
+    results: Sequence[Axed] = ()
+    bodies: Sequence[Any] = ()
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.eqn.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+
+    def shape_of(self, i: int) -> tuple[int, ...]:
+        """Return the shape of an operand."""
+        return self.eqn.invars[i].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def backward(self) -> bool:
+        """Return whether it belongs to the transposed part of a derivative."""
+        step: AxisStep | None = self
+        while step is not None:
+            if "transpose(" in str(step.eqn.source_info.name_stack):
+                return True
+            step = step.outer
+        return False
