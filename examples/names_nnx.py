@@ -45,7 +45,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1])[None])
         for block in self.blocks:
             x = block(x, nnx.make_causal_mask(tokens))
         return self.embed.attend(self.norm(x))
@@ -79,7 +79,7 @@ stored = {"embed": "data", "heads": "model", "mlp": "model"}
 
 def main() -> None:
     distributed = axn.names.distribute(step, compute, stored, names=names)
-    tokens = (jnp.arange(POS) + 7 * jnp.arange(16)[:, None]) % VOCAB
+    tokens = (jnp.arange(POS)[None] + 7 * jnp.arange(16)[:, None]) % VOCAB
     trained, state = params, optimizer.init(params)
     with axn.set_mesh(axn.make_mesh({"data": -1, "model": min(2, jax.device_count())})):
         for i in range(30):

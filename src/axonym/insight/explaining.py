@@ -61,10 +61,11 @@ def explain(
     """Compile a step, and report what it sends between devices, what each device keeps, and what it computes.
 
     Arguments:
-        fn: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
+        fn: a function, or one compiled by `named_jit`, `fsdp`, `axonym.names.distribute` or `jax.jit`. It is not run.
         *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
-            it, or a parameter mapping and a compute mapping, for `fsdp`.
+            it, or a parameter mapping and a compute mapping, for `fsdp`. `axonym.names.distribute` without mappings of
+            its own takes either.
         mesh: the mesh; by default the active one. A mesh without devices takes this machine's, if there are enough.
         by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
             code generation, which takes most of the time, so memory is not known; collectives and flops are the same.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
@@ -88,8 +89,8 @@ def distribute(
     are then sharded by their names: gradients and the state of an optimizer are sharded like the parameters. It works
     on any mesh, in `jax.jit`, `jax.grad`, `jax.vmap` and loops, and the function does not change.
 
-    Axes that no name reaches are replicated, with a warning. If the program treats two named axes as one, that is an
-    error.
+    Axes that no name reaches are replicated, with a warning. If the program treats two named axes as one, or mixes up
+    the positions of queries and keys, that is an error.
 
     Arguments:
         fn: any function of arrays and trees, such as a loss, or a whole training step.
@@ -97,7 +98,7 @@ def distribute(
         parameter_mapping: the mapping that parameters, their gradients and the state of their optimizer are stored by,
             as in `fsdp`, such as `{"embed": "data"}`; by default like everything else.
         names: the names of the arguments' axes: see `infer`.
-        allow_mix_ups: keep the first of two names that the program treats as one, without an error.
+        allow_mix_ups: accept these; of two names, the first one counts.
         **options: more arguments of `named_jit`.
 
     >>> def loss(w, x):
@@ -131,11 +132,17 @@ def distribute(
     return made
 
 
+def _distinct(paths: Sequence[str]) -> list[str]:
+    """Return paths of which none is the same as another, such as those of the keys 1 and "1"."""
+    count = Counter(paths)
+    return [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
+
+
 def _mixed_up(what: str, program: NamedProgram) -> str:
     lines = "".join(f"\n  {m}" for m in program.mix_ups)
     return (
-        f"{what}: the program treats named axes as one:{lines}\nIf one of them is a bug, correct it; if they are one "
-        "axis, give it one name in `names`; or pass `allow_mix_ups=True`, which keeps the first name."
+        f"{what}: the program mixes up axes:{lines}\nCorrect it; or give what is one axis one name in `names`; or, if "
+        "it is meant, pass `allow_mix_ups=True`, which keeps the first name."
     )
 
 
@@ -169,7 +176,8 @@ class _Distributed:
         jaxpr, mesh, program = self._program.traced.jaxpr, self._mesh, self._program
         with activate(changed(active_settings(), mapping=self._compute, parameter_mapping=self._stored)):
             self._warn()
-            arrays = self._placed("arguments", arrays, program.body.arguments, program.traced.paths)
+            paths = _distinct(program.traced.paths)
+            arrays = self._placed("arguments", arrays, program.body.arguments, paths)
 
             def whole(*arrays: Any) -> tuple[Any, ...]:
                 inner = self._spliced(program.body)
