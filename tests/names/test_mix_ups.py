@@ -146,6 +146,7 @@ def test_causal(mask: str, how: str) -> None:
     wrong = self_attention(lambda s: APPLIED[how](s, CAUSAL[mask]().T))
     assert kinds(clean, X, W, names=("batch pos embed", None)) == []
     assert kinds(wrong, X, W, names=("batch pos embed", None)) == ["future"]
+    assert not axn.names.infer(wrong, X, W, names=("batch pos embed", None), allow=["future"]).mix_ups
 
 
 def test_softmax_over_the_queries() -> None:

@@ -91,7 +91,9 @@ def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: i
             masks = (*a.masks, *b.masks, _applied(mask, xs[at], result))
             return dataclasses.replace(_carried(known) or NOTHING, masks=masks)
     carried = _carried(known)
-    return Facts(masks=carried.masks, divided=b.total) if carried and sign == -1 and b.total else carried
+    if carried is not None and sign == -1 and b.total:
+        return Facts(masks=carried.masks, divided=(*a.divided, *b.total))
+    return carried
 
 
 def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
@@ -132,8 +134,8 @@ def _weighted(known: Sequence[Facts]) -> Facts | None:
     carried = _carried(known) or NOTHING
     exponential, total = any(f.exponential for f in known), carried.total
     weights = next((f.weights for f in known if f.weights), ())
-    if exponential and total:
-        return Facts(masks=carried.masks, weights=total)
+    if (exponential or weights) and total:
+        return Facts(masks=carried.masks, weights=(*weights, *total))
     return dataclasses.replace(carried, exponential=exponential, weights=weights)
 
 
@@ -148,7 +150,7 @@ def _exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], res
 
 
 def _sum(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    if not known[0].exponential:
+    if not known[0].exponential and not known[0].weights:
         return None
     return Facts(total=tuple(f for i in step.params["axes"] for f in leaves(xs[0].dims[i])))
 

@@ -334,10 +334,15 @@ def _reduce_window(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]
     return [Axed(dims) for _ in step.eqn.outvars]
 
 
-def _select_and_scatter(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    """Return the gradient of a pooled array: it has the axes of the array before it was pooled."""
-    at = next(i for i in (1, 0) if step.shape_of(i) == step.shape)
-    return [Axed(xs[at].dims)]
+def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return arrays of which some axes have other sizes, as collectives and FFTs make them."""
+    found = unknown(step)
+    for v, x in zip(step.eqn.outvars, found, strict=True):
+        shape = v.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        if len(shape) == len(xs[0].dims):
+            pairs = zip(xs[0].dims, step.shape_of(0), shape, strict=True)
+            x.dims = tuple(axis if old == new else axes.derived(axis, new) for axis, old, new in pairs)
+    return found
 
 
 # --- look-ups ---
@@ -414,6 +419,16 @@ def _random_wrap(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 # --- matrices ---
 
 
+def _gradient_of_pooled(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    return [Axed(xs[1].dims)]
+
+
+def _as_first_of_shape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return the axes of the first operand that has the shape of the result."""
+    at = next((i for i in range(len(xs)) if step.shape_of(i) == step.shape), None)
+    return unknown(step) if at is None else [Axed(xs[at].dims)]
+
+
 def _triangular_solve(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     a, b = (x.dims for x in xs)
     at = -2 if step.params["left_side"] else -1
@@ -471,11 +486,17 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
-    "select_and_scatter_add": _select_and_scatter,
+    "select_and_scatter_add": _gradient_of_pooled,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_invariant"), _resized),
     "gather": _gather,
     "top_k": _top_k,
     "approx_top_k": _top_k,
     "iota": _iota,
+    # Those of Equinox, which solvers use.
+    "nonbatchable": _identity,
+    "select_if_vmap": _elementwise,
+    "maybe_set": _as_first_of_shape,
+    **dict.fromkeys(("unvmap_any", "unvmap_all", "unvmap_max"), lambda axes, step, xs: unknown(step)),
     "random_bits": _new,
     "random_split": _new,
     "random_seed": _new,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -215,9 +216,14 @@ def _is_bool(v: Any) -> bool:
 
 
 def _constant(v: Any) -> Axed:
-    if hasattr(v, "val") and not v.aval.shape and v.aval.dtype.kind in "biuf":
-        return Axed((), constant=True, facts=Facts(value=float(v.val), varies=()))
-    return Axed(tuple(map(fresh, v.aval.shape)), constant=True) if v.aval.shape else _SCALAR
+    if v.aval.shape:
+        return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
+    return _number(float(v.val)) if hasattr(v, "val") and v.aval.dtype.kind in "biuf" else _SCALAR
+
+
+@functools.lru_cache(maxsize=256)
+def _number(value: float) -> Axed:
+    return Axed((), constant=True, facts=Facts(value=value, varies=()))
 
 
 _SCALAR = Axed((), constant=True)

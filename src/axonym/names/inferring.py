@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +97,7 @@ class NamedProgram:
     all axes of the arguments have names
     """
 
-    def __init__(self, traced: Traced, walk: AxisWalk, body: Body):
+    def __init__(self, traced: Traced, walk: AxisWalk, body: Body, allow: Collection[str] = ()):
         self.traced = traced
         """The program, and the trees of its arguments and results."""
         self.body = body
@@ -104,7 +105,7 @@ class NamedProgram:
         self._walk = walk
         met = walk.settle()
         self._names = NameReader()
-        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
+        self._mix_ups = tuple(dict.fromkeys(self._mix_up(m) for m in met if m.kind not in allow))
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known.
@@ -253,7 +254,9 @@ class NamedProgram:
             yield f"    {u.example},  # {u.size}{more}"
 
 
-def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: Any) -> NamedProgram:
+def infer(
+    fn: Callable[..., Any], /, *args: Any, names: Any = None, allow: Collection[str] = (), **kwargs: Any
+) -> NamedProgram:
     """Trace a function, and name the axes of every value in it from the names of its arguments.
 
     Arguments:
@@ -264,21 +267,30 @@ def infer(fn: Callable[..., Any], /, *args: Any, names: Any = None, **kwargs: An
             `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
             paths to these. Named arrays, annotations and the metadata of Flax need no names here. A name such as
             `heads*head_dim` is that of an axis that the function splits, and `pos'` is the role of keys of `pos`.
+        allow: kinds of mix-ups that are meant, such as `"future"` for a mask that keeps only what comes later.
 
     >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
     >>> program.results
     ('embed',)
     """
     said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
-    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)])
+    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)], allow)
 
 
-def follow(traced: Traced, names: Sequence[LeafNames]) -> NamedProgram:
+def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = ()) -> NamedProgram:
     """Follow the names of the arguments' arrays through a traced program."""
     walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
     arguments = [_argument(walk, var.aval, own) for var, own in zip(jaxpr.invars, names, strict=True)]
-    return NamedProgram(traced, walk, walk.run(jaxpr, arguments))
+    # A walk makes many objects and drops none, so to look for garbage would double its time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        body = walk.run(jaxpr, arguments)
+    finally:
+        if collects:
+            gc.enable()
+    return NamedProgram(traced, walk, body, frozenset(allow))
 
 
 def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:

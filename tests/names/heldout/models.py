@@ -340,7 +340,7 @@ def linen_mixture_density(s):
     x, y = f32(s.batch, s.features), f32(s.batch, s.out)
 
     def loss(params, x, y):
-        logits, mean, scale = net.apply(params, x)
+        logits, mean, scale = net.apply(params, x)  # pyright: ignore[reportAssignmentType]
         z = (y[:, None, :] - mean) / scale
         log_prob = jnp.sum(-0.5 * z**2 - jnp.log(scale) - 0.5 * jnp.log(2 * jnp.pi), axis=-1)
         joint = nn.log_softmax(logits) + log_prob
@@ -451,7 +451,7 @@ def linen_resnet_with_batch_stats(s):
     x = f32(s.batch, s.height, s.width, s.colours)
 
     def loss(variables, x, labels):
-        logits, updates = net.apply(variables, x, mutable=["batch_stats"])  # pyright: ignore[reportAssignmentType]
+        logits, updates = net.apply(variables, x, mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits, updates
 
     return loss, (built(lambda: net.init(jax.random.key(0), x)), x, ids(s.batch))
