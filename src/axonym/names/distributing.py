@@ -202,7 +202,7 @@ class _Distributed:
         known = {part for n in self._names for part in (n, *n.split("*"))}
         for name in given:
             # Several models may share a mapping, so a name of another model is no mistake.
-            hint = errors.suggestion(name, known)
+            hint = errors.suggestion(name, known, 0.8)
             if name not in known and (hint or known.isdisjoint(given)):
                 errors.warn(f"{self._what}: {name!r} of the mapping names no axis of the program.{hint}")
         unknown = [u for u in self._program.unknown if u.reason == "no argument names it"]
