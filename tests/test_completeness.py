@@ -99,6 +99,7 @@ FAMILIES: dict[str, Family] = {
     "rules": Family(
         "axonym.sharding.rules", "src/axonym/sharding/__init__.py", "tests/sharding/test_rules.py",
         _used_in("sharding/test_rules.py", "interop/test_flax.py"), public="axonym.sharding",
+        internal=("is_axis_names",),
     ),
     "activations": Family(
         "axonym.nn.activations", "src/axonym/nn/__init__.py", "POSITIONAL of tests/nn/test_activations.py",

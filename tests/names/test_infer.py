@@ -125,6 +125,11 @@ def test_what_is_printed() -> None:
     assert str(named).endswith("all axes of the arguments have names")
 
 
+def test_a_reduction_by_a_function() -> None:
+    f = lambda x: jax.lax.reduce(x, 0.0, lambda a, b: a + b * 2, (1,))
+    assert axn.names.infer(f, X, names=("batch embed",)).results == ("batch",)
+
+
 def test_names_of_constants_come_from_their_use() -> None:
     def f(x: jax.Array) -> jax.Array:
         mask = jnp.arange(4) < 2

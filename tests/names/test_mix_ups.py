@@ -184,6 +184,8 @@ def test_masks_in_loops() -> None:
         lambda x: x[1:] - x[:-1],
         lambda x: jnp.sort(x, 0) + x[jnp.argsort(x[:, 0])],
         lambda x: jax.nn.softmax(x @ x.T) @ jax.nn.softmax(x @ x.T) @ x,
+        lambda x: jnp.kron(x[:, 0], x[:, 0]) + jnp.outer(x[:, 0], x[:, 0]).ravel(),
+        lambda x: jnp.vander(x[:, 0]) @ x,
         lambda x: jnp.cumsum(x, 0) / jnp.arange(1, N + 1)[:, None],
     ],
 )
@@ -197,3 +199,8 @@ def test_promoted_ranks() -> None:
     assert kinds(lambda p, y: ((p - y) ** 2).mean(), *args, names=names) == ["outer"]
     assert kinds(lambda p, y: ((p[:, 0] - y) ** 2).mean(), *args, names=names) == []
     assert kinds(lambda p, y: ((p[:, 0][:, None] - y[None, :]) ** 2).mean(), *args, names=names) == []
+
+
+def test_a_reshape_in_place_of_a_transpose() -> None:
+    assert kinds(lambda x: x.reshape(8, 3), abstract(3, 8), names=("batch embed",)) == ["torn"]
+    assert kinds(lambda x: x.reshape(3, 4, 2).reshape(12, 2), abstract(3, 8), names=("batch embed",)) == []

@@ -148,8 +148,6 @@ class Axes:
         """Roles of one axis that meet, although one array has both."""
         self.found: list[Meeting] = []
         """What is wrong with masks and roles."""
-        self.torn: list[tuple[Any, Dims]] = []
-        """The axes that a reshape divides in another way than they are made of."""
 
     def axis(self, name: str, size: int, source: str) -> Axis:
         """Return the axis of a name: one factor for each name and size, unless it names factors, as in `a*b`."""

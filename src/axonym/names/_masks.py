@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
-from ._values import Axed, AxisStep, Factors, Facts, Mask, Order
+from ._values import Axed, AxisStep, Factors, Facts, Mask, Order, dtype_kind
 
 LARGE = 100.0
 """What is added to or subtracted from scores to mask them is larger than this, by its absolute value."""
@@ -220,7 +220,7 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
 
 
 def _is_bool(step: AxisStep) -> bool:
-    return step.eqn.outvars[0].aval.dtype.kind == "b"  # pyright: ignore[reportAttributeAccessIssue]
+    return dtype_kind(step.eqn.outvars[0]) == "b"
 
 
 def _converted(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:

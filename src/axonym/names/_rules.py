@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..core.source_lines import frames_of
+import jax
+
+from ..core.source_lines import Frame, frames_of
 from ._axes import (
     Axes,
     Axis,
@@ -21,7 +23,7 @@ from ._axes import (
     size_of,
 )
 from ._masks import sum_of_weights
-from ._values import Axed, AxisStep, Pointer
+from ._values import Axed, AxisStep, Pointer, dtype_kind
 
 if TYPE_CHECKING:
     pass
@@ -64,8 +66,18 @@ def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: 
     changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
     roles = [f for axis in changed for f in axis if f.base is not None]
     makers = [x.facts.promoted_by for x in xs if x.facts is not None and x.facts.promoted_by is not None]
-    if len(roles) > 1 and any(list(frames_of(m.eqn)) == list(frames_of(step.eqn)) for m in makers):
-        axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+    if len(roles) > 1 and makers and _is_operator(frames := list(frames_of(step.eqn))):
+        if any(list(frames_of(m.eqn)) == frames for m in makers):
+            axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+
+
+def _is_operator(frames: Sequence[Frame]) -> bool:
+    """Return whether code outside of JAX used an operator or ufunc, rather than a function of JAX that uses one."""
+    inside = [*itertools.takewhile(lambda frame: frame.file.startswith(_JAX), frames)]
+    return bool(inside) and inside[-1].function.rpartition(".")[2] in ("op", "deferring_binary_op", "__call__")
+
+
+_JAX = jax.__file__.removesuffix("__init__.py")
 
 
 def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
@@ -93,7 +105,7 @@ _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_t
 
 def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
-    if step.name not in _POINTING or getattr(step.eqn.outvars[-1].aval, "dtype", None).kind not in "iu":  # pyright: ignore
+    if step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
         return None
     return next((x.points for x in xs if x.points is not None), None)
 
@@ -123,6 +135,11 @@ def _identity(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 # --- layout ---
+
+
+def _tile(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    pairs = zip(step.params["reps"], xs[0].dims, strict=True)
+    return [Axed(tuple(axis if count == 1 else (*fresh(count), *axis) for count, axis in pairs), points=xs[0].points)]
 
 
 def _transpose(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -160,7 +177,9 @@ def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
             same += 1
         start = len(new) - same
         dims = (*map(fresh, new[:start]), *x.dims[len(old) - same :])
-        axes.torn.append((step, x.dims[: len(old) - same]))
+        torn = [axes.whole(axis) for axis in x.dims[: len(old) - same] if axis]
+        if len(torn) > 1 and sorted(old) == sorted(new) and all(f.name is not None for f in torn):
+            axes.found.append(Meeting(torn[0], torn[1], step, "torn"))
     return [Axed(dims, points=x.points)]
 
 
@@ -473,6 +492,7 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
+    "tile": _tile,
     "bitcast_convert_type": _bitcast,
     "reshape": _reshape,
     "split": _split,

@@ -166,3 +166,8 @@ class AxisStep:
                 return True
             step = step.outer
         return False
+
+
+def dtype_kind(var: Any) -> str:
+    """Return NumPy's letter for the kind of a variable's dtype; an empty string for keys and what is no array."""
+    return getattr(getattr(var.aval, "dtype", None), "kind", "")

@@ -1,4 +1,4 @@
-"""AxisWalk over a traced program, and follow the axes of its arguments to every value in it."""
+"""Walk over a traced program, and follow the axes of its arguments to every value in it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.jax_versions import scan_operands
-from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves
+from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
 from ._rules import RULES, unknown
-from ._values import Axed, AxisStep, Facts
+from ._values import Axed, AxisStep, Facts, dtype_kind
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -54,16 +54,17 @@ class AxisWalk:
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
         inside = INSIDE.get(step.name)
-        if inside is None and (called := _called(step.eqn)) is not None:
+        rule = RULES.get(step.name)
+        if inside is None and rule is None and (called := _called(step.eqn)) is not None:
             body = self.run(called, xs, step)
             step.bodies = (body,)
             return body.results
         if inside is not None:
             results = inside(self, step, xs)
-        elif (rule := RULES.get(step.name)) is not None:
+        elif rule is not None:
             used = [x.used() for x in xs]
             results = rule(self.axes, step, used)
-            if results and (step.name == "iota" or any(x.facts is not None or _is_bool(v)
+            if results and (step.name == "iota" or any(x.facts is not None or dtype_kind(v) == "b"
                                                        for x, v in zip(used, step.eqn.invars, strict=True))
                             or step.name in ("exp", "broadcast_in_dim")):  # fmt: skip
                 results[0].facts = facts_of(step, used, results)
@@ -77,7 +78,7 @@ class AxisWalk:
         return results
 
     def settle(self) -> list[Meeting]:
-        """Decide about the roles that met other names, and return all mix-ups, in the order of the program."""
+        """Decide about the roles that met other names, and return all mix-ups."""
         axes = self.axes
         for met in axes.adopted:
             role, other = (find(met.left), find(met.right))
@@ -163,13 +164,13 @@ class AxisWalk:
     def _resized(self, x: Axed, to: Any) -> Axed:
         """Return a value as it is on one device, or on all."""
         dims = zip(x.dims, to.aval.shape, strict=True)
-        return Axed(tuple(a if _size(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
+        return Axed(tuple(a if size_of(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
 
     def _elsewhere(self, axis: Axis, size: int) -> Axis:
         if not axis:
             return fresh(size)
         for whole, start in self.axes.whole(axis).part_of:
-            if start == -2 and _size(whole) == size:
+            if start == -2 and size_of(whole) == size:
                 return whole
         found = self.axes.derived(axis, size)
         if found:
@@ -182,13 +183,6 @@ def _has_both(m: Meeting) -> bool:
     base = last_base(m.left)
     found = [f for x in m.at.results for axis in x.dims for f in leaves(axis) if last_base(f) is base]
     return m.at.name != "dot_general" and len(found) > 1
-
-
-def _size(axis: Axis) -> int:
-    size = 1
-    for f in axis:
-        size *= f.size
-    return size
 
 
 INSIDE = {
@@ -211,14 +205,10 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _is_bool(v: Any) -> bool:
-    return getattr(getattr(v.aval, "dtype", None), "kind", "") == "b"
-
-
 def _constant(v: Any) -> Axed:
     if v.aval.shape:
         return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
-    return _number(float(v.val)) if hasattr(v, "val") and v.aval.dtype.kind in "biuf" else _SCALAR
+    return _number(float(v.val)) if hasattr(v, "val") and dtype_kind(v) in ("b", "i", "u", "f") else _SCALAR
 
 
 @functools.lru_cache(maxsize=256)

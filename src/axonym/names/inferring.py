@@ -17,7 +17,7 @@ from ..named_array import is_named_array
 from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
 from ._sources import LeafNames, names_of_leaves
 from ._tracing import Traced, source_of, trace
-from ._values import Axed, Pointer
+from ._values import Axed, Pointer, dtype_kind
 from ._walk import AxisWalk, Body, steps_of
 
 
@@ -53,6 +53,7 @@ _TEXTS = {
     "future": "a mask keeps the positions of {a} that come after that of the query",
     "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
     "crossed": "two roles of {a} are exchanged in {operation}",
+    "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
     "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
@@ -281,7 +282,7 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
     """Follow the names of the arguments' arrays through a traced program."""
     walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
-    arguments = [_argument(walk, var.aval, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
     # A walk makes many objects and drops none, so to look for garbage would double its time.
     collects = gc.isenabled()
     gc.disable()
@@ -293,12 +294,12 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
     return NamedProgram(traced, walk, body, frozenset(allow))
 
 
-def _argument(walk: AxisWalk, aval: Any, own: LeafNames) -> Axed:
+def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
+    aval = var.aval
     names = own.names or (None,) * len(aval.shape)
     pairs = zip(names, aval.shape, strict=True)
     dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
-    integer = getattr(aval.dtype, "kind", "") in "iu"
-    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if integer else None)
+    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
 
 
 def _class(axis: Axis) -> tuple[int, ...]:
