@@ -80,7 +80,8 @@ stored = {"embed": "data", "heads": "model", "mlp": "model"}
 def main() -> None:
     distributed = axn.names.distribute(step, compute, stored, names=names)
     tokens = (jnp.arange(POS)[None] + 7 * jnp.arange(16)[:, None]) % VOCAB
-    trained, state = params, optimizer.init(params)
+    trained: Any = params
+    state = optimizer.init(params)
     with axn.set_mesh(axn.make_mesh({"data": -1, "model": min(2, jax.device_count())})):
         for i in range(30):
             trained, state, loss = jax.block_until_ready(distributed(trained, state, tokens))
