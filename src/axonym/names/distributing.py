@@ -339,9 +339,9 @@ def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNa
     If positions meet positions, one of them are the keys, which have another name in the result, and in the operand
     that is multiplied with values.
     """
-    found = [list(n) for n in names]
     if step.name != "dot_general":
-        return found
+        return names
+    found = [list(n) for n in names]
     (left_summed, right_summed), (left_batch, right_batch) = step.params["dimension_numbers"]
     for i, j in zip(left_summed, right_summed, strict=True):
         a, b = names[0][i], names[1][j]
