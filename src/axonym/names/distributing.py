@@ -197,7 +197,7 @@ class _Distributed:
         """Say what is not sharded, while the mapping could be meant for it."""
         mapped = {**self._compute, **self._stored}
         if current_mesh() is None and any(mapped.values()):
-            warn_without_mesh(self._what, None)
+            warn_without_mesh(self._what, None, None)
         given = [*active_mapping(), *active_parameter_mapping()]
         known = {part for n in self._names for part in (n, *n.split("*"))}
         for name in given:
