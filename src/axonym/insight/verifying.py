@@ -20,7 +20,7 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
-from ._hlo import PartitionedOperation, HloProgram, HloShape, UnknownForm
+from ._hlo import HloProgram, HloShape, PartitionedOperation, UnknownForm
 from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed
@@ -155,7 +155,8 @@ def _bodies(program: Any, devices: int) -> Iterator[PartitionedOperation]:
             call, scope = equation.params["call"], str(equation.source_info.name_stack)
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]
             text = jax.jit(jaxpr_as_fun(call), keep_unused=True).lower(*structs).as_text("hlo")
-            yield PartitionedOperation(f"{scope and f'/{scope}'}/custom_partitioning", str(call), HloProgram(text, devices))
+            inside = f"{scope and f'/{scope}'}/custom_partitioning"
+            yield PartitionedOperation(inside, str(call), HloProgram(text, devices))
 
 
 # --- inputs ---
