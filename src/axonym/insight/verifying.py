@@ -20,7 +20,7 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
-from ._hlo import HloProgram, HloShape, PartitionedOperation, UnknownForm
+from ._hlo import HloProgram, HloShape, OwnPartitioning, UnknownForm
 from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed
@@ -145,7 +145,7 @@ def compare_programs(
     return Verification(step, devices, True, tuple(scales))
 
 
-def _bodies(program: Any, devices: int) -> Iterator[PartitionedOperation]:
+def _bodies(program: Any, devices: int) -> Iterator[OwnPartitioning]:
     """Yield the functions that are partitioned in their own ways, which the text of a program does not have."""
     for equation in program.eqns:
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -156,7 +156,7 @@ def _bodies(program: Any, devices: int) -> Iterator[PartitionedOperation]:
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]
             text = jax.jit(jaxpr_as_fun(call), keep_unused=True).lower(*structs).as_text("hlo")
             inside = f"{scope and f'/{scope}'}/custom_partitioning"
-            yield PartitionedOperation(inside, str(call), HloProgram(text, devices))
+            yield OwnPartitioning(inside, str(call), HloProgram(text, devices))
 
 
 # --- inputs ---
