@@ -101,6 +101,26 @@ def test_factors() -> None:
     )
 
 
+def test_factors_of_factors() -> None:
+    program = axn.names.infer(lambda x: x.reshape(2, 12).reshape(2, 3, 4), abstract(24), names=("a*b*c",))
+    assert program.results[0] == "a"
+
+
+def test_paths_are_what_names_takes() -> None:
+    """Keyword arguments are flattened in another order than they are given or declared in."""
+
+    def f(x: jax.Array, *, scale: jax.Array, out: jax.Array, **more: jax.Array) -> jax.Array:
+        return x @ out * scale + more["bias"]
+
+    given = {"scale": abstract(), "bias": abstract(5), "out": W}
+    program = axn.names.infer(f, X, **given, names={"x": "batch embed"})
+    (unnamed,) = program.unknown
+    assert unnamed.places == ("axis 0 of bias", "axis 1 of out")
+    key, _, entry = unnamed.example.partition(": ")
+    names = {"x": "batch embed", key.strip('"'): entry.strip('"').replace("?", "mlp")}
+    assert axn.names.infer(f, X, **given, names=names).results == ("batch", "mlp")
+
+
 def test_a_primitive_without_a_rule_is_counted() -> None:
     program = axn.names.infer(jnp.linalg.eigvals, abstract(3, 4, 4), names=("batch row row",))
     assert program.results in (("batch", None), (None, None))

@@ -67,6 +67,27 @@ def test_indices() -> None:
     assert kinds(look_up, *args, names=("batch", "vocab embed", "batch classes")) == ["names"]
 
 
+def test_what_indexes_no_axis() -> None:
+    """Axes of one size stay apart, though a value that comes from one of them meets the other."""
+
+    def by_distance(x: jax.Array, table: jax.Array) -> jax.Array:
+        positions = jnp.arange(N)
+        return x @ table[jnp.clip(positions[:, None] - positions[None, :], 0, N - 1)]
+
+    def in_order_of_experts(x: jax.Array, w: jax.Array) -> jax.Array:
+        experts = jnp.argmax(x @ w, -1)
+        return x[jnp.argsort(experts)] * w.T[experts]
+
+    def as_long(length: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        kept = [jnp.where(jnp.arange(N) < length[:, None], z, 0.0) for z in (x, y)]
+        return kept[0].sum(1) + kept[1].sum(1)
+
+    assert kinds(by_distance, PAIRS, abstract(N), names=("batch pos", "buckets")) == []
+    assert kinds(in_order_of_experts, PAIRS, PAIRS, names=("tokens embed", "embed experts")) == []
+    arrays = abstract(3, N), abstract(3, N)
+    assert kinds(as_long, tokens(3), *arrays, names=("batch", "batch source", "batch target")) == []
+
+
 def test_a_mix_up_says_everything() -> None:
     program = axn.names.infer(lambda x, w: x @ w.T, PAIRS, PAIRS, names=("batch embed", "embed mlp"))
     (found,) = program.mix_ups

@@ -491,7 +491,8 @@ class NameReader:
         if x.base is not None:
             return self.factor(x.base)
         for whole in map(find, x.wholes):
-            if len(names := (whole.name or "").split("*")) == len(parts := leaves((whole,))) > 1:
+            names, parts = (whole.name or "").split("*"), leaves((whole,))
+            if len(names) == len(parts) > 1 and x in parts:
                 return names[parts.index(x)]
         for others in (x.like, x.used_as):
             names = {name for y in others if (name := self.axis((y,))) is not None}

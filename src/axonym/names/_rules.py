@@ -100,20 +100,29 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
     return (base,) if any(are_apart(role, other) for other in others) else axis
 
 
-_POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "sort", "rev", "rem"}
+_POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "rev", "rem"}
 
 
 def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
     if step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
         return None
-    return next((x.points for x in xs if x.points is not None), None)
+    found = [x.points for x in xs if x.points is not None]
+    if len(found) > 1 and step.name in ("add", "sub"):  # a distance of two positions is no position
+        return None
+    return found[0] if found else None
+
+
+def _sort(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Sort arrays together: each keeps what it indexes, as the positions do that `argsort` sorts by other values."""
+    return [Axed(y.dims, points=x.points) for x, y in zip(xs, _elementwise(axes, step, xs), strict=True)]
 
 
 def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Compare position for position; an index that is compared with all positions of an axis is one of that axis."""
     results = _elementwise(axes, step, xs)
-    if all(x.points is not None and len(x.points) == 1 for x in xs):
+    # A length, which others are compared with, belongs to any axis.
+    if step.name in ("eq", "ne") and all(x.points is not None and len(x.points) == 1 for x in xs):
         (a,), (b,) = (x.points for x in xs if x.points is not None)
         own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
         if own == [False, True] or own == [True, False]:
@@ -472,7 +481,7 @@ complex conj copy copy_p cos cosh digamma div erf erf_inv erfc exp exp2 expm1 fl
 integer_pow is_finite lgamma log log1p logistic max min mul neg nextafter not one_minus_square or polygamma
 population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta log2 convert_element_type
-cumsum cumprod cummax cummin cumlogsumexp sort rev threefry2x32 random_fold_in random_clone mul_add fma"""
+cumsum cumprod cummax cummin cumlogsumexp rev threefry2x32 random_fold_in random_clone mul_add fma"""
 COMPARISONS = "eq ne lt le gt ge eq_to le_to lt_to"
 IDENTITIES = """optimization_barrier name stop_gradient sharding_constraint mesh_cast reshard layout_constraint pvary
 pcast psum psum_invariant pmax pmin ppermute pbroadcast pcollective all_reduce cholesky lu_pivots_to_permutation
@@ -489,6 +498,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS.split(), _reduce),
     **dict.fromkeys(WINDOWS.split(), _reduce_window),
     **dict.fromkeys(SCATTERS.split(), _scatter),
+    "sort": _sort,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,

@@ -76,7 +76,7 @@ def names_of_leaves(
             `TreePathShardingRule`. A dictionary instead of the tuple, whose keys are no parameters, does so with the
             paths of all arguments, which start with parameters.
     """
-    roots = list(_roots(fn, tuple(args), dict(kwargs)))
+    roots = list(roots_of(fn, args, kwargs))
     given = dict(_given_to_call(names, roots, len(args)))
     return named_leaves((tuple(args), dict(kwargs)), roots, given)
 
@@ -118,6 +118,12 @@ def _given_to_call(names: Any, roots: Sequence[Root], positional: int) -> Iterat
             parameter, _, index = root.path.partition("/")
             entry = names.get(parameter)
             if index and not (entry is None or isinstance(entry, str)):  # one of `*xs`
+                count = sum(r.path.partition("/")[0] == parameter for r in roots)
+                if not isinstance(entry, (tuple, list)) or len(entry) != count:
+                    raise ValueError(
+                        f"names=: {parameter!r} has {errors.counted(count, 'argument')}, and its names are {entry!r}. "
+                        "Give a tuple with an entry for each, or one string for all."
+                    )
                 entry = entry[int(index)]
             yield from given_to_tree(entry, root)
     elif isinstance(names, (tuple, list)):
@@ -338,7 +344,7 @@ def _annotations(owner: Any) -> Mapping[str, Any]:
 _annotations_of_class = functools.lru_cache(maxsize=256)(_annotations)  # which many leaves share
 
 
-def _roots(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Root]:
+def roots_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Root]:
     """Yield the arguments of a call, with the names and annotations of their parameters."""
     plain: Any = inspect.unwrap(fn)
     while isinstance(plain, functools.partial):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ..core.source_lines import Source, frames_of, source
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
+from ._sources import roots_of
 from ._values import AxisStep
 
 if TYPE_CHECKING:
@@ -49,14 +49,11 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    try:
-        bound = inspect.signature(fn).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        bound = {str(i): x for i, x in enumerate((*args, *kwargs.values()))}
-    for name, tree in bound.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, PROGRAM_ARRAYS):
-                yield "/".join(filter(None, (name, jax.tree_util.keystr(keys, simple=True, separator="/"))))
+    parameters = {root.keys: root.path for root in roots_of(fn, args, kwargs)}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        if isinstance(leaf, PROGRAM_ARRAYS):
+            below = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
+            yield "/".join(filter(None, (parameters[keys[:2]], below)))
 
 
 def source_of(step: AxisStep) -> Source | None:
