@@ -112,7 +112,7 @@ def test_paths_are_what_names_takes() -> None:
     def f(x: jax.Array, *, scale: jax.Array, out: jax.Array, **more: jax.Array) -> jax.Array:
         return x @ out * scale + more["bias"]
 
-    given = {"scale": abstract(), "bias": abstract(5), "out": W}
+    given: dict[str, Any] = {"scale": abstract(), "bias": abstract(5), "out": W}
     program = axn.names.infer(f, X, **given, names={"x": "batch embed"})
     (unnamed,) = program.unknown
     assert unnamed.places == ("axis 0 of bias", "axis 1 of out")

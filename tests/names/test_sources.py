@@ -86,6 +86,16 @@ def test_a_dictionary_from_parameters() -> None:
     assert found(step, TREE, X, names={"params/norm": "embed", "xs/0": "batch embed"})[2:] == [("embed",), one]
 
 
+def test_the_path_of_an_array_names_no_other() -> None:
+    def step(x: Any, params: Any) -> None: ...
+
+    params = {"exp": X, "w": X, "w_out": X}
+    names = {"x": "batch embed", "params/exp": "embed mlp"}
+    assert found(step, X, params, names=names) == [("batch", "embed"), ("embed", "mlp"), None, None]
+    names = (None, {"w": "embed mlp"})
+    assert found(step, X, params, names=names) == [None, None, ("embed", "mlp"), None]
+
+
 def test_every_leaf_has_an_entry() -> None:
     model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     args = model, np.ones(3), None, 2.0, np.float32(1)

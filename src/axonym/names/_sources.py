@@ -73,8 +73,8 @@ def names_of_leaves(
             name is `_` in a string, and None in a tuple. A dictionary that has exactly the keys of the argument, or of
             a part of it, is a tree. Any other goes from patterns to names, as in `{"query/kernel": "embed heads dim"}`:
             each array is named by the first regular expression that is found in its path, as in
-            `TreePathShardingRule`. A dictionary instead of the tuple, whose keys are no parameters, does so with the
-            paths of all arguments, which start with parameters.
+            `TreePathShardingRule`; one that is the whole path of an array names no other. A dictionary instead of the
+            tuple, whose keys are no parameters, does so with the paths of all arguments, which start with parameters.
     """
     roots = list(roots_of(fn, args, kwargs))
     given = dict(_given_to_call(names, roots, len(args)))
@@ -178,7 +178,7 @@ def given_to_tree(names: Any, root: Root) -> Iterator[tuple[Keys, LeafNames]]:
 def _by_patterns(
     patterns: Mapping[Any, Any], root: Root, below: Sequence[tuple[Any, Any]]
 ) -> Iterator[tuple[Keys, LeafNames]]:
-    """Yield the names of leaves, each by the first pattern that is found in its path."""
+    """Yield the names of leaves, each by the first pattern that is found in its path. A whole path is no pattern."""
     paths = {keys: jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in below}
     compiled = [(_compiled(pattern, names), names) for pattern, names in patterns.items()]
     for pattern, _ in compiled:
@@ -188,8 +188,11 @@ def _by_patterns(
                 f"names=: pattern {pattern.pattern!r} is found in no path of {root.path or 'the tree'}. The nearest of "
                 f"{errors.counted(len(paths), 'path')}: {errors.quoted(near)}."
             )
+    whole = set(paths.values())
     for keys, value in below:
-        first = next(((p, names) for p, names in compiled if p.search(paths[keys])), None)
+        at = paths[keys]
+        fitting = ((p, n) for p, n in compiled if p.pattern == at or (p.pattern not in whole and p.search(at)))
+        first = next(fitting, None)
         if first is not None:
             path = root.keys + keys
             source = f"pattern {first[0].pattern!r} of names="
