@@ -344,3 +344,16 @@ def test_report_speaks_of_names() -> None:
     reasons = {c.reason for c in report.collectives}
     assert "sums over mlp, which is sharded over model" in reasons, report
     assert any("sums over batch" in str(reason) for reason in reasons), report
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_constraints_that_the_code_has(kind: AxisType) -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data", "model"))
+
+    x, w = jnp.arange(64.0).reshape(8, 8) / 64, jnp.ones((8, 8))
+    compiled = axn.names.distribute(f, {"batch": "data", "mlp": "model"}, names=("batch embed", "embed mlp"))
+    with jax.set_mesh(mesh_of(BOTH, kind)):
+        found = jax.block_until_ready(compiled(x, w))
+    assert found.sharding.spec == P("data", "model")
+    close(found, jnp.tanh(x @ w))

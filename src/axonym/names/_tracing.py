@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from ..core.source_lines import Source, frames_of, source
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate
-from ..distribution.mesh_axes import NO_MESH
+from ..distribution.mesh_axes import NO_MESH, has_manual
 from ._sources import roots_of
 from ._values import AxisStep
 
@@ -32,7 +33,7 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a function with abstract arguments, without a mesh or a mapping."""
+    """Trace a function with abstract arguments, without a mapping, and with shardings in no types."""
     given, static = flatten_arrays((args, dict(kwargs)), PROGRAM_ARRAYS, named=False)
     returned: list[TreeSpec] = []
 
@@ -43,9 +44,17 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         return found
 
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
+    with activate(None), jax.sharding.use_abstract_mesh(_mesh()):
         closed = jax.make_jaxpr(flat)(*abstract)
     return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
+
+
+def _mesh() -> AbstractMesh:
+    """Return the active mesh, which constraints by a `PartitionSpec` need, with Auto axes, so that types have none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or has_manual(mesh):
+        return NO_MESH
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
