@@ -466,6 +466,9 @@ TABLE = [
             lambda m: axn.fsdp(lambda x: x, m, {}),
             lambda m: axn.named_jit(lambda x: x, in_placement=m)(X),
             lambda m: axn.named_jit(lambda x: x, in_placement=tuple(m))(X),
+            lambda m: axn.shard(X, m),
+            lambda m: axn.named_jit(lambda x: x, in_placement={"x": m})(X),
+            lambda m: axn.named_jit(lambda x: x, out_placement=m)(X),
             lambda m: on(AUTO, lambda: axn.named_jit(lambda x: x, in_placement={"x": m})(X)),
             lambda m: on(AUTO, lambda: axn.named_jit(lambda x: x, out_placement=m)(X)),
         )
@@ -862,9 +865,17 @@ UNKNOWN: list[dict[str, Any]] = [
     {"what": 1},
     {"dim": "batch"},
     {"dim": 0},
+    {"dim": "embed"},
     {"dims": (0,)},
+    {"dims": (0, 1)},
+    {"dims": ("batch", "embed")},
     {"num_segments": 4},
 ]
+OPERANDS: dict[str, tuple[Any, ...]] = {
+    "interp": (X, WORDS_OF_CALLS["xp"], X),
+    **{f"segment_{of}": (X, INTEGERS, axn.Axis("new", 4)) for of in ("sum", "mean", "prod", "max", "min")},
+}
+"""The operands of calls in which not every one has the axes of the first."""
 
 
 @functools.cache
@@ -891,7 +902,7 @@ def test_calls_in_messages(path: str) -> None:
             *([BATCH_NORM] if name == "BatchNorm" else ()),
         ]
     else:
-        calls = [functools.partial(found, X)]
+        calls = [functools.partial(found, *OPERANDS.get(name, (X,)))]
     texts = [message_of(functools.partial(call, **unknown)) for call in calls for unknown in UNKNOWN]
     codes = [re.findall(r"`([^`]+)`", text) for text in texts]
     assert all(codes), texts

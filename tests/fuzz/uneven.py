@@ -73,6 +73,7 @@ def _layers() -> dict[str, tuple[tuple[Operand, ...], Any]]:
         "vmap of products": ((X,), lambda x: axn.vmap(lambda x: axn.dot(x, WEIGHT, axis="embed"), "batch")(x)),
         "vmap of sorts": ((X,), lambda x: axn.vmap(lambda x: axn.sort(x, "embed"), "pos")(x)),
         "vmap of convolutions": ((IN_BATCH, IN_BATCH), axn.vmap(lambda a, v: axn.convolve(a, v, "embed"), "batch")),
+        "permutation": ((X,), lambda x: axn.random.permutation(KEY, x, "pos", independent=True)),
         "remat": ((X,), jax.checkpoint(lambda x: axn.nn.softmax(LINEAR(axn.tanh(x)), "mlp"))),
     }
 
@@ -99,9 +100,11 @@ class Uneven:
     case: str
     mesh: tuple[tuple[str, int], ...]
     mapping: tuple[tuple[str, tuple[str, ...]], ...]
+    by_hand: bool = False
+    """Whether the arrays alone are sharded: the function that takes them knows neither the mesh nor the mapping."""
 
     def __str__(self) -> str:
-        return f"{self.case} on {dict(self.mesh)}, {dict(self.mapping)}"
+        return f"{self.case} on {dict(self.mesh)}, {dict(self.mapping)}{' by hand' if self.by_hand else ''}"
 
 
 def placements(case: Case) -> Iterator[Uneven]:
@@ -140,7 +143,10 @@ def check_uneven(of: Uneven) -> str | None:
     expected = _eager(case)[0], _gradients(case) if case.grad else []
     try:
         with jax.set_mesh(mesh), axn.axis_mapping(mapping):
-            found = jax.block_until_ready(jax.jit(results_and_gradients)(axn.shard(whole)))
+            placed = axn.shard(whole)
+            found = None if of.by_hand else jax.block_until_ready(jax.jit(results_and_gradients)(placed))
+        if found is None:
+            found = jax.block_until_ready(jax.jit(results_and_gradients)(placed))
         loose = dataclasses.replace(case, rtol=max(case.rtol, 1e-3), atol=max(case.atol, 1e-4))
         for what, ours, theirs in zip(("value", "gradient"), found, expected, strict=True):
             _assert_close(loose, ours, theirs, what)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,7 +35,13 @@ F = axn.arange((X, Y), dtype=float)
             r"^average: `weights` has axes \(z\) .*\(x, y\) lacks",
         ),
         (lambda: axn.average(A, "w"), ValueError, r"^average: no axis 'w'"),
-        (lambda: axn.cov(F, "x", "x", new_axis="z"), ValueError, r"^cov: axis 'x' cannot be .* at once"),
+        (lambda: axn.median(A * 1j), ValueError, r"^median: complex numbers have no order"),
+        (
+            lambda: axn.nanquantile(A, 1, method="none"),
+            ValueError,
+            r"^nanquantile: `method` is one of 'linear', .* got",
+        ),
+        (lambda: axn.cov(F, "x", "x", new_axis="z"), ValueError, r"^cov: axis 'x' cannot be the axis of both"),
         (lambda: axn.cov(F, "x", "y", new_axis="x"), ValueError, r"^cov: 'x' would name more than one axis"),
         (lambda: axn.cov(F, "x", axn.Axis("y", 9), new_axis="z"), ValueError, r"^cov: axis 'y' .*: 3 in the array, 9"),
         (
@@ -126,6 +134,35 @@ def test_correlations_stay_within_one() -> None:
     found = np.asarray(axn.corrcoef(x, "y", "x", new_axis="z").array)
     assert np.abs(found).max() <= 1
     np.testing.assert_allclose(found, [[1, 1, -1], [1, 1, -1], [-1, -1, 1]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["linear", "lower", "higher", "midpoint", "nearest", "inverted_cdf"])
+def test_quantiles_and_their_gradients_are_as_in_jax(method: str) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
+    gaps = x.copy()
+    gaps[0, 3] = gaps[1, :3] = np.nan
+    q = jnp.array([0.0, 0.3, 0.5, 1.0])
+
+    def found(fn: Callable[..., Any], x: Any) -> tuple[Any, Any]:
+        value, gradients = jax.vjp(fn, x, q)
+        return value, gradients(1.0 + jnp.arange(16.0).reshape(4, 4))
+
+    def by_name(op: Any, x: Any, q: Any) -> jax.Array:
+        return op(axn.named(x, ("b", "x")), axn.named(q, "q"), "x", method=method).array
+
+    for of, ours, theirs in ((x, axn.quantile, jnp.quantile), (gaps, axn.nanquantile, jnp.nanquantile)):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+            found(functools.partial(by_name, ours), of),
+            found(functools.partial(theirs, axis=1, method=method), of),
+        )
+    assert np.isnan(by_name(axn.quantile, gaps, q)).tolist() == [[True, True, False, False]] * 4
+
+
+def test_quantiles_of_infinite_numbers() -> None:
+    x = axn.named([1.0, jnp.inf, -jnp.inf], "x")
+    assert axn.quantile(x, axn.named([0.0, 0.5, 1.0], "q")).tolist() == [-jnp.inf, 1.0, jnp.inf]
+    assert jnp.isnan(axn.quantile(x, jnp.nan).array)
 
 
 def test_no_elements() -> None:

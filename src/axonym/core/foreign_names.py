@@ -206,6 +206,9 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     asked = kwargs[keyword] if keyword in ("dim", "dims") else None
     flat = [x for a in arguments for x in (a if isinstance(a, (list, tuple)) else [a])]
     names = next((n for x in flat if isinstance(n := getattr(x, "names", ()), tuple) and n), ("batch", "embed"))
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    # Where one of these is an operand, the axis must be among its axes.
+    allowed = getattr(given.get("segments", given.get("xp")), "names", ()) or names
     if f.__qualname__ in CALLS:
         call = CALLS[f.__qualname__].replace("{name}", name)
     elif f.__qualname__.endswith(".__init__"):  # a layer is made by its `init`
@@ -220,20 +223,20 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
     if asked is not None and "{first}" not in advice:
         one = "AxisSelector" in str(inspect.signature(f).parameters.get("axis"))
-        advice = advice.replace("{last}", _by_name(asked, names, one))
-    return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
+        advice = advice.replace("{last}", _by_name(asked, names, allowed, one))
+    return f"{error}. {_filled(advice, tuple(map(repr, allowed)))}"
 
 
-def _by_name(asked: Any, names: Sequence[str], one: bool) -> str:
+def _by_name(asked: Any, names: Sequence[str], allowed: Sequence[str], one: bool) -> str:
     """Return the axes that were asked for, by name or by position, as they are written; or one of them."""
     each = asked if isinstance(asked, (list, tuple)) else [asked]
     at = range(-len(names), len(names))
-    found = [repr(names[x] if isinstance(x, int) and x in at else x) for x in each if isinstance(x, (str, int))]
-    if not found or len(found) < len(each):
+    found = [names[x] if isinstance(x, int) and x in at else x for x in each if isinstance(x, (str, int))]
+    if not found or len(found) < len(each) or not set(allowed).issuperset(set(found) & set(names)):
         return "{last}"
-    if one:
-        return found[-1]
-    return f"({', '.join(found)})" if len(found) > 1 else found[0]
+    if one or len(found) == 1:
+        return repr(found[-1])
+    return f"({', '.join(map(repr, found))})"
 
 
 def _call(f: Callable[..., Any], name: str, *, along: bool = False) -> str:

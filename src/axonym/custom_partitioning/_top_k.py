@@ -43,7 +43,7 @@ def top_k(
 @errors.say_how_to_call
 def top_k(
     array: Any,
-    axis: Any,
+    axis: AxisSelector | Any,
     k: Any,
     new_axis: AxisSelector | None = None,
     *,

@@ -101,7 +101,7 @@ def _combined(says: LeafNames, asked: LeafNames, path: str) -> LeafNames:
         if a != b and a is not None and b is not None:
             raise ValueError(
                 f"names=: axis {i} of {path} is {b!r} by {asked.source}, but {a!r} by {says.source}. Rename it in "
-                "one of them, or leave the axis to the code, with `_` in `names=`."
+                "one of them, or leave the axis to the code, with `_` in `names`."
             )
     names = tuple(b if a is None else a for a, b in zip(says.names, asked.names, strict=True))
     return LeafNames(names, says.source if names == says.names else asked.source)

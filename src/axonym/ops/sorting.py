@@ -37,11 +37,11 @@ def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = 
 def _sort(x: jax.Array, axis: int, descending: bool) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.sort(x, axis=axis, descending=descending)
-    return jnp.flip(_sorted(axis, x), axis) if descending else _sorted(axis, x)
+    return jnp.flip(sort_along(axis, x), axis) if descending else sort_along(axis, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sorted(axis: int, x: jax.Array) -> jax.Array:
+def sort_along(axis: int, x: jax.Array) -> jax.Array:
     """Sort, with a gradient that XLA can partition: the gradient of `jnp.sort` looks up unsigned positions.
 
     For these XLA ends the process if an axis of the array is sharded unevenly, as a slice of a sharded axis is.
@@ -49,26 +49,31 @@ def _sorted(axis: int, x: jax.Array) -> jax.Array:
     return jnp.sort(x, axis=axis)
 
 
-@_sorted.defjvp
+@sort_along.defjvp
 def _(axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     result, order = _with_positions(axis, *primals)
-    return result, _taken(*tangents, order, axis)
+    return result, take_in_order(*tangents, order, axis)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_positions(axis: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    positions = vary_like(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis), x)
-    result, order = jax.lax.sort((x, positions), dimension=axis, num_keys=1)
+    result, order = jax.lax.sort((x, positions_along(axis, x)), dimension=axis, num_keys=1)
     return result, order
 
 
 @_with_positions.defjvp
 def _(axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[Any, Any]:
     result, order = _with_positions(axis, *primals)
-    return (result, order), (_taken(*tangents, order, axis), np.zeros(order.shape, jax.dtypes.float0))
+    return (result, order), (take_in_order(*tangents, order, axis), np.zeros(order.shape, jax.dtypes.float0))
 
 
-def _taken(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+def positions_along(axis: int, x: jax.Array) -> jax.Array:
+    """Return the position of each element along an axis."""
+    return vary_like(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis), x)
+
+
+def take_in_order(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    """Reorder elements along an axis by their positions, which are signed, so that XLA can partition the gradient."""
     return jnp.take_along_axis(x, order, axis, mode="promise_in_bounds")
 
 

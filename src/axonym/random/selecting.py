@@ -11,6 +11,7 @@ from ..named_array import NamedArray
 from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import at_least_float32, require_named
+from ..ops.sorting import positions_along, take_in_order
 from ._draw import Key, axis_of, check_enough, new_axes, one_key
 
 
@@ -90,6 +91,10 @@ def _permutation_kernel(what: str, axes: tuple[Axis, ...], along: Axis, independ
     position = axes.index(along)
 
     def positional(key, x):
-        return jax.random.permutation(key, x, axis=position, independent=independent)
+        if not independent and len(axes) > 1:
+            return jax.random.permutation(key, x, axis=position)
+        # Here JAX sorts the elements themselves, the gradient of which XLA cannot partition: see `sort_along`.
+        order = jax.random.permutation(key, positions_along(position, x), axis=position, independent=independent)
+        return take_in_order(x, order, position)
 
     return sharded_kernel(what, positional, [(), tuple(a.name for a in axes)], axes)

@@ -26,7 +26,17 @@ from ..named_array import NamedArray, raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import as_mapping, check_direction, normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import ByParameter, Placement, Rule, drop_manual, is_placement, resolve, shardings_in, spec_of_leaf
+from .placement import (
+    ByParameter,
+    Placement,
+    Rule,
+    checked_prefix,
+    drop_manual,
+    is_placement,
+    resolve,
+    shardings_in,
+    spec_of_leaf,
+)
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -288,6 +298,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     if placement is None and mesh is not None and _is_in_place(tree, mesh):
         return tree
     if mesh is None and not shardings_in(placement):
+        checked_prefix(placement, what)
         if warn:
             warn_without_mesh(what, placement, tree, ", or pass it as `mesh`")
         return tree
