@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
+    "names_nnx.py": ("A Flax NNX transformer, unchanged", ""),
     "explain.py": ("What a mapping costs, before it runs", ""),
     "per_device.py": ("Per-device code", ""),
     "custom_partitioning.py": ("Operations with their own partitioning", ""),

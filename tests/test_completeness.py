@@ -84,7 +84,7 @@ FAMILIES: dict[str, Family] = {
     },
     "collectives": Family(
         "axonym.manual.collectives", "src/axonym/_late_names.py",
-        "CASES or EXCHANGES of tests/manual/test_collectives.py",
+        "CASES or EXCHANGES of tests/manual/test_collectives.py (and to LINEAR or a test of its own for the gradient)",
         _in(test_collectives.CASES, test_collectives.EXCHANGES), {"axis_size", "sharded_over"},
     ),
     "samplers": Family(
@@ -150,7 +150,8 @@ def test_every_member_is_exported_tested_and_documented(family: str) -> None:
             continue
         if not any(thing is e for e in EXPORTED):
             missing.append(
-                f"{path} is not exported: add it to {rules.exported_in}, or to `internal` in tests/test_completeness.py"
+                f"{path} is not exported: add it to {rules.exported_in}, or, if no user needs it, to `internal` in "
+                "tests/test_completeness.py"
             )
         if not rules.tested(name, thing):
             missing.append(f"{path} is not tested: add a case to {rules.tested_in}")

@@ -288,7 +288,7 @@ def test_mapping_to_a_mesh_axis_that_is_not_there(auto_mesh):
             r"per shard, result 0: expected float32\(batch=8\), got the named array float32\[v",
         ),
         (lambda x: axn.sum(x, "vocab").array, r"expected float32\(batch=8\), got the raw array float32\[8\]"),
-        (lambda x: (axn.sum(x, "vocab"),) * 2, r"the result is .* where that of the function of unsharded arrays is"),
+        (lambda x: (axn.sum(x, "vocab"),) * 2, r"the result is .* but the function of unsharded arrays returns"),
         (lambda x: axn.sum(x, "vocab").astype(jnp.int32), r"Both functions must give one dtype"),
         (lambda x: axn.psum(axn.sum(x, "vocab"), "vocb"), r"psum: 'vocb' is neither.*Did you mean 'vocab'"),
     ],

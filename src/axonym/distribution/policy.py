@@ -11,6 +11,10 @@ one place decides and no other repeats it: operations along an axis (`make_along
 attention along the sequence, dispatch to experts. Neither are the rules of users (`custom_partitioning`), where an axis
 may have several factors, and the largest operand decides where `settle` raises an error.
 
+On Explicit axes, JAX adds up partial sums on the way to where the decision says that the result lies. FSDP's operations
+add them up as `sums` says. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather, which JAX
+makes: `add_up` returns it for the report by names only.
+
 A policy keeps one law: if operands lie where the mapping puts their names, results do. Reports by name assume it.
 """
 

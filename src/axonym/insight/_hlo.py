@@ -129,7 +129,7 @@ class HloProgram:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, Instruction] = {}
         self.entry = ""
-        self.bodies: list[Body] = []
+        self.bodies: list[OwnPartitioning] = []
         """The operations with their own partitioning, which may be added: the text has only their names."""
         self._read()
         self._frames = _Frames(text)
@@ -309,7 +309,7 @@ class HloProgram:
             raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
 
 
-class Body(NamedTuple):
+class OwnPartitioning(NamedTuple):
     """The function that an operation with its own partitioning computes."""
 
     scope: str

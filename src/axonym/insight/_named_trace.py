@@ -65,7 +65,8 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     try:
         with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*(nothing was placed|no mesh is active)")
-            warnings.filterwarnings("ignore", message=r"named_jit\(.*no mesh is active")  # it computes all the same
+            # They compute all the same.
+            warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
             closed = jax.make_jaxpr(flat)(*abstract)
             # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
             jaxpr = closed.jaxpr

@@ -223,7 +223,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         gathered: the named axes that an all-gather completes, if known.
     """
     if kind in ("all-reduce", "reduce-scatter"):
-        return _reason_of_gradient(op, over) if when == "backward" else _reason_of_sum(op, over)
+        # Products in a step that is distributed by names have a scope of their own in the backward pass.
+        return (when == "backward" and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
     stored = _stored(op, over)
     if kind == "all-gather" and gathered:
         return _reason_of_gather(op, over, gathered, stored)

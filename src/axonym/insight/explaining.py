@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from ..distribution.active_settings import Entry
 from ..distribution.mesh_axes import AnyMesh
+from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
@@ -60,10 +61,11 @@ def explain(
     """Report what a step sends between devices, what each device keeps, and what it computes, without running it.
 
     Arguments:
-        fn: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
+        fn: a function, or one compiled by `named_jit`, `fsdp`, `axonym.names.distribute` or `jax.jit`. It is not run.
         *args: its arguments, which may be abstract; keywords too. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
-            it, or a parameter mapping and a compute mapping, for `fsdp`.
+            it, or a parameter mapping and a compute mapping, for `fsdp`. `axonym.names.distribute` without mappings of
+            its own takes either.
         mesh: the mesh; by default the active one. A mesh without devices takes this machine's, if there are enough.
         by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
             code generation, which takes most of the time, so memory is not known; collectives and flops are the same.
@@ -118,12 +120,13 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
     """Return a step compiled under a mapping, or as it is if it is compiled already."""
     if mapping is None:
         return fn if hasattr(fn, "lower") else named_jit(fn)
-    if isinstance(fn, (CompiledFunction, BoundCompiledFunction)):
+    under = fn.under if isinstance(fn, DistributedFunction) else None
+    if under is None and isinstance(fn, (CompiledFunction, BoundCompiledFunction)):
         raise ValueError("explain: the step is compiled with mappings of its own; give the function that it compiles.")
     if is_resource_mapping(mapping):
-        return named_jit(fn, mapping, in_placement=mapping)
+        return named_jit(fn, mapping, in_placement=mapping) if under is None else under(mapping, None)
     if isinstance(mapping, Sequence) and len(mapping) == 2 and all(map(is_resource_mapping, mapping)):
-        return fsdp(fn, *mapping)
+        return fsdp(fn, *mapping) if under is None else under(mapping[1], mapping[0])
     raise TypeError(
         "explain: a mapping is a resource mapping, or a pair of a parameter and a compute mapping, got "
         f"{type(mapping).__name__}."

@@ -20,7 +20,7 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
-from ._hlo import Body, HloProgram, HloShape, UnknownForm
+from ._hlo import HloProgram, HloShape, OwnPartitioning, UnknownForm
 from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed
@@ -145,7 +145,7 @@ def compare_programs(
     return Verification(step, devices, True, tuple(scales))
 
 
-def _bodies(program: Any, devices: int) -> Iterator[Body]:
+def _bodies(program: Any, devices: int) -> Iterator[OwnPartitioning]:
     """Yield the functions that are partitioned in their own ways, which the text of a program does not have."""
     for equation in program.eqns:
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -155,7 +155,8 @@ def _bodies(program: Any, devices: int) -> Iterator[Body]:
             call, scope = equation.params["call"], str(equation.source_info.name_stack)
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]
             text = jax.jit(jaxpr_as_fun(call), keep_unused=True).lower(*structs).as_text("hlo")
-            yield Body(f"{scope and f'/{scope}'}/custom_partitioning", str(call), HloProgram(text, devices))
+            inside = f"{scope and f'/{scope}'}/custom_partitioning"
+            yield OwnPartitioning(inside, str(call), HloProgram(text, devices))
 
 
 # --- inputs ---

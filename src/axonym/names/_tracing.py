@@ -42,7 +42,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         returned[:] = [spec]
         return found
 
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
     with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
         closed = jax.make_jaxpr(flat)(*abstract)
     return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
