@@ -88,6 +88,31 @@ def test_what_indexes_no_axis() -> None:
     assert kinds(as_long, tokens(3), *arrays, names=("batch", "batch source", "batch target")) == []
 
 
+def test_a_block_of_a_cache_is_no_mix_up() -> None:
+    """The sizes of a block and a cache may be the same, but axes that are written as a whole are the same."""
+
+    def write(cache: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(cache, x, (at, 0))
+
+    for n in (N, 2):
+        args = PAIRS, abstract(n, N), abstract(dtype=jnp.int32)
+        assert kinds(write, *args, names=("length embed", "pos embed", None)) == []
+        assert kinds(write, *args, names=("length embed", "pos mlp", None)) == ["names"]
+        assert axn.names.infer(write, *args, names=("_ embed", "pos embed", None)).results == ("pos", "embed")
+
+
+def test_another_axis_is_no_role_by_contraction() -> None:
+    project = lambda h, p: h.T @ p
+    assert kinds(project, PAIRS, PAIRS, names=("obs state", "state state'")) == ["names"]
+    assert kinds(project, PAIRS, PAIRS, names=("state obs", "state state'")) == []
+
+
+def test_a_split_axis_that_is_whole_again() -> None:
+    halves = lambda x, w: x.reshape(2, 2, N).sum(2).reshape(N) @ w
+    assert kinds(halves, PAIRS, PAIRS, names=("height width", "place embed")) == ["names"]
+    assert kinds(halves, PAIRS, PAIRS, names=("height width", "height embed")) == []
+
+
 def test_a_mix_up_says_everything() -> None:
     program = axn.names.infer(lambda x, w: x @ w.T, PAIRS, PAIRS, names=("batch embed", "embed mlp"))
     (found,) = program.mix_ups
@@ -220,8 +245,14 @@ def test_promoted_ranks() -> None:
     assert kinds(lambda p, y: ((p - y) ** 2).mean(), *args, names=names) == ["outer"]
     assert kinds(lambda p, y: ((p[:, 0] - y) ** 2).mean(), *args, names=names) == []
     assert kinds(lambda p, y: ((p[:, 0][:, None] - y[None, :]) ** 2).mean(), *args, names=names) == []
+    assert kinds(lambda p, y: ((y[:, None] - y) ** 2).mean(), *args, names=names) == []
+    pairwise = jax.vmap(lambda a, b: jax.vmap(lambda b: a - b)(b), (0, None))
+    assert kinds(lambda p, y: pairwise(y, y), *args, names=names) == []
 
 
 def test_a_reshape_in_place_of_a_transpose() -> None:
     assert kinds(lambda x: x.reshape(8, 3), abstract(3, 8), names=("batch embed",)) == ["torn"]
+    merge = lambda x: x.reshape(2, 8, 8)  # heads and positions, not transposed
+    assert kinds(merge, abstract(2, 2, 8, 4), names=("batch heads pos dim",)) == ["torn"]
+    assert kinds(lambda x: merge(x.swapaxes(1, 2)), abstract(2, 2, 8, 4), names=("batch heads pos dim",)) == []
     assert kinds(lambda x: x.reshape(3, 4, 2).reshape(12, 2), abstract(3, 8), names=("batch embed",)) == []

@@ -199,6 +199,10 @@ class Axes:
         if not a or not b:
             return a or b
         left, right, found = [*leaves(a)], [*leaves(b)], list[AxisFactor]()
+        x, y = self._named(left), self._named(right)
+        if x is not None and y is not None and x.size == y.size and x.name != y.name:
+            self.differ(x, y, at)
+            return a
         while left and right:
             x, y = find(left[0]), find(right[0])
             if x is y or x.size == y.size:
@@ -359,14 +363,20 @@ class Axes:
             made.part_of += (((x,), bounds[0]),)
         return leaves((x.parts[bounds],))
 
+    def derive(self, axis: Axis, other: Axis) -> None:
+        """Record that an axis has the name of another, if it has none."""
+        if axis and other:
+            self.whole(axis).like += (self.whole(other),)
+
+    def of_size(self, axis: Axis, size: int, start: int) -> Axis | None:
+        """Return the axis of a size of which this one is a slice with a start, if any."""
+        part_of = self.whole(axis).part_of if axis else ()
+        return next((leaves(w) for w, at in part_of if at == start and size_of(w) == size), None)
+
     def padded(self, axis: Axis, before: int, after: int) -> Axis:
         """Return the axis of which this one is a slice, if its ends are known; else one derived from it."""
-        part = self.whole(axis)
-        size = before + part.size + after
-        for whole, start in part.part_of:
-            if start == before and size_of(whole) == size:
-                return leaves(whole)
-        return self.derived(axis, size)
+        size = before + size_of(axis) + after
+        return self.of_size(axis, size, before) or self.derived(axis, size)
 
     def joined(self, pieces: Sequence[Axis], sizes: Sequence[int]) -> Axis:
         """Return the axis along which pieces are concatenated. Its slices at the same places are the pieces."""
@@ -390,6 +400,13 @@ class Axes:
                 part.part_of += (((made,), start),)
             start += n
         return (made,)
+
+    def _named(self, axis: Sequence[AxisFactor]) -> AxisFactor | None:
+        """Return the factor with a name that consists of these, unless it is a role or has the names of its factors."""
+        for whole in axis[:1] if len(axis) == 1 else map(find, axis[0].wholes):
+            if whole.name and whole.base is None and "*" not in whole.name and leaves((whole,)) == tuple(axis):
+                return whole
+        return None
 
     def whole(self, axis: Axis) -> AxisFactor:
         """Return one factor that consists of the factors of an axis."""
@@ -418,6 +435,7 @@ class Copies(dict[AxisFactor, AxisFactor]):
             return self[root]
         made = self[f] = AxisFactor(f.size)
         f.used_as += (made,)
+        made.like = tuple(self[g] for g in f.like if g.size == f.size)  # as for the axes of an identity matrix
         return made
 
     def axis(self, axis: Axis) -> Axis:
@@ -498,6 +516,8 @@ class NameReader:
             names = {name for y in others if (name := self.axis((y,))) is not None}
             if len(names) == 1:
                 return names.pop()
+            if len(axes := {name.rstrip("'") for name in names}) == 1:  # roles of one axis
+                return axes.pop()
         # A factor without a name of its own is part of one that has a name.
         names = {f"{w.name}.{[*map(find, w.kids)].index(x)}" for w in map(find, x.wholes) if w.name is not None}
         return names.pop() if len(names) == 1 else None

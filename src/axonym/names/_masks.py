@@ -62,7 +62,10 @@ def _iota(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Ax
 def _broadcast(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     at, rank = step.params["broadcast_dimensions"], len(step.shape)
     leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
-    return dataclasses.replace(known[0], varies=_varies(xs, known), promoted_by=step if leading else None)
+    opened = not leading and rank > len(at) and all(step.shape[i] == 1 for i in range(rank) if i not in at)
+    return dataclasses.replace(
+        known[0], varies=_varies(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
+    )
 
 
 def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
@@ -169,6 +172,9 @@ def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
         found = (a.position[0], b.position[0], a.position[1] - b.position[1])
     elif a.difference is not None and b.value is not None and float(b.value).is_integer():
         found = (*a.difference[:2], a.difference[2] - int(b.value))
+    if found is not None and step.name == "eq" and found[2] == 0 and found[0].size == found[1].size:
+        high, low = find(found[0]), find(found[1])
+        high.like, low.like = (*high.like, low), (*low.like, high)  # an identity matrix
     if found is None or find(found[0]) is find(found[1]) or step.name not in ("ge", "gt", "le", "lt"):
         return Facts(mask=Mask("kept", varies), varies=varies)
     left, right, more = found

@@ -65,7 +65,10 @@ def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: 
     """Record an outer product of an axis with itself that comes from an implicit promotion of ranks."""
     changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
     roles = [f for axis in changed for f in axis if f.base is not None]
-    makers = [x.facts.promoted_by for x in xs if x.facts is not None and x.facts.promoted_by is not None]
+    facts = [x.facts for x in xs if x.facts is not None]
+    makers = [f.promoted_by for f in facts if f.promoted_by is not None]
+    if any(f.opened for f in facts) or step.within("vmap("):  # meant, as in `x[:, None] - x`, or made by `vmap`
+        return
     if len(roles) > 1 and makers and _is_operator(frames := list(frames_of(step.eqn))):
         if any(list(frames_of(m.eqn)) == frames for m in makers):
             axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
@@ -180,7 +183,9 @@ def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         left = iter(axis for axis, n in zip(x.dims, old, strict=True) if n != 1)
         return [Axed(tuple(next(left) if n != 1 else () for n in new), points=x.points)]
     dims = axes.reshaped(x.dims, new)
-    if dims is None:
+    if dims is not None:
+        _check_torn(axes, step, x.dims, dims)
+    else:
         same = 0  # the last axes, as far as their sizes are the same
         while same < min(len(old), len(new)) and old[-same - 1] == new[-same - 1]:
             same += 1
@@ -190,6 +195,17 @@ def _reshape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         if len(torn) > 1 and sorted(old) == sorted(new) and all(f.name is not None for f in torn):
             axes.found.append(Meeting(torn[0], torn[1], step, "torn"))
     return [Axed(dims, points=x.points)]
+
+
+def _check_torn(axes: Axes, step: AxisStep, before: Dims, after: Dims) -> None:
+    """Record that two axes share a named one, each beside others, and that there is an axis of its size."""
+    for axis in before:
+        if len(axis) == 1 and last_base(axis[0]).name is not None and len(own := leaves(axis)) > 1:
+            holders = [x for x in map(leaves, after) if not set(own).isdisjoint(x)]
+            if len(holders) == 2 and size_of(axis) in map(size_of, holders):
+                others = [f for x in holders for f in x if f not in own]
+                if all(not set(x).issubset(own) for x in holders) and others[0].name is not None:
+                    axes.found.append(Meeting(others[0], find(axis[0]), step, "torn"))
 
 
 def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -240,6 +256,8 @@ def _pad(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     ):
         if old == new and not inside and low == high == 0:
             found.append(axis)
+        elif inside and (whole := axes.of_size(axis, new, -1)) is not None:  # of which this is every other element
+            found.append(whole)
         elif inside or not axis or (low < 0 < high) or (high < 0 < low):
             found.append(axes.derived(axis, new))
         elif low <= 0 and high <= 0:
@@ -273,21 +291,15 @@ def _unstack(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed((*dims[:at], *dims[at + 1 :])) for _ in step.eqn.outvars]
 
 
-def _dynamic_slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    dims = (
-        axis if old == new else axes.derived(axis, new)
-        for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
-    )
-    return [Axed(tuple(dims), points=xs[0].points)]
-
-
 def _dynamic_update_slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    x, update = xs[:2]
-    dims = (
-        axes.unify(a, b, step) if n == m else a
-        for a, b, n, m in zip(x.dims, update.dims, step.shape_of(0), step.shape_of(1), strict=True)
-    )
-    return [Axed(tuple(dims))]
+    x, update, *starts = xs
+    for a, b, n, m, start in zip(x.dims, update.dims, step.shape_of(0), step.shape_of(1), starts, strict=True):
+        if n == m and start.facts is not None and start.facts.value == 0:
+            axes.unify(a, b, step)
+        else:  # a block, such as the tokens that a cache takes up, of the same size by chance
+            axes.derive(a, b)
+            axes.derive(b, a)
+    return [Axed(x.dims)]
 
 
 # --- sums and products ---
@@ -354,23 +366,22 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
 
 
-def _reduce_window(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    dims = tuple(
-        axis if old == new else axes.derived(axis, new)
-        for axis, old, new in zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
-    )
-    return [Axed(dims) for _ in step.eqn.outvars]
-
-
 def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    """Return arrays of which some axes have other sizes, as collectives and FFTs make them."""
-    found = unknown(step)
-    for v, x in zip(step.eqn.outvars, found, strict=True):
-        shape = v.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-        if len(shape) == len(xs[0].dims):
-            pairs = zip(xs[0].dims, step.shape_of(0), shape, strict=True)
-            x.dims = tuple(axis if old == new else axes.derived(axis, new) for axis, old, new in pairs)
-    return found
+    """Return arrays of which some axes have other sizes, as slices, windows and collectives make them."""
+    pairs = zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
+    dims = tuple(axis if old == new else axes.derived(axis, new) for axis, old, new in pairs)
+    return [Axed(dims, points=xs[0].points if step.name == "dynamic_slice" else None) for _ in step.eqn.outvars]
+
+
+def _gathered(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    return _resized(axes, step, xs) if len(xs) == 1 and len(step.shape) == len(xs[0].dims) else unknown(step)
+
+
+def _fft(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return frequencies, whose axes are derived from the transformed ones."""
+    count = len(step.params["fft_lengths"])
+    (*kept,), changed = xs[0].dims[: len(step.shape) - count], xs[0].dims[len(step.shape) - count :]
+    return [Axed((*kept, *(axes.derived(a, n) for a, n in zip(changed, step.shape[-count:], strict=True))))]
 
 
 # --- look-ups ---
@@ -466,14 +477,29 @@ def _triangular_solve(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Ax
 
 
 def _factorized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    """Return matrices that have the axes of the operand where they have its size, if that is not ambiguous."""
+    """Return factors of matrices: vectors of values, and matrices with the row, or the column, and values."""
     (*batch, row, column), sizes = xs[0].dims, step.shape_of(0)[-2:]
-    if sizes[0] == sizes[1]:
-        return [Axed((*batch, *map(fresh, v.aval.shape[len(batch) :]))) for v in step.eqn.outvars]  # pyright: ignore
-    return [
-        Axed((*batch, *({sizes[0]: row, sizes[1]: column}.get(n, ()) or fresh(n) for n in v.aval.shape[len(batch) :])))  # pyright: ignore
-        for v in step.eqn.outvars
-    ]
+    values: dict[int, Axis] = {}
+    found: list[Axed] = []
+    for side, v in zip(_FACTORS[step.name], step.eqn.outvars, strict=False):
+        shape: Sequence[int] = v.aval.shape[len(batch) :]  # pyright: ignore[reportAttributeAccessIssue]
+        new = [values.setdefault(n, fresh(n)) for n in shape]
+        if side == "row" and shape[0] == sizes[0]:
+            new[0] = row
+        elif side == "column" and shape[-1] == sizes[1]:
+            new[-1] = column
+        found.append(Axed((*batch, *new)))
+    return found
+
+
+_FACTORS = {
+    "svd": ("", "row", "column"),
+    "qr": ("row", "column"),
+    "eigh": ("row", ""),
+    "eig": ("", "row", "row"),
+    "lu": ("column", "", ""),
+}
+"""Which axis of the operand each result of a factorization has beside that of the values."""
 
 
 ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
@@ -496,7 +522,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(COMPARISONS.split(), _compared),
     **dict.fromkeys(IDENTITIES.split(), _identity),
     **dict.fromkeys(REDUCTIONS.split(), _reduce),
-    **dict.fromkeys(WINDOWS.split(), _reduce_window),
+    **dict.fromkeys(WINDOWS.split(), _resized),
     **dict.fromkeys(SCATTERS.split(), _scatter),
     "sort": _sort,
     "transpose": _transpose,
@@ -511,13 +537,14 @@ RULES: dict[str, Rule] = {
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _unstack,
-    "dynamic_slice": _dynamic_slice,
+    "dynamic_slice": _resized,
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
     "select_and_scatter_add": _gradient_of_pooled,
-    **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_invariant"), _resized),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_invariant"), _gathered),
+    "fft": _fft,
     "gather": _gather,
     "top_k": _top_k,
     "approx_top_k": _top_k,
@@ -533,7 +560,7 @@ RULES: dict[str, Rule] = {
     "random_unwrap": _new,
     "random_wrap": _random_wrap,
     "triangular_solve": _triangular_solve,
-    **dict.fromkeys(("qr", "svd", "eigh", "eig", "lu"), _factorized),
+    **dict.fromkeys(_FACTORS, _factorized),
     **dict.fromkeys(("empty", "axis_index", "create_token", "after_all"), _new),
 }
 """How the axes of the results of each primitive follow from those of its operands."""

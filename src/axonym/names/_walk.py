@@ -89,7 +89,9 @@ class AxisWalk:
                 continue
             if other.base is not None and last_base(other) is not base:
                 axes.differ(base, last_base(other), met.at)
-            elif role.side == "query" or not is_declared_role(other.name, base.name, self.given):
+            elif role.side == "query" or (met.at.name == "dot_general" and role.side != "key"):
+                axes.differ(base, other, met.at)
+            elif not is_declared_role(other.name, base.name, self.given):
                 axes.differ(base, other, met.at)
             elif other.base is None:
                 other.base = base
