@@ -319,7 +319,7 @@ def test_what_is_not_sharded_is_said() -> None:
     with jax.set_mesh(mesh_of(DATA)):
         with pytest.warns(UserWarning, match=r"(?s)1 axis has no name.*size 6: axis 1 of w"):
             axn.names.distribute(f, {"batch": "data"}, names=("batch embed", None))(x, w)
-        with pytest.warns(UserWarning, match="'bach' of the mapping names no axis of the program.*'batch'"):
+        with pytest.warns(UserWarning, match="'bach' of the mapping names no axis of the program .*'batch'"):
             axn.names.distribute(f, {"bach": "data"}, names=("batch embed", "embed mlp"))(x, w)
         with pytest.raises(ValueError, match=r"x \(batch=8, embed=4\): axis 'embed' of size 4 .*over data=8"):
             axn.names.distribute(f, {"embed": "data"}, names=("batch embed", "embed mlp"))(x, w)

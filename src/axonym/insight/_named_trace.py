@@ -24,6 +24,7 @@ except ImportError:  # then unused operations are counted, too
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.mesh_axes import NO_MESH
+from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import _scopes
 from ._arguments import step_name
@@ -68,6 +69,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             # They compute all the same.
             warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
             closed = jax.make_jaxpr(flat)(*abstract)
+            named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
             # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
             jaxpr = closed.jaxpr
             if dce_jaxpr is not None:
@@ -77,12 +79,12 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             raise
         raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
     walk = _Walk()
-    leaves = [leaf for leaf in leaves_of((args, dict(kwargs)))[0] if leaf.shape is not None]
+    leaves = [leaf for leaf in leaves_of(named)[0] if leaf.shape is not None]
     for leaf in leaves:
         spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
         if leaf.names is None and any(entry is not None for entry in spec):
             raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
-    names = [leaf.names or (None,) * len(leaf.shape or ()) for leaf in leaves]
+    names = [tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())) for leaf in leaves]
     arguments = [
         walk.value(var.aval, tuple(zip(own, shape_of(var), strict=True)))
         for var, own in zip(jaxpr.invars, names, strict=True)

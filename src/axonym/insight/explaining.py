@@ -72,8 +72,8 @@ def explain(
             `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices need not exist;
             the report says by how much the bytes sent may be off. `"names"` compiles nothing: it traces the step and
             works out by name what each operation does under the mapping, on a mesh of any size. It takes a plain
-            function that does not say how it is distributed, assumes that the mapping shards every array, and raises an
-            error where names do not determine the communication.
+            function, or one of `axonym.names.distribute`, that does not say how it is distributed; assumes that the
+            mapping shards every array; and raises an error where names do not determine the communication.
         topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not exist here. Needs the extra `tpu-plan`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
@@ -122,7 +122,10 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
         return fn if hasattr(fn, "lower") else named_jit(fn)
     under = fn.under if isinstance(fn, DistributedFunction) else None
     if under is None and isinstance(fn, (CompiledFunction, BoundCompiledFunction)):
-        raise ValueError("explain: the step is compiled with mappings of its own; give the function that it compiles.")
+        raise ValueError(
+            "explain: the step is compiled with mappings of its own; give the function that it compiles"
+            + (", or `distribute` without mappings." if isinstance(fn, DistributedFunction) else ".")
+        )
     if is_resource_mapping(mapping):
         return named_jit(fn, mapping, in_placement=mapping) if under is None else under(mapping, None)
     if isinstance(mapping, Sequence) and len(mapping) == 2 and all(map(is_resource_mapping, mapping)):
@@ -135,8 +138,11 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
 
 def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
-    if mapping is None or hasattr(fn, "lower"):
-        raise ValueError("explain: by='names' takes the function that is compiled, and its mapping as `mapping=`.")
+    if mapping is None or (hasattr(fn, "lower") and not isinstance(fn, DistributedFunction)):
+        raise ValueError(
+            "explain: by='names' takes the function that is compiled, and its mapping as `mapping=`. Of "
+            "`axonym.names.distribute`, it takes a function without mappings."
+        )
     distributed(fn, mapping)  # which raises the error
     storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
     return normalize_mapping(storage, "explain"), normalize_mapping(compute, "explain")

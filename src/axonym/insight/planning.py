@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, describe_bytes
+from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._named_events import NamedTrace, NotKnown, Renamed
@@ -48,6 +49,8 @@ class PlannedMapping:
     """Its source: `names`, or `shardy` where names are not enough."""
     verified: Report | None = None
     """The partitioner's report, if it was asked for one."""
+    raw: bool = False
+    """Whether the step is a function of raw arrays, made by `axonym.names.distribute`."""
 
     @property
     def seconds(self) -> float:
@@ -82,7 +85,11 @@ class PlannedMapping:
         step = axn.named_jit(step, compute, in_placement=compute)
         """
         lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r})", f"compute = {dict(self.compute)!r}"]
-        if self.storage:
+        if self.raw:
+            lines += [f"storage = {dict(self.storage)!r}"] if self.storage else []
+            stored = ", storage" if self.storage else ""
+            lines.append(f"step = axn.names.distribute(step, compute{stored}, names=names)")
+        elif self.storage:
             lines += [f"storage = {dict(self.storage)!r}", "step = axn.fsdp(step, storage, compute)"]
         else:
             lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
@@ -212,7 +219,8 @@ def plan(
 
     Arguments:
         fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
-            not say how it is distributed, and is not run.
+            not say how it is distributed, and is not run. `axonym.names.distribute` without mappings makes one of a
+            function of raw arrays.
         model: its first argument, which determines the axes of the model. May be abstract.
         *batch: its other arguments. Axes that the model lacks are axes of the batch.
         chips: the number of chips.
@@ -238,12 +246,14 @@ def plan(
             f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
             "not counted. Compare mappings that you choose, with `compare`."
         )
-    search = _Search(trace, chip, _names(model), _names(batch))
+    raw = isinstance(fn, DistributedFunction)
+    of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
+    search = _Search(trace, chip, _names(of_model), _names(of_batch))
     found = list(search.run(chips))
     asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
         search.left_out.pop(search.of_refused(p.compute), None)
-    found += asked
+    found = [dataclasses.replace(p, raw=raw) for p in (*found, *asked)]
     fitting = sorted((p for p in found if p.memory <= limit), key=PlannedMapping._order)
     too_large = sorted((p for p in found if p.memory > limit), key=lambda p: p.memory)
     if not fitting:
@@ -279,7 +289,7 @@ def plan(
 
 
 def _names(tree: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or ()))
+    return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or () if n != "_"))
 
 
 def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:

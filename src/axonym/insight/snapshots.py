@@ -14,6 +14,7 @@ from ..core import errors
 from ..core.parameter_names import parameter_names
 from ..distribution.mesh_axes import AnyMesh, mesh_axes, padded
 from ..named_array import raw
+from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.leaves import Leaf, leaves_of
 from ..sharding.placement import present_sharding
@@ -105,7 +106,9 @@ def _exchanges(text: str) -> collections.Counter[str]:
 
 def _placed(fn: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
     """Yield the arrays among the arguments, sharded as the step shards them."""
-    if isinstance(fn, CompiledFunction):
+    if isinstance(fn, DistributedFunction):
+        args, kwargs = fn.named(args, kwargs)
+    elif isinstance(fn, CompiledFunction):
         args, kwargs = fn.placed(args, kwargs)
     names = parameter_names(fn, len(args), kwargs)
     return (leaf for leaf in leaves_of(dict(zip(names, args, strict=True)) | kwargs)[0] if leaf.shape is not None)

@@ -2,4 +2,4 @@
 
 from .distributing import distribute as distribute
 from .inferring import MixUp as MixUp, NamedProgram as NamedProgram, UnnamedAxes as UnnamedAxes, infer as infer
-from .naming import name as name, names_of as names_of
+from .naming import name as name, names_of as names_of, unname as unname

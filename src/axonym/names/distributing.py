@@ -35,7 +35,7 @@ from ..distribution.active_settings import (
 )
 from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, restricted, shard_count
 from ..distribution.operation_scope import operation_scope
-from ..named_array import wrap
+from ..named_array import is_named_array, raw, wrap
 from ..sharding._compiled_function import CompiledFunction, JitOptions
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve
@@ -72,6 +72,8 @@ class DistributedFunction(CompiledFunction[P, R]):
 
     under: Callable[[ResourceMapping, ResourceMapping | None], DistributedFunction[P, R]] | None
     """Compiles it under other mappings, for reports; None if it has mappings of its own."""
+    named: Callable[[Sequence[Any], Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    """Returns arguments as named arrays, sharded as in a call. An axis without a name is `_`."""
 
 
 def distribute(
@@ -125,10 +127,18 @@ def distribute(
     def under(mapping: ResourceMapping, parameter_mapping: ResourceMapping | None) -> DistributedFunction[P, R]:
         return distribute(fn, mapping, parameter_mapping, names=names, allow_mix_ups=allow_mix_ups, **options)
 
+    def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        program = infer(fn, *args, names=names, **kwargs)
+        arrays, spec = flatten_arrays((tuple(args), dict(kwargs)), PROGRAM_ARRAYS, named=False)
+        with activate(changed(active_settings(), **active)):
+            tree = spec.unflatten(_Distributed(made.__name__, program).arguments(arrays))
+        # The array of an argument that was named already is now a named array.
+        return jax.tree.map(lambda x: raw(x) if is_named_array(raw(x)) else x, tree, is_leaf=is_named_array)
+
     donate = options.get("donate_args"), options.get("donate_kwargs")
     jit_options = {name: value for name, value in options.items() if not name.startswith("donate")}
     made = DistributedFunction("distribute", run, active=active, donate=donate, jit_options=jit_options)
-    made.under = None if active else under
+    made.under, made.named = None if active else under, named
     return made
 
 
@@ -176,8 +186,7 @@ class _Distributed:
         jaxpr, mesh, program = self._program.traced.jaxpr, self._mesh, self._program
         with activate(changed(active_settings(), mapping=self._compute, parameter_mapping=self._stored)):
             self._warn()
-            paths = _distinct(program.traced.paths)
-            arrays = self._placed("arguments", arrays, program.body.arguments, paths)
+            arrays = [*map(raw, self.arguments(arrays))]
 
             def whole(*arrays: Any) -> tuple[Any, ...]:
                 inner = self._spliced(program.body)
@@ -191,7 +200,7 @@ class _Distributed:
             if explicit:
                 specs = tuple(restricted(s, explicit) for s in self._specs(program.body.results, paths))
                 run = jax.sharding.auto_axes(whole, axes=explicit, out_sharding=specs)
-            return self._placed("results", run(*arrays), program.body.results, paths)
+            return [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
 
     def _warn(self) -> None:
         """Say what is not sharded, while the mapping could be meant for it."""
@@ -204,7 +213,9 @@ class _Distributed:
             # Several models may share a mapping, so a name of another model is no mistake.
             hint = errors.suggestion(name, known, 0.8)
             if name not in known and (hint or known.isdisjoint(given)):
-                errors.warn(f"{self._what}: {name!r} of the mapping names no axis of the program.{hint}")
+                errors.warn(
+                    f"{self._what}: {name!r} of the mapping names no axis of the program that is larger than 1.{hint}"
+                )
         unknown = [u for u in self._program.unknown if u.reason == "no argument names it"]
         if unknown:
             lines = "".join(f"\n  {u}" for u in unknown)
@@ -216,6 +227,10 @@ class _Distributed:
 
     # --- arguments and results ---
 
+    def arguments(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return arguments sharded by their names, as named arrays if they have any."""
+        return self._placed("arguments", arrays, self._program.body.arguments, _distinct(self._program.traced.paths))
+
     def _named(self, values: Sequence[Axed], arrays: Sequence[Any], paths: Sequence[str]) -> dict[str, Any]:
         """Return the arrays of which any axis has a name, with their names, by their paths."""
         found = {}
@@ -225,10 +240,10 @@ class _Distributed:
         return found
 
     def _placed(self, which: str, arrays: Sequence[Any], values: Sequence[Axed], paths: Sequence[str]) -> list[Any]:
-        if self._mesh is None:
-            return list(arrays)
-        named = shard_quietly(self._named(values, arrays, paths), self._rule, f"{self._what} ({which})")
-        return [named[path].array if path in named else x for path, x in zip(paths, arrays, strict=True)]
+        named = self._named(values, arrays, paths)
+        if self._mesh is not None:
+            named = shard_quietly(named, self._rule, f"{self._what} ({which})")
+        return [named.get(path, x) for path, x in zip(paths, arrays, strict=True)]
 
     def _specs(self, values: Sequence[Axed], paths: Sequence[str]) -> list[PartitionSpec]:
         avals: list[Any] = [v.aval for v in self._program.traced.jaxpr.jaxpr.outvars]

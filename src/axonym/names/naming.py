@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 
 from ..core import errors
-from ..named_array import NamedArray
+from ..named_array import NamedArray, is_named_array, raw
 from ..sharding.leaves import leaves_of
 from ._sources import LeafNames, Root, given_to_tree, named_leaves
 
@@ -47,6 +47,21 @@ def name(tree: T, names: Any = None) -> T:
     found, structure = _named(tree, names)
     leaves = [_renamed(leaf.path, leaf.value, x) for leaf, x in zip(leaves_of(tree)[0], found, strict=True)]
     return jax.tree.unflatten(structure, leaves)
+
+
+def unname(tree: Any) -> Any:
+    """Turn the named arrays of a tree into raw arrays, which keep their sharding: the inverse of `name`.
+
+    With `name` and `shard`, this places parameters of code without names, such as before the first step, or after
+    `restore_checkpoint`.
+
+    >>> params = {"kernel": jnp.ones((2, 8))}
+    >>> named = axn.names.name(params, {"kernel": "embed hidden"})
+    >>> params = axn.names.unname(axn.shard(named, {"hidden": "model"}, axn.make_mesh({"model": 4})))
+    >>> params["kernel"].sharding.spec
+    P(None, 'model')
+    """
+    return jax.tree.map(raw, tree, is_leaf=is_named_array)
 
 
 def _named(tree: Any, names: Any) -> tuple[list[LeafNames], Any]:
