@@ -144,9 +144,11 @@ def fsdp(
 
     Between uses, `parameter_mapping` shards parameters, their gradients and the optimizer state. Axes that it does not
     mention are stored as `compute_mapping` shards them: by `{"embed": "data"}` and `{"batch": "data", "mlp": "model"}`,
-    a weight with embed and mlp is stored over both mesh axes. In the step, `compute_mapping` is active. An operation between a parameter and an array sharded along the batch all-gathers the
-    parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on any mesh. To
-    gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
+    a weight with embed and mlp is stored over both mesh axes.
+
+    In the step, `compute_mapping` is active. An operation between a parameter and an array sharded along the batch
+    all-gathers the parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on
+    any mesh. To gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
 
     Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` shards
     another of their axes over the same mesh axis, as it does for batches. `compute_mapping` places the others.
