@@ -142,10 +142,13 @@ def fsdp(
 ) -> Any:
     """Compile a step for fully sharded data parallelism: `named_jit` with a parameter and a compute mapping.
 
-    Between uses, `parameter_mapping` shards parameters, their gradients and the optimizer state. In the step,
-    `compute_mapping` is active. An operation between a parameter and an array sharded along the batch all-gathers the
-    parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on any mesh. To
-    gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
+    Between uses, `parameter_mapping` shards parameters, their gradients and the optimizer state. Axes that it does not
+    mention are stored as `compute_mapping` shards them: by `{"embed": "data"}` and `{"batch": "data", "mlp": "model"}`,
+    a weight with embed and mlp is stored over both mesh axes.
+
+    In the step, `compute_mapping` is active. An operation between a parameter and an array sharded along the batch
+    all-gathers the parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on
+    any mesh. To gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
 
     Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` shards
     another of their axes over the same mesh axis, as it does for batches. `compute_mapping` places the others.
@@ -156,7 +159,8 @@ def fsdp(
 
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.
-        parameter_mapping: the mapping that parameters are stored by, such as `{"embed": "data"}`, or a rule.
+        parameter_mapping: the mapping that parameters are stored by, such as `{"embed": "data"}`, or a rule. None for
+            an axis stores it replicated.
         compute_mapping: the mapping that is active inside, such as `{"batch": "data"}`.
         **options: more arguments of `named_jit`.
 
