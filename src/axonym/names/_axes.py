@@ -363,6 +363,10 @@ class Axes:
             made.part_of += (((x,), bounds[0]),)
         return leaves((x.parts[bounds],))
 
+    def resized(self, axis: Axis, size: int) -> Axis:
+        """Return an axis, or one of another size that is derived from it."""
+        return axis if size_of(axis) == size else self.derived(axis, size)
+
     def derive(self, axis: Axis, other: Axis) -> None:
         """Record that an axis has the name of another, if it has none."""
         if axis and other:

@@ -169,13 +169,10 @@ class AxisWalk:
         return Axed(tuple(a if size_of(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
 
     def _elsewhere(self, axis: Axis, size: int) -> Axis:
-        if not axis:
-            return fresh(size)
-        for whole, start in self.axes.whole(axis).part_of:
-            if start == -2 and size_of(whole) == size:
-                return whole
+        if (whole := self.axes.of_size(axis, size, -2)) is not None:
+            return whole
         found = self.axes.derived(axis, size)
-        if found:
+        if axis and found:
             found[0].part_of += ((axis, -2),)
         return found
 
