@@ -53,12 +53,10 @@ class AxisWalk:
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
-        inside = INSIDE.get(step.name)
-        rule = RULES.get(step.name)
+        inside, rule = INSIDE.get(step.name), RULES.get(step.name)
         if inside is None and rule is None and (called := _called(step.eqn)) is not None:
-            body = self.run(called, xs, step)
-            step.bodies = (body,)
-            return body.results
+            step.bodies = (self.run(called, xs, step),)
+            return step.bodies[0].results
         if inside is not None:
             results = inside(self, step, xs)
         elif rule is not None:
