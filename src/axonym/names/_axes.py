@@ -15,6 +15,7 @@ their own whose base is that axis. A role may meet its base, and two roles that 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -92,10 +93,7 @@ def leaves(axis: Iterable[AxisFactor]) -> Axis:
 
 
 def size_of(axis: Axis) -> int:
-    size = 1
-    for x in axis:
-        size *= x.size
-    return size
+    return math.prod(x.size for x in axis)
 
 
 def bases(x: AxisFactor) -> Iterator[AxisFactor]:
@@ -362,6 +360,10 @@ class Axes:
             made.like += (x,)
             made.part_of += (((x,), bounds[0]),)
         return leaves((x.parts[bounds],))
+
+    def resized(self, axis: Axis, size: int) -> Axis:
+        """Return an axis, or one of another size that is derived from it."""
+        return axis if size_of(axis) == size else self.derived(axis, size)
 
     def derive(self, axis: Axis, other: Axis) -> None:
         """Record that an axis has the name of another, if it has none."""

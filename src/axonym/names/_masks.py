@@ -142,10 +142,6 @@ def _weighted(known: Sequence[Facts]) -> Facts | None:
     return dataclasses.replace(carried, exponential=exponential, weights=weights)
 
 
-def _quotient(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    return _weighted(known)
-
-
 def _exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     if known[0].divided:
         return Facts(masks=known[0].masks, weights=known[0].divided)
@@ -188,19 +184,17 @@ def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
 
 
 def _not(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    mask = _as_mask(xs[0], known[0], result)
-    return None if mask is None else Facts(mask=mask.inverted("kept"), varies=mask.varies)
+    mask = _as_mask(xs[0], known[0])
+    return Facts(mask=mask.inverted("kept"), varies=mask.varies)
 
 
-def _as_mask(x: Axed, facts: Facts, result: Axed) -> Mask | None:
+def _as_mask(x: Axed, facts: Facts) -> Mask:
     """Return the mask that a boolean array is."""
     return facts.mask or Mask("kept", _along(x) if facts.varies is None else facts.varies)
 
 
 def _logical(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    a, b = (_as_mask(x, f, result) for x, f in zip(xs, known, strict=True))
-    if a is None or b is None:
-        return None
+    a, b = map(_as_mask, xs, known)
     mask = _both(a, b) if step.name == "and" else _both(a.inverted("kept"), b.inverted("kept")).inverted("kept")
     return Facts(mask=mask, varies=mask.varies)
 
@@ -209,9 +203,7 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
     """Follow a choice between scores and a large negative number, or between constants, by a mask."""
     if len(xs) != 3:
         return None
-    keep = _as_mask(xs[0], known[0], result)
-    if keep is None:
-        return _weighted(known[1:])
+    keep = _as_mask(xs[0], known[0])
     for other, chosen, mask in ((known[1], known[2], keep), (known[2], known[1], keep.inverted("kept"))):
         if other.value is not None and other.value <= -LARGE and (chosen.value is None or chosen.value > -LARGE):
             if chosen.value is not None:
@@ -252,7 +244,7 @@ _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
     **dict.fromkeys(("add", "sub"), _arithmetic),
     "mul": _product,
-    "div": _quotient,
+    "div": lambda step, xs, known, result: _weighted(known),
     **dict.fromkeys(("exp", "exp2"), _exponential),
     "reduce_sum": _sum,
     **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _compared),

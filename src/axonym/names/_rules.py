@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 from ..core.source_lines import Frame, frames_of
-from ._axes import (
-    Axes,
-    Axis,
-    Dims,
-    Meeting,
-    are_apart,
-    bases,
-    find,
-    fresh,
-    last_base,
-    leaves,
-    size_of,
-)
+from ._axes import Axes, Axis, Dims, Meeting, are_apart, bases, find, fresh, last_base, leaves, size_of
 from ._masks import sum_of_weights
 from ._values import Axed, AxisStep, Pointer, dtype_kind
-
-if TYPE_CHECKING:
-    pass
-
 
 Rule: TypeAlias = Callable[[Axes, AxisStep, Sequence[Axed]], list[Axed]]
 
@@ -165,11 +149,6 @@ def _broadcast_in_dim(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Ax
             found[at] = axis
     dims = tuple(fresh(n) if axis is None else axis for axis, n in zip(found, step.shape, strict=True))
     return [Axed(dims, points=xs[0].points)]
-
-
-def _bitcast(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    dims, rank = xs[0].dims, len(step.shape)
-    return [Axed((*dims[:rank], *map(fresh, step.shape[len(dims) :])))]
 
 
 def _squeeze(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -313,32 +292,30 @@ def _reduce(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 def _dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    (left_summed, right_summed), (left_batch, right_batch) = step.params["dimension_numbers"]
-    left, right = (x.dims for x in xs)
-    for i, j in zip(left_summed, right_summed, strict=True):
-        axes.unify(left[i], right[j], step)
-    batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
-    free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
-    free += [axis for i, axis in enumerate(right) if i not in right_summed and i not in right_batch]
+    (left_summed, right_summed), _ = numbers = step.params["dimension_numbers"]
+    found = _product(axes, step, xs, numbers)
     sum_of_weights(axes, step, xs[0], left_summed, xs[1])
     sum_of_weights(axes, step, xs[1], right_summed, xs[0])
-    return [Axed(axes.distinct((*batch, *free), (left, right)))]
+    return [Axed(axes.distinct(found, (xs[0].dims, xs[1].dims)))]
 
 
 def _ragged_dot_general(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     numbers = step.params["ragged_dot_dimension_numbers"]
-    (left_summed, right_summed), (left_batch, right_batch) = numbers.dot_dimension_numbers
     groups = tuple(numbers.rhs_group_dimensions)
-    left, right = (x.dims for x in xs[:2])
+    for i in groups:
+        axes.unify(xs[1].dims[i], xs[2].dims[-1], step)
+    found = _product(axes, step, xs, numbers.dot_dimension_numbers, groups)
+    return [Axed(axes.distinct(found if groups else (xs[2].dims[-1], *found)))]
+
+
+def _product(axes: Axes, step: AxisStep, xs: Sequence[Axed], numbers: Any, groups: Sequence[int] = ()) -> Dims:
+    ((left_summed, right_summed), (left_batch, right_batch)), (left, right) = numbers, (x.dims for x in xs[:2])
     for i, j in zip(left_summed, right_summed, strict=True):
         axes.unify(left[i], right[j], step)
-    for i in groups:
-        axes.unify(right[i], xs[2].dims[-1], step)
     batch = [axes.unify(left[i], right[j], step) for i, j in zip(left_batch, right_batch, strict=True)]
-    free = [axis for i, axis in enumerate(left) if i not in left_summed and i not in left_batch]
+    free = [axis for i, axis in enumerate(left) if i not in (*left_summed, *left_batch)]
     free += [axis for i, axis in enumerate(right) if i not in (*right_summed, *right_batch, *groups)]
-    made = [] if groups else [xs[2].dims[-1]]
-    return [Axed(axes.distinct((*made, *batch, *free)))]
+    return (*batch, *free)
 
 
 def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -358,18 +335,14 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found[out_channel] = right.dims[out_feature]
     found[out_batch] = left.dims[batch] if batch_groups == 1 else fresh(step.shape[out_batch])
     for i, j in zip(spatial, out_spatial, strict=True):
-        axis, old, new = left.dims[i], step.shape_of(0)[i], step.shape[j]
-        if step.backward:  # its spatial axes may be those of a kernel
-            found[j] = fresh(new)
-        else:
-            found[j] = axis if old == new else axes.derived(axis, new)
+        # In the backward phase, its spatial axes may be those of a kernel.
+        found[j] = fresh(step.shape[j]) if step.backward else axes.resized(left.dims[i], step.shape[j])
     return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
 
 
 def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Return arrays of which some axes have other sizes, as slices, windows and collectives make them."""
-    pairs = zip(xs[0].dims, step.shape_of(0), step.shape, strict=True)
-    dims = tuple(axis if old == new else axes.derived(axis, new) for axis, old, new in pairs)
+    dims = tuple(map(axes.resized, xs[0].dims, step.shape))
     return [Axed(dims, points=xs[0].points if step.name == "dynamic_slice" else None) for _ in step.eqn.outvars]
 
 
@@ -393,15 +366,10 @@ def _gather(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     _align(axes, step, table, indices, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
     _look(axes, step, table.dims, indices, numbers.start_index_map)
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    slices = iter([_slice_of_table(axes, table.dims[i], step.shape_of(0)[i], n)
-                   for i, n in enumerate(sizes) if i not in gone])  # fmt: skip
+    slices = iter([axes.resized(table.dims[i], n) for i, n in enumerate(sizes) if i not in gone])
     rows = iter(indices.dims[:-1])
     dims = tuple(next(slices) if i in numbers.offset_dims else next(rows) for i in range(len(step.shape)))
     return [Axed(axes.distinct(dims, (table.dims, indices.dims)))]
-
-
-def _slice_of_table(axes: Axes, axis: Axis, whole: int, size: int) -> Axis:
-    return axis if size == whole else axes.derived(axis, size)
 
 
 def _align(axes: Axes, step: AxisStep, table: Axed, indices: Axed, at: Sequence[int], there: Sequence[int]) -> None:
@@ -445,21 +413,13 @@ def _iota(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(dims, points=(Pointer(dims[step.params["dimension"]]),))]
 
 
-def _new(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+def _leading(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Return arrays whose first axes are those of the operand, such as keys."""
     dims = xs[0].dims if xs else ()
-    return [Axed((*dims, *map(fresh, v.aval.shape[len(dims) :]))) for v in step.eqn.outvars]  # pyright: ignore
-
-
-def _random_wrap(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    return [Axed(xs[0].dims[: len(step.shape)])]
+    return [Axed((*dims[: len(x.dims)], *x.dims[len(dims) :])) for x in unknown(step)]
 
 
 # --- matrices ---
-
-
-def _gradient_of_pooled(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    return [Axed(xs[1].dims)]
 
 
 def _as_first_of_shape(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -529,7 +489,7 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
     "tile": _tile,
-    "bitcast_convert_type": _bitcast,
+    "bitcast_convert_type": _leading,
     "reshape": _reshape,
     "split": _split,
     "slice": _slice,
@@ -542,7 +502,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
-    "select_and_scatter_add": _gradient_of_pooled,
+    "select_and_scatter_add": _as_first_of_shape,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_invariant"), _gathered),
     "fft": _fft,
     "gather": _gather,
@@ -554,13 +514,13 @@ RULES: dict[str, Rule] = {
     "select_if_vmap": _elementwise,
     "maybe_set": _as_first_of_shape,
     **dict.fromkeys(("unvmap_any", "unvmap_all", "unvmap_max"), lambda axes, step, xs: unknown(step)),
-    "random_bits": _new,
-    "random_split": _new,
-    "random_seed": _new,
-    "random_unwrap": _new,
-    "random_wrap": _random_wrap,
+    "random_bits": _leading,
+    "random_split": _leading,
+    "random_seed": _leading,
+    "random_unwrap": _leading,
+    "random_wrap": _leading,
     "triangular_solve": _triangular_solve,
     **dict.fromkeys(_FACTORS, _factorized),
-    **dict.fromkeys(("empty", "axis_index", "create_token", "after_all"), _new),
+    **dict.fromkeys(("empty", "axis_index", "create_token", "after_all"), _leading),
 }
 """How the axes of the results of each primitive follow from those of its operands."""

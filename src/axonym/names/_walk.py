@@ -53,12 +53,10 @@ class AxisWalk:
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
-        inside = INSIDE.get(step.name)
-        rule = RULES.get(step.name)
+        inside, rule = INSIDE.get(step.name), RULES.get(step.name)
         if inside is None and rule is None and (called := _called(step.eqn)) is not None:
-            body = self.run(called, xs, step)
-            step.bodies = (body,)
-            return body.results
+            step.bodies = (self.run(called, xs, step),)
+            return step.bodies[0].results
         if inside is not None:
             results = inside(self, step, xs)
         elif rule is not None:
@@ -169,13 +167,10 @@ class AxisWalk:
         return Axed(tuple(a if size_of(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
 
     def _elsewhere(self, axis: Axis, size: int) -> Axis:
-        if not axis:
-            return fresh(size)
-        for whole, start in self.axes.whole(axis).part_of:
-            if start == -2 and size_of(whole) == size:
-                return whole
+        if (whole := self.axes.of_size(axis, size, -2)) is not None:
+            return whole
         found = self.axes.derived(axis, size)
-        if found:
+        if axis and found:
             found[0].part_of += ((axis, -2),)
         return found
 
