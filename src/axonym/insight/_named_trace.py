@@ -46,7 +46,7 @@ from ._named_events import (
 )
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+    from jax.extend.core import Jaxpr, JaxprEqn
 
 
 def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NamedTrace:
@@ -79,16 +79,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             raise
         raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
     walk = _Walk()
-    leaves = [leaf for leaf in leaves_of(named)[0] if leaf.shape is not None]
-    for leaf in leaves:
-        spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
-        if leaf.names is None and any(entry is not None for entry in spec):
-            raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
-    names = [tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())) for leaf in leaves]
-    arguments = [
-        walk.value(var.aval, tuple(zip(own, shape_of(var), strict=True)))
-        for var, own in zip(jaxpr.invars, names, strict=True)
-    ]
+    arguments = _arguments(walk, jaxpr, named)
     whole = _Walk()
     walk.given = whole.given = {n for x in arguments for n, _ in x.dims if n is not None}
     for own, x in zip(returned, whole.run(closed.jaxpr, arguments, Around()), strict=True):
@@ -104,6 +95,22 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         step_name(step), events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted),
         walk.grouped, frozenset(exchanged), walk.joined,
     )  # fmt: skip
+
+
+def _arguments(walk: _Walk, jaxpr: Jaxpr, named: Any) -> list[Value]:
+    """Return the arguments of a program, with the names in a tree of them."""
+    names = []
+    for leaf in leaves_of(named)[0]:
+        if leaf.shape is None:
+            continue
+        spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
+        if leaf.names is None and any(entry is not None for entry in spec):
+            raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
+        names.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape)))
+    return [
+        walk.value(var.aval, tuple(zip(own, shape_of(var), strict=True)))
+        for var, own in zip(jaxpr.invars, names, strict=True)
+    ]
 
 
 class _Equation(NamedTuple):

@@ -270,22 +270,25 @@ def plan(
             if fitting[0].verified is None:  # the mappings before it turned out to take longer
                 fitting[0] = _verified(fitting[0], fn, args, chip)
                 fitting.sort(key=PlannedMapping._order)
-    cautions = []
+    return MappingPlan(
+        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
+        dict(search.left_out), tuple(_cautions(search, chips, fitting[0])),
+    )  # fmt: skip
+
+
+def _cautions(search: _Search, chips: int, first: PlannedMapping) -> Iterator[str]:
+    """Yield what makes the first mapping of a plan doubtful."""
     if search.alike:
         axes = ", ".join(f"{n}={size}" for n, size in search.alike.items())
-        cautions.append(
+        yield (
             f"mappings that shard any of {axes} may be missing: the step renames an axis, and several have its size, "
             "so that names do not tell which. Plan with different sizes to include them."
         )
-    if chips > 1 and not fitting[0].compute:
-        cautions.append(
+    if chips > 1 and not first.compute:
+        yield (
             f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
             "than the others' communication. Plan with the sizes that you will train with, or use fewer devices."
         )
-    return MappingPlan(
-        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
-        dict(search.left_out), tuple(cautions),
-    )  # fmt: skip
 
 
 def _names(tree: Any) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from ._operands import (
     require_subset,
     scalar,
 )
-from .sorting import sort_along
+from ._sort_gradient import sort_along
 
 # --- order statistics ---
 
