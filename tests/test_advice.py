@@ -104,6 +104,12 @@ def disagreeing() -> tuple[axn.NamedArray, axn.NamedArray]:
     return axn.shard(x, {"batch": "data"}, mesh=EXPLICIT), axn.shard(x, {"batch": "model"}, mesh=EXPLICIT)
 
 
+def mixing_up(**options: Any) -> jax.Array:
+    """Call a distributed function that mixes up two axes of one size."""
+    transposed = axn.names.distribute(lambda x, w: x @ w.T, names=("batch embed", "embed mlp"), **options)
+    return transposed(jnp.ones((4, 2)), jnp.eye(2))
+
+
 def colliding() -> tuple[axn.NamedArray, axn.NamedArray]:
     """Return two arrays, two axes of which are sharded over one mesh axis."""
     x, y = axn.ones({"batch": 8}), axn.ones({"embed": 8})
@@ -619,6 +625,12 @@ TABLE = [
         lambda y: y.shape == {"rows": 8, "out": 2},
         run="of_two(MOE, CODE)",
         names={"inputs": axn.stack([X, X], "draw")},
+    ),
+    Advice(
+        "allow_mix_ups=True",
+        mixing_up,
+        lambda y: same(y, jnp.ones((4, 2))),
+        run="mixing_up(CODE)",
     ),
     Advice(
         "per_example=True",

@@ -19,7 +19,7 @@ Array = np.ndarray
 # --- types ---
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def value_dtype(name: str) -> np.dtype:
     """Return the dtype in which an array is evaluated."""
     kind, bits = _kind_and_bits(name)
