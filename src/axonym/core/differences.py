@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SCALES = 1.0, 1 / 16, 16.0
-"""What arguments are multiplied by: branches that one scale never takes, another does."""
+"""The scales of the arguments, several of them because one scale may never take some branch."""
 
 
 def asymmetric(x: np.ndarray) -> np.ndarray:
@@ -49,7 +49,7 @@ def first_wrong(
 
 
 class Likeness(NamedTuple):
-    """How the value on devices is like one of the reference: summed over mesh axes, it is so many times that value."""
+    """The relation of a value on devices to the reference: a partial sum over mesh axes, a multiple, or both."""
 
     summed: tuple[str, ...] = ()
     factor: tuple[str, ...] = ()

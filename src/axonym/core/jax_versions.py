@@ -19,7 +19,7 @@ From jax 0.12 on, `inline=True` inlines only when the program is lowered.
 """
 
 MAPPED_REDUCE_SCATTER = jax.__version_info__ < (0, 12)
-"""Whether JAX can lower a reduce-scatter that is mapped over an axis sharded over Explicit mesh axes."""
+"""True if JAX can lower a reduce-scatter that is mapped over an axis sharded over Explicit mesh axes."""
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -32,7 +32,7 @@ class Value:
 
     @property
     def has_names(self) -> bool:
-        """Whether any axis has a name, including axes that broadcasting added."""
+        """True if any axis has a name, including axes that broadcasting added."""
         return any(n is not None for n, _ in self.dims)
 
 
@@ -48,10 +48,10 @@ class Occurrence:
     within: int
     """The number of the function or loop body that contains the operation."""
     recomputes: bool
-    """Whether that function or loop body recomputes values for the backward pass."""
+    """True if that function or loop body recomputes values for the backward pass."""
     frames: tuple[Frame, ...]
     avoidable: bool = False
-    """Whether a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
+    """True if a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Sum:
     axes: Dims
     """The axes of all operands together."""
     flops: bool
-    """Whether the operation is a product, which has flops."""
+    """True if the operation is a product, which has flops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Renamed:
     before: Dims
     after: Dims
     whole: bool
-    """Whether the renamed axes must be replicated, even if both names are sharded alike."""
+    """True if the renamed axes must be replicated, even if both names are sharded alike."""
     by_size: bool = False
-    """Whether the axes were matched by size, and several have the same size; then each possibility is an event."""
+    """True if the axes were matched by size, and several have the same size; then each possibility is an event."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`explain`: report what a step communicates, keeps and computes."""
+"""`explain`: report the communication, memory and computation of a step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def explain(
     chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Report what a step sends between devices, what each device keeps, and what it computes, without running it.
+    """Report the communication, memory and computation of a step, without running it.
 
     Arguments:
         fn: a function, or one compiled by `named_jit`, `fsdp`, `axonym.names.distribute` or `jax.jit`. It is not run.

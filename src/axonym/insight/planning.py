@@ -50,7 +50,7 @@ class PlannedMapping:
     verified: Report | None = None
     """The partitioner's report, if it was asked for one."""
     raw: bool = False
-    """Whether the step is a function of raw arrays, made by `axonym.names.distribute`."""
+    """True if the step is a function of raw arrays, made by `axonym.names.distribute`."""
 
     @property
     def seconds(self) -> float:

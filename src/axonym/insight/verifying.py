@@ -42,7 +42,7 @@ class Verification:
     devices: int
     """The number of devices of the mesh, which need not exist."""
     same: bool | None
-    """Whether all results are the same; None if it is not known."""
+    """True if all results are the same; None if it is not known."""
     scales: tuple[float, ...] = ()
     """The scales of the arguments at which the results were compared, up to the first that differ."""
     different: tuple[str, ...] = ()

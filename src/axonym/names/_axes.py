@@ -145,7 +145,7 @@ class Axes:
         self.crossed: list[Meeting] = []
         """Roles of one axis that meet, although one array has both."""
         self.found: list[Meeting] = []
-        """What is wrong with masks and roles."""
+        """The mistakes found in masks and roles."""
 
     def axis(self, name: str, size: int, source: str) -> Axis:
         """Return the axis of a name: one factor for each name and size, unless it names factors, as in `a*b`."""
@@ -429,7 +429,7 @@ def fresh(size: int) -> Axis:
 
 
 class Copies(dict[AxisFactor, AxisFactor]):
-    """Fresh factors in place of those of a constant, whose uses say nothing about each other."""
+    """Make fresh factors for one use of a constant: its uses say nothing about each other."""
 
     def __missing__(self, f: AxisFactor) -> AxisFactor:
         root = find(f)
@@ -464,7 +464,7 @@ class NameReader:
         return tuple(found)
 
     def axis(self, axis: Axis) -> str | None:
-        """Return the name of an axis: its own, or those of its factors, as in `batch*pos`."""
+        """Return the name of an axis: its own, or the names of its factors, as in `batch*pos`."""
         if not axis:
             return None
         if axis not in self._of_axis:

@@ -50,7 +50,7 @@ _TEXTS = {
     "names": "{a} meets {b} in {operation}",
     "side": "{b} stands for the queries where weights are summed over {a}: a mask or bias is transposed",
     "softmax": "a softmax normalizes along {a}, and its weights are summed along the other role of this axis",
-    "future": "a mask keeps the positions of {a} that come after that of the query",
+    "future": "a mask keeps the positions of {a} that come after the query",
     "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
     "crossed": "two roles of {a} are exchanged in {operation}",
     "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
