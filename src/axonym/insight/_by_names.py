@@ -304,8 +304,8 @@ class Account:
         if event.flops and lies is None:
             self._may_be_apart(place, layout.bytes(result), parts)
         if lies is not None and target is None:
-            # A policy has sharded an array that is not stored. No layout is followed through the trace: operations after
-            # it assume that the sum lies by the mapping, so it is gathered at once.
+            # A policy has sharded an array that is not stored. No layout is followed through the trace: later
+            # operations assume that the sum lies by the mapping, so it is gathered at once.
             for part in sums:
                 self._exchange(place, "all-gather", part.axes, result)
 
