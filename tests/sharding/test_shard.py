@@ -82,7 +82,13 @@ def test_in_place_is_looked_up(x, mesh, monkeypatch) -> None:
         monkeypatch.setattr(sys.modules["axonym.sharding.shard"], "resolve", lambda *_: pytest.fail("resolved"))
         assert axn.shard(y) is y
         assert axn.shard(y, mesh=mesh) is y
+        assert axn.shard(y, MAPPING) is axn.shard(y, MAPPING, mesh) is y
         monkeypatch.undo()
+        assert axn.shard(y, {name: [entry] for name, entry in MAPPING.items()}).array is y.array
+        assert spec(axn.unshard(y, MAPPING)) == (None, None)
+        assert spec(axn.shard(y, {"batch": "data"})) == ("data", None)
+        with pytest.warns(UserWarning, match="Did you mean 'batch'"):
+            axn.shard(axn.unshard(y), {"bacth": "data"})
         assert axn.shard(y, mesh=on_some(4, 1)).array.sharding.device_set == {*jax.devices()[:4]}
         assert spec(axn.shard(axn.named(y.array, ("batch", "other")))) == ("data", None)
         with axn.axis_mapping({"batch": "model"}, merge=True):

@@ -19,12 +19,12 @@ from ..core import errors
 from ..core.jax_versions import INLINE, is_about_devices
 from ..core.parameter_names import by_parameter, parameter_names
 from ..core.processes import checksum, fail_together
-from ..distribution.active_settings import Settings, active_mapping, active_parameter_mapping, active_settings
+from ..distribution.active_settings import active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
 from ..named_array import NamedArray, raw, wrap_like
 from .leaves import Leaf, leaves_of
-from .mapping import as_mapping, check_direction, normalize_mapping
+from .mapping import as_mapping, check_direction, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import (
     ByParameter,
@@ -295,7 +295,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = as_seen_here(mesh)
     else:
         mesh = current_mesh()
-    if placement is None and mesh is not None and _is_in_place(tree, mesh):
+    if mesh is not None and not undo and _is_in_place(tree, placement, mesh, what):
         return tree
     if mesh is None and not shardings_in(placement):
         checked_prefix(placement, what)
@@ -312,25 +312,39 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
 
 
-def _is_in_place(x: Any, mesh: AnyMesh) -> bool:
-    """Return whether an eager named array lies where the active mapping puts it, as results of operations do.
+def _is_in_place(x: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
+    """Return whether an eager named array lies where a mapping, or the active one, puts it.
 
     Layers ask this at every call, so an answer is kept for all arrays of these names, sizes and sharding.
     """
     if not isinstance(x, NamedArray) or not isinstance(x.array, jax.Array) or isinstance(x.array, Tracer):
         return False
-    return _lies_by(active_settings(), with_devices(mesh), x.names, x.array.shape, x.array.sharding)
+    mapping = active_mapping() if placement is None else placement
+    if not isinstance(mapping, Mapping):
+        return False
+    if placement is not None and mapping.keys().isdisjoint(x.names):  # of no use, which is said
+        return False
+    entries = tuple(mapping.items())
+    try:
+        return _lies_by(what, entries, with_devices(mesh), x.names, x.array.shape, x.array.sharding)
+    except TypeError:  # an entry that is a list has no hash
+        return False
 
 
 @functools.lru_cache(maxsize=4096)
-def _lies_by(settings: Settings | None, mesh: AnyMesh, names: Names, shape: tuple[int, ...], has: Any) -> bool:
-    """Return whether the mapping of some settings puts an array just where it lies, without any error."""
-    if settings is None or not isinstance(has, NamedSharding) or len(names) != len(shape):
+def _lies_by(
+    what: str, entries: tuple[tuple[Any, Any], ...], mesh: AnyMesh, names: Names, shape: tuple[int, ...], has: Any
+) -> bool:
+    """Return whether a mapping puts an array just where it lies, without any error."""
+    if not isinstance(has, NamedSharding) or len(names) != len(shape):
         return False
-    if not mesh.shape.keys().isdisjoint(settings.mapping):  # from mesh axes to axes, perhaps: that is an error
+    if not is_resource_mapping(mapping := dict(entries)):
+        return False
+    mapping = normalize_mapping(mapping, what)
+    if not mesh.shape.keys().isdisjoint(mapping):  # from mesh axes to axes, perhaps: that is an error
         return False
     leaf = Leaf((), None, names, shape)
-    spec = spec_of_leaf(leaf, settings.mapping, mesh, problems := [])
+    spec = spec_of_leaf(leaf, mapping, mesh, problems := [])
     return spec is not None and not problems and _is(has, spec, mesh, len(shape))
 
 
