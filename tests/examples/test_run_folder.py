@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from axonym.state.checksums import write_checksums
 from tests.examples.runs import EXAMPLES, SMALL, Problem, losses, rows, train, train_lm
 
 lock = train_lm.lock
@@ -132,18 +133,16 @@ def damaged(run: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"6", b"7"))
 
 
-def of_an_earlier_version(run: Path) -> None:
+def partly_copied(run: Path) -> None:
     (run / "checkpoints" / "step-000006" / "checksums.json").unlink()
-    damaged(run)
-    (run / "checkpoints" / "step-000006" / "about" / "metadata").write_bytes(b"\xff" * 9)
 
 
 def cut(run: Path) -> None:
-    """Damage everything that was written of the arrays, so that many reads fail at the same time."""
+    """Damage everything that was written of the arrays, and have checksums of that."""
     path = run / "checkpoints" / "step-000006"
-    (path / "checksums.json").unlink()
     for file in path.rglob("manifest.ocdbt"):
         file.write_bytes(file.read_bytes()[:20])
+    write_checksums(path)
 
 
 def strays(run: Path) -> None:
@@ -176,12 +175,12 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         r"^train_lm.py: The checkpoint \S+step-000006 is damaged: about/metadata differs from what was written. The "
         r"last .* is \S+step-000004",
     ),
-    "a damaged checkpoint of an earlier version": (
+    "a checkpoint without its checksums": (
         RESUMED,
-        of_an_earlier_version,
-        "step-000006 cannot be read: Unicode",
+        partly_copied,
+        r"step-000006 is damaged: checksums\.json is missing, .* The last .* is \S+step-000004\.",
     ),
-    "a checkpoint of an earlier version that is cut": (
+    "a checkpoint that is cut": (
         RESUMED,
         cut,
         r"^train_lm.py: The checkpoint \S+step-000006 cannot be read: ValueError: DATA_LOSS: [^\n]*manifest\.ocdbt",

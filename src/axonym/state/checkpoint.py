@@ -165,6 +165,7 @@ def restore_checkpoint(
     mesh: AnyMesh | None = None,
     strict: bool = True,
     ignore: Sequence[str] = (),
+    verify: bool = True,
 ) -> T:
     """Load a tree from a checkpoint.
 
@@ -181,6 +182,7 @@ def restore_checkpoint(
         strict: whether missing and unexpected keys are errors. If not, leaves that are missing from the checkpoint keep
             their value in the template.
         ignore: patterns of keys that may be in the checkpoint but not in the template, with `*` for anything.
+        verify: whether to refuse a checkpoint that differs from what was written, or has lost its checksums.
 
     >>> import tempfile
     >>> mesh = axn.make_mesh({"data": -1})
@@ -196,7 +198,7 @@ def restore_checkpoint(
     folder = as_folder(path)
     if not _is_complete(folder):
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
-    if damage := damage_of(folder, jax.process_index(), jax.process_count()):
+    if verify and (damage := damage_of(folder, jax.process_index(), jax.process_count())):
         raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
     with _reader(orbax) as checkpointer:
         about = _read(checkpointer, path, orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
@@ -273,7 +275,7 @@ def _read(checkpointer: Any, path: str, what: Any) -> Any:
 def _last_intact(damaged: Any) -> str:
     """Name the last undamaged checkpoint in the folder of a damaged one."""
     for _, folder in sorted(_complete(damaged.parent), reverse=True):
-        if folder != damaged and damage_of(folder) == []:
+        if folder != damaged and not damage_of(folder):
             return f"The last checkpoint beside it that is not damaged is {folder}."
     return "No other checkpoint beside it is known to be intact."
 

@@ -57,11 +57,10 @@ def _checksums(folder: Any, paths: Iterable[Any]) -> Files:
         return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
 
 
-def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | None:
+def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
     """Describe each damaged file of a checkpoint, and the arrays that have values there.
 
-    Returns None for a checkpoint without checksums, as earlier versions wrote it. Each of several processes compares
-    some of the files.
+    Each of several processes compares some of the files.
     """
     try:
         content = json.loads((folder / CHECKSUMS).read_bytes())
@@ -69,7 +68,7 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | 
         if content["sum"] != _sum_of(files):
             raise ValueError
     except FileNotFoundError:
-        return None
+        return [f"{CHECKSUMS} is missing, as after a partial copy; verify=False restores without it"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return [f"{CHECKSUMS} differs from what was written"]
     # By size, so that the processes read about the same number of bytes.
@@ -110,10 +109,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     folder = as_folder(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"verify: {folder} is not a complete checkpoint.")
-    problems = damage_of(folder)
-    if problems is None:
-        raise ValueError(f"verify: {folder} has no {CHECKSUMS} to compare it with, since an earlier version wrote it.")
-    if problems:
+    if problems := damage_of(folder):
         raise ValueError(f"verify: {folder} is damaged: {listed_damage(problems)}.")
 
 
