@@ -64,6 +64,7 @@ QUICK_FUNCTIONS = 2
 # and pages; values composed of operations that are tested with every version; and parsing, comparisons and messages
 # without JAX.
 FURTHER = (
+    "tests/examples/test_plans.py",
     "tests/examples/test_run_folder.py",
     "tests/fuzz/test_fuzz.py::test_planted",
     "tests/fuzz/test_fuzz.py::test_a_program_that_ends_the_process",
@@ -81,6 +82,7 @@ FURTHER = (
     "tests/random/test_vectors.py",
     "tests/scalax/",
     "tests/state/test_hostile_files.py",
+    "tests/test_advice.py",
     "tests/test_axis.py",
     "tests/test_docstrings.py",
     "tests/test_documentation.py",
