@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -193,7 +194,7 @@ def as_json(config: Config) -> dict[str, Any]:
 def load(path: Path) -> Config:
     """The settings that a run was started with."""
     try:
-        content = json.loads(path.read_bytes().decode())
+        content = json.loads(path.read_bytes().decode(), object_pairs_hook=without_duplicates)
     except (OSError, ValueError, RecursionError) as e:
         raise Problem(f"The settings of the run cannot be read from {path}: {e}.") from None
     problems: list[str] = []
@@ -201,6 +202,15 @@ def load(path: Path) -> Config:
     if problems:
         raise Problem(f"The settings of the run in {path} are damaged: {listed(problems)}.")
     return config
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of a JSON file; a ValueError if it has a key twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has {key!r} twice")
+    return found
 
 
 def _filled(default: T, values: Any, problems: list[str], name: str) -> T:

@@ -119,7 +119,7 @@ def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
         paths, name = ([root] if root.is_file() else _files(root, "", _NOT_TEXT)), source
     if not paths:
         raise Problem(f"The folder {root} has no files to learn from.")
-    ordered = sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    ordered = sorted(paths, key=lambda path: hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest())
     try:
         text = Joined(ordered, [_size(path) for path in ordered])
     except OSError as e:

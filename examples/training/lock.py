@@ -71,9 +71,10 @@ def _remove_if_stale(path: Path) -> None:
         who = f"process {pid} on {holder['host']}, since {holder['since']}"
         runs = _is_running(pid, holder["started"]) if here else age < _STALE
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # it is just being written, or is no lock
-        who, runs = "another process", age < _STALE
+        here, who, runs = False, "another process", age < _STALE
     if runs:
-        raise Problem(f"{path.parent} is in use by {who}: stop that one, or choose another folder with --out.")
+        hint = "" if here else f" If no process uses it, delete {path}, which was written {_ago(age)}."
+        raise Problem(f"{path.parent} is in use by {who}: stop that one, or choose another folder with --out.{hint}")
     claimed = path.with_name(f"{NAME}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         path.rename(claimed)
@@ -81,6 +82,10 @@ def _remove_if_stale(path: Path) -> None:
             claimed.unlink()
         else:  # another process was faster, and this is its lock
             claimed.rename(path)
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s ago" if seconds >= 0 else "in the future, by the clock of its file system"
 
 
 def _is_running(pid: int, started: str | None) -> bool:

@@ -19,7 +19,7 @@ import jax
 import axonym as axn
 from axonym import NamedArray
 
-from .config import flag
+from .config import flag, without_duplicates
 from .problems import Problem, reason_of
 
 Mesh = Mapping[str, int]
@@ -161,7 +161,7 @@ def read(path: Path) -> Strategy:
     try:
         text = content.decode()
         found = (
-            json.loads(text, object_pairs_hook=_without_duplicates) if path.suffix == ".json" else tomllib.loads(text)
+            json.loads(text, object_pairs_hook=without_duplicates) if path.suffix == ".json" else tomllib.loads(text)
         )
     except (ValueError, RecursionError) as e:
         raise Problem(f"The mapping in {path} is not valid {path.suffix[1:].upper()}: {e}.") from None
@@ -185,14 +185,6 @@ def read(path: Path) -> Strategy:
             if len(set(over)) < len(over):
                 raise Problem(f"In {path}, {part} sends axis {axis!r} to a mesh axis twice, {entry!r}.")
     return Strategy(str(path), found["mesh"], found["mapping"], found.get("parameter_mapping", found["mapping"]))
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"it has {max(keys, key=keys.count)!r} twice")
-    return found
 
 
 _EXAMPLES = {"mesh": '{"data": -1}', "mapping": '{"batch": "data"}', "parameter_mapping": '{"embed": "data"}'}

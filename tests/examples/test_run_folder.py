@@ -54,6 +54,7 @@ def test_one_process_at_a_time(tmp_path: Path, text: Path, capsys: pytest.Captur
         ({"host": "elsewhere"}, 1000, True),
         ({"pid": 10**30}, 1000, True),
         ("", 0, False),
+        ("\xff", -1000, False),
         ("\0[", 1000, True),
         ("[" * 1000, 1000, True),
     ],
@@ -75,6 +76,9 @@ def test_stale_locks_are_recognized(content: Any, age: float, stale: bool, tmp_p
             with lock.held(tmp_path):
                 pass
         assert path.read_text() == content
+        if age < 0:
+            with pytest.raises(Problem, match=rf"delete {path}, which was written in the future"):
+                lock._remove_if_stale(path)
 
 
 def test_a_lock_that_is_taken_over_in_between_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +237,11 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         content("config.json", '{"seed": '),
         "cannot be read from .*config.json: Expecting value",
     ),
+    "settings with a key twice": (
+        RESUMED,
+        content("config.json", '{"seed": 1, "seed": 2}'),
+        r"cannot be read from .*config.json: it has 'seed' twice\.",
+    ),
     "deep settings": (RESUMED, content("config.json", "[" * 10**5), "cannot be read from .*config.json"),
     "settings that are a list": (
         RESUMED,
@@ -285,6 +294,11 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         (*NEW, "--mapping", "RUN/m.json"),
         content("m.json", '{"mesh": {"data": 4, "data": 2}, "mapping": {"batch": "data"}}'),
         "is not valid JSON: it has 'data' twice",
+    ),
+    "half a character in a mesh axis": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", r'{"mesh": {"d\ud800": -1}, "mapping": {"batch": "d\ud800"}}'),
+        r"does not fit the devices: the name of a mesh axis is text, without lone surrogates, got 'd\\ud800'",
     ),
     "a mesh axis twice for an axis": (
         (*NEW, "--mapping", "RUN/m.json"),
@@ -540,7 +554,7 @@ def test_a_text_is_mapped_and_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("held_out", [0.3, 0.5, 0.66])
 def test_a_folder_of_texts_is_what_its_files_have(held_out: float, tmp_path: Path) -> None:
     Batch, Pos = train_lm.axn.make_axes(batch=8, pos=16)
-    for name, part in (("a", b"one"), ("b", b""), ("c", b"three"), ("d", b"")):
+    for name, part in (("a", b"one"), ("b", b""), ("c", b"three"), (os.fsdecode(b"\xff"), b"")):
         (tmp_path / name).write_bytes(part * 999)
     corpus = train_lm.data.read(str(tmp_path), held_out, Batch, Pos)
     parts = [b"".join(map(bytes, text.parts())) for text in (corpus.train, corpus.held_out)]

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.sharding import queries
 
 MAPPING = {"batch": ("data", "model"), "embed": "model", "pos": None}
 
@@ -93,6 +94,15 @@ def test_lint(auto_mesh) -> None:
     assert str(one).startswith("1 array, 1 finding:")
     with jax.set_mesh(auto_mesh), axn.axis_mapping({"embed": "model"}):
         assert not axn.lint_mapping({"w": axn.ones({"embed": 4})})
+
+
+def test_a_mapping_of_many_names_is_read_once(auto_mesh, monkeypatch) -> None:
+    """A shared mapping may have thousands of entries, so none of them looks at all the others."""
+    mapping, looked = {f"name{i}": "data" for i in range(2000)}, []
+    normalize = queries.normalize_mapping
+    monkeypatch.setattr(queries, "normalize_mapping", lambda *args: looked.append(args) or normalize(*args))
+    assert len(axn.lint_mapping(axn.ones({"embed": 4}), mapping, auto_mesh).findings) == 2000
+    assert len(looked) == 1
 
 
 def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:

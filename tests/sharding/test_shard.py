@@ -494,6 +494,9 @@ def test_make_mesh() -> None:
     assert axn.make_mesh((2, 4), ("a", "b"), explicit=["b"]).axis_types == (AxisType.Auto, AxisType.Explicit)
     with pytest.raises(ValueError, match="explicit has c; the mesh axes are a, b"):
         axn.make_mesh((2, 4), ("a", "b"), explicit="c")
+    for name in ("data\ud800", 1):
+        with pytest.raises(ValueError, match=r"^make_mesh: the name of a mesh axis is text.* got ('data\\ud800'|1)\.$"):
+            axn.make_mesh({name: 8})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="cannot be divided by 3"):
         axn.make_mesh({"data": -1, "model": 3})
     with pytest.raises(ValueError, match="needs 16 devices; there are 8"):
@@ -518,9 +521,14 @@ def test_current_mesh(auto_mesh) -> None:
 
 
 def test_an_empty_array_that_was_computed_sharded(mesh: Mesh) -> None:
-    """JAX 0.10 cannot copy it if the mesh axes are Explicit."""
+    """JAX 0.10 cannot copy it. A weakly typed one cannot be made from its shards."""
+    weak = axn.named(jnp.full((8, 4), 0.0), ("batch", "embed"))
     with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
-        empty = jax.jit(lambda x: x["embed", 0:0])(axn.shard(axn.ones({"batch": 8, "embed": 4})))
-        moved = axn.shard(empty, {"batch": ("data", "model")})
-        assert np.asarray(moved.array).shape == (8, 0)
-        assert moved.array.sharding.spec[0] == ("data", "model")
+        for x in (axn.ones({"batch": 8, "embed": 4}), weak):
+            empty = axn.named_jit(lambda x: x["embed", 0:0] * 2)(axn.shard(x))
+            moved = axn.shard(empty, {"batch": ("data", "model")})
+            assert moved.array.weak_type == x.array.weak_type
+            assert np.asarray(moved.array).shape == axn.to_host(empty).array.shape == (8, 0)
+            assert moved.array.sharding.spec[0] == ("data", "model")
+        whole = axn.broadcast_axis(weak["batch", 0]["embed", 0:0], axn.Axis("batch", 8))
+        assert np.asarray(axn.shard(whole, {"batch": "data"}).array).shape == (8, 0)

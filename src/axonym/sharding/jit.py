@@ -255,8 +255,10 @@ def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], see
     # A rule sees the path within an argument.
     arguments = [dataclasses.replace(leaf, keys=leaf.keys[3:]) for leaf in leaves if leaf.keys[0].idx == 0]
     near = {n: errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
-    near |= {n: errors.suggestion(n, known - parameters.keys(), 0.8) for n in parameters if n not in known}
-    misspelled = [n for n, hint in near.items() if hint or (n in parameters and known.isdisjoint(parameters))]
+    free = known - parameters.keys()
+    near |= {n: errors.suggestion(n, free, 0.8) for n in parameters if n not in known}
+    unused = parameters if known.isdisjoint(parameters) else {}
+    misspelled = [n for n, hint in near.items() if hint or n in unused]
     if misspelled:
         errors.warn(
             f"{title}: {errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from ..core import errors
 from ..distribution.active_settings import active_mapping
-from ..distribution.mesh_axes import axes_in, check_mesh_axes, entries_by_name, mapped_axes, mesh_axes, shard_count
+from ..distribution.mesh_axes import axes_in, check_mesh_axes, entries_by_name, mesh_axes, shard_count
 from ..named_array import raw, wrap
 from .leaves import Leaf, leaves_of
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
@@ -240,10 +240,11 @@ def lint_mapping(
 def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> Iterator[Finding]:
     """Find the entries of a placement that no leaf needs, and the mesh axes in them that do not exist."""
     placement = active_mapping() if placement is None else placement
+    mapping = normalize_mapping(placement) if isinstance(placement, Mapping) else {}
     for name, message in unused_in(placement, leaves):
         yield Finding("unused", name, message)
-        if mesh is not None and isinstance(placement, Mapping):
-            for a in mapped_axes(name, normalize_mapping(placement)):
+        if mesh is not None and name in mapping:
+            for a in mesh_axes(mapping[name]):
                 if a not in mesh.shape:
                     yield Finding("problem", name, errors.unknown_mesh_axis("lint_mapping", name, a, mesh))
 

@@ -115,7 +115,7 @@ def to_host(tree: T) -> T:
 def copied_to_host(x: jax.Array) -> np.ndarray:
     """Copy an array to host memory. With several hosts, each must call this for the same arrays in the same order."""
     if x.is_fully_addressable:
-        return np.asarray(without_cache(x))
+        return np.asarray(without_cache(emptied(x)))
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -132,8 +132,8 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or _is_of_keys(x):
         return jax.device_put(x, target)
-    # Of a weakly typed array, `without_cache` makes no other.
-    if (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
+    # Of a weakly typed array, `without_cache` makes no other. An empty one has nothing to exchange.
+    if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return _program_to(target)(x)
     return jax.device_put(without_cache(x), target)
 
@@ -149,10 +149,11 @@ def without_cache(x: Any) -> Any:
 
 
 def emptied(x: Any) -> Any:
-    """Return a new array for one of size 0: jax 0.10 cannot copy what it computed sharded over Explicit axes."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or _is_of_keys(x) or x.weak_type:
+    """Return a new array for one of size 0: jax 0.10 cannot copy what it computed sharded."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or _is_of_keys(x):
         return x
-    return np.zeros(x.shape, x.dtype)
+    empty = np.zeros(x.shape, x.dtype)
+    return jnp.full(x.shape, empty.dtype.type().item()) if x.weak_type else empty
 
 
 def _is_of_keys(x: Any) -> bool:
