@@ -36,6 +36,7 @@ from ..distribution.mesh_axes import (
     check_mapped,
     entry_of,
     explicit_mesh,
+    has_explicit,
     mapped_axes,
     mesh_around,
     replicate_along,
@@ -318,6 +319,7 @@ def make_along_kernel(
     *,
     replicated: bool = False,
     per_device: bool = False,
+    mapped: Callable[..., Any] | None = None,
     selection: AxisSelection | None = None,
     successors: output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
@@ -333,6 +335,9 @@ def make_along_kernel(
         replicated: whether these axes are replicated on Auto mesh axes, too: see `_on_auto_axes`.
         per_device: whether each device computes its shard of the batch on Auto mesh axes, too, as the active mapping
             shards it. Needed where XLA fails to partition the operation along sharded axes, or ends the process.
+        mapped: what to call instead of `fn` where it is mapped over an axis on a mesh with Explicit axes: there, JAX
+            cannot shard what `jax.vmap` makes of some operations, even inside `shard_map`, where that axis is not
+            manual.
 
     The other arguments are as for `make_kernel`.
     """
@@ -340,6 +345,8 @@ def make_along_kernel(
         fn = _on_auto_axes(fn, in_names, out_names, along, per_device)
 
     def positional(*arrays):
+        if mapped is not None and is_mapped() and has_explicit(mesh_around(arrays)):
+            return output_sharding.call_with_output_sharding(what, mapped, in_names, out_names, arrays)
         mesh = explicit_mesh(arrays)
         if mesh is None:
             return fn(*arrays)
