@@ -73,9 +73,9 @@ def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
     along = {n for names in in_names for n in names}
-    mapped = functools.partial(convolve_by_products, jnp.convolve) if fn is jnp.polymul else None
+    by_products = functools.partial(convolve_by_products, jnp.convolve) if fn is jnp.polymul else None
     return _kernels.make_along_kernel(
-        name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along, replicated=True, mapped=mapped
+        name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along, replicated=True, by_products=by_products
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym import poly
@@ -123,3 +123,18 @@ def test_each_device_convolves_its_elements_of_an_axis_that_is_mapped_over(other
                 y.array.sharding.spec[y.names.index("batch")]
                 for y in jax.tree.leaves(found, is_leaf=axn.is_named_array)
             } == {"data"}
+
+
+def test_a_batch_that_no_mapping_knows_stays_sharded(auto_mesh: Mesh) -> None:
+    rng = np.random.default_rng(0)
+    a, v = (jnp.asarray(rng.normal(size=(8, n)), "float32") for n in (5, 3))
+    expected = jnp.stack([jnp.convolve(x, y) for x, y in zip(a, v, strict=True)])
+
+    def convolved(a: jax.Array, v: jax.Array) -> jax.Array:
+        return axn.convolve(axn.named(a, ("batch", "t")), axn.named(v, ("batch", "t")), "t").array
+
+    with jax.set_mesh(auto_mesh):
+        placed = jax.device_put((a, v), NamedSharding(auto_mesh, PartitionSpec(("data", "model"))))
+        compiled = jax.jit(convolved).lower(*placed).compile()
+    assert not bytes_moved(compiled)
+    np.testing.assert_allclose(jax.block_until_ready(compiled(*placed)), expected, rtol=1e-5, atol=1e-6)

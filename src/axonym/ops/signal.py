@@ -37,7 +37,7 @@ def _convolution_kernel(
     _kernels.select_one(what, v_names, chosen, operand=1)
     out_names = _union(a_names, v_names)
     batch = names_without(out_names, chosen)
-    positional, mapped = (
+    positional, by_products = (
         _kernels.map_over(one, batch, (a_names, v_names), out_names)
         for one in (
             functools.partial(fn, mode=mode, precision=precision),
@@ -47,7 +47,7 @@ def _convolution_kernel(
     in_names = (a_names, _privately("`v`", v_names, (chosen,)))
     along = (chosen, *private("`v`", (chosen,)))
     return _kernels.make_along_kernel(
-        what, positional, in_names, out_names, along, replicated=True, mapped=mapped, selection=axis
+        what, positional, in_names, out_names, along, replicated=True, by_products=by_products, selection=axis
     )
 
 
