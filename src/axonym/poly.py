@@ -8,6 +8,7 @@ Raw arrays, lists and numbers are polynomials too; if no operand has a name, the
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from .core import errors
 from .named_array import NamedArray, NamedOrNumeric, describe_array, wrap, wrap_result
 from .ops import _kernels
 from .ops._operands import distinct, private
+from .ops.signal import convolve_by_products
 
 __all__ = [
     "poly",
@@ -71,8 +73,9 @@ def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
     along = {n for names in in_names for n in names}
+    by_products = functools.partial(convolve_by_products, jnp.convolve) if fn is jnp.polymul else None
     return _kernels.make_along_kernel(
-        name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along, replicated=True
+        name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along, replicated=True, by_products=by_products
     )
 
 

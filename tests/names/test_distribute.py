@@ -329,6 +329,14 @@ def test_what_is_not_sharded_is_said() -> None:
         axn.names.distribute(f, {"batch": "data"}, names=("batch embed", "embed mlp"))(x, w)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_results_of_size_0_are_sharded_by_their_names(kind: AxisType) -> None:
+    step = axn.names.distribute(lambda x: (x[:0], x * 2), {"embed": "model"}, names="batch embed")
+    with jax.set_mesh(mesh_of(TENSOR, kind)):
+        empty, _ = step(jnp.ones((4, 8)))
+    assert empty.sharding.spec == P(None, "model")
+
+
 def test_slices_need_not_be_divisible() -> None:
     """The axis of all positions is sharded; those without the last are not a multiple of the devices."""
     loss = lambda x: ((x[:, :-1] @ x[:, 1:].T) ** 2).sum()

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym import poly
+from benchmarks.communication import bytes_moved
 
 untyped: Any = axn  # for calls that a type checker would refuse
 A = axn.ones({"batch": 2, "t": 5})
@@ -90,3 +91,50 @@ def test_gradients_along_a_sharded_axis(op: Callable[..., axn.NamedArray], mesh:
     with jax.set_mesh(mesh), axn.axis_mapping({"t": "model"}):
         found = jax.jit(jax.grad(loss, (0, 1)))(axn.shard(a), axn.shard(v, {}))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("other", [AxisType.Explicit, AxisType.Auto], ids=lambda t: t.name)
+def test_each_device_convolves_its_elements_of_an_axis_that_is_mapped_over(other: AxisType) -> None:
+    """A mapped convolution becomes a grouped one, for which JAX cannot shard operands over Explicit mesh axes."""
+    rng = np.random.default_rng(0)
+    a, v = (axn.named(jnp.asarray(rng.normal(size=(4, 2, n)), "float32"), ("batch", "channel", "t")) for n in (3, 6))
+    mapping = {"batch": "data", "channel": "model"}
+
+    def one(a: axn.NamedArray, v: axn.NamedArray) -> Any:
+        along = axn.convolve(a, v, "t"), axn.correlate(a, v, "t", "same"), axn.correlate(v, a, "t", "valid")
+        return *along, axn.vmap(poly.polymul, "channel")(a, v)
+
+    def values_and_gradients(a: axn.NamedArray, v: axn.NamedArray) -> Any:
+        def loss(*operands: axn.NamedArray) -> Any:
+            found = axn.vmap(one, "batch")(*operands)
+            return sum(axn.sum(axn.sin(y)).scalar() for y in found), found
+
+        return jax.grad(loss, (0, 1), has_aux=True)(a, v)
+
+    expected = values_and_gradients(a, v)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, other))
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        placed = axn.shard((a, v))
+        compiled = jax.jit(lambda *operands: axn.vmap(one, "batch")(*operands)).lower(*placed).compile()
+        assert not bytes_moved(compiled)
+        for found in (values_and_gradients(*placed), jax.block_until_ready(jax.jit(values_and_gradients)(*placed))):
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
+            assert {
+                y.array.sharding.spec[y.names.index("batch")]
+                for y in jax.tree.leaves(found, is_leaf=axn.is_named_array)
+            } == {"data"}
+
+
+def test_a_batch_that_no_mapping_knows_stays_sharded(auto_mesh: Mesh) -> None:
+    rng = np.random.default_rng(0)
+    a, v = (jnp.asarray(rng.normal(size=(8, n)), "float32") for n in (5, 3))
+    expected = jnp.stack([jnp.convolve(x, y) for x, y in zip(a, v, strict=True)])
+
+    def convolved(a: jax.Array, v: jax.Array) -> jax.Array:
+        return axn.convolve(axn.named(a, ("batch", "t")), axn.named(v, ("batch", "t")), "t").array
+
+    with jax.set_mesh(auto_mesh):
+        placed = jax.device_put((a, v), NamedSharding(auto_mesh, PartitionSpec(("data", "model"))))
+        compiled = jax.jit(convolved).lower(*placed).compile()
+    assert not bytes_moved(compiled)
+    np.testing.assert_allclose(jax.block_until_ready(compiled(*placed)), expected, rtol=1e-5, atol=1e-6)

@@ -358,12 +358,21 @@ def test_storage_keeps_the_axes_that_only_the_compute_mapping_shards(auto_mesh) 
         assert spec(step(axn.ones({"embed": 8, "mlp": 4}))) == ("data", "model")
 
 
-def test_the_gradient_of_what_is_mapped_over_an_axis_on_an_explicit_mesh(explicit_mesh) -> None:
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_gradient_of_what_is_mapped_over_an_axis_on_an_explicit_mesh(by_name, explicit_mesh) -> None:
     def loss(w, x):
-        return axn.sum(axn.vmap(lambda x: axn.dot(x, w, axis="embed"), "pos")(x)).scalar()
+        def one(x):
+            return axn.dot(axn.named(x, ("batch", "embed")), w, axis="embed").array
+
+        mapped = axn.vmap(lambda x: one(x.array), "pos") if by_name else lambda x: jax.vmap(one)(x.array)
+        return jnp.sum(mapped(x) ** 2)
 
     step = axn.fsdp(jax.grad(loss), {"embed": "data"}, {"batch": "data", "pos": "model"})
+    w, x = axn.ones({"embed": 8, "mlp": 4}), axn.ones({"pos": 4, "batch": 8, "embed": 8})
+    expected = jax.grad(loss)(w, x)
     with jax.set_mesh(explicit_mesh):
-        found = step(axn.ones({"embed": 8, "mlp": 4}), axn.ones({"batch": 8, "pos": 4, "embed": 8}))
+        found, moved = step(w, x), bytes_moved(step.lower(w, x).compile())
     assert spec(found) == ("data", None)
-    np.testing.assert_array_equal(found.array, np.full((8, 4), 32.0))
+    np.testing.assert_array_equal(found.array, expected.array)
+    assert moved["reduce-scatter"].count == 1
+    assert moved["all-gather"].bytes == w.nbytes

@@ -63,6 +63,9 @@ def test_results_of_size_0_go_where_the_mapping_says(x, explicit) -> None:
         assert none.array.addressable_shards[0].data.shape == (0, 4)
         np.testing.assert_array_equal(none.array, np.ones((0, 8)))  # unreadable before jax 0.12 on Explicit axes
         np.testing.assert_array_equal(kept, x.array)
+        with pytest.warns(UserWarning, match="'batsh'") as said:
+            axn.named_jit(lambda a: a["batch", :0], out_placement={"batsh": "data"})(x)
+        assert len(said) == 1
         batched = jax.vmap(axn.named_jit(lambda a: a["batch", :0]))(jax.tree.map(lambda a: jnp.stack([a, a]), x))
         assert batched.array.shape == (2, 0, 8)
 

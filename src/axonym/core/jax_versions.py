@@ -18,9 +18,6 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyrigh
 From jax 0.12 on, `inline=True` inlines only when the program is lowered.
 """
 
-MAPPED_REDUCE_SCATTER = jax.__version_info__ < (0, 12)
-"""True if JAX can lower a reduce-scatter that is mapped over an axis sharded over Explicit mesh axes."""
-
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Return the mesh axes over which a value, or one of its type, is device-varying inside `shard_map`.

@@ -23,17 +23,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..axis import Names
-from ..core.jax_versions import MAPPED_REDUCE_SCATTER
 from . import policy
-from .active_settings import active_mapping, active_parameter_mapping, is_mapped
+from .active_settings import active_mapping, active_parameter_mapping
 from .decisions import Mappings, PlacedAxes, Undecided
 from .mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
+    axes_of_type,
     current_mesh,
     entries_of,
     entry_of,
@@ -44,6 +44,7 @@ from .mesh_axes import (
     mapped_axes,
     mesh_around,
     reshard,
+    restricted,
     spec_of,
     storage_axes,
 )
@@ -93,7 +94,7 @@ def run_gathering_parameters(
                 result = jax.lax.psum_scatter(result, part.axes, scatter_dimension=at, tiled=True)
         return result
 
-    return run_per_device(per_device, arrays, specs, spec_of(decision.result.over), mesh)
+    return run_with_auto_axes(per_device, arrays, specs, spec_of(decision.result.over), mesh)
 
 
 def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.Array | None:
@@ -121,18 +122,36 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
         own = axes_in(spec)
         return gather_axes(varying_over(shard, [a for a in mesh.axis_names if a in over and a not in own]), extra)[None]
 
-    return run_per_device(per_device, [weight], [spec], out_spec, mesh)
+    return run_with_auto_axes(per_device, [weight], [spec], out_spec, mesh)
 
 
 def mesh_to_run_on() -> AnyMesh | None:
-    """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already.
-
-    From jax 0.12 on, a reduce-scatter fails in a function that is mapped over an axis sharded over Explicit mesh axes.
-    """
+    """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already."""
     mesh = current_mesh() if active_parameter_mapping() else None
-    if mesh is None or has_manual(mesh):
-        return None
-    return None if is_mapped() and has_explicit(mesh) and not MAPPED_REDUCE_SCATTER else mesh
+    return None if mesh is None or has_manual(mesh) else mesh
+
+
+def run_with_auto_axes(
+    fn: Callable[..., jax.Array],
+    arrays: Sequence[jax.Array],
+    in_specs: Sequence[PartitionSpec],
+    out_spec: PartitionSpec,
+    mesh: AnyMesh,
+) -> jax.Array:
+    """Call a function on the shards of each device; the Explicit mesh axes are Auto around it.
+
+    A `vmap` leaves the Explicit mesh axes of its axis Explicit inside `shard_map`. There, JAX gathers operands over
+    them that it need not gather, and from 0.12 on it cannot lower a reduce-scatter.
+    """
+
+    def run(*arrays):
+        return run_per_device(fn, arrays, in_specs, out_spec, mesh_around())
+
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    if not explicit:
+        return run(*arrays)
+    out_sharding = NamedSharding(mesh, restricted(out_spec, explicit))
+    return jax.sharding.auto_axes(run, axes=explicit, out_sharding=out_sharding)(*arrays)
 
 
 def active_mappings(mesh: AnyMesh) -> Mappings:

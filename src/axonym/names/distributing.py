@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..core import errors
@@ -75,6 +75,10 @@ class DistributedFunction(CompiledFunction[P, R]):
     named: Callable[[Sequence[Any], Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     """Returns arguments as named arrays, sharded as in a call. An axis without a name is `_`."""
 
+    def _run(self, args: Any, kwargs: Any) -> tuple[Any, Sequence[tuple[Any, NamedSharding]]]:
+        (result, empty), _ = super()._run(args, kwargs)  # only the program has the names of results
+        return result, empty
+
 
 def distribute(
     fn: Callable[P, R],
@@ -122,7 +126,8 @@ def distribute(
         what = f"distribute({getattr(fn, '__qualname__', fn)!s})"
         if program.mix_ups and not allow_mix_ups:
             raise ValueError(_mixed_up(what, program))
-        return program.traced.returned.unflatten(_Distributed(what, program).run(arrays))
+        results, empty = _Distributed(what, program).run(arrays)
+        return program.traced.returned.unflatten(results), empty
 
     def under(mapping: ResourceMapping, parameter_mapping: ResourceMapping | None) -> DistributedFunction[P, R]:
         return distribute(fn, mapping, parameter_mapping, names=names, allow_mix_ups=allow_mix_ups, **options)
@@ -181,8 +186,8 @@ class _Distributed:
         joined = {name: mapping.get(name.partition("*")[0]) for name in self._names if "*" in name}
         return {**{name: entry for name, entry in joined.items() if entry is not None}, **mapping}
 
-    def run(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the results of the program."""
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, NamedSharding]]]:
+        """Return the results of the program, and the sharding of each that has size 0, which XLA replicates."""
         jaxpr, mesh, program = self._program.traced.jaxpr, self._mesh, self._program
         with activate(changed(active_settings(), mapping=self._compute, parameter_mapping=self._stored)):
             self._warn()
@@ -200,7 +205,11 @@ class _Distributed:
             if explicit:
                 specs = tuple(restricted(s, explicit) for s in self._specs(program.body.results, paths))
                 run = jax.sharding.auto_axes(whole, axes=explicit, out_sharding=specs)
-            return [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
+            results = [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
+            if mesh is None or all(x.size for x in results):
+                return results, []
+            specs = zip(results, self._specs(program.body.results, paths), strict=True)
+            return results, [(x, NamedSharding(mesh, spec)) for x, spec in specs if not x.size]
 
     def _warn(self) -> None:
         """Say what is not sharded, while the mapping could be meant for it."""

@@ -36,6 +36,7 @@ from ..distribution.mesh_axes import (
     check_mapped,
     entry_of,
     explicit_mesh,
+    has_explicit,
     mapped_axes,
     mesh_around,
     replicate_along,
@@ -318,6 +319,7 @@ def make_along_kernel(
     *,
     replicated: bool = False,
     per_device: bool = False,
+    by_products: Callable[..., Any] | None = None,
     selection: AxisSelection | None = None,
     successors: output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
@@ -333,13 +335,18 @@ def make_along_kernel(
         replicated: whether these axes are replicated on Auto mesh axes, too: see `_on_auto_axes`.
         per_device: whether each device computes its shard of the batch on Auto mesh axes, too, as the active mapping
             shards it. Needed where XLA fails to partition the operation along sharded axes, or ends the process.
+        by_products: the same function as a sum of products, which the partitioner knows. Needed where `fn` is mapped
+            over an axis on a mesh with Explicit axes: JAX cannot shard what `jax.vmap` makes of a convolution, and that
+            axis is not manual inside `shard_map`. Also used where no mapping says how a batch is sharded.
 
     The other arguments are as for `make_kernel`.
     """
     if replicated or per_device:
-        fn = _on_auto_axes(fn, in_names, out_names, along, per_device)
+        fn = _on_auto_axes(fn, in_names, out_names, along, per_device, by_products)
 
     def positional(*arrays):
+        if by_products is not None and is_mapped() and has_explicit(mesh_around(arrays)):
+            return output_sharding.call_with_output_sharding(what, by_products, in_names, out_names, arrays)
         mesh = explicit_mesh(arrays)
         if mesh is None:
             return fn(*arrays)
@@ -365,14 +372,20 @@ def make_along_kernel(
 
 
 def _on_auto_axes(
-    fn: Callable[..., Any], in_names: Sequence[Names], out_names: Any, along: Collection[str], per_device: bool
+    fn: Callable[..., Any],
+    in_names: Sequence[Names],
+    out_names: Any,
+    along: Collection[str],
+    per_device: bool,
+    by_products: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     """Return a function that avoids what the partitioner does wrongly along some axes of its operands and results.
 
     XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over mesh axes along which the
     devices have equal shards; on a mesh with one axis there are none. So the axes that the operation runs along are
     replicated. If operands share a batch axis, or are mapped over, XLA does the same whichever axis is sharded, fails,
-    or ends the process, so then each device computes its shard of the batch.
+    or ends the process, so then each device computes its shard of the batch; without a mapping, which says what that
+    is, a sum of products leaves the batch as it is sharded.
     """
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
@@ -385,6 +398,8 @@ def _on_auto_axes(
         if AxisType.Auto not in mesh.axis_types or not large:
             return fn(*arrays)
         if AxisType.Manual not in mesh.axis_types and (shared or is_mapped() or (per_device and active_mapping())):
+            if by_products is not None and not active_mapping():
+                return by_products(*arrays)
             entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays)
             specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
             return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)

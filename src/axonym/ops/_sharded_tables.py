@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from ..axis import Names
 from ..distribution import policy
 from ..distribution.decisions import PlacedAxes
-from ..distribution.fsdp_ops import active_mappings, mesh_to_run_on, possible, varying_alike
+from ..distribution.fsdp_ops import active_mappings, mesh_to_run_on, possible, run_with_auto_axes, varying_alike
 from ..distribution.mesh_axes import axes_in, spec_of
-from ..distribution.per_device import run_per_device
 from . import _kernels
 
 
@@ -76,4 +75,4 @@ def look_up_sharded_columns(
     def trade(found):
         return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)
 
-    return run_per_device(per_device, (table, indices), specs, out_spec, mesh)
+    return run_with_auto_axes(per_device, (table, indices), specs, out_spec, mesh)

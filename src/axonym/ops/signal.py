@@ -36,17 +36,48 @@ def _convolution_kernel(
     chosen = _kernels.select_one(what, a_names, axis)
     _kernels.select_one(what, v_names, chosen, operand=1)
     out_names = _union(a_names, v_names)
-    one = functools.partial(fn, mode=mode, precision=precision)
-    positional = _kernels.map_over(one, names_without(out_names, chosen), (a_names, v_names), out_names)
+    batch = names_without(out_names, chosen)
+    positional, by_products = (
+        _kernels.map_over(one, batch, (a_names, v_names), out_names)
+        for one in (
+            functools.partial(fn, mode=mode, precision=precision),
+            functools.partial(convolve_by_products, fn, mode=mode),
+        )
+    )
     in_names = (a_names, _privately("`v`", v_names, (chosen,)))
     along = (chosen, *private("`v`", (chosen,)))
-    return _kernels.make_along_kernel(what, positional, in_names, out_names, along, replicated=True, selection=axis)
+    return _kernels.make_along_kernel(
+        what, positional, in_names, out_names, along, replicated=True, by_products=by_products, selection=axis
+    )
 
 
 def _convolve(fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode: str, precision: Any) -> NamedArray:
     require_named(what, a), require_named(what, v)
     kernel = _convolution_kernel(fn, what, a.names, v.names, _kernels.one_selector(what, axis), mode, precision)
     return kernel.apply(a.array, v.array)
+
+
+def convolve_by_products(fn: Callable[..., Any], a: jax.Array, v: jax.Array, mode: str = "full") -> jax.Array:
+    """Apply `jnp.convolve` or `jnp.correlate` to vectors as a sum of products, one for each element of the shorter one.
+
+    For `vmap` over Explicit mesh axes: JAX makes a grouped convolution of a mapped one, and cannot shard its operands.
+    """
+    wanted = jax.eval_shape(functools.partial(fn, mode=mode), a, v)
+    dtype = jnp.promote_types(
+        wanted.dtype, jnp.float32
+    )  # a convolution also sums small floating-point numbers in float32
+    correlates, swapped = fn is jnp.correlate, a.shape[0] < v.shape[0]
+    operands = a.astype(dtype), (jnp.conj(jnp.flip(v)) if correlates else v).astype(dtype)
+    short, long = sorted(operands, key=jnp.size)
+    last, size = short.shape[0] - 1, long.shape[0] + short.shape[0] - 1
+    long = jnp.pad(long, last)
+
+    def add(total, i):
+        return total + short[i] * jax.lax.dynamic_slice(long, (last - i,), (size,)), None
+
+    total = jax.lax.scan(jax.checkpoint(add), jnp.zeros(size, dtype), jnp.arange(last + 1))[0]
+    start = (size - wanted.shape[0] + (correlates and swapped)) // 2
+    return total[start : start + wanted.shape[0]].astype(wanted.dtype)
 
 
 def convolve(

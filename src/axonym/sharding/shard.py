@@ -32,6 +32,7 @@ from .placement import (
     Rule,
     checked_prefix,
     drop_manual,
+    examine,
     is_placement,
     resolve,
     shardings_in,
@@ -182,11 +183,12 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
 
 
 def shardings_of_empty(tree: Any, placement: Placement, what: str) -> list[tuple[Any, NamedSharding]]:
-    """Return the raw arrays of size 0 of a tree, each with the sharding that a placement gives it on the mesh."""
+    """Return the raw arrays of size 0 of a sharded tree, each with the sharding that its placement gives it."""
     mesh = current_mesh()
     if all(getattr(x, "size", 1) for x in jax.tree.leaves(tree)):
         return []
-    leaves = [leaf for leaf in resolve(tree, placement, mesh, what)[0] if leaf.shape is not None and 0 in leaf.shape]
+    examined = examine(tree, placement, mesh, what)  # its warnings were given when the tree was sharded
+    leaves = [leaf for leaf in examined.leaves if leaf.shape is not None and 0 in leaf.shape]
     found = [(raw(leaf.value), leaf.mesh or mesh, leaf.spec) for leaf in leaves]
     return [(x, NamedSharding(mesh, spec)) for x, mesh, spec in found if mesh is not None and spec is not None]
 
