@@ -72,7 +72,9 @@ class Layout(Mappings):
 
     def _parts(self, name: str | None) -> Axes:
         """Return the names of the axes that were joined into this one, or its own."""
-        return () if name is None else self.joined.get(name, (name,))
+        if name is None or name in self.compute or name in self.storage:
+            return () if name is None else (name,)
+        return self.joined.get(name, (name.partition("*")[0],))
 
     def _large(self, axes: Iterable[str]) -> Axes:
         return tuple(a for a in axes if self.mesh.get(a, 1) > 1)
@@ -118,7 +120,7 @@ class CountedExchange:
 
     @property
     def in_branch(self) -> bool:
-        return self.place.in_branch
+        return bool(self.place.branches)
 
 
 def by_names(
@@ -178,7 +180,7 @@ def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
                 )
 
 
-def _refusal(found: Mapping[str, Occurrence], alike: Mapping[str, int]) -> NotKnown:
+def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
     lines = []
     for what, place in list(found.items())[:4]:
         line = source(place.frames)
@@ -186,7 +188,7 @@ def _refusal(found: Mapping[str, Occurrence], alike: Mapping[str, int]) -> NotKn
     more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
     listed = "; ".join(lines)
     message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' shows it."
-    return NotKnown(message, lines[0], alike)
+    return NotKnown(message, lines[0])
 
 
 def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
@@ -217,7 +219,6 @@ class Account:
         self.exchanges: list[CountedExchange] = []
         self.flops: int | None = None if trace.uncounted else 0
         self.open: dict[str, Occurrence] = {}
-        self._alike: dict[str, int] = {}
         self.uncertain = 0
         self.saved = 0
         """The counted flops that a compiler may save."""
@@ -229,7 +230,7 @@ class Account:
         for event in trace.events:
             self._add(event)
         if self.open:
-            raise _refusal(self.open, self._alike)
+            raise _refusal(self.open)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -255,15 +256,11 @@ class Account:
 
     def _renamed(self, event: Renamed) -> None:
         over = (self.layout.over(dims) for dims in (event.before, event.after))
-        for (before, size), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
+        for (before, _), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
             if before is not None and after not in (before, None) and (a != b or (event.whole and a)):
                 # If the operation works along the axis, it needs all of it, even if both names are sharded alike.
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
-                other = ""
-                if event.by_size:
-                    other = f" (or another axis of size {size} does)"
-                    self._alike |= {n: size for n, axes in ((before, a), (after, b)) if axes}
-                what = f"{before} becomes {after}{other}, which is sharded {sharded}"
+                what = f"{before} becomes {after}, which is sharded {sharded}"
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
     def _together(self, event: Together) -> None:
@@ -454,7 +451,7 @@ class Account:
             devices=count,
             along_all=True,
             times=place.times,
-            in_branch=place.in_branch,
+            in_branch=bool(place.branches),
             array=f"{_short(x)}[{shown}]",
             place=(0, 1),
             size=found.size // count if found.kind == "reduce-scatter" else found.size,

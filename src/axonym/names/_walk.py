@@ -12,7 +12,7 @@ from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
 from ._rules import RULES, unknown
-from ._values import Axed, AxisStep, Facts, dtype_kind
+from ._values import Axed, AxisStep, Facts, Pointer, dtype_kind
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -37,6 +37,12 @@ class AxisWalk:
         self.given: list[set[str | None]] = []
         """The names of each argument."""
 
+    def argument(self, var: Any, names: Sequence[str | None], source: str = "") -> Axed:
+        """Return an argument with names."""
+        pairs = zip(names, var.aval.shape, strict=True)
+        dims = tuple(fresh(n) if name is None else self.axes.axis(name, n, source) for name, n in pairs)
+        return Axed(self.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
+
     def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None) -> Body:
         """Follow the axes through a function."""
         body = Body(jaxpr, arguments, [])
@@ -45,7 +51,7 @@ class AxisWalk:
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
+            step.operands = xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
             step.results = self._results(step, xs)
             body.steps.append(step)
             known.update(zip(eqn.outvars, step.results, strict=True))
@@ -60,7 +66,7 @@ class AxisWalk:
         if inside is not None:
             results = inside(self, step, xs)
         elif rule is not None:
-            used = [x.used() for x in xs]
+            step.operands = used = [x.used() for x in xs]
             results = rule(self.axes, step, used)
             if results and (step.name == "iota" or any(x.facts is not None or dtype_kind(v) == "b"
                                                        for x, v in zip(used, step.eqn.invars, strict=True))
@@ -194,7 +200,7 @@ INSIDE = {
 
 def _called(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the function that an equation calls with its operands, such as that of `jax.jit` or `jax.checkpoint`."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if (found := eqn.params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
