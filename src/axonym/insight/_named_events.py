@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""
+
+
+Branches: TypeAlias = tuple[tuple[int, int, int], ...]
+"""The branches of conditionals that contain an operation: the conditional, how many branches it has, and which it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +46,7 @@ class Occurrence:
     operation: _scopes.ScopedOperation | None
     phase: str
     times: int | None
-    branches: tuple[tuple[int, int], ...]
-    """The branches that contain it, each by the number of its `cond` and its own."""
+    branches: Branches
     within: int
     """The number of the function or loop body that contains the operation."""
     recomputes: bool
@@ -151,6 +154,8 @@ class NamedTrace:
     """Whether the step has grouped products. Their flops are counted as if each row were in one group."""
     exchanged: frozenset[str]
     """The axes of experts, along which rows are exchanged."""
+    spliced: bool
+    """Whether the products have constraints only: see `axonym.names.distribute`."""
     joined: Mapping[str, tuple[str, ...]]
     """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
 

@@ -37,6 +37,7 @@ from ..sharding.leaves import leaves_of
 from . import _scopes
 from ._arguments import step_name
 from ._named_events import (
+    Branches,
     Dims,
     Event,
     Lookup,
@@ -102,7 +103,8 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     exchanged = events.close_dispatches()
     return NamedTrace(
         step_name(step), tuple(dict.fromkeys(events.found)), tuple(values), tuple(results), tuple(events.kept),
-        events.unnamed, tuple(events.uncounted), events.grouped, frozenset(exchanged), events.joined,
+        events.unnamed, tuple(events.uncounted), events.grouped, frozenset(exchanged),
+        isinstance(step, DistributedFunction), events.joined,
     )  # fmt: skip
 
 
@@ -110,12 +112,12 @@ def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
     """Return the names of each array in the arguments, given a tree of them."""
     found = []
     for leaf in leaves_of(named)[0]:
-        if leaf.shape is None:
+        if not isinstance(getattr(leaf.value, "array", leaf.value), PROGRAM_ARRAYS):
             continue
         spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
         if leaf.names is None and any(entry is not None for entry in spec):
             raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
-        found.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape)))
+        found.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())))
     return found
 
 
@@ -125,7 +127,7 @@ class Around:
 
     scope: str = ""
     times: int | None = 1
-    branches: tuple[tuple[int, int], ...] = ()
+    branches: Branches = ()
     within: int = 0
     recomputes: bool = False
     eqns: tuple[JaxprEqn, ...] = ()
@@ -261,7 +263,7 @@ class _Events:
     def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
         number = next(self._numbers)
         for i, body in enumerate(step.bodies):
-            inner = dataclasses.replace(around, branches=(*around.branches, (number, i)))
+            inner = dataclasses.replace(around, branches=(*around.branches, (number, len(step.bodies), i)))
             self._again(around, ys, self.run(body, xs[1:], inner))
 
     def _again(self, around: Around, before: Sequence[Value], after: Sequence[Value]) -> None:
@@ -419,6 +421,11 @@ class _Events:
         self.uncounted.setdefault(step.name)
         self._open(place, step.name, [d for x in xs for d in x.dims])
 
+    def _called_back(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record a call of a Python function: one device makes it, and sends the results to all others."""
+        self._open(place, step.name, [d for x in (*xs, *ys) for d in x.dims])
+        self.found += [PerDevice(place, y) for y in ys]
+
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
         names = frozenset(n for n, size in dims if n is not None and size > 1 and n not in self.joined)
         if (dispatch := _scopes.dispatch(place.scope)) is not None:
@@ -553,6 +560,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Events._sliced),
     # They may multiply, and their flops are not known.
     **dict.fromkeys(("conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"), _Events._not_counted),
+    **dict.fromkeys(("pure_callback", "io_callback"), _Events._called_back),
     "dot_general": _Events._product,
     "ragged_dot_general": _Events._grouped_product,
     "gather": _Events._looked_up,

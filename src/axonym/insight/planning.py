@@ -19,7 +19,7 @@ from ._named_trace import named_trace
 from ._text import aligned, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import explain
-from .report import Bounds, Memory, Report, bounds_on, described_seconds
+from .report import Bounds, Memory, Report, described_seconds
 
 Over = str | tuple[str, ...]
 
@@ -440,7 +440,7 @@ class _Search:
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
     ) -> PlannedMapping:
-        bounds = bounds_on(self.chip, account.exchanges, None, account.flops)
+        bounds = account.bounds(self.chip, None)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
         memory = _kept(memory_of(self.trace, account.layout))
         return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
