@@ -2,8 +2,8 @@
 
 A named array is an array and names, and a rename changes no array, so a traced program does not show which names its
 axes have. In a trace that `marking` surrounds, each named operation therefore leaves a mark for each of its operands
-and results: an operation without effect that holds the names. Derivatives have the marks of what they are derivatives of,
-and `jax.vmap` adds an axis without a name.
+and results: an operation without effect that holds the names. A derivative has the marks of the value that it belongs
+to, and `jax.vmap` adds an axis without a name.
 """
 
 from __future__ import annotations

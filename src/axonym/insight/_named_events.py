@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""
 
-
 Branches: TypeAlias = tuple[tuple[int, int, int], ...]
-"""The branches of conditionals that contain an operation: the conditional, how many branches it has, and which it is."""
+"""The branches around an operation, each by the number of its conditional, of how many it is one, and which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Occurrence:
     avoidable: bool = False
     """True if a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
 
-    @property
+    @functools.cached_property
     def frames(self) -> Sequence[Frame]:
         """The lines of Python that it comes from, from the innermost."""
         return [frame for eqn in self.eqns for frame in frames_of(eqn)]

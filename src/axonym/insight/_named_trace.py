@@ -344,9 +344,7 @@ class _Events:
                 ys[0] = dataclasses.replace(ys[0], dtype=np.promote_types(np.float32, ys[0].dtype))
         self._multiplied(numbers.dot_dimension_numbers, [left, right], ys[0], groups, place)
 
-    def _multiplied(
-        self, numbers: Any, xs: list[Value], y: Value, groups: Sequence[int], place: Occurrence
-    ) -> None:
+    def _multiplied(self, numbers: Any, xs: list[Value], y: Value, groups: Sequence[int], place: Occurrence) -> None:
         ((left_summed, right_summed), (left_batch, right_batch)), (left, right) = numbers, xs
         free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
         free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch, *groups)]
@@ -455,7 +453,7 @@ class _Events:
         for axes in _rows(dispatch):
             names, count = tuple(a.name for a in axes), _count(axes)
             for n, size in (d for y in ys for d in y.dims):
-                if n == "*".join(names) or (n is not None and size == count and n not in self._given):
+                if n is not None and (n == "*".join(names) or (size == count and n not in self._given)):
                     self.joined.setdefault(n, names)
 
     def _moves_rows(self, step: AxisStep, xs: list[Value], place: Occurrence) -> bool:
