@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,11 +27,14 @@ from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.axis_marks import MARK, marking
 from ..distribution.mesh_axes import NO_MESH
-from ..names._axes import NameReader
+from ..names import NamedProgram
 from ..names._rules import COMPARISONS, ELEMENTWISE
+from ..names._sources import LeafNames
+from ..names._tracing import Traced
 from ..names._values import Axed, AxisStep
-from ..names._walk import AxisWalk, Body, steps_of
+from ..names._walk import Body, steps_of
 from ..names.distributing import DistributedFunction
+from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
 from . import _scopes
 from ._arguments import step_name
@@ -88,15 +90,15 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             raise
         raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
     names = _names_of_arguments(named)
-    walk = AxisWalk()
-    arguments = [walk.argument(var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
-    whole, needed = walk.run(closed.jaxpr, arguments), walk.run(jaxpr, arguments)
-    walk.settle()
-    events = _Events({n for own in names for n in own if n is not None})
+    said = [LeafNames(own, "an argument") for own in names]
+    whole, needed = (
+        follow(Traced(program, static, static, ()), said) for program in (closed, closed.replace(jaxpr=jaxpr))
+    )
+    events = _Events(needed.names_of, {n for own in names for n in own if n is not None})
     values = [events.value(v.aval, own) for v, own in zip(jaxpr.invars, names, strict=True)]
-    results = events.run(needed, values, Around())
+    results = events.run(needed.body, values, Around())
     # No result may need the operation that renames an axis, but its gradient.
-    events.renamed(steps_of(whole))
+    events.renamed(whole)
     for own, x in zip(returned, results, strict=True):
         if own is not None:
             events.differ(Around().place(), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
@@ -155,16 +157,16 @@ _ALONG |= {"argmax": "axes", "argmin": "axes", "unstack": "axis", "top_k": "axis
 class _Events:
     """Records what devices exchange for each operation of a program whose axes have names."""
 
-    def __init__(self, given: set[str]) -> None:
+    def __init__(self, names_of: Callable[[Axed], tuple[str | None, ...]], given: set[str]) -> None:
         self.found: list[Event] = []
         self.kept: list[Value] = []
         self.unnamed = 0
         self.uncounted: dict[str, None] = {}
         self.grouped = False
         self.joined: dict[str, tuple[str, ...]] = {}
+        self._names_of = names_of
         self._given = given
         """The axis names of the arguments."""
-        self._names = NameReader()
         self._numbers = itertools.count(1)
         self._made: dict[Any, list[int]] = {}
         """The numbers of results, by the operation and the numbers of its operands."""
@@ -182,13 +184,13 @@ class _Events:
         return Value(dims, aval.dtype, number, base)
 
     def _named(self, var: Any, x: Axed) -> Value:
-        return self.value(var.aval, self._names.array(x.dims))
+        return self.value(var.aval, self._names_of(x))
 
     def _used(self, value: Value, x: Axed) -> Value:
         """Return an operand. Each use of a constant has axes of its own."""
         if not x.dims or value.origin not in self._constants:
             return value
-        names = self._names.array(x.dims)
+        names = self._names_of(x)
         if names == tuple(n for n, _ in value.dims):
             return value
         dims = tuple((n, size) for n, (_, size) in zip(names, value.dims, strict=True))
@@ -222,7 +224,7 @@ class _Events:
 
     def _results(self, step: AxisStep, xs: list[Value], around: Around, avoidable: bool) -> list[Value]:
         inside = _INSIDE.get(step.name)
-        if inside is None and len(step.bodies) == 1 and step.name != "shard_map":
+        if inside is None and len(step.bodies) == 1 and step.name not in _UNCOUNTED:
             again = "remat" in step.name or "checkpoint" in step.name
             body = dataclasses.replace(around, within=next(self._numbers), recomputes=True) if again else around
             return self.run(step.bodies[0], xs, body)
@@ -285,13 +287,13 @@ class _Events:
         """Rename joined axes in the same way if the same axes were joined into them."""
         return tuple(("*".join(self.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
 
-    def renamed(self, steps: Iterable[AxisStep]) -> None:
-        """Record the axes that named operations call otherwise; names of several axes, or of parts, tell nothing."""
-        for step in steps:
+    def renamed(self, program: NamedProgram) -> None:
+        """Record the axes that named operations call otherwise, unless they are parts of others."""
+        for step in steps_of(program.body):
             if step.name != MARK:
                 continue
-            names = zip(*(self._names.array(x.dims) for x in (step.operands[0], step.results[0])), strict=True)
-            pairs = [(a if a is None or a in self.joined or not re.search(r"[*.]", a) else None, b) for a, b in names]
+            names = zip(*map(program.names_of, (step.operands[0], step.results[0])), strict=True)
+            pairs = [(None if a is None or "." in a else a, b) for a, b in names]
             if any(a != b for a, b in pairs if a is not None):
                 place = _around(step).place()
                 before, after = (tuple(zip(own, step.shape, strict=True)) for own in zip(*pairs, strict=True))
@@ -401,7 +403,7 @@ class _Events:
 
     def _along(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         along = step.params.get(_ALONG[step.name], -1)
-        self._open(place, step.name, [xs[0].dims[i] for i in (along if isinstance(along, tuple) else (along,))])
+        self._open(place, step.name, [x.dims[i] for x in xs for i in (along if isinstance(along, tuple) else (along,))])
 
     def _sliced(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         new = xs[1].dims if step.name == "dynamic_update_slice" else ys[0].dims
@@ -548,6 +550,9 @@ _LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", 
 _LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 """Primitives whose results are their operands in another layout."""
 
+_UNCOUNTED = {"conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"}
+"""Primitives that may multiply, and whose flops are not known."""
+
 _SILENT = {"iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "stack"}
 """Primitives that exchange nothing."""
 
@@ -556,8 +561,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ALONG, _Events._along),
     **dict.fromkeys((f"reduce_{what}" for what in ("sum", "max", "min", "prod", "and", "or")), _Events._reduced),
     **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Events._sliced),
-    # They may multiply, and their flops are not known.
-    **dict.fromkeys(("conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"), _Events._not_counted),
+    **dict.fromkeys(_UNCOUNTED, _Events._not_counted),
     **dict.fromkeys(("pure_callback", "io_callback"), _Events._called_back),
     "dot_general": _Events._product,
     "ragged_dot_general": _Events._grouped_product,

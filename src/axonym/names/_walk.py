@@ -12,7 +12,7 @@ from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
 from ._rules import RULES, unknown
-from ._values import Axed, AxisStep, Facts, Pointer, dtype_kind
+from ._values import Axed, AxisStep, Facts, dtype_kind
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -36,12 +36,6 @@ class AxisWalk:
         self.unknown_primitives: Counter[str] = Counter()
         self.given: list[set[str | None]] = []
         """The names of each argument."""
-
-    def argument(self, var: Any, names: Sequence[str | None], source: str = "") -> Axed:
-        """Return an argument with names."""
-        pairs = zip(names, var.aval.shape, strict=True)
-        dims = tuple(fresh(n) if name is None else self.axes.axis(name, n, source) for name, n in pairs)
-        return Axed(self.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None) -> Body:
         """Follow the axes through a function."""

@@ -14,10 +14,10 @@ from ..core.errors import counted
 from ..core.source_lines import Source
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec
 from ..named_array import is_named_array
-from ._axes import Axis, Meeting, NameReader, leaves, size_of
+from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
 from ._sources import LeafNames, names_of_leaves
 from ._tracing import Traced, source_of, trace
-from ._values import Axed
+from ._values import Axed, Pointer, dtype_kind
 from ._walk import AxisWalk, Body, steps_of
 
 
@@ -283,10 +283,7 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
     """Follow the names of the arguments' arrays through a traced program."""
     walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
-    arguments = [
-        walk.argument(var, own.names or (None,) * len(var.aval.shape), own.source)
-        for var, own in zip(jaxpr.invars, names, strict=True)
-    ]
+    arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
     # A walk makes many objects and drops none, so to look for garbage would double its time.
     collects = gc.isenabled()
     gc.disable()
@@ -296,6 +293,14 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
         if collects:
             gc.enable()
     return NamedProgram(traced, walk, body, frozenset(allow))
+
+
+def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
+    aval = var.aval
+    names = own.names or (None,) * len(aval.shape)
+    pairs = zip(names, aval.shape, strict=True)
+    dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
+    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
 
 
 def _class(axis: Axis) -> tuple[int, ...]:
