@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
@@ -369,6 +372,118 @@ def test_a_mask_whose_axes_have_the_size_of_the_batch(mask: str, how: str, maske
         assert found[0] == found[1] and found[0], mapping
     with pytest.raises(ValueError, match="pos becomes key_pos, which is sharded otherwise"):
         axn.insight.explain(*case, mapping={"pos": "data"}, mesh=cases.mesh_of(data=4), by="names")
+
+
+def test_a_vmap_over_an_axis_of_the_size_of_others() -> None:
+    case = attention_step(MASKS["named"], lambda mask, scores: axn.where(mask, scores, -1e9), per_example=True)
+    for mapping in ({"batch": "data"}, {"heads": "data"}, ({"embed": "data"}, {"batch": "data"})):
+        early, true = both(case, mapping)
+        assert early.total_sent() == true.total_sent() and early.flops == true.flops, mapping
+
+
+FLOAT = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+NAMED = axn.named(FLOAT((16, 32)), ("embed", "mlp")), axn.named(FLOAT((8, 16)), ("batch", "embed"))
+
+
+@eqx.filter_jit
+def squares(w: Any, x: Any) -> Any:
+    return jax.value_and_grad(lambda w: axn.mean(axn.square(axn.dot(x, w, axis="embed"))).scalar())(w)
+
+
+def mapped(w: Any, x: Any) -> Any:
+    def loss(w: Any) -> jax.Array:
+        one = lambda x: axn.sum(axn.square(axn.dot(axn.named(x, ("embed",)), w, axis="embed"))).scalar()
+        return jnp.mean(jax.vmap(one)(x.array))
+
+    return jax.value_and_grad(loss)(w)
+
+
+def called_back(w: Any, x: Any) -> Any:
+    total = axn.sum(axn.dot(x, w, axis="embed")).array
+    return total * jax.pure_callback(lambda a: a, FLOAT(()), total)
+
+
+def means(centers: Any, x: Any) -> Any:
+    """Move the centers of k-means."""
+
+    def move(_: Any, centers: Any) -> Any:
+        apart = axn.sum(axn.square(x.broadcast_axis({"k": 8}) - centers), "embed")
+        own = (axn.arange({"k": 8}).broadcast_axis({"batch": 8}) == axn.argmin(apart, "k")) * 1.0
+        return axn.dot(own, x, axis="batch") / (axn.sum(own, "batch") + 1)
+
+    return jax.lax.fori_loop(0, 3, move, centers)
+
+
+def orthogonalized(w: Any, x: Any) -> Any:
+    """Multiply a gradient with itself, as Muon does, in raw JAX."""
+    found = jax.grad(lambda w: axn.mean(axn.square(axn.dot(x, w, axis="embed"))).scalar())(w).array
+    for _ in range(2):
+        found = found + (found @ found.T) @ found
+    return axn.named(w.array - found, ("embed", "mlp"))
+
+
+def raw_attention(p: Any, x: Any) -> Any:
+    """Attend with raw arrays, whose axes are joined and split."""
+
+    def loss(p: Any) -> jax.Array:
+        q = (x.reshape(-1, 16) @ p["up"]).reshape(8, 4, 4, 8)
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q), -1)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, q).reshape(8, 4, 32)
+        return jnp.mean((y @ p["down"]) ** 2)
+
+    return jax.value_and_grad(loss)(p)
+
+
+ATTENTION = (
+    axn.names.distribute(
+        raw_attention,
+        names=({"up": "embed heads*head_dim", "down": "heads*head_dim embed"}, "batch pos embed"),
+    ),
+    {"up": FLOAT((16, 32)), "down": FLOAT((32, 16))},
+    FLOAT((8, 4, 16)),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "mapping", "exact"),
+    [
+        pytest.param((lambda w, x, s: axn.dot(x, w, axis="embed") * s, *NAMED, np.float32(2)), {"embed": "data"}, True,
+                     id="numpy scalar"),
+        pytest.param((squares, *NAMED), {"batch": "data"}, True, id="filter_jit"),
+        pytest.param((called_back, *NAMED), {"batch": "data"}, True, id="callback"),
+        pytest.param((means, axn.named(FLOAT((8, 16)), ("k", "embed")), NAMED[1]), {"batch": "data"}, True, id="means"),
+        pytest.param((orthogonalized, *NAMED), {"batch": "data", "mlp": "model"}, True, id="muon"),
+        pytest.param((mapped, *NAMED), STORED, False, id="vmap"),
+        pytest.param(ATTENTION, {"batch": "data", "heads": "model"}, True, id="raw"),
+        pytest.param(ATTENTION, STORED, False, id="raw, stored"),
+    ],
+)  # fmt: skip
+def test_programs_of_other_kinds(case: Any, mapping: Any, exact: bool) -> None:
+    early, true = both(case, mapping)
+    assert early.flops == true.flops
+    if exact:
+        assert sent(early) == sent(true) and early.uncertain == 0
+    else:
+        assert 0 < abs((true.total_sent() or 0) - (early.total_sent() or 0)) <= early.uncertain
+
+
+def test_bounds_take_the_least_branch() -> None:
+    """The flops and the sums of the branch that takes least, and nothing of a conditional that may do nothing."""
+
+    def step(w: Any, x: Any, i: Any) -> Any:
+        once = lambda: axn.sum(axn.dot(x, w, axis="embed")).scalar()
+        twice = lambda: axn.sum(axn.dot(axn.tanh(axn.dot(x, w, axis="embed")), w, axis="mlp")).scalar()
+        return jax.lax.cond(i > 0, once, twice) + jax.lax.cond(i > 1, once, lambda: 0.0)
+
+    mapping, chip = {"batch": "data"}, axn.insight.CHIPS["v5e"]
+    report = axn.insight.explain(
+        step, *NAMED, jax.ShapeDtypeStruct((), "int32"), mapping=mapping, mesh=cases.mesh_of(data=4), by="names",
+        chip=chip,
+    )  # fmt: skip
+    product = 2 * 8 * 16 * 32 // 4
+    assert report.flops == 4 * product and report.bounds is not None and report.bounds.compute is not None
+    assert report.bounds.compute == product / chip.flops
+    assert report.bounds.links == {("data",): 6 / chip.link_bandwidth}
 
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")

@@ -190,16 +190,17 @@ def masked(mask: Any, scores: Any) -> Any:
     return axn.where(mask, scores, 0.0)
 
 
-def test_a_batch_of_the_size_of_the_sequence_is_sharded() -> None:
-    found = plan(*attention_step(MASKS["named"], masked), chips=8, ask=0, verify=0)
+@pytest.mark.parametrize("per_example", [False, True])
+def test_a_batch_of_the_size_of_the_sequence_is_sharded(per_example: bool) -> None:
+    found = plan(*attention_step(MASKS["named"], masked, per_example), chips=8, ask=0, verify=0)
     assert "batch" in found.best.compute and not found.cautions
     assert "sharding batch" not in found.left_out
 
 
-def test_what_equal_sizes_hide_is_said_first() -> None:
-    found = plan(*attention_step(MASKS["named"], masked, per_example=True), chips=8, ask=0, verify=0)
-    title, sizes, nothing, blank, *_ = str(found).splitlines()
-    assert title.startswith("step on 8 x v5p") and not blank
-    assert sizes.startswith("caution: mappings that shard any of ") and "batch=16" in sizes
+def test_what_is_doubtful_is_said_first() -> None:
+    w, x = jax.eval_shape(lambda: (axn.ones({"embed": 8}), axn.ones({"batch": 8, "embed": 8})))
+    found = plan(lambda w, x: axn.sort(axn.dot(x, w, axis="embed"), "batch"), w, x, chips=8, ask=0, verify=0)
+    title, nothing, blank, *_ = str(found).splitlines()
+    assert title.startswith("<lambda> on 8 x v5p") and not blank
     assert not found.best.compute and "each of the 8 devices computes everything" in nothing
     assert all(c in found.to_markdown() for c in found.cautions)

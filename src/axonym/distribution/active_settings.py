@@ -42,6 +42,8 @@ class Settings:
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     mapped: bool = False
     """True while a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
+    marked: bool = False
+    """True while a program is traced to follow its names: see `axonym.distribution.axis_marks`."""
 
     def __repr__(self) -> str:
         rest = f", parameter_mapping={dict(self.parameter_mapping)}" if self.parameter_mapping else ""
@@ -105,19 +107,22 @@ def is_mapped() -> bool:
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate the mappings and annotations of settings in a with-block.
 
-    Such settings can come from other code. The axis environment, and whether a function is mapped, depend on the
-    surrounding code, and stay as they are.
+    Such settings can come from other code. The axis environment, and whether a function is mapped or marked, depend on
+    the surrounding code, and stay as they are.
     """
-    here = ACTIVE.value
-    environment, mapped = (None, False) if here is None else (here.environment, here.mapped)
-    before = (None, False) if settings is None else (settings.environment, settings.mapped)
-    if before != (environment, mapped):
-        settings = changed(settings, environment=environment, mapped=mapped)
+    here = _of_surroundings(ACTIVE.value)
+    if _of_surroundings(settings) != here:
+        environment, mapped, marked = here
+        settings = changed(settings, environment=environment, mapped=mapped, marked=marked)
     return _activate(settings)
 
 
+def _of_surroundings(settings: Settings | None) -> tuple[Any, bool, bool]:
+    return (None, False, False) if settings is None else (settings.environment, settings.mapped, settings.marked)
+
+
 def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
-    """Activate an axis environment, or the mark that a function is mapped, in a with-block."""
+    """Activate an axis environment, or that a function is mapped or marked, in a with-block."""
     return _activate(changed(ACTIVE.value, **parts))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from ..core.errors import describe_axes
 from ..core.source_lines import source
@@ -17,6 +19,7 @@ from ..distribution.mesh_axes import Axes, mapped_axes
 from . import _scopes
 from ._arguments import added_up
 from ._named_events import (
+    Branches,
     Dims,
     Lookup,
     NamedTrace,
@@ -32,7 +35,7 @@ from ._named_events import (
 )
 from .chips import Chip
 from .collectives import Collective, sent_by
-from .report import Memory, Report, bounds_on
+from .report import Bounds, Memory, Report, bounds_on
 
 NOTES: tuple[str, ...] = (
     "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "
@@ -72,7 +75,9 @@ class Layout(Mappings):
 
     def _parts(self, name: str | None) -> Axes:
         """Return the names of the axes that were joined into this one, or its own."""
-        return () if name is None else self.joined.get(name, (name,))
+        if name is None or name in self.compute or name in self.storage:
+            return () if name is None else (name,)
+        return self.joined.get(name, (name.partition("*")[0],))
 
     def _large(self, axes: Iterable[str]) -> Axes:
         return tuple(a for a in axes if self.mesh.get(a, 1) > 1)
@@ -118,7 +123,7 @@ class CountedExchange:
 
     @property
     def in_branch(self) -> bool:
-        return self.place.in_branch
+        return bool(self.place.branches)
 
 
 def by_names(
@@ -153,7 +158,7 @@ def by_names(
             "an array gathered over several mesh axes may be gathered over one after the other, at the same bytes"
         )
     found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, account.layout)
-    limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
+    limits = None if chip is None else account.bounds(chip, memory)
     return Report(
         trace.name, "any platform", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes),
         account.uncertain, arguments=added_up(zip(names, _of_arguments(trace, account.layout), strict=True)),
@@ -178,7 +183,7 @@ def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
                 )
 
 
-def _refusal(found: Mapping[str, Occurrence], alike: Mapping[str, int]) -> NotKnown:
+def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
     lines = []
     for what, place in list(found.items())[:4]:
         line = source(place.frames)
@@ -186,7 +191,7 @@ def _refusal(found: Mapping[str, Occurrence], alike: Mapping[str, int]) -> NotKn
     more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
     listed = "; ".join(lines)
     message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' shows it."
-    return NotKnown(message, lines[0], alike)
+    return NotKnown(message, lines[0])
 
 
 def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
@@ -206,6 +211,34 @@ def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
     )
 
 
+_Amount: TypeAlias = tuple[Branches, Any, int]
+"""What an operation takes: the branches that contain it, of what it takes, and how much."""
+
+
+class _Sent(NamedTuple):
+    """The bytes that a device sends over some mesh axes."""
+
+    axes: Axes
+    total_sent: int
+    in_branch: bool = False
+
+
+def _least(amounts: Iterable[_Amount]) -> dict[Any, int]:
+    """Add up amounts of several things; of the branches of a conditional, add the least amount of each thing."""
+    total: Counter[Any] = Counter()
+    conditionals: dict[tuple[int, int], dict[int, list[_Amount]]] = {}
+    for branches, what, amount in amounts:
+        if branches:
+            (number, of, i), *inside = branches
+            conditionals.setdefault((number, of), {}).setdefault(i, []).append((tuple(inside), what, amount))
+        else:
+            total[what] += amount
+    for (_, of), found in conditionals.items():
+        least = functools.reduce(Counter.__and__, (Counter(_least(own)) for own in found.values()))
+        total += least if len(found) == of else Counter()
+    return total
+
+
 class Account:
     """The collectives and the flops of a step under a mapping."""
 
@@ -216,8 +249,9 @@ class Account:
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
         self.flops: int | None = None if trace.uncounted else 0
+        self._counted: list[_Amount] = []
+        """The flops of each product."""
         self.open: dict[str, Occurrence] = {}
-        self._alike: dict[str, int] = {}
         self.uncertain = 0
         self.saved = 0
         """The counted flops that a compiler may save."""
@@ -229,7 +263,14 @@ class Account:
         for event in trace.events:
             self._add(event)
         if self.open:
-            raise _refusal(self.open, self._alike)
+            raise _refusal(self.open)
+
+    def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
+        """Return lower bounds on time: of the branches of a conditional, those that take least."""
+        sent = [(e.place.branches, e.axes, e.total_sent) for e in self.exchanges if e.total_sent is not None]
+        links = [_Sent(axes, size) for axes, size in _least(sent).items()]
+        flops = None if self.flops is None else _least(self._counted).get("flops", 0)
+        return bounds_on(chip, links, memory, flops)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -255,15 +296,11 @@ class Account:
 
     def _renamed(self, event: Renamed) -> None:
         over = (self.layout.over(dims) for dims in (event.before, event.after))
-        for (before, size), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
+        for (before, _), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
             if before is not None and after not in (before, None) and (a != b or (event.whole and a)):
                 # If the operation works along the axis, it needs all of it, even if both names are sharded alike.
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
-                other = ""
-                if event.by_size:
-                    other = f" (or another axis of size {size} does)"
-                    self._alike |= {n: size for n, axes in ((before, a), (after, b)) if axes}
-                what = f"{before} becomes {after}{other}, which is sharded {sharded}"
+                what = f"{before} becomes {after}, which is sharded {sharded}"
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
     def _together(self, event: Together) -> None:
@@ -300,6 +337,9 @@ class Account:
         lies = None
         for part in sums:
             self._exchange(place, part.kind, part.axes, result, lies)
+            if part.kind == "reduce-scatter" and (self.trace.spliced or "vmap(" in place.scope):
+                # No operation of this library does it, so a compiler may add it up on all devices.
+                self.uncertain += self.exchanges[-1].total_sent or 0
             lies = final.over if part.kind == "reduce-scatter" else lies
         if event.flops and lies is None:
             self._may_be_apart(place, layout.bytes(result), parts)
@@ -314,6 +354,7 @@ class Account:
         times = event.place.times
         each = 2 * math.prod(size for _, size in event.axes) // self.layout.count(used)
         self.flops = None if times is None or self.flops is None else self.flops + each * times
+        self._counted.append((event.place.branches, "flops", each * (times or 1)))
         self.saved += each * (times or 1) if event.place.avoidable else 0
 
     def _must_lie(self, event: Sum) -> PlacedAxes | None:
@@ -454,7 +495,7 @@ class Account:
             devices=count,
             along_all=True,
             times=place.times,
-            in_branch=place.in_branch,
+            in_branch=bool(place.branches),
             array=f"{_short(x)}[{shown}]",
             place=(0, 1),
             size=found.size // count if found.kind == "reduce-scatter" else found.size,

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ..core.source_lines import Frame
+from ..core.source_lines import Frame, frames_of
 from . import _scopes
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""
+
+Branches: TypeAlias = tuple[tuple[int, int, int], ...]
+"""The branches around an operation, each by the number of its conditional, of how many it is one, and which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +37,6 @@ class Value:
     def names(self) -> tuple[str, ...]:
         return tuple(n for n, _ in self.base if n is not None)
 
-    @property
-    def has_names(self) -> bool:
-        """True if any axis has a name, including axes that broadcasting added."""
-        return any(n is not None for n, _ in self.dims)
-
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:
@@ -44,14 +46,20 @@ class Occurrence:
     operation: _scopes.ScopedOperation | None
     phase: str
     times: int | None
-    in_branch: bool
+    branches: Branches
     within: int
     """The number of the function or loop body that contains the operation."""
     recomputes: bool
     """True if that function or loop body recomputes values for the backward pass."""
-    frames: tuple[Frame, ...]
+    eqns: tuple[JaxprEqn, ...]
+    """Its equation, and those that call the functions around it."""
     avoidable: bool = False
     """True if a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
+
+    @functools.cached_property
+    def frames(self) -> Sequence[Frame]:
+        """The lines of Python that it comes from, from the innermost."""
+        return [frame for eqn in self.eqns for frame in frames_of(eqn)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +123,6 @@ class Renamed:
     after: Dims
     whole: bool
     """True if the renamed axes must be replicated, even if both names are sharded alike."""
-    by_size: bool = False
-    """True if the axes were matched by size, and several have the same size; then each possibility is an event."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +154,8 @@ class NamedTrace:
     """Whether the step has grouped products. Their flops are counted as if each row were in one group."""
     exchanged: frozenset[str]
     """The axes of experts, along which rows are exchanged."""
+    spliced: bool
+    """Whether the products have constraints only: see `axonym.names.distribute`."""
     joined: Mapping[str, tuple[str, ...]]
     """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
 
@@ -155,8 +163,6 @@ class NamedTrace:
 class NotKnown(ValueError):
     """Raised if the cost of a step under a mapping cannot be computed from its names."""
 
-    def __init__(self, message: str, reason: str = "", alike: Mapping[str, int] = MappingProxyType({})):
+    def __init__(self, message: str, reason: str = ""):
         super().__init__(message)
         self.reason = reason or message
-        self.alike = alike
-        """Sharded axes that are refused only because other axes have the same size, each with this size."""

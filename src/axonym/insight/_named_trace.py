@@ -1,17 +1,18 @@
 """Trace a step once, without a mesh or mapping, and record by name what devices would exchange under a mapping.
 
-Every axis of every array in the trace gets the name that it has in the model. Names come with the arguments, and are
-followed through the operations; the scopes of named operations (see `distribution/operation_scope`) name new axes.
-The cost of sums, look-ups and gathers of parameters is then computed from these names: see `_by_names`.
+The walk of `axonym.names` names every axis of the trace: names come with the arguments, and named operations leave
+marks. Events are recorded here: what each operation sums, looks up, uses, renames or moves. Their cost is then computed
+from the names: see `_by_names`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,17 +22,26 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
+from ..core.jax_versions import scan_operands
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
+from ..distribution.axis_marks import MARK, marking
 from ..distribution.mesh_axes import NO_MESH
+from ..names import NamedProgram
+from ..names._rules import COMPARISONS, ELEMENTWISE
+from ..names._sources import LeafNames
+from ..names._tracing import Traced
+from ..names._values import Axed, AxisStep
+from ..names._walk import Body, steps_of
 from ..names.distributing import DistributedFunction
+from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
 from . import _scopes
 from ._arguments import step_name
-from ._name_walk import Around, NameWalk, shape_of
-from ._named_dims import by_scope, joined_axes, moved, moved_rows, with_names
 from ._named_events import (
+    Branches,
     Dims,
+    Event,
     Lookup,
     NamedTrace,
     NotKnown,
@@ -46,7 +56,7 @@ from ._named_events import (
 )
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, JaxprEqn
+    from jax.extend.core import JaxprEqn
 
 
 def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NamedTrace:
@@ -68,7 +78,8 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             warnings.filterwarnings("error", message=".*(nothing was placed|no mesh is active)")
             # They compute all the same.
             warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
-            closed = jax.make_jaxpr(flat)(*abstract)
+            with marking():
+                closed = jax.make_jaxpr(flat)(*abstract)
             named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
             # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
             jaxpr = closed.jaxpr
@@ -78,312 +89,386 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         if "mesh" not in str(e):
             raise
         raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
-    walk = _Walk()
-    arguments = _arguments(walk, jaxpr, named)
-    whole = _Walk()
-    walk.given = whole.given = {n for x in arguments for n, _ in x.dims if n is not None}
-    for own, x in zip(returned, whole.run(closed.jaxpr, arguments, Around()), strict=True):
-        if own is not None:
-            whole.differ(whole.place(Around()), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
+    names = _names_of_arguments(named)
+    said = [LeafNames(own, "an argument") for own in names]
+    whole, needed = (
+        follow(Traced(program, static, static, ()), said) for program in (closed, closed.replace(jaxpr=jaxpr))
+    )
+    events = _Events(needed.names_of, {n for own in names for n in own if n is not None})
+    values = [events.value(v.aval, own) for v, own in zip(jaxpr.invars, names, strict=True)]
+    results = events.run(needed.body, values, Around())
     # No result may need the operation that renames an axis, but its gradient.
-    walk.events += [event for event in whole.events if isinstance(event, Renamed)]
-    results = walk.run(jaxpr, arguments, Around())
-    exchanged = walk.close_dispatches()
-    kept = tuple(walk.kept)
-    events = tuple(dict.fromkeys(walk.events))
+    events.renamed(whole)
+    for own, x in zip(returned, results, strict=True):
+        if own is not None:
+            events.differ(Around().place(), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
+    exchanged = events.close_dispatches()
     return NamedTrace(
-        step_name(step), events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted),
-        walk.grouped, frozenset(exchanged), walk.joined,
+        step_name(step), tuple(dict.fromkeys(events.found)), tuple(values), tuple(results), tuple(events.kept),
+        events.unnamed, tuple(events.uncounted), events.grouped, frozenset(exchanged),
+        isinstance(step, DistributedFunction), events.joined,
     )  # fmt: skip
 
 
-def _arguments(walk: _Walk, jaxpr: Jaxpr, named: Any) -> list[Value]:
-    """Return the arguments of a program, with the names in a tree of them."""
-    names = []
+def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
+    """Return the names of each array in the arguments, given a tree of them."""
+    found = []
     for leaf in leaves_of(named)[0]:
-        if leaf.shape is None:
+        if not isinstance(getattr(leaf.value, "array", leaf.value), PROGRAM_ARRAYS):
             continue
         spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
         if leaf.names is None and any(entry is not None for entry in spec):
             raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
-        names.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape)))
-    return [
-        walk.value(var.aval, tuple(zip(own, shape_of(var), strict=True)))
-        for var, own in zip(jaxpr.invars, names, strict=True)
-    ]
+        found.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())))
+    return found
 
 
-class _Equation(NamedTuple):
-    """An equation whose operands have the names that its named operation uses."""
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """The surroundings of an equation: the functions and loop bodies that it is in."""
 
-    eqn: JaxprEqn
-    operands: list[Value]
-    place: Occurrence
+    scope: str = ""
+    times: int | None = 1
+    branches: Branches = ()
+    within: int = 0
+    recomputes: bool = False
+    eqns: tuple[JaxprEqn, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
+    def inside(self, eqn: JaxprEqn) -> Around:
+        """Return the surroundings of the operations in an equation, with its own scope and lines."""
+        scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
+        return dataclasses.replace(self, scope=scope, eqns=(eqn, *self.eqns))
 
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.eqn.params
-
-    @property
-    def operation(self) -> _scopes.ScopedOperation | None:
-        return self.place.operation
-
-    @property
-    def aval(self) -> Any:
-        return self.eqn.outvars[0].aval
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(self.eqn.outvars[0])
+    def place(self, avoidable: bool = False) -> Occurrence:
+        phase, operation = _scopes.phase(self.scope), _scopes.operation(self.scope)
+        return Occurrence(
+            self.scope, operation, phase, self.times, self.branches, self.within, self.recomputes, self.eqns, avoidable
+        )
 
 
-_LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "optimization_barrier", "name"}
-_LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
-"""Primitives whose result is their operand in another layout."""
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
-_UNCOUNTED = {"conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"}
-"""Primitives that may multiply, and whose flops are not known."""
+Rule = Callable[["_Events", AxisStep, list[Value], list[Value], Occurrence], None]
+
 _ALONG = {"concatenate": "dimension", "split": "axis", "cumsum": "axis", "cumprod": "axis", "cummax": "axis"}
 _ALONG |= {"cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions"}
+_ALONG |= {"argmax": "axes", "argmin": "axes", "unstack": "axis", "top_k": "axis"}
+"""For each primitive that works along axes of its operand, the parameter that says which."""
 
 
-_ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le
-    lgamma log log1p logistic lt max min mul ne neg nextafter not one_minus_square or polygamma population_count pow
-    real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square sub tan tanh xor zeta""".split()
-)
+class _Events:
+    """Records what devices exchange for each operation of a program whose axes have names."""
 
-
-class _Walk(NameWalk):
-    """Records what devices exchange for each operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, names_of: Callable[[Axed], tuple[str | None, ...]], given: set[str]) -> None:
+        self.found: list[Event] = []
+        self.kept: list[Value] = []
+        self.unnamed = 0
         self.uncounted: dict[str, None] = {}
         self.grouped = False
+        self.joined: dict[str, tuple[str, ...]] = {}
+        self._names_of = names_of
+        self._given = given
+        """The axis names of the arguments."""
+        self._numbers = itertools.count(1)
+        self._made: dict[Any, list[int]] = {}
+        """The numbers of results, by the operation and the numbers of its operands."""
+        self._constants: set[int] = set()
+        """The numbers of arrays that depend on no argument."""
         self._dispatches: dict[_scopes.ScopedOperation, tuple[Occurrence, set[str]]] = {}
         """Each dispatch of rows to experts, with the names of the groups in its products."""
 
-    # --- operations ---
+    # --- values ---
 
-    def _operation(self, eqn: JaxprEqn, operands: list[Value], around: Around) -> list[Value]:
-        dispatch = _scopes.dispatch(around.scope)
-        if dispatch is None:
-            return self._usual(eqn, operands, around)
-        self._dispatches.setdefault(dispatch, (self.place(around, dispatch), set()))
-        found = self._among_rows(dispatch, eqn, operands) or self._usual(eqn, operands, around)
-        return [self._joined_rows(dispatch, x) for x in found]
+    def value(self, aval: Any, names: Sequence[str | None], like: Value | None = None) -> Value:
+        """Make a value; `like` is the same value in another layout."""
+        dims = tuple(zip(names, aval.shape, strict=True))
+        number, base = (next(self._numbers), dims) if like is None else (like.origin, like.base)
+        return Value(dims, aval.dtype, number, base)
 
-    def _usual(self, eqn: JaxprEqn, operands: list[Value], around: Around) -> list[Value]:
-        operation = _scopes.operation(around.scope)
-        place = dataclasses.replace(self.place(around, operation), avoidable=self._avoidable)
-        step = _Equation(eqn, self._renamed(operands, operation, place), place)
-        rule = _RULES.get(step.name)
-        found = None if rule is None else rule(self, step)
-        if found is None:
-            self._open(place, step.name, [d for x in step.operands for d in x.dims])
-            return self._all_alike(step, step.operands)
-        return found
+    def _named(self, var: Any, x: Axed) -> Value:
+        return self.value(var.aval, self._names_of(x))
 
-    # --- rules for primitives: each returns the results, or None if it does not know the names ---
+    def _used(self, value: Value, x: Axed) -> Value:
+        """Return an operand. Each use of a constant has axes of its own."""
+        if not x.dims or value.origin not in self._constants:
+            return value
+        names = self._names_of(x)
+        if names == tuple(n for n, _ in value.dims):
+            return value
+        dims = tuple((n, size) for n, (_, size) in zip(names, value.dims, strict=True))
+        return dataclasses.replace(value, dims=dims, base=dims if value.base == value.dims else value.base)
 
-    def _dot_general(self, step: _Equation) -> list[Value]:
-        return [self._product(step.place, step.params["dimension_numbers"], step.operands, step.aval)]
+    # --- functions, loops and branches ---
 
-    def _ragged_dot_general(self, step: _Equation) -> list[Value]:
-        return [
-            self._grouped_product(step.place, step.params["ragged_dot_dimension_numbers"], step.operands, step.aval)
-        ]
+    def run(self, body: Body, given: Sequence[Value], around: Around) -> list[Value]:
+        """Record the events of a function, and return its results."""
+        known: dict[Any, Value] = dict(zip(body.jaxpr.invars, given, strict=True))
+        known |= {v: self.value(v.aval, (None,) * len(v.aval.shape)) for v in body.jaxpr.constvars}  # pyright: ignore
 
-    def _reduction(self, step: _Equation) -> list[Value]:
-        (x,), axes = step.operands, step.params["axes"]
+        def read(var: Any) -> Value:
+            if not hasattr(var, "val"):
+                return known[var]
+            self._constants.add((literal := self.value(var.aval, (None,) * len(var.aval.shape))).origin)
+            return literal
+
+        for step in body.steps:
+            operands = [self._used(read(v), x) for v, x in zip(step.eqn.invars, step.operands, strict=True)]
+            key = _key(step.eqn, operands)
+            constant = key is not None and self._constants.issuperset(x.origin for x in operands)
+            avoidable = constant or key in self._made
+            results = self._results(step, operands, around.inside(step.eqn), avoidable)
+            if key is not None:
+                origins = self._made.setdefault(key, [x.origin for x in results])
+                results = [dataclasses.replace(x, origin=n) for x, n in zip(results, origins, strict=True)]
+                self._constants.update(origins if constant else ())
+            known.update(zip(step.eqn.outvars, results, strict=True))
+        return [read(v) for v in body.jaxpr.outvars]
+
+    def _results(self, step: AxisStep, xs: list[Value], around: Around, avoidable: bool) -> list[Value]:
+        inside = _INSIDE.get(step.name)
+        if inside is None and len(step.bodies) == 1 and step.name not in _UNCOUNTED:
+            again = "remat" in step.name or "checkpoint" in step.name
+            body = dataclasses.replace(around, within=next(self._numbers), recomputes=True) if again else around
+            return self.run(step.bodies[0], xs, body)
+        ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
+        if (dispatch := _scopes.dispatch(around.scope)) is not None:
+            self._dispatched(dispatch, around, ys)
+        if inside is not None:
+            inside(self, step, xs, ys, around)
+        elif step.name in _LAYOUT:
+            return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
+        elif (rule := _RULES.get(step.name)) is not None:
+            rule(self, step, xs, ys, around.place(avoidable))
+        elif step.name not in _SILENT:
+            self._open(around.place(), step.name, [d for x in xs for d in x.dims])
+        return ys
+
+    def _scan(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
+        (body,), times = step.bodies, around.times
+        consts, carry, stacked = scan_operands(step.params, xs)
+        slices = [
+            self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)
+        ][len(consts) + len(carry) :]  # fmt: skip
+        inner = dataclasses.replace(
+            around, times=None if times is None else times * step.params["length"], within=next(self._numbers)
+        )
+        self._open(around.place(), "a loop", [x.dims[0] for x in stacked])
+        results = self.run(body, [*consts, *carry, *slices], inner)
+        self._again(around, carry, results)
+        if _scopes.phase(around.scope) == "forward":
+            self.kept += ys[len(carry) :]
+
+    def _while(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
+        tests, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
+        carry = xs[tests + consts :]
+        inner = dataclasses.replace(around, times=None, within=next(self._numbers))
+        self._again(around, carry, self.run(step.bodies[1], xs[tests:], inner))
+
+    def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
+        number = next(self._numbers)
+        for i, body in enumerate(step.bodies):
+            inner = dataclasses.replace(around, branches=(*around.branches, (number, len(step.bodies), i)))
+            self._again(around, ys, self.run(body, xs[1:], inner))
+
+    def _again(self, around: Around, before: Sequence[Value], after: Sequence[Value]) -> None:
+        """Compare the names of what a loop or branch returns with those that it should have."""
+        for x, y in zip(before, after, strict=False):
+            if x.dims != y.dims:
+                self.differ(around.place(), y.dims, x.dims)
+
+    # --- names that change ---
+
+    def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
+        """Record that the names of an array differ before and after."""
+        before, after = self._parted(before), self._parted(after)
+        if any(None not in (a, b) and a != b and size > 1 for (a, size), (b, _) in zip(before, after, strict=True)):
+            filled = tuple((b if b is not None else a, n) for (a, n), (b, _) in zip(before, after, strict=True))
+            self.found.append(Renamed(place, before, filled, whole))
+
+    def _parted(self, dims: Dims) -> Dims:
+        """Rename joined axes in the same way if the same axes were joined into them."""
+        return tuple(("*".join(self.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
+
+    def renamed(self, program: NamedProgram) -> None:
+        """Record the axes that named operations call otherwise, unless they are parts of others."""
+        for step in steps_of(program.body):
+            if step.name != MARK:
+                continue
+            names = zip(*map(program.names_of, (step.operands[0], step.results[0])), strict=True)
+            pairs = [(None if a is None or "." in a else a, b) for a, b in names]
+            if any(a != b for a, b in pairs if a is not None):
+                place = _around(step).place()
+                before, after = (tuple(zip(own, step.shape, strict=True)) for own in zip(*pairs, strict=True))
+                changed = {a for a, b in pairs if a != b}
+                whole = place.operation is not None and not changed.isdisjoint(place.operation.axes)
+                self.differ(place, before, after, whole)
+
+    def _marked(self, step: AxisStep, x: Value, y: Value) -> Value:
+        """Return an array with the names that a named operation gives its axes."""
+        names = [a if a is not None else b for (a, _), b in zip(y.dims, step.params["names"], strict=True)]
+        dims = tuple(zip(names, step.shape, strict=True))
+        new = {a: b for (a, _), (b, _) in zip(x.dims, dims, strict=True) if a is not None}
+        base = dims if x.base == x.dims else tuple((new.get(n, n) if n else n, size) for n, size in x.base)
+        return dataclasses.replace(x, dims=dims, base=base)
+
+    # --- rules for primitives ---
+
+    def _relaid(self, step: AxisStep, x: Value, y: Value, around: Around) -> Value:
+        """Return an array in another layout: it is the same one, unless a reshape joins or splits axes."""
+        if step.name == MARK:
+            return self._marked(step, x, y)
+        if step.name == "reshape" and _large(x.dims) != _large(y.dims):
+            place = around.place()
+            if not self._moves_rows(step, [x], place):
+                dims = x.dims if place.operation is not None else _torn(x.dims, y.dims)
+                self._open(place, step.name, dims)
+            return y
+        return dataclasses.replace(y, origin=x.origin, base=x.base if x.names else y.base)
+
+    def _product(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        numbers = step.params["dimension_numbers"]
+        (left_summed, right_summed), _ = numbers
+        left, right = xs
+        pairs = [(left.dims[i], right.dims[j]) for i, j in zip(left_summed, right_summed, strict=True)]
+        self.differ(place, tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
+        self._multiplied(numbers, xs, ys[0], (), place)
+
+    def _grouped_product(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record a product of groups of rows, each with the matrix of its group."""
+        self.grouped = True
+        numbers, (left, right) = step.params["ragged_dot_dimension_numbers"], xs[:2]
+        groups = tuple(numbers.rhs_group_dimensions)
+        of_groups = [right.dims[i] for i in groups] or list(ys[0].dims[:1])
+        dispatch = _scopes.dispatch(place.scope)
+        if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
+            self._open(place, "a grouped product", [*(left.dims[i] for i in numbers.lhs_ragged_dimensions), *of_groups])
+        else:
+            self._dispatches[dispatch][1].update(n for n, _ in of_groups if n is not None)
+            if not groups:  # the dtype in which gradients of experts are summed
+                ys[0] = dataclasses.replace(ys[0], dtype=np.promote_types(np.float32, ys[0].dtype))
+        self._multiplied(numbers.dot_dimension_numbers, [left, right], ys[0], groups, place)
+
+    def _multiplied(self, numbers: Any, xs: list[Value], y: Value, groups: Sequence[int], place: Occurrence) -> None:
+        ((left_summed, right_summed), (left_batch, right_batch)), (left, right) = numbers, xs
+        free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
+        free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch, *groups)]
+        kept = y.dims[len(y.dims) - len(free) - len(left_batch) :]
+        for x, batch in ((left, left_batch), (right, right_batch)):
+            self.differ(place, (*(x.dims[i] for i in batch), *free), kept)
+        summed = tuple(
+            a if a[0] is not None else b
+            for a, b in ((left.dims[i], right.dims[j]) for i, j in zip(left_summed, right_summed, strict=True))
+        )
+        if any(n is None and size > 1 for n, size in (*kept, *summed)):
+            self.unnamed += 1
+        self._noted(place, xs, y, product=True)
+        self.found.append(Sum(place, y, self._summed(place, summed), (*kept, *summed), True))
+
+    def _reduced(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        (x,), axes = xs, step.params["axes"]
         # The compiler does not sum an array along an axis that broadcasting added.
         gone = tuple(d for d in (x.dims[i] for i in axes) if d in x.base)
-        result = self.value(step.aval, tuple(d for i, d in enumerate(x.dims) if i not in axes))
-        self.events.append(Sum(step.place, result, self._summed(step.place, gone), x.dims, False))
-        return [result]
+        self.found.append(Sum(place, ys[0], self._summed(place, gone), x.dims, False))
 
-    def _extreme_position(self, step: _Equation) -> list[Value]:
-        (at,), (x,) = step.params["axes"], step.operands
-        self._open(step.place, step.name, x.dims[at : at + 1])
-        return [self.value(step.aval, (*x.dims[:at], *x.dims[at + 1 :]))]
+    def _looked_up(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record a look-up; of complete rows of a table along one axis, its cost is known."""
+        numbers, (table, indices) = step.params["dimension_numbers"], xs
+        at = numbers.start_index_map
+        wholes = [n == size for i, (n, (_, size)) in enumerate(zip(step.params["slice_sizes"], table.dims, strict=True))
+                  if i not in at]  # fmt: skip
+        batch = numbers.operand_batching_dims
+        if self._moves_rows(step, xs, place):
+            return
+        if len(at) == 1 and numbers.collapsed_slice_dims == at and not batch and all(wholes) and _one(indices):
+            self.found.append(Lookup(place, table, indices, ys[0], table.dims[at[0]], False))
+        else:
+            dims = [d for i, d in enumerate(table.dims) if i not in batch] if batch else [d for x in xs for d in x.dims]
+            self._open(place, step.name, dims)
 
-    def _top_k(self, step: _Equation) -> list[Value]:
-        at, dims = step.params.get("axis", len(step.shape) - 1), [*step.operands[0].dims]
-        self._open(step.place, step.name, dims[at : at + 1])
-        dims[at] = None, step.shape[at]
-        return [self.value(v.aval, by_scope(tuple(dims), step.operation)) for v in step.eqn.outvars]
+    def _updated(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record the gradient of a look-up."""
+        numbers, (_, indices, updates) = step.params["dimension_numbers"], xs
+        at, batch = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
+        if self._moves_rows(step, xs, place):
+            return
+        if len(at) == 1 and not batch and numbers.inserted_window_dims == at and _one(indices):
+            self.found.append(Lookup(place, ys[0], indices, updates, ys[0].dims[at[0]], True))
+            return
+        of_table = [d for i, d in enumerate(ys[0].dims) if i not in batch]
+        self._open(place, step.name, of_table if batch else [d for x in xs for d in x.dims])
+        if batch and place.operation is not None and place.operation.name == "top_k":
+            self.found.append(PerDevice(place, ys[0]))
 
-    def _gather(self, step: _Equation) -> list[Value] | None:
-        looked = self._look_up(step.place, step.params, step.operands, step.aval)
-        return self._batched(step, step.operands[0]) if looked is None else [looked]
+    def _scattered(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        if not self._moves_rows(step, xs, place):
+            self._open(place, step.name, [d for x in xs for d in x.dims])
 
-    def _scatter_add(self, step: _Equation) -> list[Value] | None:
-        updated = self._update(step.place, step.params, step.operands)
-        if updated is not None:
-            return [updated]
-        found = self._batched(step)
-        if found is not None and step.operation is not None and step.operation.name == "top_k":
-            self.events.append(PerDevice(step.place, found[0]))
-        return found
+    def _along(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        along = step.params.get(_ALONG[step.name], -1)
+        self._open(place, step.name, [x.dims[i] for x in xs for i in (along if isinstance(along, tuple) else (along,))])
 
-    def _batched(self, step: _Equation, along: Value | None = None) -> list[Value] | None:
-        """Trace a gather or scatter with batch axes, which needs the other axes of the array, or else of the result."""
-        batch = step.params["dimension_numbers"].operand_batching_dims
-        if not batch:
-            return None
-        result = self._alike(step.aval, [], step.operation)
-        self._open(step.place, step.name, [d for i, d in enumerate((along or result).dims) if i not in batch])
-        return [result]
+    def _sliced(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        new = xs[1].dims if step.name == "dynamic_update_slice" else ys[0].dims
+        self._open(place, step.name, [d for d, (_, n) in zip(xs[0].dims, new, strict=True) if d[1] != n])
 
-    def _relaid(self, step: _Equation) -> list[Value] | None:
-        if len(step.eqn.outvars) != 1:
-            return None
-        x = step.operands[0]
-        dims = moved(step.name, step.params, x.dims, step.shape)
-        if dims is None:
-            self._open(step.place, step.name, x.dims)
-            return self._all_alike(step, step.operands)
-        dims = by_scope(dims, step.operation)
-        found = self.value(step.aval, dims, x)
-        return [found if found.names else self.value(step.aval, dims)]  # if not, the operand has none either
+    def _elementwise(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        for y in ys:
+            for x in xs:
+                if x.dims != y.dims and len(x.dims) == len(y.dims):
+                    pairs = zip(x.dims, y.dims, strict=True)
+                    self.differ(place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
+            self._noted(place, xs, y)
 
-    def _new(self, step: _Equation) -> list[Value]:
-        return [self.value(v.aval, by_scope(self.value(v.aval).dims, step.operation)) for v in step.eqn.outvars]
-
-    def _along(self, step: _Equation) -> list[Value]:
-        along = step.params[_ALONG[step.name]]
-        for i in along if isinstance(along, tuple) else (along,):
-            self._open(step.place, step.name, step.operands[0].dims[i : i + 1])
-        return self._all_alike(step, step.operands)
-
-    def _unstack(self, step: _Equation) -> list[Value]:
-        (x,), at = step.operands, step.params["axis"]
-        self._open(step.place, step.name, x.dims[at : at + 1])
-        left = (*x.dims[:at], *x.dims[at + 1 :])
-        return [self.value(v.aval, by_scope(left, step.operation)) for v in step.eqn.outvars]
-
-    def _stack(self, step: _Equation) -> list[Value]:
-        at, named = step.params["axis"], self._alike(step.eqn.invars[0].aval, step.operands, step.operation).dims
-        dims = (*named[:at], (None, len(step.operands)), *named[at:])
-        return [self.value(step.aval, by_scope(dims, step.operation))]
-
-    def _sliced(self, step: _Equation) -> list[Value]:
-        x = step.operands[0]
-        new = [n for _, n in step.operands[1].dims] if step.name == "dynamic_update_slice" else step.shape
-        self._open(step.place, step.name, [d for d, n in zip(x.dims, new, strict=True) if d[1] != n])
-        return self._all_alike(step, [x])
-
-    def _elementwise(self, step: _Equation) -> list[Value]:
-        results = self._all_alike(step, step.operands)
-        for x, r in itertools.product(step.operands, results):
-            if len(x.dims) == len(r.dims):
-                pairs = zip(x.dims, r.dims, strict=True)
-                self.differ(step.place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
-        return [self._noted(step.place, step.operands, r) for r in results]
-
-    def _not_counted(self, step: _Equation) -> None:
+    def _not_counted(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         self.uncounted.setdefault(step.name)
+        self._open(place, step.name, [d for x in xs for d in x.dims])
+
+    def _called_back(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record a call of a Python function: one device makes it, and sends the results to all others."""
+        self._open(place, step.name, [d for x in (*xs, *ys) for d in x.dims])
+        self.found += [PerDevice(place, y) for y in ys]
 
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
         names = frozenset(n for n, size in dims if n is not None and size > 1 and n not in self.joined)
         if (dispatch := _scopes.dispatch(place.scope)) is not None:
             names -= {a.name for a in dispatch.operands[0]}
         if names:
-            self.events.append(Open(place, what, names))
+            self.found.append(Open(place, what, names))
 
-    def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value, product: bool = False) -> Value:
-        """Record the operands that an operation uses, and return its result."""
+    def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value, product: bool = False) -> None:
+        """Record the operands that an operation uses, and the axes of its result."""
         for x in operands:
             # In a product, a broadcast operand counts with all its axes.
             dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
             others = frozenset(n for n, _ in dims if n is not None)
             if x.names and not others.issubset(x.names):
                 constant = x.origin in self._constants
-                self.events.append(Use(dataclasses.replace(place, avoidable=place.avoidable or constant), x, others))
+                self.found.append(Use(dataclasses.replace(place, avoidable=place.avoidable or constant), x, others))
         names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
         if len(names) > 1:
-            self.events.append(Together(place, names))
-        return result
-
-    def _product(self, place: Occurrence, numbers: Any, operands: Sequence[Value], aval: Any) -> Value:
-        (left_summed, right_summed), (left_batch, right_batch) = numbers
-        left, right = operands
-        free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
-        free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch)]
-
-        def either(a: Sequence[int], b: Sequence[int]) -> Dims:
-            pairs = [(left.dims[i], right.dims[j]) for i, j in zip(a, b, strict=True)]
-            self.differ(place, tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
-            return tuple(x if x[0] is not None else y for x, y in pairs)
-
-        batch, summed = either(left_batch, right_batch), either(left_summed, right_summed)
-        if any(n is None and size > 1 for n, size in (*batch, *summed, *free)):
-            self.unnamed += 1
-        result = self._noted(place, operands, self.value(aval, (*batch, *free)), product=True)
-        self.events.append(Sum(place, result, self._summed(place, summed), (*batch, *free, *summed), True))
-        return result
+            self.found.append(Together(place, names))
 
     # --- experts ---
 
-    def _grouped_product(self, place: Occurrence, numbers: Any, operands: list[Value], aval: Any) -> Value:
-        """Trace a product of groups of rows, each with the matrix of its group."""
-        self.grouped = True
-        ((left_summed, right_summed), (left_batch, right_batch)) = numbers.dot_dimension_numbers
-        left, right = operands[:2]
-        ragged, groups = numbers.lhs_ragged_dimensions, tuple(numbers.rhs_group_dimensions)
-        batch, summed = (
-            tuple(
-                x if x[0] is not None else y
-                for x, y in ((left.dims[i], right.dims[j]) for i, j in zip(*pair, strict=True))
-            )
-            for pair in ((left_batch, right_batch), (left_summed, right_summed))
-        )
-        free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
-        free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch, *groups)]
-        made = [] if groups else [(None, aval.shape[0])]
-        dims = by_scope((*made, *batch, *free), place.operation)
-        of_groups = [right.dims[i] for i in groups] or list(dims[: len(made)])
+    def _dispatched(self, dispatch: _scopes.ScopedOperation, around: Around, ys: list[Value]) -> None:
+        """Record a dispatch of rows to experts, and which names there are those of its rows."""
+        if dispatch not in self._dispatches:
+            self._dispatches[dispatch] = dataclasses.replace(around.place(), operation=dispatch), set()
+        for axes in _rows(dispatch):
+            names, count = tuple(a.name for a in axes), _count(axes)
+            for n, size in (d for y in ys for d in y.dims):
+                if n is not None and (n == "*".join(names) or (size == count and n not in self._given)):
+                    self.joined.setdefault(n, names)
+
+    def _moves_rows(self, step: AxisStep, xs: list[Value], place: Occurrence) -> bool:
+        """Return whether an operation sorts, repeats, joins, counts or restores rows, which each device does."""
         dispatch = _scopes.dispatch(place.scope)
-        if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
-            self._open(place, "a grouped product", [*(left.dims[i] for i in ragged), *of_groups])
-        else:
-            self._dispatches[dispatch][1].update(n for n, _ in of_groups if n is not None)
-        result = self._noted(place, [left, right], self.value(aval, dims), product=True)
-        if dispatch is not None and made:
-            # The dtype in which gradients of experts are summed.
-            result = dataclasses.replace(result, dtype=np.promote_types(np.float32, result.dtype))
-        self.events.append(Sum(place, result, self._summed(place, summed), (*batch, *free, *summed), True))
-        return result
-
-    def _among_rows(
-        self, dispatch: _scopes.ScopedOperation, eqn: JaxprEqn, operands: list[Value]
-    ) -> list[Value] | None:
-        """Trace an operation that moves rows to or from experts; return None for others."""
-        name = eqn.primitive.name
-        counts = name == "scatter-add" and operands[0].dtype.kind in "iu"
-        found = None
-        if name in ("reshape", "gather", "scatter", "scatter-add"):
-            found = moved_rows(dispatch, operands[0].dims, shape_of(eqn.outvars[0]))
-        if found is None:
-            return [self.value(eqn.outvars[0].aval)] if counts else None
-        dims, joined = found
-        self.joined |= joined
-        return [self.value(eqn.outvars[0].aval, dims)]
-
-    def _joined_rows(self, dispatch: _scopes.ScopedOperation, x: Value) -> Value:
-        """Name the first axis of an array if it contains all rows."""
-        name, rows = joined_axes(dispatch.operands[0])
-        if not x.dims or x.dims[0] != (None, rows):
-            return x
-        self.joined[name] = tuple(a.name for a in dispatch.operands[0])
-        return with_names(x, ((name, rows), *x.dims[1:]))
+        if dispatch is None:
+            return False
+        if step.name == "scatter-add" and xs[0].dtype.kind in "iu":
+            return True
+        starts = [tuple(a.size or 1 for a in axes) for axes in _rows(dispatch)]
+        starts += [(_count(axes),) for axes in _rows(dispatch)]
+        shapes = tuple(n for _, n in xs[0].dims), step.shape
+        return all(any(shape[: len(start)] == start for start in starts) for shape in shapes)
 
     def _summed(self, place: Occurrence, dims: Dims) -> Dims:
         """Leave out rows from the axes that an operation sums over, if each device sums its own."""
@@ -400,69 +485,88 @@ class _Walk(NameWalk):
             own = {a.name for term in dispatch.operands[2:] for a in term}
             along = frozenset(groups or own - of_x)
             found |= along
-            self.events.append(Open(place, "an exchange of rows", along))
+            self.found.append(Open(place, "an exchange of rows", along))
         return found
 
-    def _look_up(self, place: Occurrence, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
-        """Trace a look-up of complete rows of a table, along one axis."""
-        numbers, (table, indices) = params["dimension_numbers"], operands
-        if len(numbers.start_index_map) != 1 or numbers.collapsed_slice_dims != numbers.start_index_map:
-            return None
-        (at,) = numbers.start_index_map
-        wholes = [n == size for i, (n, (_, size)) in enumerate(zip(params["slice_sizes"], table.dims, strict=True))
-                  if i != at]  # fmt: skip
-        if numbers.operand_batching_dims or not all(wholes) or indices.dims[-1][1] != 1:
-            return None
-        columns = iter(d for i, d in enumerate(table.dims) if i != at)
-        rows = iter(indices.dims[:-1])
-        dims = tuple(next(columns) if i in numbers.offset_dims else next(rows) for i in range(len(aval.shape)))
-        result = self.value(aval, dims)
-        self.events.append(Lookup(place, table, indices, result, table.dims[at], False))
-        return result
 
-    def _update(self, place: Occurrence, params: Any, operands: Sequence[Value]) -> Value | None:
-        """Trace the gradient of a look-up."""
-        numbers, (table, indices, updates) = params["dimension_numbers"], operands
-        if len(numbers.scatter_dims_to_operand_dims) != 1 or numbers.operand_batching_dims:
-            return None
-        (at,) = numbers.scatter_dims_to_operand_dims
-        if numbers.inserted_window_dims != (at,) or indices.dims[-1][1] != 1:
-            return None
-        columns = iter(updates.dims[i] for i in numbers.update_window_dims)
-        dims = tuple(d if i == at else next(columns) for i, d in enumerate(table.dims))
-        dims = by_scope(dims, place.operation)
-        result = Value(dims, table.dtype, next(self._numbers), dims)
-        self.events.append(Lookup(place, result, indices, updates, dims[at], True))
-        return result
-
-    def _all_alike(self, step: _Equation, operands: Sequence[Value]) -> list[Value]:
-        return [self._alike(v.aval, operands, step.operation) for v in step.eqn.outvars]
-
-    def _alike(self, aval: Any, operands: Sequence[Value], operation: _scopes.ScopedOperation | None) -> Value:
-        """Return a result that has the axes of the operands."""
-        names: list[str | None] = [None] * len(aval.shape)
-        for x in operands:
-            if len(x.dims) == len(names):
-                names = [a if a is not None or size != n else b
-                         for a, (b, size), n in zip(names, x.dims, aval.shape, strict=True)]  # fmt: skip
-        return self.value(aval, by_scope(tuple(zip(names, aval.shape, strict=True)), operation))
+def _around(step: AxisStep) -> Around:
+    return (Around() if step.outer is None else _around(step.outer)).inside(step.eqn)
 
 
-_RULES: dict[str, Callable[[_Walk, _Equation], list[Value] | None]] = {
-    "dot_general": _Walk._dot_general,
-    "ragged_dot_general": _Walk._ragged_dot_general,
-    **dict.fromkeys(_REDUCTIONS, _Walk._reduction),
-    **dict.fromkeys(("argmax", "argmin"), _Walk._extreme_position),
-    "top_k": _Walk._top_k,
-    "gather": _Walk._gather,
-    "scatter-add": _Walk._scatter_add,
-    **dict.fromkeys(_LAYOUT, _Walk._relaid),
-    **dict.fromkeys(("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed"), _Walk._new),
-    **dict.fromkeys(_ALONG, _Walk._along),
-    "unstack": _Walk._unstack,
-    "stack": _Walk._stack,
-    **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Walk._sliced),
-    **dict.fromkeys(_ELEMENTWISE, _Walk._elementwise),
-    **dict.fromkeys(_UNCOUNTED, _Walk._not_counted),
+def _large(dims: Dims) -> list[int]:
+    return [n for _, n in dims if n != 1]
+
+
+def _one(indices: Value) -> bool:
+    return indices.dims[-1][1] == 1
+
+
+def _rows(dispatch: _scopes.ScopedOperation) -> list[_scopes.Term]:
+    """Return the axes of rows, and those that rows for several experts have in common."""
+    rows = dispatch.operands[0]
+    return [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]
+
+
+def _count(axes: _scopes.Term) -> int:
+    return math.prod(a.size or 1 for a in axes)
+
+
+def _torn(before: Dims, after: Dims) -> list[tuple[str | None, int]]:
+    """Return the axes that a reshape joins or splits otherwise than at the first of several, as its devices can."""
+    found: list[tuple[str | None, int]] = []
+    left, right = ([d for d in reversed(dims) if d[1] != 1] for dims in (before, after))
+    while left and right:
+        old, new = [left.pop()], [right.pop()]
+        while (a := math.prod(n for _, n in old)) != (b := math.prod(n for _, n in new)):
+            more, of = (left, old) if a < b else (right, new)
+            if not more:
+                break
+            of.append(more.pop())
+        (whole, *rest), parts = (old, new) if len(old) == 1 else (new, old)
+        if rest or whole[0] != "*".join(n or "" for n, _ in parts):
+            found += old
+        elif len(parts) > 1:
+            found += parts[1:]
+    return found + left
+
+
+def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
+    """Return a key that is equal for operations that compute the same; None if they call functions."""
+    given = tuple(
+        (str(var), x.dtype) if hasattr(var, "val") else (x.origin, x.dims)
+        for var, x in zip(eqn.invars, operands, strict=True)
+    )
+    key = eqn.primitive, tuple(sorted(eqn.params.items())), given
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in eqn.params.values()) else key
+
+
+_INSIDE = {"scan": _Events._scan, "while": _Events._while, "cond": _Events._cond}
+
+_LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "optimization_barrier", "name", MARK}
+_LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+"""Primitives whose results are their operands in another layout."""
+
+_UNCOUNTED = {"conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"}
+"""Primitives that may multiply, and whose flops are not known."""
+
+_SILENT = {"iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "stack"}
+"""Primitives that exchange nothing."""
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys((*ELEMENTWISE.split(), *COMPARISONS.split()), _Events._elementwise),
+    **dict.fromkeys(_ALONG, _Events._along),
+    **dict.fromkeys((f"reduce_{what}" for what in ("sum", "max", "min", "prod", "and", "or")), _Events._reduced),
+    **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Events._sliced),
+    **dict.fromkeys(_UNCOUNTED, _Events._not_counted),
+    **dict.fromkeys(("pure_callback", "io_callback"), _Events._called_back),
+    "dot_general": _Events._product,
+    "ragged_dot_general": _Events._grouped_product,
+    "gather": _Events._looked_up,
+    "scatter-add": _Events._updated,
+    "scatter": _Events._scattered,
 }
-"""For each primitive, the rule that names its results after its operands, and records what devices exchange for it."""
+"""For each primitive, the rule that records what devices exchange for it. Along all axes of others, it is not known."""

@@ -138,7 +138,7 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
 
 def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
-    if mapping is None or (hasattr(fn, "lower") and not isinstance(fn, DistributedFunction)):
+    if mapping is None:
         raise ValueError(
             "explain: by='names' takes the function that is compiled, and its mapping as `mapping=`. Of "
             "`axonym.names.distribute`, it takes a function without mappings."

@@ -19,7 +19,7 @@ from ._named_trace import named_trace
 from ._text import aligned, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import explain
-from .report import Bounds, Memory, Report, bounds_on, described_seconds
+from .report import Bounds, Memory, Report, described_seconds
 
 Over = str | tuple[str, ...]
 
@@ -278,12 +278,6 @@ def plan(
 
 def _cautions(search: _Search, chips: int, first: PlannedMapping) -> Iterator[str]:
     """Yield what makes the first mapping of a plan doubtful."""
-    if search.alike:
-        axes = ", ".join(f"{n}={size}" for n, size in search.alike.items())
-        yield (
-            f"mappings that shard any of {axes} may be missing: the step renames an axis, and several have its size, "
-            "so that names do not tell which. Plan with different sizes to include them."
-        )
     if chips > 1 and not first.compute:
         yield (
             f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
@@ -311,7 +305,6 @@ class _Search:
     def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
         self.trace, self.chip = trace, chip
         self.left_out: dict[str, str] = {}
-        self.alike: dict[str, int] = {}
         """Axes that names do not identify because other axes have the same size, each with this size."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
@@ -341,7 +334,6 @@ class _Search:
             if note:
                 what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
                 self.left_out.setdefault(what, e.reason)
-                self.alike |= {n: size for n, size in e.alike.items() if n in compute and not storage}
             return False
         return True
 
@@ -407,7 +399,7 @@ class _Search:
         found = [name]
         for known in found:
             for event in self.trace.events:
-                if isinstance(event, Renamed) and not event.by_size:
+                if isinstance(event, Renamed):
                     pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
                     found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
         return found
@@ -448,7 +440,7 @@ class _Search:
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
     ) -> PlannedMapping:
-        bounds = bounds_on(self.chip, account.exchanges, None, account.flops)
+        bounds = account.bounds(self.chip, None)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
         memory = _kept(memory_of(self.trace, account.layout))
         return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)

@@ -182,6 +182,13 @@ class Axes:
             found = [two for two in found if not known.isdisjoint(zip(two, sizes, strict=True))]
         return found[0] if len(found) == 1 else []
 
+    def renamed(self, axis: Axis, name: str, size: int, at: Any) -> Axis:
+        """Return the axis with a name that an operation gives to an axis. One without a name gets that one."""
+        new = self.axis(name, size, "a named operation")
+        if len(axis) == 1 and (x := find(axis[0])).name is None and x.base is None and not x.kids:
+            self.merge(x, new[0], at)
+        return new
+
     # --- the same ---
 
     def unify(self, a: Axis, b: Axis, at: Any) -> Axis:

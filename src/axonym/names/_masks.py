@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from ..distribution.axis_marks import MARK
 from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
 from ._values import Axed, AxisStep, Factors, Facts, Mask, Order, dtype_kind
 
@@ -236,7 +237,7 @@ def _negative(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
 
 
 _LAYOUT = {"transpose", "reshape", "squeeze", "slice", "copy", "stop_gradient", "reduce_precision", "name"}
-_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice"}
+_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice", MARK}
 
 _Rule: TypeAlias = Callable[["AxisStep", Sequence["Axed"], Sequence[Facts], "Axed"], Facts | None]
 _RULES: dict[str, _Rule] = {

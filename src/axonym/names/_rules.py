@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 
 from ..core.source_lines import Frame, frames_of
+from ..distribution.axis_marks import MARK
 from ._axes import Axes, Axis, Dims, Meeting, are_apart, bases, find, fresh, last_base, leaves, size_of
 from ._masks import sum_of_weights
 from ._values import Axed, AxisStep, Pointer, dtype_kind
@@ -128,6 +129,13 @@ def _point(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
 
 def _identity(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     return [Axed(x.dims, points=x.points) for x, _ in zip(xs, step.eqn.outvars, strict=False)]
+
+
+def _marked(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+    """Return an array with the names that a named operation gives its axes."""
+    named = zip(xs[0].dims, step.params["names"], step.shape, strict=True)
+    dims = tuple(axis if name is None or n == 1 else axes.renamed(axis, name, n, step) for axis, name, n in named)
+    return [Axed(dims, points=xs[0].points)]
 
 
 # --- layout ---
@@ -481,6 +489,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(COMPARISONS.split(), _compared),
     **dict.fromkeys(IDENTITIES.split(), _identity),
+    MARK: _marked,
     **dict.fromkeys(REDUCTIONS.split(), _reduce),
     **dict.fromkeys(WINDOWS.split(), _resized),
     **dict.fromkeys(SCATTERS.split(), _scatter),

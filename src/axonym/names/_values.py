@@ -140,6 +140,8 @@ class AxisStep:
     outer: AxisStep | None
     slices: dict[tuple[Any, int], list[tuple[int, int, int]]]
     """How the arrays of the same function are sliced, by array and dimension: start, stop and stride."""
+    operands: Sequence[Axed] = ()
+    """Its operands. Constants have axes of their own in each use."""
     results: Sequence[Axed] = ()
     bodies: Sequence[Any] = ()
 

@@ -45,7 +45,7 @@ class AxisWalk:
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
+            step.operands = xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
             step.results = self._results(step, xs)
             body.steps.append(step)
             known.update(zip(eqn.outvars, step.results, strict=True))
@@ -60,7 +60,7 @@ class AxisWalk:
         if inside is not None:
             results = inside(self, step, xs)
         elif rule is not None:
-            used = [x.used() for x in xs]
+            step.operands = used = [x.used() for x in xs]
             results = rule(self.axes, step, used)
             if results and (step.name == "iota" or any(x.facts is not None or dtype_kind(v) == "b"
                                                        for x, v in zip(used, step.eqn.invars, strict=True))
@@ -194,7 +194,7 @@ INSIDE = {
 
 def _called(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the function that an equation calls with its operands, such as that of `jax.jit` or `jax.checkpoint`."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if (found := eqn.params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)

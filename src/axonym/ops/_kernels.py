@@ -30,6 +30,7 @@ from ..core import errors
 from ..core.jax_versions import INLINE, is_staged
 from ..distribution import active_settings, output_sharding
 from ..distribution.active_settings import ACTIVE, Entry, active_mapping, is_mapped
+from ..distribution.axis_marks import is_marking, marked, marked_results
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_in,
@@ -284,13 +285,18 @@ def make_kernel(
         check_mapped(what, all_names)
         arrays = as_in_jit(arrays)
         with jax.named_scope(operation_scope(what, in_names, out_names, arrays)):
-            if mesh_aware:
-                return fn(*arrays)
-            if per_device is not None and (result := per_device(*arrays)) is not None:
-                return result
-            return output_sharding.call_with_output_sharding(
-                what, fn, in_names, out_names, arrays, native=native, successors=successors
-            )
+            if not is_marking():
+                return compute(*arrays)
+            return marked_results(compute(*marked(arrays, in_names)), out_names)
+
+    def compute(*arrays):
+        if mesh_aware:
+            return fn(*arrays)
+        if per_device is not None and (result := per_device(*arrays)) is not None:
+            return result
+        return output_sharding.call_with_output_sharding(
+            what, fn, in_names, out_names, arrays, native=native, successors=successors
+        )
 
     kernel.__name__ = kernel.__qualname__ = what
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)

@@ -1,0 +1,64 @@
+"""Mark arrays with the names of their axes in a program that is traced to follow its names.
+
+A named array is an array and names, and a rename changes no array, so a traced program does not show which names its
+axes have. In a trace that `marking` surrounds, each named operation therefore leaves a mark for each of its operands
+and results: an operation without effect that holds the names. A derivative has the marks of the value that it belongs
+to, and `jax.vmap` adds an axis without a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..axis import Names
+from .active_settings import ACTIVE, activate_here
+from .operation_scope import names_of_results, unmarked
+
+MARK = "named_axes"
+"""The name of the primitive of marks; its parameter `names` has a name or None for each axis."""
+
+_mark: Any = Primitive(MARK)
+_mark.def_impl(lambda x, *, names: x)
+_mark.def_abstract_eval(lambda x, *, names: x)
+mlir.register_lowering(_mark, lambda ctx, x, *, names: [x])
+ad.deflinear2(_mark, lambda cotangent, x, *, names: [_mark.bind(cotangent, names=names)])
+
+
+def _mapped(operands: Any, at: Any, *, names: tuple[str | None, ...]) -> Any:
+    return _mark.bind(*operands, names=(*names[: at[0]], None, *names[at[0] :])), at[0]
+
+
+batching.primitive_batchers[_mark] = _mapped
+
+
+def marking() -> contextlib.AbstractContextManager[None]:
+    """Let named operations mark their operands and results in a with-block, in which a program is traced."""
+    return activate_here(marked=True)
+
+
+def is_marking() -> bool:
+    settings = ACTIVE.value
+    return settings is not None and settings.marked
+
+
+def marked(arrays: Sequence[jax.Array], names: Sequence[Names]) -> list[jax.Array]:
+    """Return arrays, each marked with its names."""
+    return [_mark.bind(x, names=tuple(map(_own, own))) if own else x for x, own in zip(arrays, names, strict=True)]
+
+
+def _own(name: str) -> str | None:
+    """Return the name of an axis; None for a private one, which stands for any: see `axonym.ops._operands`."""
+    return None if " of " in name else unmarked(name)
+
+
+def marked_results(found: Any, out_names: Any) -> Any:
+    """Return the result of an operation, or its results, marked with their names."""
+    if isinstance(found, (tuple, list)):
+        return tuple(marked(found, names_of_results(out_names)))
+    return marked([found], names_of_results(out_names))[0]
