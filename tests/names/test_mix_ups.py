@@ -113,6 +113,34 @@ def test_a_split_axis_that_is_whole_again() -> None:
     assert kinds(halves, PAIRS, PAIRS, names=("height width", "height embed")) == []
 
 
+def heads_of_two_sizes(x: jax.Array, w: jax.Array, scale: jax.Array, out: jax.Array) -> jax.Array:
+    q, k, v = jnp.split(x @ w, 3, -1)
+    return jnp.tanh(x + jax.nn.softmax((q * scale) @ k.T) @ v @ out)
+
+
+def test_equal_parts_of_an_axis_may_have_names_of_their_own() -> None:
+    args = PAIRS, abstract(N, 3 * N), abstract(N), PAIRS
+    names = "pos embed", "embed _", "qk_dim", "v_dim embed"
+    assert kinds(heads_of_two_sizes, *args, names=names) == []
+    program = axn.names.infer(jax.grad(lambda *xs: heads_of_two_sizes(*xs).sum(), (1, 2, 3)), *args, names=names)
+    assert program.results == (("embed", None), ("qk_dim",), ("v_dim", "embed"))
+    # Queries and keys are multiplied, so they are one axis; and a declared factor is the same in all parts.
+    keys_too = lambda x, w, scale, out, other: heads_of_two_sizes(x * other, w, scale, out)
+    assert kinds(keys_too, *args, abstract(N), names=(*names, "embed")) == []
+    assert kinds(keys_too, *args, abstract(N), names=(*names, "pos")) == ["names"]
+    assert kinds(heads_of_two_sizes, *args, names=(names[0], "embed three*qk_dim", *names[2:])) == ["names"]
+
+
+def test_equal_parts_that_meet() -> None:
+    def gated(x: jax.Array, w: jax.Array, bias: jax.Array, out: jax.Array) -> jax.Array:
+        gate, up = jnp.split(x @ w, 2, -1)
+        return (jax.nn.silu(gate + bias) * up) @ out
+
+    args = PAIRS, abstract(N, 2 * N), abstract(N), PAIRS
+    assert kinds(gated, *args, names=("batch embed", "embed _", "mlp", "mlp embed")) == []
+    assert kinds(gated, *args, names=("batch embed", "embed _", "mlp", "embed mlp")) == ["names"]
+
+
 def test_a_mix_up_says_everything() -> None:
     program = axn.names.infer(lambda x, w: x @ w.T, PAIRS, PAIRS, names=("batch embed", "embed mlp"))
     (found,) = program.mix_ups
@@ -193,6 +221,8 @@ def test_causal(mask: str, how: str) -> None:
     assert kinds(clean, X, W, names=("batch pos embed", None)) == []
     assert kinds(wrong, X, W, names=("batch pos embed", None)) == ["future"]
     assert not axn.names.infer(wrong, X, W, names=("batch pos embed", None), allow=["future"]).mix_ups
+    with pytest.raises(ValueError, match="'futur' is no kind of mix-up. The kinds are 'names', "):
+        axn.names.infer(wrong, X, W, names=("batch pos embed", None), allow=["futur"])
 
 
 def test_softmax_over_the_queries() -> None:

@@ -136,7 +136,11 @@ def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
 class Axes:
     """The relations between the factors of a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: frozenset[int] = frozenset()) -> None:
+        self.apart = apart
+        """Which of `equal_slices` are axes of their own."""
+        self.equal_slices: list[AxisFactor | None] = []
+        """For each slice of an axis that is cut evenly, in the program's order, the factor that all of its slices are."""
         self.named: dict[tuple[str, int], AxisFactor] = {}
         self.meetings: dict[tuple[int, int], Meeting] = {}
         """The mix-ups, by the two factors."""
@@ -364,6 +368,14 @@ class Axes:
     def resized(self, axis: Axis, size: int) -> Axis:
         """Return an axis, or one of another size that is derived from it."""
         return axis if size_of(axis) == size else self.derived(axis, size)
+
+    def slices_among(self, met: Iterable[Meeting]) -> frozenset[int]:
+        """Return which equal slices have one of two names that are mixed up."""
+        mixed_up = {last_base(x) for m in met if m.kind == "names" for x in (m.left, m.right)}
+        found = enumerate(self.equal_slices)
+        return frozenset(
+            i for i, x in found if x is not None and not mixed_up.isdisjoint(map(last_base, (x, *leaves((x,)))))
+        )
 
     def derive(self, axis: Axis, other: Axis) -> None:
         """Record that an axis has the name of another, if it has none."""

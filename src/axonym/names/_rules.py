@@ -197,19 +197,23 @@ def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride: int = 1) -> Axis:
-    """Return a slice of an axis. `equal` slices that make up all of it are factors."""
+    """Return a slice of an axis. `equal` slices that make up all of it are one factor, unless they have two names."""
     whole = size_of(axis)
     if size in (0, 1, whole):
         return axis if size == whole else fresh(size)
     count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
-    if (
-        equal
-        and not known
-        and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None
-    ):
-        part = apart[stride == 1]
-        axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
-        return part
+    if equal:
+        number = len(axes.equal_slices)
+        axes.equal_slices.append(None)
+        split = None
+        if not known and number not in axes.apart:
+            split = axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))
+        if split is not None:
+            part = split[stride == 1]
+            if "*" not in (axes.whole(axis).name or ""):
+                axes.equal_slices[number] = axes.whole(part)
+            axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
+            return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 
 

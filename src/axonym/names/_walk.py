@@ -31,8 +31,8 @@ class Body:
 class AxisWalk:
     """A walk over a program. A primitive that has no rule gives axes of which nothing is known, and is counted."""
 
-    def __init__(self) -> None:
-        self.axes = Axes()
+    def __init__(self, apart: frozenset[int] = frozenset()) -> None:
+        self.axes = Axes(apart)
         self.unknown_primitives: Counter[str] = Counter()
         self.given: list[set[str | None]] = []
         """The names of each argument."""
