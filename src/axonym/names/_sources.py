@@ -204,8 +204,8 @@ def _by_patterns(
 def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
     if not isinstance(pattern, str):
         raise TypeError(
-            f"names=: {pattern!r} is no pattern of paths, which is a string. A dictionary from the keys of the argument "
-            "has an entry for each, which may be None."
+            f"names=: {pattern!r} is no pattern of paths, which is a string. A dictionary from the keys of the "
+            "argument has an entry for each, which may be None."
         )
     if not (names is None or isinstance(names, str) or is_axis_names(names)):
         raise TypeError(
