@@ -627,7 +627,7 @@ TABLE = [
         names={"inputs": axn.stack([X, X], "draw")},
     ),
     Advice(
-        "allow_mix_ups=True",
+        "allow=['names']",
         mixing_up,
         lambda y: same(y, jnp.ones((4, 2))),
         run="mixing_up(CODE)",

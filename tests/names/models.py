@@ -656,6 +656,59 @@ def ode(a: Mapping[str, int]) -> Case:
                    ("batch state", "time", "time batch state"))  # fmt: skip
 
 
+def solver(a: Mapping[str, int]) -> Case:
+    """An adaptive solver with dense output: accepted steps are kept in buffers, between which it interpolates."""
+    s, h, room = a["state"], a["hidden"], a["capacity"]
+    params = {"up": (abstract(s, h), abstract(h)), "down": (abstract(h, s), abstract(s))}
+
+    def loss(p: Any, x: jax.Array, times: jax.Array, seen: jax.Array) -> jax.Array:
+        def slope(x: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ p["up"][0] + p["up"][1]) @ p["down"][0] + p["down"][1]
+
+        def advance(state: Any) -> Any:
+            t, x, dt, count, ts, xs = state
+            k1 = slope(x)
+            k2 = slope(x + dt / 2 * k1)
+            k3 = slope(x + 3 * dt / 4 * k2)
+            new = x + dt * (2 / 9 * k1 + 1 / 3 * k2 + 4 / 9 * k3)
+            error = dt * (-5 / 72 * k1 + 1 / 12 * k2 + 1 / 9 * k3 - 1 / 8 * slope(new))
+            size = jnp.sqrt(jnp.mean((error / (1e-6 + 1e-3 * jnp.maximum(jnp.abs(x), jnp.abs(new)))) ** 2))
+            kept = size < 1
+            t, x, count = jnp.where(kept, t + dt, t), jnp.where(kept, new, x), count + kept
+            dt = dt * jnp.clip(0.9 * size ** (-1 / 3), 0.2, 5.0)
+            return t, x, dt, count, ts.at[count].set(t), xs.at[count].set(x)
+
+        def step(state: Any, _: None) -> Any:
+            return jax.lax.cond(state[0] < times[-1], advance, lambda state: state, state), None
+
+        ts = jnp.full(room, jnp.inf).at[0].set(times[0])
+        xs = jnp.zeros((room, *x.shape)).at[0].set(x)
+        (*_, ts, xs), _ = jax.lax.scan(step, (times[0], x, jnp.float32(0.1), 0, ts, xs), None, length=50)
+        at = jnp.searchsorted(ts, times, side="right") - 1
+        part = (times - ts[at]) / (ts[at + 1] - ts[at])
+        found = xs[at] + part[:, None, None] * (xs[at + 1] - xs[at])
+        return ((found - seen) ** 2).mean()
+
+    rules = {"up/0": "state hidden", "up/1": "hidden", "down/0": "hidden state", "down/1": "state"}
+    batch = (abstract(a["batch"], s), abstract(a["time"]), abstract(a["time"], a["batch"], s))
+    return trained(loss, params, rules, {"up/0": "_ hidden"}, batch, ("batch state", "time", "time _ _"),
+                   ("batch state", "time", "time batch state"), unknown=0.3)  # fmt: skip
+
+
+def muon(a: Mapping[str, int]) -> Case:
+    """A step with Muon, which makes the gradients of matrices orthogonal, and of others with Adam."""
+    e, m = a["embed"], a["mlp"]
+    params = {"up": abstract(e, m), "bias": abstract(m), "down": abstract(m, e)}
+
+    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return ((jax.nn.gelu(x @ p["up"] + p["bias"]) @ p["down"] - y) ** 2).mean()
+
+    rules = {"up": "embed mlp", "bias": "mlp", "down": "mlp embed"}
+    x = abstract(a["batch"], e)
+    return trained(loss, params, rules, {"up": "_ mlp"}, (x, x), ("batch embed", "batch embed"),
+                   optimizer=optax.contrib.muon(1e-3))  # fmt: skip
+
+
 MODELS: dict[str, Callable[[Mapping[str, int]], Case]] = {
     f.__name__: f
     for f in (
@@ -671,5 +724,7 @@ MODELS: dict[str, Callable[[Mapping[str, int]], Case]] = {
         lstm,
         moe,
         ode,
+        solver,
+        muon,
     )
 }

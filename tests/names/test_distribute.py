@@ -307,9 +307,9 @@ def test_mix_ups() -> None:
     names = ("batch embed", "mlp embed")
     mesh = mesh_of(DATA)
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match=r"(?s)'embed'.*'mlp'.*test_distribute.py.*allow_mix_ups=True"):
+        with pytest.raises(ValueError, match=r"(?s)'embed'.*'mlp'.*test_distribute.py.*allow=\['names'\]"):
             axn.names.distribute(wrong, {"batch": "data"}, names=names)(x, x)
-        allowed = axn.names.distribute(wrong, {"batch": "data"}, names=names, allow_mix_ups=True)
+        allowed = axn.names.distribute(wrong, {"batch": "data"}, names=names, allow=["names"])
         assert allowed(x, x).sharding.spec == P("data")
 
 

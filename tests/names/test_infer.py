@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -166,3 +169,32 @@ def test_tokens_index_what_they_look_up() -> None:
 
     program = axn.names.infer(f, tokens(3), abstract(7, 4), names=("batch", "vocab embed"))
     assert program.results == (("batch", "embed"), ("batch", "vocab"), ("vocab", "embed"))
+
+
+def test_weights_in_a_closure_are_said() -> None:
+    """A table that NumPy makes is a constant; a JAX array may be a parameter."""
+    w, table = jnp.ones((4, 5)), np.ones((3, 4), np.float32)
+    program = axn.names.infer(lambda x: jax.jit(lambda x: (x + table) @ w)(x), X, names=("batch embed",))
+    assert program.closed_over == ("f32[4, 5]",)
+    said = r"1 array (f32[4, 5]) is closed over, and so has no names: pass it as an argument"
+    assert str(program).endswith(said)
+    with axn.set_mesh(axn.make_mesh({"data": 2})), pytest.warns(UserWarning, match=re.escape(said)):
+        axn.names.distribute(lambda x: x @ w, {"batch": "data"}, names="batch embed")(jnp.ones((2, 4)))
+
+
+def test_parameters_with_the_names_of_arguments_of_infer() -> None:
+    def f(x: jax.Array, names: jax.Array, *, allow: jax.Array) -> jax.Array:
+        return x @ names * allow
+
+    with pytest.raises(TypeError, match="'allow' is an argument of `infer` and a parameter of the function"):
+        axn.names.infer(f, X, W, names=("batch embed", "embed mlp"))
+    program = axn.names.infer(functools.partial(f, allow=jnp.float32(1)), X, W, names=("batch embed", "embed mlp"))
+    assert program.results == ("batch", "mlp")
+    step = axn.names.distribute(f, {"batch": "data"}, names={"x": "batch embed", "names": "embed mlp"})
+    with axn.set_mesh(axn.make_mesh({"data": 3})):
+        assert step(jnp.ones((3, 4)), names=jnp.ones((4, 5)), allow=jnp.float32(1)).sharding.spec == P("data")
+
+
+def test_a_jitted_function_has_no_line_of_jax() -> None:
+    text = str(axn.names.infer(jax.jit(jnp.tanh), X, names=("batch embed",)))
+    assert "source_info" not in text

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen
 
 import axonym as axn
 from tests.names.models import abstract, tokens
@@ -113,6 +114,34 @@ def test_a_split_axis_that_is_whole_again() -> None:
     assert kinds(halves, PAIRS, PAIRS, names=("height width", "height embed")) == []
 
 
+def heads_of_two_sizes(x: jax.Array, w: jax.Array, scale: jax.Array, out: jax.Array) -> jax.Array:
+    q, k, v = jnp.split(x @ w, 3, -1)
+    return jnp.tanh(x + jax.nn.softmax((q * scale) @ k.T) @ v @ out)
+
+
+def test_equal_parts_of_an_axis_may_have_names_of_their_own() -> None:
+    args = PAIRS, abstract(N, 3 * N), abstract(N), PAIRS
+    names = "pos embed", "embed _", "qk_dim", "v_dim embed"
+    assert kinds(heads_of_two_sizes, *args, names=names) == []
+    program = axn.names.infer(jax.grad(lambda *xs: heads_of_two_sizes(*xs).sum(), (1, 2, 3)), *args, names=names)
+    assert program.results == (("embed", None), ("qk_dim",), ("v_dim", "embed"))
+    # Queries and keys are multiplied, so they are one axis; and a declared factor is the same in all parts.
+    keys_too = lambda x, w, scale, out, other: heads_of_two_sizes(x * other, w, scale, out)
+    assert kinds(keys_too, *args, abstract(N), names=(*names, "embed")) == []
+    assert kinds(keys_too, *args, abstract(N), names=(*names, "pos")) == ["names"]
+    assert kinds(heads_of_two_sizes, *args, names=(names[0], "embed three*qk_dim", *names[2:])) == ["names"]
+
+
+def test_equal_parts_that_meet() -> None:
+    def gated(x: jax.Array, w: jax.Array, bias: jax.Array, out: jax.Array) -> jax.Array:
+        gate, up = jnp.split(x @ w, 2, -1)
+        return (jax.nn.silu(gate + bias) * up) @ out
+
+    args = PAIRS, abstract(N, 2 * N), abstract(N), PAIRS
+    assert kinds(gated, *args, names=("batch embed", "embed _", "mlp", "mlp embed")) == []
+    assert kinds(gated, *args, names=("batch embed", "embed _", "mlp", "embed mlp")) == ["names"]
+
+
 def test_a_mix_up_says_everything() -> None:
     program = axn.names.infer(lambda x, w: x @ w.T, PAIRS, PAIRS, names=("batch embed", "embed mlp"))
     (found,) = program.mix_ups
@@ -193,6 +222,8 @@ def test_causal(mask: str, how: str) -> None:
     assert kinds(clean, X, W, names=("batch pos embed", None)) == []
     assert kinds(wrong, X, W, names=("batch pos embed", None)) == ["future"]
     assert not axn.names.infer(wrong, X, W, names=("batch pos embed", None), allow=["future"]).mix_ups
+    with pytest.raises(ValueError, match="'futur' is no kind of mix-up"):
+        axn.names.infer(wrong, X, W, names=("batch pos embed", None), allow=["futur"])
 
 
 def test_softmax_over_the_queries() -> None:
@@ -212,6 +243,42 @@ def test_masks_in_loops() -> None:
     names = ("batch pos embed", None, "pos key_pos")
     assert kinds(layers(False), *args, names=names) == []
     assert kinds(layers(True), *args, names=names) == ["names"]
+
+
+class FusedAttention(linen.Module):
+    """Attention as the Flax models of transformers build it: a causal buffer, masks combined, and a bias selected."""
+
+    turned: bool = False
+    padded: tuple[int, int] = (-3, -2)
+
+    @linen.compact
+    def __call__(self, x: jax.Array, padding: jax.Array) -> jax.Array:
+        batch, count, size = x.shape
+        q, k, v = (y.reshape(batch, count, 2, -1) for y in jnp.split(linen.Dense(3 * size)(x), 3, axis=2))
+        seen = linen.make_causal_mask(jnp.ones((1, 2 * count), bool), dtype=bool)[:, :, :count, :count]
+        seen = jnp.broadcast_to(seen.mT if self.turned else seen, (batch, 1, count, count))
+        mask = linen.combine_masks(jnp.broadcast_to(jnp.expand_dims(padding, self.padded), seen.shape), seen)
+        hidden = jnp.full(seen.shape, jnp.finfo(x.dtype).min)
+        bias = jax.lax.select(mask > 0, jnp.zeros(seen.shape, x.dtype), hidden)  # pyright: ignore[reportOptionalOperand]
+        weights = linen.dot_product_attention_weights(q, k, bias=bias)
+        attended = jnp.einsum("...hqk,...khd->...qhd", weights, v).reshape(x.shape)
+        return x + linen.Dense(size)(attended)
+
+
+def test_masks_as_in_flax_models_of_transformers() -> None:
+    padding = tokens(2, N)
+    clean = FusedAttention()
+    params = jax.eval_shape(clean.init, jax.random.key(0), X, padding)
+
+    def found(module: FusedAttention, names: str) -> list[str]:
+        apply: Any = module.apply
+        return kinds(lambda x, mask, params: apply(params, x, mask), X, padding, params,
+                     names=("batch pos embed", names, None))  # fmt: skip
+
+    for names in ("batch pos", "batch key_pos"):
+        assert found(clean, names) == []
+        assert found(FusedAttention(turned=True), names) == ["future"]
+    assert "names" in found(FusedAttention(padded=(-3, -1)), "batch key_pos")
 
 
 # --- what is no mix-up ---

@@ -117,15 +117,19 @@ def test_every_leaf_has_an_entry() -> None:
         ),
         (
             (None, {"quer": "a b", "kez": "a b"}),
-            "pattern 'kez' is found in no path of params. The nearest of 3 paths: ",
+            "'kez' is no key of params, and as a pattern it is found in none of its 3 paths. The nearest: 'attn/key'",
         ),
         ((None, {"*/query": "a b"}), "A pattern is found anywhere in a path: write 'query'."),
         ((None, {"query": {"w": "a b"}}), "'query' is no key of the argument, so it is a pattern"),
         ((None, ("a b",)), "params has 2 parts (attn, norm), and its names are ('a b',)"),
         ((None, {"norm": "a b"}), "pattern 'norm' of names=: (a, b) has 2 names, but params/norm has shape (3,)"),
         (("batch 3", None), "'3' is no name"),
-        ({"z": "batch embed"}, "pattern 'z' is found in no path"),
-        ((7, None), "x has 0 parts (an array), and its names are 7"),
+        ({"z": "batch embed"}, "'z' is no key of the tree, and as a pattern"),
+        ({"x": "batch embed", "parms": "a b"}, "The nearest: 'params', "),
+        ((7, None), "x is an array, and its names are 7"),
+        (((axn.Axis("batch", 2), axn.Axis("embed", 3)), None), "strings such as 'batch embed'"),
+        ((None, {0: "a b"}), "0 is no pattern of paths, which is a string."),
+        ((None, {"norm": 7}), "and not to an object of type int"),
     ],
 )
 def test_names_that_do_not_fit(names: Any, message: str) -> None:
@@ -245,5 +249,7 @@ def test_name_makes_named_arrays() -> None:
     assert names_of(named) == {"attn": {"key": "embed hidden", "query": "embed hidden"}, "norm": None}
     layer: Any = name(Layer(W, None, [], jnp.ones(3)))
     assert layer.weight.names == ("out", "in")
+    spaced = {"w": axn.named(W, ("my axis", "embed"))}
+    assert name({"w": W}, names_of(spaced))["w"].names == ("my axis", "embed")
     with pytest.raises(ValueError, match=re.escape("the array has an axis without a name in (batch, _)")):
         name(X, "batch _")

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
@@ -27,7 +29,7 @@ _LIBRARIES = tuple(
         for path in (*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     )
 )
-_OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
+_HIDDEN = tuple(os.path.realpath(Path(file).parent) + os.sep for file in (Path(__file__).parent, jax.__file__))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Source:
 
 
 def source(frames: Sequence[Frame]) -> Source | None:
-    """Return the innermost line outside this library, preferably also outside other libraries."""
-    others = [f for f in frames if not _real(f.file).startswith(_OWN)]
+    """Return the innermost line outside this library and JAX, preferably also outside other libraries."""
+    others = [f for f in frames if not _real(f.file).startswith(_HIDDEN)]
     users = [f for f in others if not _real(f.file).startswith(_LIBRARIES)]
     best = (users or others or [None])[0]
     return None if best is None else Source(best.file, best.line, best.function)

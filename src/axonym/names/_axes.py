@@ -83,6 +83,10 @@ def find(x: AxisFactor) -> AxisFactor:
 
 def leaves(axis: Iterable[AxisFactor]) -> Axis:
     """Return the smallest known factors of an axis."""
+    if type(axis) is tuple and len(axis) == 1:  # most axes
+        x = find(axis[0])
+        if not x.kids and (x.base is None or not find(x.base).kids):
+            return axis if x is axis[0] else (x,)
     found: list[AxisFactor] = []
     for x in axis:
         x = find(x)
@@ -136,7 +140,13 @@ def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
 class Axes:
     """The relations between the factors of a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: frozenset[int] = frozenset()) -> None:
+        self.apart = apart
+        """Which of `equal_slices` are axes of their own."""
+        self.equal_slices: list[AxisFactor | None] = []
+        """For each slice of an axis that is cut evenly, in the program's order, the factor that all its slices are."""
+        self.convolutions: list[tuple[Any, Dims, Dims]] = []
+        """The dimension numbers and the axes of the operands of each convolution."""
         self.named: dict[tuple[str, int], AxisFactor] = {}
         self.meetings: dict[tuple[int, int], Meeting] = {}
         """The mix-ups, by the two factors."""
@@ -323,11 +333,13 @@ class Axes:
             instead: the axes of operands. What one of them has twice already has its roles.
         """
         flat = [leaves(axis) for axis in dims]
-        count = Counter(id(f) for axis in flat for f in axis)
+        every = [f for axis in flat for f in axis]
+        roles = [f for f in every if f.base is not None]
+        if not roles and len(set(every)) == len(every):
+            return dims
+        count = Counter(map(id, every))
         again = {f for f, n in count.items() if n > 1}
-        roles = [f for axis in flat for f in axis if f.base is not None]
-        below = {id(b) for f in roles for b in bases(f) if b is not f} if roles else set()
-        again |= below & set(count)
+        again |= {id(b) for f in roles for b in bases(f) if b is not f} & set(count)
         if not again:
             return dims
         for own in instead:
@@ -371,6 +383,14 @@ class Axes:
     def resized(self, axis: Axis, size: int) -> Axis:
         """Return an axis, or one of another size that is derived from it."""
         return axis if size_of(axis) == size else self.derived(axis, size)
+
+    def slices_among(self, met: Iterable[Meeting]) -> frozenset[int]:
+        """Return which equal slices have one of two names that are mixed up."""
+        mixed_up = {last_base(x) for m in met if m.kind == "names" for x in (m.left, m.right)}
+        found = enumerate(self.equal_slices)
+        return frozenset(
+            i for i, x in found if x is not None and not mixed_up.isdisjoint(map(last_base, (x, *leaves((x,)))))
+        )
 
     def derive(self, axis: Axis, other: Axis) -> None:
         """Record that an axis has the name of another, if it has none."""

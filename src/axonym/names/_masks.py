@@ -138,6 +138,8 @@ def _weighted(known: Sequence[Facts]) -> Facts | None:
     carried = _carried(known) or NOTHING
     exponential, total = any(f.exponential for f in known), carried.total
     weights = next((f.weights for f in known if f.weights), ())
+    if carried is NOTHING and not exponential and not weights:
+        return None
     if (exponential or weights) and total:
         return Facts(masks=carried.masks, weights=(*weights, *total))
     return dataclasses.replace(carried, exponential=exponential, weights=weights)
@@ -236,12 +238,22 @@ def _negative(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
     return _carried(known)
 
 
-_LAYOUT = {"transpose", "reshape", "squeeze", "slice", "copy", "stop_gradient", "reduce_precision", "name"}
+def _sliced(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+    """Follow the first positions of axes, as of a mask that is made for the longest input."""
+    if xs[0].dims == result.dims or any(step.params["start_indices"]) or step.params["strides"]:
+        return known[0]
+    pairs = [(leaves(axis), leaves(to)) for axis, to in zip(xs[0].dims, result.dims, strict=True)]
+    part = {axis[0]: to[0] for axis, to in pairs if len(axis) == len(to) == 1}
+    return known[0].copied(lambda f: part.get(find(f), f))
+
+
+_LAYOUT = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reduce_precision", "name"}
 _LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice", MARK}
 
 _Rule: TypeAlias = Callable[["AxisStep", Sequence["Axed"], Sequence[Facts], "Axed"], Facts | None]
 _RULES: dict[str, _Rule] = {
     "iota": _iota,
+    "slice": _sliced,
     "broadcast_in_dim": _broadcast,
     **dict.fromkeys(("add", "sub"), _arithmetic),
     "mul": _product,

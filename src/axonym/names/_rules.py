@@ -48,13 +48,13 @@ def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
     """Record an outer product of an axis with itself that comes from an implicit promotion of ranks."""
-    changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
-    roles = [f for axis in changed for f in axis if f.base is not None]
     facts = [x.facts for x in xs if x.facts is not None]
     makers = [f.promoted_by for f in facts if f.promoted_by is not None]
-    if any(f.opened for f in facts) or step.within("vmap("):  # meant, as in `x[:, None] - x`, or made by `vmap`
+    if not makers or any(f.opened for f in facts):  # an axis that is opened is meant, as in `x[:, None] - x`
         return
-    if len(roles) > 1 and makers and _is_operator(frames := list(frames_of(step.eqn))):
+    changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
+    roles = [f for axis in changed for f in axis if f.base is not None]
+    if len(roles) > 1 and not step.within("vmap(") and _is_operator(frames := list(frames_of(step.eqn))):
         if any(list(frames_of(m.eqn)) == frames for m in makers):
             axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
 
@@ -205,19 +205,23 @@ def _split(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride: int = 1) -> Axis:
-    """Return a slice of an axis. `equal` slices that make up all of it are factors."""
+    """Return a slice of an axis. `equal` slices that make up all of it are one factor, unless they have two names."""
     whole = size_of(axis)
     if size in (0, 1, whole):
         return axis if size == whole else fresh(size)
     count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
-    if (
-        equal
-        and not known
-        and (apart := axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))) is not None
-    ):
-        part = apart[stride == 1]
-        axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
-        return part
+    if equal:
+        number = len(axes.equal_slices)
+        axes.equal_slices.append(None)
+        split = None
+        if not known and number not in axes.apart:
+            split = axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))
+        if split is not None:
+            part = split[stride == 1]
+            if "*" not in (axes.whole(axis).name or ""):
+                axes.equal_slices[number] = axes.whole(part)
+            axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
+            return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 
 
@@ -342,10 +346,29 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         axes.unify(whole, right.dims[in_feature], step)
     found[out_channel] = right.dims[out_feature]
     found[out_batch] = left.dims[batch] if batch_groups == 1 else fresh(step.shape[out_batch])
-    for i, j in zip(spatial, out_spatial, strict=True):
-        # In the backward phase, its spatial axes may be those of a kernel.
-        found[j] = fresh(step.shape[j]) if step.backward else axes.resized(left.dims[i], step.shape[j])
+    kernel = _kernel_of_gradient(axes, step, left.dims, right.dims) if step.backward else None
+    for at, (i, j) in enumerate(zip(spatial, out_spatial, strict=True)):
+        if not step.backward:
+            found[j] = axes.resized(left.dims[i], step.shape[j])
+        else:
+            found[j] = fresh(step.shape[j])
+            if kernel is not None and size_of(kernel[at]) == step.shape[j]:
+                axes.derive(found[j], kernel[at])
+    if not step.backward:
+        axes.convolutions.append((numbers, left.dims, right.dims))
     return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
+
+
+def _kernel_of_gradient(axes: Axes, step: AxisStep, left: Dims, right: Dims) -> Dims | None:
+    """Return the spatial axes of the kernel whose gradient a convolution is: that of the operand that it sums over."""
+    numbers = step.params["dimension_numbers"]
+    (in_channel, batch, *spatial), out_channel = numbers.lhs_spec, numbers.rhs_spec[0]
+    own = [leaves(left[i]) for i in (batch, in_channel, *spatial)]
+    for forward, x, kernel in reversed(axes.convolutions):
+        if own == [leaves(x[i]) for i in forward.lhs_spec]:
+            if leaves(right[out_channel]) == leaves(kernel[forward.rhs_spec[0]]):
+                return tuple(kernel[i] for i in forward.rhs_spec[2:])
+    return None
 
 
 def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.tree_util import GetAttrKey, SequenceKey
 
-from ..axis import name_of
+from ..axis import Axis, name_of
 from ..core import errors, parsing
 from ..core.tree_spec import NUMBERS
 from ..named_array import NamedArray
@@ -164,10 +164,11 @@ def given_to_tree(names: Any, root: Root) -> Iterator[tuple[Keys, LeafNames]]:
     else:
         parts = None if is_leaf else list(_children(names).values())
         if parts is None or len(parts) != len(children):
+            example = " ".join(n.name for n in names if isinstance(n, Axis)) if isinstance(names, (tuple, list)) else ""
+            is_a = f"has {errors.counted(len(by_key), 'part')} ({', '.join(by_key)})" if children else "is an array"
             raise ValueError(
-                f"names=: {root.path or 'the tree'} has {errors.counted(len(by_key), 'part')} "
-                f"({', '.join(by_key) or 'an array'}), and its names are {names!r}. Names are a tree prefix of "
-                "strings such as 'batch pos', or a dictionary from patterns of paths to such strings."
+                f"names=: {root.path or 'the tree'} {is_a}, and its names are {names!r}. Names are a tree prefix of "
+                f"strings such as {example or 'batch pos'!r}, or a dictionary from patterns of paths to such strings."
             )
         entries = dict(zip(children, parts, strict=True))
     for key, entry in entries.items():
@@ -183,10 +184,11 @@ def _by_patterns(
     compiled = [(_compiled(pattern, names), names) for pattern, names in patterns.items()]
     for pattern, _ in compiled:
         if not any(pattern.search(path) for path in paths.values()):
-            near = difflib.get_close_matches(pattern.pattern, paths.values(), n=3, cutoff=0.3) or [*paths.values()][:3]
+            known = list(dict.fromkeys([*map(_key, _children(root.value)), *paths.values()]))
+            near = difflib.get_close_matches(pattern.pattern, known, n=3, cutoff=0.3) or known[:3]
             raise ValueError(
-                f"names=: pattern {pattern.pattern!r} is found in no path of {root.path or 'the tree'}. The nearest of "
-                f"{errors.counted(len(paths), 'path')}: {errors.quoted(near)}."
+                f"names=: {pattern.pattern!r} is no key of {root.path or 'the tree'}, and as a pattern it is found in "
+                f"none of its {errors.counted(len(paths), 'path')}. The nearest: {errors.quoted(near)}."
             )
     whole = set(paths.values())
     for keys, value in below:
@@ -200,10 +202,15 @@ def _by_patterns(
 
 
 def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"names=: {pattern!r} is no pattern of paths, which is a string. A dictionary from the keys of the "
+            "argument has an entry for each, which may be None."
+        )
     if not (names is None or isinstance(names, str) or is_axis_names(names)):
         raise TypeError(
             f"names=: {pattern!r} is no key of the argument, so it is a pattern of paths, which goes to names such as "
-            f"'batch pos', not to a {type(names).__name__}."
+            f"'batch pos', and not to an object of type {type(names).__name__}."
         )
     try:
         return re.compile(pattern)
@@ -250,6 +257,12 @@ def read_names(names: str | Sequence[str | None]) -> AxisNames:
             name += "'"
         read.append(None if name == "_" else name)
     return tuple(read)
+
+
+def written(names: AxisNames) -> str | AxisNames:
+    """Return names as `names=` takes them: in a string, if it can hold them."""
+    fits = all(n is None or _WORD.fullmatch(n) for n in names)
+    return " ".join(n or "_" for n in names) if fits else names
 
 
 # --- what the code says ---

@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jax.extend.core import Literal
+
 from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
@@ -31,8 +33,8 @@ class Body:
 class AxisWalk:
     """A walk over a program. A primitive that has no rule gives axes of which nothing is known, and is counted."""
 
-    def __init__(self) -> None:
-        self.axes = Axes()
+    def __init__(self, apart: frozenset[int] = frozenset()) -> None:
+        self.axes = Axes(apart)
         self.unknown_primitives: Counter[str] = Counter()
         self.given: list[set[str | None]] = []
         """The names of each argument."""
@@ -45,7 +47,7 @@ class AxisWalk:
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            step.operands = xs = [_constant(v) if hasattr(v, "val") else known[v] for v in eqn.invars]
+            step.operands = xs = [_constant(v) if isinstance(v, Literal) else known[v] for v in eqn.invars]
             step.results = self._results(step, xs)
             body.steps.append(step)
             known.update(zip(eqn.outvars, step.results, strict=True))
@@ -60,17 +62,16 @@ class AxisWalk:
         if inside is not None:
             results = inside(self, step, xs)
         elif rule is not None:
-            step.operands = used = [x.used() for x in xs]
+            step.operands = used = [x.used() if x.constant else x for x in xs]
             results = rule(self.axes, step, used)
-            if results and (step.name == "iota" or any(x.facts is not None or dtype_kind(v) == "b"
-                                                       for x, v in zip(used, step.eqn.invars, strict=True))
-                            or step.name in ("exp", "broadcast_in_dim")):  # fmt: skip
+            if results and (step.name in _FACTS_BEGIN or any([x.facts is not None for x in used])
+                            or any([dtype_kind(v) == "b" for v in step.eqn.invars])):  # fmt: skip
                 results[0].facts = facts_of(step, used, results)
         else:
             results = unknown(step)
             if results:
                 self.unknown_primitives[step.name] += 1
-        if all(x.constant for x in xs):
+        if all([x.constant for x in xs]):
             for x in results:
                 x.constant = True
         return results
@@ -181,6 +182,9 @@ def _has_both(m: Meeting) -> bool:
     found = [f for x in m.at.results for axis in x.dims for f in leaves(axis) if last_base(f) is base]
     return m.at.name != "dot_general" and len(found) > 1
 
+
+_FACTS_BEGIN = {"iota", "exp", "broadcast_in_dim"}
+"""The primitives that tell facts of operands of which nothing is known."""
 
 INSIDE = {
     "scan": AxisWalk._scan,

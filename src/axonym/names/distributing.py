@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 import jax
@@ -43,7 +43,7 @@ from ..sharding.shard import shard_quietly, warn_without_mesh
 from ._tracing import source_of
 from ._values import Axed, AxisStep
 from ._walk import Body, steps_of
-from .inferring import NamedProgram, infer
+from .inferring import NamedProgram, inferred, said_of_closed_over
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -86,7 +86,7 @@ def distribute(
     parameter_mapping: ResourceMapping | None = None,
     *,
     names: Any = None,
-    allow_mix_ups: bool = False,
+    allow: Collection[str] = (),
     **options: Unpack[DistributeOptions],
 ) -> DistributedFunction[P, R]:
     """Compile a function of raw arrays to run under a mapping: `named_jit` for code without names.
@@ -104,7 +104,7 @@ def distribute(
         parameter_mapping: the mapping that parameters, their gradients and the state of their optimizer are stored by,
             as in `fsdp`, such as `{"embed": "data"}`; by default like everything else.
         names: the names of the arguments' axes: see `infer`.
-        allow_mix_ups: accept these; of two names, the first one counts.
+        allow: kinds of mix-ups that are meant, as in `infer`; of two names, the first one counts.
         **options: more arguments of `named_jit`.
 
     >>> def loss(w, x):
@@ -121,19 +121,19 @@ def distribute(
 
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        program = infer(fn, *args, names=names, **kwargs)
+        program = inferred(fn, args, kwargs, names, allow)
         arrays, _ = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
         what = f"distribute({getattr(fn, '__qualname__', fn)!s})"
-        if program.mix_ups and not allow_mix_ups:
+        if program.mix_ups:
             raise ValueError(_mixed_up(what, program))
         results, empty = _Distributed(what, program).run(arrays)
         return program.traced.returned.unflatten(results), empty
 
     def under(mapping: ResourceMapping, parameter_mapping: ResourceMapping | None) -> DistributedFunction[P, R]:
-        return distribute(fn, mapping, parameter_mapping, names=names, allow_mix_ups=allow_mix_ups, **options)
+        return distribute(fn, mapping, parameter_mapping, names=names, allow=allow, **options)
 
     def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        program = infer(fn, *args, names=names, **kwargs)
+        program = inferred(fn, args, kwargs, names)
         arrays, spec = flatten_arrays((tuple(args), dict(kwargs)), PROGRAM_ARRAYS, named=False)
         with activate(changed(active_settings(), **active)):
             tree = spec.unflatten(_Distributed(made.__name__, program).arguments(arrays))
@@ -155,9 +155,10 @@ def _distinct(paths: Sequence[str]) -> list[str]:
 
 def _mixed_up(what: str, program: NamedProgram) -> str:
     lines = "".join(f"\n  {m}" for m in program.mix_ups)
+    kinds = [*dict.fromkeys(m.kind for m in program.mix_ups)]
     return (
         f"{what}: the program mixes up axes:{lines}\nCorrect it; or give what is one axis one name in `names`; or, if "
-        "it is meant, pass `allow_mix_ups=True`, which keeps the first name."
+        f"it is meant, pass `allow={kinds}`; of two names, the first one counts."
     )
 
 
@@ -225,6 +226,8 @@ class _Distributed:
                 errors.warn(
                     f"{self._what}: {name!r} of the mapping names no axis of the program that is larger than 1.{hint}"
                 )
+        if self._program.closed_over:
+            errors.warn(f"{self._what}: {said_of_closed_over(self._program.closed_over)}.")
         unknown = [u for u in self._program.unknown if u.reason == "no argument names it"]
         if unknown:
             lines = "".join(f"\n  {u}" for u in unknown)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from ..core.errors import counted
+from ..core.errors import counted, quoted
 from ..core.source_lines import Source
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec
 from ..named_array import is_named_array
@@ -98,15 +99,14 @@ class NamedProgram:
     all axes of the arguments have names
     """
 
-    def __init__(self, traced: Traced, walk: AxisWalk, body: Body, allow: Collection[str] = ()):
+    def __init__(self, traced: Traced, walk: AxisWalk, body: Body, met: Sequence[Meeting]):
         self.traced = traced
         """The program, and the trees of its arguments and results."""
         self.body = body
         """The steps of the program: one for each equation, with those of the functions that it calls."""
         self._walk = walk
-        met = walk.settle()
         self._names = NameReader()
-        self._mix_ups = tuple(dict.fromkeys(self._mix_up(m) for m in met if m.kind not in allow))
+        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known.
@@ -181,6 +181,21 @@ class NamedProgram:
                 yield i, axis
 
     @property
+    def closed_over(self) -> tuple[str, ...]:
+        """The arrays that the function uses without being passed them, such as weights in a closure.
+
+        `names=` cannot name them, and `distribute` replicates them: pass them as arguments.
+
+        >>> w = jnp.ones((4, 2))
+        >>> axn.names.infer(lambda x: x @ w, jnp.ones((3, 4)), names=("batch embed",)).closed_over
+        ('f32[4, 2]',)
+        """
+        called = [p for step in steps_of(self.body) if step.bodies for p in step.params.values()]
+        holders = (self.traced.jaxpr, *(x for p in called for x in (p if isinstance(p, tuple) else (p,))))
+        arrays = {id(x): x for holder in holders for x in getattr(holder, "consts", ()) if isinstance(x, jax.Array)}
+        return tuple(f"{_dtype(x)}{[*x.shape]}" for x in arrays.values() if x.ndim)
+
+    @property
     def known_share(self) -> float:
         """The share of the axes of all values, without those of size 1, that have a name.
 
@@ -238,6 +253,8 @@ class NamedProgram:
         for mix_up in self.mix_ups:
             yield f"mix-up: {mix_up}"
         yield from self._asked()
+        if self.closed_over:
+            yield said_of_closed_over(self.closed_over)
         for name, count in self._walk.unknown_primitives.items():
             yield f"{name} has no rule ({counted(count, 'time')})"
 
@@ -249,7 +266,7 @@ class NamedProgram:
             return
         count = sum(len(u.places) for u in classes)
         of = f"{counted(len(classes), 'class', 'classes')} of {counted(count, 'argument axis', 'argument axes')}"
-        yield f"{of} have no name; name one axis of each:"
+        yield f"{of} {'has' if len(classes) == 1 else 'have'} no name; name one axis of each:"
         for u in classes:
             more = f", and {counted(len(u.places) - 1, 'other axis', 'other axes')}" if len(u.places) > 1 else ""
             yield f"    {u.example},  # {u.size}{more}"
@@ -262,26 +279,67 @@ def infer(
 
     Arguments:
         fn: any function of arrays and trees. It is traced, and neither compiled nor run.
-        args, kwargs: its arguments; arrays may be abstract. Those that are not arrays are part of the program.
+        args, kwargs: its arguments; arrays may be abstract. Those that are not arrays are part of the program. What it
+            uses without being passed it has no names: see `NamedProgram.closed_over`.
         names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
             parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
             `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
             paths to these. An axis of size 1 has no name. Named arrays, annotations and the metadata of Flax need no
             names here. A name such as `heads*head_dim` is that of an axis that the function splits, and `pos'` is the
             role of keys of `pos`.
-        allow: kinds of mix-ups that are meant, such as `"future"` for a mask that keeps only what comes later.
+        allow: kinds of mix-ups that are meant, such as `["future"]` for a mask that keeps only what comes later.
 
     >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
     >>> program.results
     ('embed',)
     """
+    _check_parameters(fn, args, kwargs)
+    return inferred(fn, args, kwargs, names, allow)
+
+
+def inferred(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Any, allow: Collection[str] = ()
+) -> NamedProgram:
+    """Infer the names of a call, whatever the parameters of the function are called."""
     said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
     return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)], allow)
 
 
+def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that the function needs no argument whose name is that of an argument of `infer`."""
+    try:
+        signature = inspect.signature(fn)
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # it has no signature, or does not take these, as its call will say
+        return
+    for name in ("names", "allow"):
+        own = signature.parameters.get(name)
+        if own is not None and own.default is own.empty and own.name not in given and own.kind is not own.VAR_KEYWORD:
+            raise TypeError(
+                f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
+                "position, or infer a function in which it has another name, and which calls this one."
+            )
+
+
 def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = ()) -> NamedProgram:
     """Follow the names of the arguments' arrays through a traced program."""
-    walk, jaxpr = AxisWalk(), traced.jaxpr.jaxpr
+    allowed = {allow} if isinstance(allow, str) else set(allow)
+    if unknown := sorted(allowed - _TEXTS.keys()):
+        raise ValueError(f"allow=: {quoted(unknown)} is no kind of mix-up. The kinds are {quoted(_TEXTS)}.")
+    walk, body = _walked(traced, names)
+    met = walk.settle()
+    # What JAX splits evenly is taken for one axis, until its parts have different names.
+    while apart := walk.axes.slices_among(met):
+        other, other_body = _walked(traced, names, walk.axes.apart | apart)
+        fewer = other.settle()
+        if len(fewer) >= len(met):
+            break
+        walk, body, met = other, other_body, fewer
+    return NamedProgram(traced, walk, body, [m for m in met if m.kind not in allowed])
+
+
+def _walked(traced: Traced, names: Sequence[LeafNames], apart: frozenset[int] = frozenset()) -> tuple[AxisWalk, Body]:
+    walk, jaxpr = AxisWalk(apart), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
     arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
     # A walk makes many objects and drops none, so to look for garbage would double its time.
@@ -292,7 +350,7 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
     finally:
         if collects:
             gc.enable()
-    return NamedProgram(traced, walk, body, frozenset(allow))
+    return walk, body
 
 
 def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
@@ -305,6 +363,16 @@ def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
 
 def _class(axis: Axis) -> tuple[int, ...]:
     return tuple(map(id, leaves(axis)))
+
+
+def said_of_closed_over(arrays: Sequence[str]) -> str:
+    """Return what to do about arrays that a function closes over."""
+    shown = ", ".join(arrays[:3]) + (", ..." if len(arrays) > 3 else "")
+    one = len(arrays) == 1
+    return (
+        f"{counted(len(arrays), 'array')} ({shown}) {'is' if one else 'are'} closed over, and so "
+        f"{'has' if one else 'have'} no names: pass {'it as an argument' if one else 'them as arguments'}"
+    )
 
 
 def _literal(var: Any) -> str:

@@ -9,7 +9,7 @@ import jax
 from ..core import errors
 from ..named_array import NamedArray, is_named_array, raw
 from ..sharding.leaves import leaves_of
-from ._sources import LeafNames, Root, given_to_tree, named_leaves
+from ._sources import LeafNames, Root, given_to_tree, named_leaves, written
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ def names_of(tree: Any) -> Any:
     """Return the names of a tree's arrays, as a tree that `names=` takes: `"batch embed"` in the place of each array.
 
     The names are those of named arrays, of Flax's metadata and of annotations of fields. An axis without a name is `_`,
-    and a leaf without names is None.
+    and a leaf without names is None. Names that a string cannot hold, such as `"my axis"`, are in a tuple.
 
     >>> names = axn.names.names_of({"w": axn.ones({"embed": 2, "hidden": 3}), "b": jnp.ones(3)})
     >>> names
@@ -27,9 +27,7 @@ def names_of(tree: Any) -> Any:
     ('embed', 'hidden')
     """
     found, structure = _named(tree, None)
-    return jax.tree.unflatten(
-        structure, [None if x.names is None else " ".join(n or "_" for n in x.names) for x in found]
-    )
+    return jax.tree.unflatten(structure, [None if x.names is None else written(x.names) for x in found])
 
 
 def name(tree: T, names: Any = None) -> T:
