@@ -16,9 +16,11 @@ from jax.sharding import AxisType
 
 import axonym as axn
 from axonym import nn
+from axonym.distribution.active_settings import activate_here
+from axonym.distribution.kept_shards import KeptShards
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.schedules import GPipe, OneFOneB
-from axonym.schedules._sharded_loss import is_computed_from_shards
+from axonym.schedules._sharded_code import NeedsCompleteAxes, check_computed_from_shards
 from tests.executed import executed
 from tests.helpers import spec
 
@@ -364,13 +366,15 @@ SHARDED: dict[str, Callable[[Any, Any], Any]] = {
 def test_what_may_be_computed_from_shards(of_logits: str) -> None:
     def traced(size: int) -> Any:
         then = lambda y, table, labels: (OTHERS | SHARDED)[of_logits](axn.dot(y, table, axis="embed"), labels).scalar()
-        return jax.make_jaxpr(then)(X, axn.ones((Embed, Vocab.resize(size))), TOKENS)
+        with activate_here(kept=KeptShards(frozenset({"vocab"}), complete=True)):
+            return jax.make_jaxpr(then)(X, axn.ones((Embed, Vocab.resize(size))), TOKENS)
 
     try:
-        found = is_computed_from_shards(traced(96), traced(24))
-    except (LookupError, ValueError):  # shards are too small
-        found = False
-    assert found == (of_logits in SHARDED)
+        check_computed_from_shards(traced(96), traced(24), {"vocab": 4})
+    except (NeedsCompleteAxes, LookupError, ValueError):  # shards may be too small
+        assert of_logits not in SHARDED
+    else:
+        assert of_logits in SHARDED
 
 
 @pytest.mark.parametrize("other", ["reduced on its own", "reduced before", "its size"])
@@ -503,7 +507,7 @@ def test_narrow_floats_beside_the_partitioner(schedule: Any) -> None:
 
 
 def test_results_are_sharded_like_the_carry() -> None:
-    """Where the partitioner shards a sequence nothing is gathered; on Explicit mesh axes stages have all of it."""
+    """Nothing is gathered: each device works on its shard of the positions."""
     mapping = MAPPING | {"pos": "model"}
     for kind in KINDS:
         with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(mapping):
@@ -512,7 +516,7 @@ def test_results_are_sharded_like_the_carry() -> None:
             y = jax.block_until_ready(fold(*arguments))
             gathers = executed(fold.lower(*arguments).compile()).get("all-gather", (0, 0))[0]
         assert spec(y) == ("data", "model", None)
-        assert gathers == (kind == AxisType.Explicit)
+        assert not gathers
 
 
 @pytest.mark.further

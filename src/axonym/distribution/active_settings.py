@@ -40,6 +40,8 @@ class Settings:
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
+    kept: Any = None
+    """The axes that stay sharded in a pipeline: see `axonym.distribution.kept_shards`."""
     mapped: bool = False
     """True while a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
 
@@ -105,19 +107,18 @@ def is_mapped() -> bool:
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate the mappings and annotations of settings in a with-block.
 
-    Such settings can come from other code. The axis environment, and whether a function is mapped, depend on the
-    surrounding code, and stay as they are.
+    Such settings can come from other code. The axis environment, what a pipeline keeps sharded, and whether a function
+    is mapped depend on the surrounding code, and stay as they are.
     """
-    here = ACTIVE.value
-    environment, mapped = (None, False) if here is None else (here.environment, here.mapped)
-    before = (None, False) if settings is None else (settings.environment, settings.mapped)
-    if before != (environment, mapped):
-        settings = changed(settings, environment=environment, mapped=mapped)
-    return _activate(settings)
+    here, before = (
+        {name: None if s is None else getattr(s, name) or None for name in ("environment", "kept", "mapped")}
+        for s in (ACTIVE.value, settings)
+    )
+    return _activate(settings if before == here else changed(settings, **here))
 
 
 def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
-    """Activate an axis environment, or the mark that a function is mapped, in a with-block."""
+    """Activate an axis environment, kept shards, or the mark that a function is mapped, in a with-block."""
     return _activate(changed(ACTIVE.value, **parts))
 
 

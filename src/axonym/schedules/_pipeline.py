@@ -16,11 +16,10 @@ apply.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -32,7 +31,8 @@ from ..axis import Axis, Names, name_of
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
-from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
+from ..distribution.active_settings import Entry, activate_here, active_mapping, active_parameter_mapping
+from ..distribution.kept_shards import KeptShards
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -41,6 +41,7 @@ from ..distribution.mesh_axes import (
     entries_by_name,
     entries_of,
     entry_of,
+    fits,
     has_explicit,
     mapped_axes,
     mapped_on,
@@ -50,10 +51,8 @@ from ..distribution.mesh_axes import (
     shard_count,
 )
 from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
-from ..manual import _axis_environment
-from ..manual._axis_environment import ArgumentAxis
 from ..named_array import is_named_array
-from ._sharded_loss import is_computed_from_shards
+from ._sharded_code import NeedsCompleteAxes, check_computed_from_shards
 from ._stage_arrays import (
     Arrays,
     added,
@@ -114,45 +113,100 @@ class _Pipeline:
         self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
         self._batch = name_of(schedule.axis)
         self._rounds = schedule.rounds
+        self._mesh_axes_of_batch = mapped_axes(self._batch)
 
     def run(self, *groups: Any) -> Any:
         arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
         self._keys = {2: which_are_keys(arrays[2], groups[2][1].get("key")), 3: which_are_keys(arrays[3])}
-        stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
-        examples = {self._batch: active_mapping().get(self._batch)}
-        mappings = stored, examples, {self._Layers.name: entry_of(self._stages), **examples}, {**stored, **examples}
-        specs = [
-            [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
-            for i, (tree, xs, mapping) in enumerate(zip(trees, arrays, mappings, strict=True))
-        ]
-        self._check(arrays[1], specs[1])
-        manual = self._manual(specs)
-        # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
-        self._sums_wide = active_platform() == "cpu" and manual != {*self._mesh.axis_names}
-        # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
-        kept = manual & self._mesh_axes_of_work(specs)
-        specs = [[restricted(spec, kept) for spec in own] for own in specs]
-        self._specs = specs
-        self._shards_of_batch = mesh_axes(active_mapping().get(self._batch))
-        each = zip(trees[3].names, arrays[3], specs[3], strict=True)
-        self._shards = frozenset(
-            ArgumentAxis(n, size, size // shard_count(self._mesh, axes), axes)
-            for names, x, spec in each
-            for n, size, entry in zip(names or (), x.shape, spec, strict=False)
-            if (axes := self._stages_of(n, entry))
-        )
+        self._kept = self._kept_in_loss = KeptShards(frozenset())
+        self._place(arrays)
+        self._check(arrays[1], self._specs[1])
+        self._kept = self._keep(arrays)
+        self._place(arrays)
+        out_specs = tuple(self._specs[1]) if self._then is None else PartitionSpec()
+        results = self._per_device(self._on_device, arrays, out_specs)
+        if self._then is not None:
+            return results
+        return trees[1].unflatten(map(self._sharded_like, results, arrays[1], self._specs[1]))
+
+    def _per_device(self, fn: Callable[..., Any], arrays: Sequence[Sequence[Any]], out_specs: Any) -> Any:
+        """Call a function of the four groups of arrays on the shards of each device."""
         ends = list(itertools.accumulate(map(len, arrays)))
 
         def on_device(*shards: jax.Array) -> Any:
-            return self._on_device(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
+            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
 
-        flat, flat_specs = ([x for group in both for x in group] for both in (arrays, specs))
-        out_specs = tuple(specs[1]) if self._then is None else PartitionSpec()
-        results = run_per_device(on_device, flat, flat_specs, out_specs, self._mesh, axis_names=manual)
-        if self._then is not None:
-            return results
-        return trees[1].unflatten(map(self._sharded_like, results, arrays[1], specs[1]))
+        flat, specs = ([x for group in both for x in group] for both in (arrays, self._specs))
+        return run_per_device(on_device, flat, specs, out_specs, self._mesh, axis_names=self._manual)
+
+    # --- axes that stay sharded inside ---
+
+    def _keep(self, arrays: Sequence[Sequence[Any]]) -> KeptShards:
+        """Return which axes stay sharded in the layers, and why others do not."""
+        inside = {n for tree in self._trees[:3] for names in tree.names for n in names or ()}
+        used = dict.fromkeys(a for n in self._names_over(self._mesh.axis_names) & inside for a in mapped_axes(n))
+        return self._choose(
+            [(a,) for a in used if a not in self._stages], functools.partial(self._check_layers, arrays)
+        )
+
+    def _choose(self, candidates: Iterable[Axes], check: Callable[[frozenset[str]], None]) -> KeptShards:
+        """Return the axes that stay sharded: those over as many of the mesh axes as pass a check."""
+        kept, reasons = list[str](), dict[str, str]()
+        for axes in candidates:
+            names = self._names_over([*kept, *axes])
+            try:
+                check(names)
+            except (NeedsCompleteAxes, LookupError, TypeError, ValueError) as error:
+                reasons |= dict.fromkeys(names - self._names_over(kept), str(error))
+            else:
+                kept += axes
+        names = self._names_over(kept)
+        return KeptShards(names, gathered=tuple(sorted((n, why) for n, why in reasons.items() if n not in names)))
+
+    def _names_over(self, axes: Collection[str]) -> frozenset[str]:
+        """Return the axes that the mapping shards over some mesh axes only, except layers and the batch."""
+        found = {n for n in active_mapping() if 0 < len(own := mapped_axes(n)) == len({*own} & {*axes})}
+        return frozenset(found - {self._Layers.name, self._batch})
+
+    def _check_layers(self, arrays: Sequence[Sequence[Any]], names: frozenset[str]) -> None:
+        """Check that the layers can be computed from shards of some axes."""
+        self._kept = KeptShards(names)
+        self._place(arrays)
+
+        def on_device(stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
+            groups = self._prepared(stacked, carry, rest)
+            groups[0] = self._gathered(0, groups[0])
+            first = (
+                self._in_round(0, groups[0], jnp.int32(0)),
+                at(groups[1], 0),
+                self._in_round(2, groups[2], jnp.int32(0)),
+            )
+
+            def trace(complete: bool) -> Any:
+                self._kept = KeptShards(names, complete)
+                own = [self._complete(i, xs, names) if complete else xs for i, xs in enumerate(first)]
+                return jax.make_jaxpr(functools.partial(self._apply, microbatch=jnp.int32(0)))(*own)
+
+            programs = trace(True), trace(False)
+            self._check_programs(*programs, names, sums=False)
+            for x, y in zip(programs[1].out_avals, first[1], strict=True):
+                if mixed := varying_axes(x) - varying_axes(y):
+                    raise NeedsCompleteAxes(f"its results differ between devices along {errors.quoted(sorted(mixed))}.")
+            return jnp.zeros(())
+
+        jax.eval_shape(lambda: self._per_device(on_device, arrays, PartitionSpec()))
+
+    def _check_programs(self, whole: Any, shards: Any, names: frozenset[str], sums: bool) -> bool:
+        counts = {n: shard_count(self._mesh, mapped_axes(n)) for n in names}
+        return check_computed_from_shards(whole, shards, counts, sums)
+
+    def _complete(self, group: int, xs: Arrays, names: Collection[str]) -> Arrays:
+        """All-gather shards of some axes."""
+        return [
+            gather_axes(x, [mapped_axes(n) if n in names else () for n in own or ()])
+            for own, x in zip(self._trees[group].names, xs, strict=True)
+        ]
 
     # --- shardings ---
 
@@ -162,19 +216,43 @@ class _Pipeline:
         # As in `axonym.scan`, raw arrays are sliced along their first axis, except arguments of `then`.
         return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
 
-    def _stages_of(self, name: str, entry: Entry) -> Axes:
-        """Return the stages' mesh axes over which an axis of an argument of `then` stays sharded, by the mapping."""
-        own = mapped_axes(name)
-        mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
-        return own if mapped and name not in (self._Layers.name, self._batch) else ()
+    def _place(self, arrays: Sequence[Sequence[Any]]) -> None:
+        """Decide which mesh axes are manual, and how arrays are sharded over these."""
+        mapping, stages = active_mapping(), entry_of(self._stages)
+        stored = {**mapping, **active_parameter_mapping(), self._Layers.name: stages}
+        examples = {n: mapping.get(n) for n in (*self._kept.names, self._batch)}
+        mappings = stored, examples, {self._Layers.name: stages, **examples}, {**stored, **examples}
+        specs = [
+            [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
+            for i, (tree, xs, mapping) in enumerate(zip(self._trees, arrays, mappings, strict=True))
+        ]
+        work = {*self._mesh_axes_of_work(specs), *(a for n in self._kept.names for a in mapped_axes(n))}
+        self._manual = self._manual_axes(work)
+        # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
+        self._sums_wide = active_platform() == "cpu" and self._manual != {*self._mesh.axis_names}
+        # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
+        self._specs = [[restricted(spec, self._manual & work) for spec in own] for own in specs]
+        for tree, xs, own in zip(self._trees, arrays, self._specs, strict=True):
+            for names, x, spec in zip(tree.names, xs, own, strict=True):
+                if self._kept.names.intersection(names or ()) and not self._fits(names or (), x, spec):
+                    raise NeedsCompleteAxes(
+                        f"{errors.describe_axes(names or (), x.shape)} is not stored in its shards."
+                    )
+
+    def _fits(self, names: Names, x: Any, spec: PartitionSpec) -> bool:
+        """Return whether an array can be sharded so, and kept axes are as the mapping says, or in smaller shards."""
+        kept = [
+            (mapped_axes(n), mesh_axes(entry)) for n, entry in zip(names, spec, strict=True) if n in self._kept.names
+        ]
+        return fits(spec, x.shape, self._mesh) and all(own == found[: len(own)] for own, found in kept)
 
     def _sharded_like(self, result: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Shard a result along Explicit mesh axes as the carry was, also where stages had all of an axis."""
         others = restricted(entries_of(x), {*self._mesh.axis_names} - {*axes_in(spec)})
         return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
 
-    def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
-        """Return the manual mesh axes: all except Auto ones over which neither layers nor examples are sharded.
+    def _manual_axes(self, work: set[str]) -> set[str]:
+        """Return the manual mesh axes: all except Auto ones over which devices do the same work.
 
         Over these, the partitioner does tensor and sequence parallelism inside a tick. JAX cannot differentiate that on
         Explicit mesh axes, so arrays that are sharded over them are all-gathered.
@@ -183,7 +261,7 @@ class _Pipeline:
             return set(self._mesh.axis_names)
         names = [names or () for tree in self._trees for names in tree.names]
         computed = {a for own in names for a in axes_in(entries_by_name(own))}
-        return set(self._mesh.axis_names) - (computed - self._mesh_axes_of_work(specs))
+        return set(self._mesh.axis_names) - (computed - work)
 
     def _mesh_axes_of_work(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
         """Return the mesh axes over which devices have different stages or examples."""
@@ -228,15 +306,10 @@ class _Pipeline:
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1
-        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
-        if self._shards and not self._then_fits_shards(batches, head):
-            self._shards = frozenset()
-        stacked, rest = self._by_rounds(0, stacked), self._by_rounds(2, rest)
-        # Made device-varying before the loop, so that gradients are summed over devices once, after it.
-        self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
-        stacked, rest, head = map(self._varying, (stacked, rest, head))
-        batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
-        head = self._gathered(3, head)
+        stacked, batches, rest = self._prepared(self._by_rounds(0, stacked), carry, self._by_rounds(2, rest))
+        if self._then is not None:
+            self._kept_in_loss = self._keep_in_loss(batches, head)
+            head = self._gathered(3, self._varying(head))
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
         if isinstance(self._schedule, GPipe):
@@ -246,9 +319,19 @@ class _Pipeline:
         else:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
+        alike = self._alike(a for spec in self._specs[1] for a in axes_in(spec))
         here = jax.lax.axis_index(stages) == last
-        results = [self._sum(jnp.where(here, x, 0)) for x in results]
+        here = here & (jax.lax.axis_index(alike) == 0) if alike else here
+        results = [self._sum(jnp.where(here, x, 0), (*stages, *alike)) for x in results]
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
+
+    def _prepared(self, stacked: Arrays, carry: Arrays, rest: Arrays) -> list[Arrays]:
+        """Cut the carry into microbatches, and make all arrays device-varying."""
+        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
+        # Made device-varying before the loop, so that gradients are summed over devices once, after it.
+        self._over = {*self._stages}.union(*map(varying_axes, (*carry, *rest)))
+        batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
+        return [self._varying(stacked), batches, self._varying(rest)]
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
         """Run all microbatches forward; return the results of the last stage."""
@@ -293,11 +376,11 @@ class _Pipeline:
 
         def add_loss(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
             # All stages compute the loss together if they have shards of its arguments, or else the last one does.
-            results = self._from_last(leaving) if self._shards else leaving
+            results = self._from_last(leaving) if self._loss_on_all else leaving
             value, (result_grads, head_grads) = jax.value_and_grad(
                 lambda results, floats: self._value(results, with_head_floats(floats), microbatch), (0, 1)
             )(results, head_floats)
-            if self._shards:
+            if self._loss_on_all:
                 result_grads = [jax.lax.psum(x.astype(wide_dtype(x.dtype)), self._stages) for x in result_grads]
                 result_grads = [x.astype(y.dtype) for x, y in zip(result_grads, leaving, strict=True)]
             else:
@@ -366,7 +449,8 @@ class _Pipeline:
             ]
             for group, xs in ((0, stacked), (2, rest))
         ]
-        total = vary_like(jnp.zeros((), jnp.float32), *first)
+        dtype = jnp.float32 if given is not None else jax.eval_shape(self._call_then, first, head, 0).dtype
+        total = vary_like(jnp.zeros((), dtype), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
         (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))
         return total, (sums[0], carry_grads, sums[1], sums[2])
@@ -375,7 +459,7 @@ class _Pipeline:
         """Return the sum of losses of the results of the last stage."""
 
         def of_one(m: jax.Array) -> jax.Array:
-            own = self._from_last(at(results, m)) if self._shards else at(results, m)
+            own = self._from_last(at(results, m)) if self._loss_on_all else at(results, m)
             return self._value(own, head, m)
 
         each = jax.lax.map(of_one, jnp.arange(self._schedule.microbatches))
@@ -387,57 +471,84 @@ class _Pipeline:
             # Gather in each tick, even if a compiler would move the gather out of the loop.
             stacked, here = jax.lax.optimization_barrier((stacked, here))
             stacked = self._gathered(0, stacked)
+        return self._apply(stacked, here, rest, microbatch)
+
+    def _apply(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
         layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
         args, kwargs = self._trees[2].unflatten(self._microbatch(2, rest, microbatch))
         Layers = self._Layers.resize(self._Layers.size // (self._count * self._rounds))
-        result = self._fold(layers, Layers, carry, *args, **kwargs)
+        with activate_here(kept=self._kept):
+            result = self._fold(layers, Layers, carry, *args, **kwargs)
         return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
+
+    @property
+    def _loss_on_all(self) -> bool:
+        """Return whether all stages compute the loss together, from shards of its arguments."""
+        return any({*mapped_axes(n)} <= {*self._stages} for n in self._kept_in_loss.names)
 
     def _value(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> jax.Array:
         """Return the loss of a microbatch, complete on each stage even if the stages compute it together."""
         found = self._call_then(results, head, microbatch)
-        same = [a for a in self._stages if self._shards and a in varying_axes(found)]
+        same = [a for a in self._stages if self._loss_on_all and a in varying_axes(found)]
         return jax.lax.pmean(found, same) if same else found
 
     def _call_then(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
-        environment = _axis_environment.interned(self._shards, checked=True, reduces_shards=True)
-        with _axis_environment.activate(environment) if self._shards else contextlib.nullcontext():
+        """Return the loss of a microbatch, or of its shard here; those of all devices and microbatches are added up."""
+        found = self._then_of(self._complete(1, results, self._kept.names - self._kept_in_loss.names), head, microbatch)
+        alike = shard_count(self._mesh, self._alike(a for n in self._kept_in_loss.names for a in mapped_axes(n)))
+        return found / alike if alike > 1 else found
+
+    def _then_of(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
+        with activate_here(kept=self._kept_in_loss):
             args = self._trees[3].unflatten(self._microbatch(3, head, microbatch))
             found: Any = self._then and self._then(self._trees[1].unflatten(results), *args)
         found = found.array if is_named_array(found) else jnp.asarray(found)
         if found.shape:
             raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
-        return found.astype(jnp.float32)
+        return found.astype(jnp.promote_types(found.dtype, jnp.float32))
 
-    def _then_fits_shards(self, batches: Arrays, head: Arrays) -> bool:
-        """Return whether `then` can be computed from shards of the axes that are sharded over the stages.
+    def _alike(self, shards: Iterable[str]) -> Axes:
+        """Return the mesh axes along which devices compute the same results, apart from some over which they do not."""
+        return tuple(sorted(self._over - {*self._stages, *self._mesh_axes_of_batch, *shards}))
 
-        If not, its arguments are all-gathered.
-        """
-        shards, programs = self._shards, []
+    def _keep_in_loss(self, batches: Arrays, head: Arrays) -> KeptShards:
+        """Return which axes stay sharded in `then`: some over the stages, and some of the carry."""
+        of_head, of_carry = ({n for names in self._trees[i].names for n in names or ()} for i in (3, 1))
+        over_stages = [self._stages] if self._names_over(self._stages) & of_head else []
+        over_others = dict.fromkeys(a for n in self._kept.names & of_carry for a in mapped_axes(n))
+        check = functools.partial(self._check_loss, at(batches, 0), head)
+        return self._choose([*over_stages, *((a,) for a in over_others)], check)
 
-        def trace() -> None:
-            results = [jax.lax.psum(varying_over(x[0], self._stages), self._stages) for x in batches]
-            for self._shards in (frozenset(), shards):
-                call = functools.partial(self._call_then, microbatch=0)
-                programs.append(jax.make_jaxpr(call)(results, self._gathered(3, head)))
+    def _check_loss(self, results: Arrays, head: Arrays, names: frozenset[str]) -> None:
+        """Check that `then` can be computed from shards of some axes."""
+        for own, spec in zip(self._trees[3].names, self._specs[3], strict=True):
+            for n, entry in zip(own or (), spec, strict=True):
+                if n in names and mesh_axes(entry)[: len(mapped_axes(n))] != mapped_axes(n):
+                    raise NeedsCompleteAxes(f"an argument of `then` stores {n!r} in other shards.")
 
-        try:
-            jax.eval_shape(trace)
-        except (LookupError, TypeError, ValueError):
-            if not programs:  # with complete axes it fails as well: an error of `then` itself
-                raise
-            return False  # it needs a complete axis: shards do not fit other arrays
-        finally:
-            self._shards = shards
-        whole, shard = programs
-        differs = varying_axes(shard.out_avals[0]) & {*self._stages}
-        return not differs and is_computed_from_shards(whole, shard)
+        def trace(complete: bool) -> Any:
+            self._kept_in_loss = KeptShards(frozenset() if complete else names)
+            args = self._complete(1, summed, self._kept.names - self._kept_in_loss.names), self._gathered(3, head)
+            self._kept_in_loss = KeptShards(names, complete)
+            return jax.make_jaxpr(functools.partial(self._then_of, microbatch=0))(*args)
+
+        def check() -> None:
+            nonlocal summed
+            summed = [jax.lax.psum(x, self._stages) for x in results]
+            programs = trace(True), trace(False)
+            over_others = {a for n in names for a in mapped_axes(n)} - {*self._stages}
+            if self._check_programs(*programs, names, sums=bool(over_others)) != bool(over_others):
+                raise NeedsCompleteAxes("`then` does not add it up.")
+            if varying_axes(programs[1].out_avals[0]) & {*self._stages}:
+                raise NeedsCompleteAxes("`then` gives another number on each stage.")
+
+        summed: Arrays = []
+        jax.eval_shape(check)
 
     def _from_last(self, xs: Arrays) -> Arrays:
         """Send the arrays of the last stage to all stages."""
         here = jax.lax.axis_index(self._stages) == self._count - 1
-        found = [self._sum(jnp.where(here, x, 0)) for x in xs]
+        found = [self._sum(jnp.where(here, x, 0), self._stages) for x in xs]
         return [varying_over(x, self._stages) for x in found]
 
     # --- timing ---
@@ -513,10 +624,10 @@ class _Pipeline:
     def _made_varying(self, x: jax.Array) -> jax.Array:
         return varying_over(x, sorted(self._over - varying_axes(x)))
 
-    def _sum(self, x: jax.Array) -> jax.Array:
-        """Sum over stages an array that is zero on all but one of them, which is exact in any dtype."""
+    def _sum(self, x: jax.Array, over: Axes) -> jax.Array:
+        """Sum over mesh axes an array that is zero on all but one device along them, which is exact in any dtype."""
         wide = x.astype(wide_dtype(x.dtype)) if self._sums_wide else x
-        return jax.lax.psum(wide, self._stages).astype(x.dtype)
+        return jax.lax.psum(wide, over).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
         """Return the slices of arrays for a microbatch; keys for it, if all examples have the same key."""
@@ -530,15 +641,17 @@ class _Pipeline:
 
     def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
         """Return the number of a microbatch of this device among all of the batch."""
-        shard = jax.lax.axis_index(self._shards_of_batch) if self._shards_of_batch else 0
+        shard = jax.lax.axis_index(self._mesh_axes_of_batch) if self._mesh_axes_of_batch else 0
         return jnp.asarray(shard * self._schedule.microbatches + microbatch)
 
     def _gathered(self, group: int, xs: Arrays) -> Arrays:
-        """All-gather weights, except over stages."""
-        shards = {s.name: len(s.axes) for s in self._shards} if group == 3 else {}
+        """All-gather weights, except along the axes that stay sharded."""
+        kept = (self._kept_in_loss if group == 3 else self._kept).names
 
         def over(name: str, entry: Entry) -> Axes:
-            return () if name in (self._Layers.name, self._batch) else mesh_axes(entry)[shards.get(name, 0) :]
+            if name in (self._Layers.name, self._batch):
+                return ()
+            return mesh_axes(entry)[len(mapped_axes(name)) if name in kept else 0 :]
 
         axes = [
             [over(n, e) for n, e in zip(names or (), spec, strict=False)]
