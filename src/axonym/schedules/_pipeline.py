@@ -371,6 +371,7 @@ class _Pipeline:
         S, R = self._count, self._rounds
         stage, last, slots = jax.lax.axis_index(self._stages), S - 1, 2 * R * S - 1
         first_up, first_down = first_ticks(self._schedule, S, stage)
+        last_up = self._schedule.microbatches * R + last  # forward passes end before this tick
         _, first_ending = first_ticks(self._schedule, S, last)
         head_floats, with_head_floats = floating_parts(head)
 
@@ -391,18 +392,58 @@ class _Pipeline:
         def add_nothing(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
             return total, head_sums, [jnp.zeros_like(x) for x in leaving]
 
-        def tick(state: Any, t: jax.Array) -> Any:
-            arriving, returning, stored, total, sums, carry_grads = state
-            _, microbatch, round_ = self._work(t - first_up)
+        def forward(arriving: Arrays, stored: Arrays, index: jax.Array) -> tuple[Arrays, Arrays]:
+            _, microbatch, round_ = self._work(index)
             here = chosen((stage == 0) & (round_ == 0), at(batches, microbatch), arriving)
             # A ring: an input is used before its slot comes round again, since no more than `slots` are in flight.
-            stored = [x.at[(t - first_up) % slots].set(y) for x, y in zip(stored, here, strict=True)]
+            stored = [x.at[index % slots].set(y) for x, y in zip(stored, here, strict=True)]
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
-            leaving = self._compute(own, here, further, microbatch)
+            return self._compute(own, here, further, microbatch), stored
 
-            # The last stage runs backward in the tick in which it ran forward. All stages know whether it does, so a
-            # condition may contain collectives.
-            working, microbatch, round_ = self._work(t - first_down, backward=True)
+        def backward(
+            grads: Arrays,
+            layer_sums: Arrays,
+            further_sums: Arrays,
+            carry_grads: Arrays,
+            stored: Arrays,
+            index: jax.Array,
+        ) -> tuple[Arrays, ...]:
+            working, microbatch, round_ = self._work(index, backward=True)
+            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
+            (floats, with_floats), (further_floats, with_further) = floating_parts(own), floating_parts(further)
+            # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
+            _, transposed = jax.vjp(
+                lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
+                floats,
+                at(stored, self._forward_index(microbatch, round_) % slots),
+                further_floats,
+            )
+            layer_grads, here_grads, further_grads = transposed(grads)
+            layer_sums, further_sums = (
+                [
+                    added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
+                    for x, y, p in zip(own_sums, grads, own_positions, strict=True)
+                ]
+                for own_sums, grads, own_positions in zip(
+                    (layer_sums, further_sums), (layer_grads, further_grads), positions, strict=True
+                )
+            )
+            done = working & (stage == 0) & (round_ == 0)
+            carry_grads = [
+                x.at[microbatch].set(jnp.where(done, y, x[microbatch]))
+                for x, y in zip(carry_grads, here_grads, strict=True)
+            ]
+            return here_grads, layer_sums, further_sums, carry_grads
+
+        def tick(state: Any, t: jax.Array) -> Any:
+            arriving, returning, stored, total, sums, carry_grads = state
+            # In the last ticks no stage runs forward, in the first ones none backward. All devices know, so these
+            # conditions may contain collectives; the arrays between stages are sent in every tick.
+            leaving, stored = jax.lax.cond(
+                t < last_up, forward, lambda x, stored, index: (x, stored), arriving, stored, t - first_up
+            )
+            # The last stage runs backward in the tick in which it ran forward.
+            _, microbatch, round_ = self._work(t - first_down, backward=True)
             if given is not None:
                 result_grads, head_sums = at(given, microbatch), []
             else:
@@ -410,31 +451,18 @@ class _Pipeline:
                 total, head_sums, result_grads = jax.lax.cond(
                     ending & (round_there == R - 1), add_loss, add_nothing, total, sums[2], leaving, ended
                 )
-            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
-            (floats, with_floats), (further_floats, with_further) = floating_parts(own), floating_parts(further)
-            place = self._forward_index(microbatch, round_) % slots
-            # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
-            _, backward = jax.vjp(
-                lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
-                floats,
-                at(stored, place),
-                further_floats,
-            )
             arriving_grads = chosen((stage == last) & (round_ == R - 1), result_grads, returning)
-            layer_grads, here_grads, further_grads = backward(arriving_grads)
-            layer_sums, further_sums = (
-                [
-                    added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
-                    for x, y, p in zip(own_sums, grads, own_positions, strict=True)
-                ]
-                for own_sums, grads, own_positions in zip(sums, (layer_grads, further_grads), positions, strict=False)
+            here_grads, *layer_sums, carry_grads = jax.lax.cond(
+                t >= first_ending,
+                backward,
+                lambda *kept: kept[:4],
+                arriving_grads,
+                *sums[:2],
+                carry_grads,
+                stored,
+                t - first_down,
             )
-            done = working & (stage == 0) & (round_ == 0)
-            carry_grads = [
-                x.at[microbatch].set(jnp.where(done, y, x[microbatch]))
-                for x, y in zip(carry_grads, here_grads, strict=True)
-            ]
-            sums = layer_sums, further_sums, head_sums
+            sums = *layer_sums, head_sums
             return (self._sent(leaving, 1), self._sent(here_grads, -1), stored, total, sums, carry_grads), None
 
         first = at(batches, 0)

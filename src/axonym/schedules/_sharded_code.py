@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..distribution.kept_shards import sizes_in_scope
@@ -32,6 +34,7 @@ _CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call".split())
 _LOOPS = frozenset("scan while cond".split())
 _WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_erfc"}
 """Functions with their own derivatives, which act on each element, or along the axes that they reduce."""
+_PACKAGES = str(Path(jax.__file__).parent), str(Path(__file__).parents[1])
 _SAYS_VARYING = frozenset(("pcast", "pvary"))
 
 
@@ -110,7 +113,7 @@ class _Comparison:
             if _parameters(first) != _parameters(second):
                 raise refused
             return {0} if partial else set()
-        if name in _LOOPS or (name.startswith("custom_") and _name_of_rule(first) in _WITH_RULES):
+        if name in _LOOPS or (name.startswith("custom_") and _is_known_function(first)):
             keeps = _parameters(first) == _parameters(second)
         elif name in _ELEMENTWISE:
             keeps = _parameters(first) == _parameters(second)
@@ -280,8 +283,12 @@ def _inner(operation: Any) -> Iterator[Any]:
                 yield found
 
 
-def _name_of_rule(operation: Any) -> str:
-    return str(operation.params.get("name", ""))
+def _is_known_function(operation: Any) -> bool:
+    """Return whether an operation is one of JAX's or Axonym's functions that have a derivative of their own."""
+    inner = operation.params.get("call_jaxpr")
+    about = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
+    name, _, place = str(getattr(about, "func_src_info", "")).partition(" at ")
+    return name in _WITH_RULES and place.startswith(_PACKAGES)
 
 
 def _parameters(operation: Any) -> dict[str, Any]:
