@@ -346,7 +346,6 @@ OTHERS: dict[str, Callable[[Any, Any], Any]] = {
     "reduced on its own": lambda x, t: axn.sum(axn.logsumexp(x, "vocab") + axn.max(x, "vocab")),
     "reduced before": lambda x, t: cross_entropy(nn.standardize(x, "vocab"), t),
     "some of it": lambda x, t: cross_entropy(x["vocab", :90], t),
-    "positions": lambda x, t: cross_entropy(axn.where(axn.arange(x.resolve_axis("vocab")) < 90, x, -9.0), t),
     "its size": lambda x, t: cross_entropy(x, t) / x.axis_size("vocab"),
     "its order": lambda x, t: cross_entropy(axn.flip(x, "vocab"), t),
     "without names": lambda x, t: cross_entropy(axn.named(jnp.cumsum(x.array, -1), x.names), t),
@@ -358,6 +357,8 @@ SHARDED: dict[str, Callable[[Any, Any], Any]] = {
     "with a mask of labels": lambda x, t: nn.cross_entropy_loss(x, "vocab", t, axn.sum, where=t > 2),
     "capped": lambda x, t: cross_entropy(30.0 * axn.tanh(x / 30.0), t) / t.size,
     "computed again": lambda x, t: jax.checkpoint(cross_entropy)(x.astype("bfloat16").astype("float32"), t),
+    "positions": lambda x, t: cross_entropy(axn.where(axn.arange(x.resolve_axis("vocab")) < 90, x, -9.0), t),
+    "with its logsumexp": lambda x, t: axn.sum(axn.square(axn.logsumexp(x, Vocab.resize(x.axis_size("vocab"))))),
     "with its normalizers": lambda x, t: axn.sum(nn.cross_entropy_loss_and_log_normalizers(x, "vocab", t)[1] ** 2),
 }
 

@@ -102,9 +102,7 @@ def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[
 
 
 @functools.lru_cache(maxsize=1024)
-def interned(
-    argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False
-) -> AxisEnvironment:
+def interned(argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False) -> AxisEnvironment:
     """Return the same object for equal arguments while it is in use: JAX compares the environment on every call."""
     return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding)
 

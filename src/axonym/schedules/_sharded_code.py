@@ -242,6 +242,8 @@ _ALONG_OTHERS: dict[str, Rule] = {
     "reshape": _reshapes,
     "iota": lambda a, b, operands, results: a.params["dimension"] == b.params["dimension"] not in results[0],
     "concatenate": lambda a, b, operands, results: a.params["dimension"] == b.params["dimension"] not in results[0],
+    "stack": lambda a, b, operands, results: a.params["axis"] == b.params["axis"] not in results[0],
+    "unstack": _axes_of("axis"),
     "split": _axes_of("axis"),
     "sort": _axes_of("dimension"),
     "rev": _axes_of("dimensions"),
