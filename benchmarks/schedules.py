@@ -22,7 +22,7 @@ LIMITS = {GPipe: 1.0, OneFOneB: 1.3}
 
 
 def rows() -> list[Row]:
-    return [*_pipelines(), *_attention(), *_experts()]
+    return [*_pipelines(), *_idle(), *_attention(), *_experts()]
 
 
 class _Block(eqx.Module):
@@ -58,6 +58,51 @@ def _pipelines() -> list[Row]:
         what = f"{type(schedule).__name__}, {STAGES} stages: work of a step, against the plain fold on one device"
         shown = f"{staged / 1e6:.0f} MFLOP", f"{plain / 1e6:.0f} MFLOP"
         found.append(Row("schedules", what, *shown, staged / plain, LIMITS[type(schedule)] * share))
+    return found
+
+
+class _Counted(eqx.Module):
+    """A layer that counts how often it runs, on all devices together."""
+
+    scale: axn.NamedArray
+
+    def __call__(self, x: axn.NamedArray) -> axn.NamedArray:
+        jax.debug.callback(_RUNS.append, 1)
+        return x * self.scale
+
+
+_RUNS: list[int] = []
+
+
+def stage_runs(schedule: Any, stages: int) -> int:
+    """Return how often a stage runs its layers of a round for a value and its gradient.
+
+    `OneFOneB` runs them forward, and again for the derivative; JAX drops the count of what `GPipe` runs again.
+    """
+    Layers, Batch = axn.make_axes(layers=stages * schedule.rounds, batch=schedule.microbatches)
+    layers = nn.Stacked(_Counted(axn.ones(Layers)), Layers)
+
+    def loss(layers: Any, x: Any) -> jax.Array:
+        return layers.fold(x, schedule=schedule, then=lambda y: axn.sum(y * y).scalar())
+
+    _RUNS.clear()
+    mesh = axn.make_mesh({"stage": stages}, devices=jax.devices()[:stages])
+    with jax.set_mesh(mesh), axn.axis_mapping({"layers": "stage"}):
+        jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(*axn.shard((layers, axn.ones(Batch)))))
+    jax.effects_barrier()
+    assert len(_RUNS) % stages == 0
+    return len(_RUNS) // stages
+
+
+def _idle() -> list[Row]:
+    """The idle share of a stage by counted runs, against the formula, for S stages, M microbatches, and R rounds."""
+    found = []
+    for S, M, R in ((4, 16, 1), (4, 16, 2), (4, 16, 4), (8, 16, 1), (8, 16, 2), (8, 64, 1)):
+        for schedule in (GPipe(M, rounds=R), OneFOneB(M, rounds=R)):
+            needed = M * R * (2 if isinstance(schedule, OneFOneB) else 1)
+            idle, formula = 1 - needed / stage_runs(schedule, S), (S - 1) / (M * R + S - 1)
+            what = f"{type(schedule).__name__}, S={S}, M={M}, R={R}: idle share of a stage, against the formula"
+            found.append(Row("schedules", what, f"{idle:.1%}", f"{formula:.1%}", idle / formula, 1.0))
     return found
 
 

@@ -40,6 +40,8 @@ class Settings:
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
+    kept: Any = None
+    """The axes that stay sharded in a pipeline: see `axonym.distribution.kept_shards`."""
     mapped: bool = False
     """True while a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
     marked: bool = False
@@ -107,22 +109,21 @@ def is_mapped() -> bool:
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate the mappings and annotations of settings in a with-block.
 
-    Such settings can come from other code. The axis environment, and whether a function is mapped or marked, depend on
-    the surrounding code, and stay as they are.
+    Such settings can come from other code. The axis environment, what a pipeline keeps sharded, and whether a function
+    is mapped or marked depend on the surrounding code, and stay as they are.
     """
-    here = _of_surroundings(ACTIVE.value)
-    if _of_surroundings(settings) != here:
-        environment, mapped, marked = here
-        settings = changed(settings, environment=environment, mapped=mapped, marked=marked)
-    return _activate(settings)
+    before, here = (
+        {name: None if s is None else getattr(s, name) or None for name in _OF_SURROUNDINGS}
+        for s in (settings, ACTIVE.value)
+    )
+    return _activate(settings if before == here else changed(settings, **here))
 
 
-def _of_surroundings(settings: Settings | None) -> tuple[Any, bool, bool]:
-    return (None, False, False) if settings is None else (settings.environment, settings.mapped, settings.marked)
+_OF_SURROUNDINGS = ("environment", "kept", "mapped", "marked")
 
 
 def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
-    """Activate an axis environment, or that a function is mapped or marked, in a with-block."""
+    """Activate an axis environment, kept shards, or that a function is mapped or marked, in a with-block."""
     return _activate(changed(ACTIVE.value, **parts))
 
 

@@ -77,8 +77,6 @@ class AxisEnvironment:
     any_sharding: bool = False
     """True if the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
-    reduces_shards: bool = False
-    """True if operations that can do so reduce an axis over all of its shards, not over each device's shard alone."""
 
     def found(self, name: str) -> list[ArgumentAxis]:
         """Return the shardings of the arguments that have an axis."""
@@ -104,11 +102,9 @@ def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[
 
 
 @functools.lru_cache(maxsize=1024)
-def interned(
-    argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False, reduces_shards: bool = False
-) -> AxisEnvironment:
+def interned(argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False) -> AxisEnvironment:
     """Return the same object for equal arguments while it is in use: JAX compares the environment on every call."""
-    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding, reduces_shards)
+    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding)
 
 
 # --- the sharding of an axis ---
@@ -132,12 +128,6 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
         if now is not None:
             found.append(AxisSharding(argument.size, now, axes))
     return list(dict.fromkeys(found))
-
-
-def reduced_over(name: str, local: int) -> Axes:
-    """Return the mesh axes over which an operation should reduce an axis of a local size; empty if it should not."""
-    environment = active_environment()
-    return next((a.axes for a in environment.found(name) if environment.reduces_shards and a.local == local), ())
 
 
 def declared(name: str) -> list[Axes]:

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..core import errors
+from ..distribution.kept_shards import kept_over, scope_of_shards
 from ..distribution.mesh_axes import Axes
-from ..manual._axis_environment import reduced_over
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ..ops import _kernels
 from ..ops._operands import (
@@ -158,9 +158,11 @@ def _cross_entropy(
     checked, out_of_range = out_of_range is None, out_of_range or 0.0
     # NaN is not equal to itself, so a cache would not find it again: it is replaced by None.
     other = None if out_of_range != out_of_range else float(out_of_range)
-    over = reduced_over(name, logits.axis_size(name)) if name in logits.names else ()
-    kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, over, other, dtype_key(dtype))
-    result = kernel.apply(logits.array, targets.array)
+    kernel = _cross_entropy_kernel(
+        what, logits.names, targets.names, axis, kept_over(name) or (), other, dtype_key(dtype)
+    )
+    with scope_of_shards({name: logits.axis_size(name)} if name in logits.names else {}):
+        result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:
         require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
     return result

@@ -14,6 +14,7 @@ from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
+from ..distribution.kept_shards import refuse_gathered, scope_of_shards
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -96,6 +97,8 @@ def dispatch(
     """
     arrays, tree = flatten_arrays(params)
     experts = one_axis("dispatch", "experts", experts)
+    if exchange is not None:
+        refuse_gathered(f"dispatch by exchange={exchange!r}", "exchange", experts.name)
     dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, _is_ragged(exchange))
     return dispatched.run([jnp.asarray(a) for a in arrays])
 
@@ -157,7 +160,10 @@ class _Dispatch:
             )
         operands = (self._expert, self._x, *params)
         in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._tree.names))
-        with jax.named_scope(operation_scope("dispatch", in_names, self._row_names, operands)):
+        sizes = dict(zip(self._row_names, self._expert.shape, strict=True))
+        sizes[self._experts.name] = held[0][0].shape[held[0][1].index(self._experts.name)]
+        scope = operation_scope("dispatch", in_names, self._row_names, operands)
+        with scope_of_shards(sizes), jax.named_scope(scope):
             mesh = mesh_around(operands)
             run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)

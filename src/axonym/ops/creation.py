@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..core import errors
 from ..core.jax_versions import INLINE
+from ..distribution.kept_shards import kept_over, scope_of_shards
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
 from ._new_array import new_array
@@ -145,6 +147,11 @@ def arange(
     NamedArray(int32[x=2, y=2], [[0 1] [2 3]])
     """
     names, sizes = _layout("arange", _kernels.hashable(axis))
+    if len(names) == 1 and (over := kept_over(names[0])) is not None:
+        with scope_of_shards({names[0]: sizes[0]}):
+            before = sizes[0] * jax.lax.axis_index(over) if over else np.int32(0)
+            found = start + step * wrap(_count_from(before, np.int32(1), sizes, None), names)
+            return found if dtype is None else found.astype(dtype)
     if type(start) is int and type(step) is int and start == 0 and step == 1:
         return new_array("arange", _count, names, sizes, shape=sizes, dtype=dtype)
     start, step = scalar("arange", "start", start), scalar("arange", "step", step)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..axis import Axis, AxisSelector, Names, name_of, names_without
 from ..core import errors
+from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
 from ._operands import one_axis, operand, private, replaced, require_named, require_subset, scalar, vectors
@@ -333,7 +334,17 @@ def searchsorted(
 
 
 def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, **options: Any) -> jax.Array:
-    return jnp.searchsorted(a, v, sorter=sorter, **options)
+    if not any(map(varying_axes, (v, a))):
+        return jnp.searchsorted(a, v, sorter=sorter, **options)
+    # JAX refuses device-varying arrays. The place of a value is its rank among all, without the values looked up.
+    dtype, left = jnp.promote_types(a.dtype, v.dtype), options["side"] == "left"
+    a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
+    ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))
+    return ((ranks[: v.size] if left else ranks[a.size :]) - _ranks(flat)).reshape(v.shape)
+
+
+def _ranks(x: jax.Array) -> jax.Array:
+    return jnp.argsort(jnp.argsort(x))
 
 
 def digitize(x: NamedOrNumeric, bins: NamedOrNumeric | Sequence[float], *, right: bool = False) -> NamedArray:

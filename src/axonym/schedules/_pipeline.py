@@ -16,63 +16,37 @@ apply.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from ..axis import Axis, Names, name_of
-from ..core import errors
-from ..core.jax_versions import active_platform, varying_axes
+from ..axis import Axis
 from ..core.tree_spec import TreeSpec, flatten_arrays
-from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
+from ..distribution.kept_shards import KeptShards
 from ..distribution.mesh_axes import (
-    AnyMesh,
-    Axes,
     axes_in,
     current_mesh,
-    entries_by_name,
-    entries_of,
-    entry_of,
-    has_explicit,
-    mapped_axes,
     mapped_on,
-    mesh_axes,
-    reshard,
-    restricted,
     shard_count,
 )
-from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
-from ..manual import _axis_environment
-from ..manual._axis_environment import ArgumentAxis
-from ..named_array import is_named_array
-from ._sharded_loss import is_computed_from_shards
+from ..distribution.per_device import vary_like
+from ._kept_axes import KeptAxes
 from ._stage_arrays import (
     Arrays,
     added,
     at,
     chosen,
     floating_parts,
-    folded_in,
-    slice_of,
-    summed_wide,
     which_are_keys,
     wide_dtype,
     with_none,
 )
-from .pipeline_schedules import GPipe, Schedule, check_stages, first_ticks, work_of
-
-Fold = Callable[..., Any]
-"""Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
-Then = Callable[..., Any]
-"""Computes the loss, a sum over examples, from a result and further arguments."""
+from ._stages import Fold, Then
+from .pipeline_schedules import GPipe, Schedule, first_ticks
 
 
 def fold_in_stages(
@@ -101,142 +75,32 @@ def fold_in_stages(
     return result if then is None else then(result, *then_args)
 
 
-class _Pipeline:
-    """A call of a pipeline, while its mapping is active.
-
-    Arrays come in four groups: the layers, the carry, further arguments of the layers, and the arguments of `then`.
-    """
-
-    def __init__(
-        self, schedule: Schedule, what: str, Layers: Axis, fold: Fold, then: Then | None, mesh: AnyMesh, stages: Axes
-    ):
-        self._schedule, self._what, self._Layers, self._fold, self._then = schedule, what, Layers, fold, then
-        self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
-        self._batch = name_of(schedule.axis)
-        self._rounds = schedule.rounds
+class _Pipeline(KeptAxes):
+    """A call of a pipeline, while its mapping is active."""
 
     def run(self, *groups: Any) -> Any:
         arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
         self._keys = {2: which_are_keys(arrays[2], groups[2][1].get("key")), 3: which_are_keys(arrays[3])}
-        stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
-        examples = {self._batch: active_mapping().get(self._batch)}
-        mappings = stored, examples, {self._Layers.name: entry_of(self._stages), **examples}, {**stored, **examples}
-        specs = [
-            [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
-            for i, (tree, xs, mapping) in enumerate(zip(trees, arrays, mappings, strict=True))
-        ]
-        self._check(arrays[1], specs[1])
-        manual = self._manual(specs)
-        # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
-        self._sums_wide = active_platform() == "cpu" and manual != {*self._mesh.axis_names}
-        # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
-        kept = manual & self._mesh_axes_of_work(specs)
-        specs = [[restricted(spec, kept) for spec in own] for own in specs]
-        self._specs = specs
-        self._shards_of_batch = mesh_axes(active_mapping().get(self._batch))
-        each = zip(trees[3].names, arrays[3], specs[3], strict=True)
-        self._shards = frozenset(
-            ArgumentAxis(n, size, size // shard_count(self._mesh, axes), axes)
-            for names, x, spec in each
-            for n, size, entry in zip(names or (), x.shape, spec, strict=False)
-            if (axes := self._stages_of(n, entry))
-        )
-        ends = list(itertools.accumulate(map(len, arrays)))
-
-        def on_device(*shards: jax.Array) -> Any:
-            return self._on_device(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
-
-        flat, flat_specs = ([x for group in both for x in group] for both in (arrays, specs))
-        out_specs = tuple(specs[1]) if self._then is None else PartitionSpec()
-        results = run_per_device(on_device, flat, flat_specs, out_specs, self._mesh, axis_names=manual)
+        self._kept = self._kept_in_loss = KeptShards(frozenset())
+        self._place(arrays)
+        self._check(arrays[1], self._specs[1])
+        self._kept = self._keep(arrays)
+        self._place(arrays)
+        out_specs = tuple(self._specs[1]) if self._then is None else PartitionSpec()
+        results = self._per_device(self._on_device, arrays, out_specs)
         if self._then is not None:
             return results
-        return trees[1].unflatten(map(self._sharded_like, results, arrays[1], specs[1]))
-
-    # --- shardings ---
-
-    def _spec(self, names: Names | None, x: Any, mapping: Mapping[str, Entry], raw: bool) -> PartitionSpec:
-        if names is not None:
-            return PartitionSpec(*entries_by_name(names, mapping))
-        # As in `axonym.scan`, raw arrays are sliced along their first axis, except arguments of `then`.
-        return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
-
-    def _stages_of(self, name: str, entry: Entry) -> Axes:
-        """Return the stages' mesh axes over which an axis of an argument of `then` stays sharded, by the mapping."""
-        own = mapped_axes(name)
-        mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
-        return own if mapped and name not in (self._Layers.name, self._batch) else ()
-
-    def _sharded_like(self, result: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Shard a result along Explicit mesh axes as the carry was, also where stages had all of an axis."""
-        others = restricted(entries_of(x), {*self._mesh.axis_names} - {*axes_in(spec)})
-        return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
-
-    def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
-        """Return the manual mesh axes: all except Auto ones over which neither layers nor examples are sharded.
-
-        Over these, the partitioner does tensor and sequence parallelism inside a tick. JAX cannot differentiate that on
-        Explicit mesh axes, so arrays that are sharded over them are all-gathered.
-        """
-        if has_explicit(self._mesh):
-            return set(self._mesh.axis_names)
-        names = [names or () for tree in self._trees for names in tree.names]
-        computed = {a for own in names for a in axes_in(entries_by_name(own))}
-        return set(self._mesh.axis_names) - (computed - self._mesh_axes_of_work(specs))
-
-    def _mesh_axes_of_work(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
-        """Return the mesh axes over which devices have different stages or examples."""
-        return {*self._stages, *(a for group in specs[1:3] for spec in group for a in axes_in(spec))}
-
-    def _check(self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
-        what, M = self._what, self._schedule.microbatches
-        if self._Layers.size % (self._count * self._rounds):
-            rounds = f" in {self._rounds} rounds" if self._rounds > 1 else ""
-            raise ValueError(
-                f"{what}: the {self._Layers.size} layers of axis {self._Layers.name!r} cannot be divided among the "
-                f"{self._count} stages of {errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
-                f"{rounds}."
-            )
-        check_stages(self._schedule, self._count)
-        for names, x, spec in zip(self._trees[1].names, arrays, specs, strict=True):
-            if names is None or self._batch not in names:
-                raise ValueError(
-                    f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
-                    f"must have; got {errors.describe_axes(names or (), x.shape)}."
-                )
-            position = names.index(self._batch)
-            shards = shard_count(self._mesh, spec[position])
-            if x.shape[position] % (shards * M):
-                each = f" on each of {shards} devices" if shards > 1 else ""
-                raise ValueError(
-                    f"{what}: axis {self._batch!r} of size {x.shape[position]} cannot be cut into {M} microbatches of "
-                    f"one size{each}."
-                )
-            if not (isinstance(self._schedule, GPipe) or jnp.issubdtype(x.dtype, jnp.inexact)):
-                raise TypeError(
-                    f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
-                    f"{x.dtype}{errors.describe_axes(names, x.shape)}."
-                )
-            if {*self._stages} & {*axes_in(entries_by_name(names))}:
-                raise ValueError(
-                    f"{what}: the carry {errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
-                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
-                )
+        return trees[1].unflatten(map(self._sharded_like, results, arrays[1], self._specs[1]))
 
     # --- on each device ---
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1
-        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
-        if self._shards and not self._then_fits_shards(batches, head):
-            self._shards = frozenset()
-        stacked, rest = self._by_rounds(0, stacked), self._by_rounds(2, rest)
-        # Made device-varying before the loop, so that gradients are summed over devices once, after it.
-        self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
-        stacked, rest, head = map(self._varying, (stacked, rest, head))
-        batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
-        head = self._gathered(3, head)
+        stacked, batches, rest = self._prepared(self._by_rounds(0, stacked), carry, self._by_rounds(2, rest))
+        if self._then is not None:
+            self._kept_in_loss = self._keep_in_loss(batches, head)
+            head = self._gathered(3, self._varying(head))
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
         if isinstance(self._schedule, GPipe):
@@ -246,8 +110,10 @@ class _Pipeline:
         else:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
+        alike = self._alike(a for spec in self._specs[1] for a in axes_in(spec))
         here = jax.lax.axis_index(stages) == last
-        results = [self._sum(jnp.where(here, x, 0)) for x in results]
+        here = here & (jax.lax.axis_index(alike) == 0) if alike else here
+        results = [self._sum(jnp.where(here, x, 0), (*stages, *alike)) for x in results]
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
@@ -288,16 +154,17 @@ class _Pipeline:
         S, R = self._count, self._rounds
         stage, last, slots = jax.lax.axis_index(self._stages), S - 1, 2 * R * S - 1
         first_up, first_down = first_ticks(self._schedule, S, stage)
+        last_up = self._schedule.microbatches * R + last  # forward passes end before this tick
         _, first_ending = first_ticks(self._schedule, S, last)
         head_floats, with_head_floats = floating_parts(head)
 
         def add_loss(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
             # All stages compute the loss together if they have shards of its arguments, or else the last one does.
-            results = self._from_last(leaving) if self._shards else leaving
+            results = self._from_last(leaving) if self._loss_on_all else leaving
             value, (result_grads, head_grads) = jax.value_and_grad(
                 lambda results, floats: self._value(results, with_head_floats(floats), microbatch), (0, 1)
             )(results, head_floats)
-            if self._shards:
+            if self._loss_on_all:
                 result_grads = [jax.lax.psum(x.astype(wide_dtype(x.dtype)), self._stages) for x in result_grads]
                 result_grads = [x.astype(y.dtype) for x, y in zip(result_grads, leaving, strict=True)]
             else:
@@ -308,18 +175,58 @@ class _Pipeline:
         def add_nothing(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
             return total, head_sums, [jnp.zeros_like(x) for x in leaving]
 
-        def tick(state: Any, t: jax.Array) -> Any:
-            arriving, returning, stored, total, sums, carry_grads = state
-            _, microbatch, round_ = self._work(t - first_up)
+        def forward(arriving: Arrays, stored: Arrays, index: jax.Array) -> tuple[Arrays, Arrays]:
+            _, microbatch, round_ = self._work(index)
             here = chosen((stage == 0) & (round_ == 0), at(batches, microbatch), arriving)
             # A ring: an input is used before its slot comes round again, since no more than `slots` are in flight.
-            stored = [x.at[(t - first_up) % slots].set(y) for x, y in zip(stored, here, strict=True)]
+            stored = [x.at[index % slots].set(y) for x, y in zip(stored, here, strict=True)]
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
-            leaving = self._compute(own, here, further, microbatch)
+            return self._compute(own, here, further, microbatch), stored
 
-            # The last stage runs backward in the tick in which it ran forward. All stages know whether it does, so a
-            # condition may contain collectives.
-            working, microbatch, round_ = self._work(t - first_down, backward=True)
+        def backward(
+            grads: Arrays,
+            layer_sums: Arrays,
+            further_sums: Arrays,
+            carry_grads: Arrays,
+            stored: Arrays,
+            index: jax.Array,
+        ) -> tuple[Arrays, ...]:
+            working, microbatch, round_ = self._work(index, backward=True)
+            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
+            (floats, with_floats), (further_floats, with_further) = floating_parts(own), floating_parts(further)
+            # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
+            _, transposed = jax.vjp(
+                lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
+                floats,
+                at(stored, self._forward_index(microbatch, round_) % slots),
+                further_floats,
+            )
+            layer_grads, here_grads, further_grads = transposed(grads)
+            layer_sums, further_sums = (
+                [
+                    added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
+                    for x, y, p in zip(own_sums, grads, own_positions, strict=True)
+                ]
+                for own_sums, grads, own_positions in zip(
+                    (layer_sums, further_sums), (layer_grads, further_grads), positions, strict=True
+                )
+            )
+            done = working & (stage == 0) & (round_ == 0)
+            carry_grads = [
+                x.at[microbatch].set(jnp.where(done, y, x[microbatch]))
+                for x, y in zip(carry_grads, here_grads, strict=True)
+            ]
+            return here_grads, layer_sums, further_sums, carry_grads
+
+        def tick(state: Any, t: jax.Array) -> Any:
+            arriving, returning, stored, total, sums, carry_grads = state
+            # In the last ticks no stage runs forward, in the first ones none backward. All devices know, so these
+            # conditions may contain collectives; the arrays between stages are sent in every tick.
+            leaving, stored = jax.lax.cond(
+                t < last_up, forward, lambda x, stored, index: (x, stored), arriving, stored, t - first_up
+            )
+            # The last stage runs backward in the tick in which it ran forward.
+            _, microbatch, round_ = self._work(t - first_down, backward=True)
             if given is not None:
                 result_grads, head_sums = at(given, microbatch), []
             else:
@@ -327,31 +234,18 @@ class _Pipeline:
                 total, head_sums, result_grads = jax.lax.cond(
                     ending & (round_there == R - 1), add_loss, add_nothing, total, sums[2], leaving, ended
                 )
-            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
-            (floats, with_floats), (further_floats, with_further) = floating_parts(own), floating_parts(further)
-            place = self._forward_index(microbatch, round_) % slots
-            # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
-            _, backward = jax.vjp(
-                lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
-                floats,
-                at(stored, place),
-                further_floats,
-            )
             arriving_grads = chosen((stage == last) & (round_ == R - 1), result_grads, returning)
-            layer_grads, here_grads, further_grads = backward(arriving_grads)
-            layer_sums, further_sums = (
-                [
-                    added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
-                    for x, y, p in zip(own_sums, grads, own_positions, strict=True)
-                ]
-                for own_sums, grads, own_positions in zip(sums, (layer_grads, further_grads), positions, strict=False)
+            here_grads, *layer_sums, carry_grads = jax.lax.cond(
+                t >= first_ending,
+                backward,
+                lambda *kept: kept[:4],
+                arriving_grads,
+                *sums[:2],
+                carry_grads,
+                stored,
+                t - first_down,
             )
-            done = working & (stage == 0) & (round_ == 0)
-            carry_grads = [
-                x.at[microbatch].set(jnp.where(done, y, x[microbatch]))
-                for x, y in zip(carry_grads, here_grads, strict=True)
-            ]
-            sums = layer_sums, further_sums, head_sums
+            sums = *layer_sums, head_sums
             return (self._sent(leaving, 1), self._sent(here_grads, -1), stored, total, sums, carry_grads), None
 
         first = at(batches, 0)
@@ -366,7 +260,8 @@ class _Pipeline:
             ]
             for group, xs in ((0, stacked), (2, rest))
         ]
-        total = vary_like(jnp.zeros((), jnp.float32), *first)
+        dtype = jnp.float32 if given is not None else jax.eval_shape(self._call_then, first, head, 0).dtype
+        total = vary_like(jnp.zeros((), dtype), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
         (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))
         return total, (sums[0], carry_grads, sums[1], sums[2])
@@ -375,191 +270,11 @@ class _Pipeline:
         """Return the sum of losses of the results of the last stage."""
 
         def of_one(m: jax.Array) -> jax.Array:
-            own = self._from_last(at(results, m)) if self._shards else at(results, m)
+            own = self._from_last(at(results, m)) if self._loss_on_all else at(results, m)
             return self._value(own, head, m)
 
         each = jax.lax.map(of_one, jnp.arange(self._schedule.microbatches))
         return jnp.where(jax.lax.axis_index(self._stages) == self._count - 1, jnp.sum(each), 0)
-
-    def _compute(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
-        """Apply the layers of this stage in a round."""
-        if self._schedule.gather == "inside":
-            # Gather in each tick, even if a compiler would move the gather out of the loop.
-            stacked, here = jax.lax.optimization_barrier((stacked, here))
-            stacked = self._gathered(0, stacked)
-        layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
-        args, kwargs = self._trees[2].unflatten(self._microbatch(2, rest, microbatch))
-        Layers = self._Layers.resize(self._Layers.size // (self._count * self._rounds))
-        result = self._fold(layers, Layers, carry, *args, **kwargs)
-        return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
-
-    def _value(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> jax.Array:
-        """Return the loss of a microbatch, complete on each stage even if the stages compute it together."""
-        found = self._call_then(results, head, microbatch)
-        same = [a for a in self._stages if self._shards and a in varying_axes(found)]
-        return jax.lax.pmean(found, same) if same else found
-
-    def _call_then(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
-        environment = _axis_environment.interned(self._shards, checked=True, reduces_shards=True)
-        with _axis_environment.activate(environment) if self._shards else contextlib.nullcontext():
-            args = self._trees[3].unflatten(self._microbatch(3, head, microbatch))
-            found: Any = self._then and self._then(self._trees[1].unflatten(results), *args)
-        found = found.array if is_named_array(found) else jnp.asarray(found)
-        if found.shape:
-            raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
-        return found.astype(jnp.float32)
-
-    def _then_fits_shards(self, batches: Arrays, head: Arrays) -> bool:
-        """Return whether `then` can be computed from shards of the axes that are sharded over the stages.
-
-        If not, its arguments are all-gathered.
-        """
-        shards, programs = self._shards, []
-
-        def trace() -> None:
-            results = [jax.lax.psum(varying_over(x[0], self._stages), self._stages) for x in batches]
-            for self._shards in (frozenset(), shards):
-                call = functools.partial(self._call_then, microbatch=0)
-                programs.append(jax.make_jaxpr(call)(results, self._gathered(3, head)))
-
-        try:
-            jax.eval_shape(trace)
-        except (LookupError, TypeError, ValueError):
-            if not programs:  # with complete axes it fails as well: an error of `then` itself
-                raise
-            return False  # it needs a complete axis: shards do not fit other arrays
-        finally:
-            self._shards = shards
-        whole, shard = programs
-        differs = varying_axes(shard.out_avals[0]) & {*self._stages}
-        return not differs and is_computed_from_shards(whole, shard)
-
-    def _from_last(self, xs: Arrays) -> Arrays:
-        """Send the arrays of the last stage to all stages."""
-        here = jax.lax.axis_index(self._stages) == self._count - 1
-        found = [self._sum(jnp.where(here, x, 0)) for x in xs]
-        return [varying_over(x, self._stages) for x in found]
-
-    # --- timing ---
-
-    def _work(self, index: Any, backward: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return whether a stage has an `index`-th task, and the microbatch and round of it or the nearest task."""
-        count = self._schedule.microbatches * self._rounds
-        near = jnp.clip(index, 0, count - 1)
-        return (index >= 0) & (index < count), *work_of(self._schedule, self._count, near, backward)
-
-    def _forward_index(self, microbatch: jax.Array, round_: jax.Array) -> jax.Array:
-        """Return the index of the task in which a stage runs a microbatch forward in a round."""
-        group, member = divmod(microbatch, self._count)
-        return (group * self._rounds + round_) * self._count + member
-
-    # --- layers in rounds ---
-
-    def _layer_positions(self, group: int, xs: Arrays) -> list[int | None]:
-        """Return the position of the axis of layers in each array; None if it has none."""
-        name = self._Layers.name
-        return [
-            (0 if x.ndim else None) if names is None else names.index(name) if name in names else None
-            for names, x in zip(self._trees[group].names, xs, strict=True)
-        ]
-
-    def _by_rounds(self, group: int, xs: Arrays) -> Arrays:
-        """Send each stage the layers that it works on: with rounds, several separate stretches.
-
-        Stage `d` stores the stretches `d R` to `d R + R - 1`, and works on `s`, `S + s`, `2 S + s`, ... Each step sends
-        one stretch from each stage, chosen so that each stage also gets one.
-        """
-        S, R = self._count, self._rounds
-        if R == 1:
-            return xs
-        stage, common, device = jax.lax.axis_index(self._stages), math.gcd(R, S), np.arange(S)
-        steps = []  # for each stage: which of its stretches it sends, to which stage, and in which round that uses it
-        for m in range(R):
-            stretch = (m + device * common // S) % R
-            turn, to = divmod(device * R + stretch, S)
-            steps.append((stretch, list(enumerate(to)), turn[np.argsort(to)]))
-
-        def moved(x: jax.Array, position: int | None) -> jax.Array:
-            if position is None:
-                return x
-            result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # completely replaced below
-            for stretch, pairs, turn in steps:
-                came = permute(slice_of(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
-                start = jnp.asarray(turn)[stage] * size
-                result = jax.lax.dynamic_update_slice_in_dim(result, came, start, position)
-            return result
-
-        return [moved(x, position) for x, position in zip(xs, self._layer_positions(group, xs), strict=True)]
-
-    def _in_round(self, group: int, xs: Arrays, round_: jax.Array) -> Arrays:
-        """Return the arrays with only the layers of a round."""
-        if self._rounds == 1:
-            return xs
-        positions = self._layer_positions(group, xs)
-        return [x if p is None else slice_of(x, p, self._rounds, round_) for x, p in zip(xs, positions, strict=True)]
-
-    # --- arrays ---
-
-    def _sent(self, xs: Arrays, offset: int) -> Arrays:
-        """Send arrays to the next or the previous stage; with rounds, from the last one to the first."""
-        S = self._count
-        pairs = [(i, (i + offset) % S) for i in range(S) if self._rounds > 1 or 0 <= i + offset < S]
-        return [permute(x, self._stages, pairs) for x in xs]
-
-    def _varying(self, xs: Arrays) -> Arrays:
-        """Make arrays device-varying over the mesh axes of the carry."""
-        return [summed_wide(self._made_varying, x) for x in xs]
-
-    def _made_varying(self, x: jax.Array) -> jax.Array:
-        return varying_over(x, sorted(self._over - varying_axes(x)))
-
-    def _sum(self, x: jax.Array) -> jax.Array:
-        """Sum over stages an array that is zero on all but one of them, which is exact in any dtype."""
-        wide = x.astype(wide_dtype(x.dtype)) if self._sums_wide else x
-        return jax.lax.psum(wide, self._stages).astype(x.dtype)
-
-    def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
-        """Return the slices of arrays for a microbatch; keys for it, if all examples have the same key."""
-
-        def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
-            if names and self._batch in names:
-                return self._cut(names, x)[microbatch]
-            return folded_in(x, self._place_of(microbatch)) if is_key else x
-
-        return [*map(own, self._trees[group].names, xs, self._keys[group])]
-
-    def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
-        """Return the number of a microbatch of this device among all of the batch."""
-        shard = jax.lax.axis_index(self._shards_of_batch) if self._shards_of_batch else 0
-        return jnp.asarray(shard * self._schedule.microbatches + microbatch)
-
-    def _gathered(self, group: int, xs: Arrays) -> Arrays:
-        """All-gather weights, except over stages."""
-        shards = {s.name: len(s.axes) for s in self._shards} if group == 3 else {}
-
-        def over(name: str, entry: Entry) -> Axes:
-            return () if name in (self._Layers.name, self._batch) else mesh_axes(entry)[shards.get(name, 0) :]
-
-        axes = [
-            [over(n, e) for n, e in zip(names or (), spec, strict=False)]
-            for names, spec in zip(self._trees[group].names, self._specs[group], strict=True)
-        ]
-        return [
-            summed_wide(functools.partial(gather_axes, over=own), x) if any(own) else x
-            for x, own in zip(xs, axes, strict=True)
-        ]
-
-    def _cut(self, names: Names | None, x: jax.Array) -> jax.Array:
-        """Split the local batch into microbatches, along a new first axis."""
-        position, M = (names or ()).index(self._batch), self._schedule.microbatches
-        shape = (*x.shape[:position], M, x.shape[position] // M, *x.shape[position + 1 :])
-        return jnp.moveaxis(x.reshape(shape), position, 0)
-
-    def _joined(self, names: Names | None, x: jax.Array) -> jax.Array:
-        """Undo `_cut`."""
-        position = (names or ()).index(self._batch)
-        x = jnp.moveaxis(x, 0, position)
-        return x.reshape((*x.shape[:position], -1, *x.shape[position + 2 :]))
 
 
 # --- derivatives ---

@@ -98,7 +98,7 @@ class OneFOneB:
 
     >>> schedule = axn.schedules.OneFOneB(microbatches=8)
     >>> schedule.ticks(stages=3), round(schedule.idle(stages=3), 2)
-    (12, 0.33)
+    (12, 0.2)
     """
 
     microbatches: int
@@ -119,12 +119,15 @@ class OneFOneB:
         return self.microbatches * self.rounds + _delay(self, stages)
 
     def idle(self, stages: int) -> float:
-        """Return the share of work in which a stage is idle.
+        """Return the share of the time in which a stage is idle: the same as for `GPipe`.
 
-        >>> axn.schedules.OneFOneB(microbatches=2).idle(stages=2)
-        0.5
+        In the first ticks no stage runs backward, and in the last ones none forward, so these take less time.
+
+        >>> axn.schedules.OneFOneB(microbatches=3).idle(stages=2)
+        0.25
         """
-        return _delay(self, stages) / self.ticks(stages)
+        check_stages(self, stages)
+        return (stages - 1) / (self.microbatches * self.rounds + stages - 1)
 
     def table(self, stages: int) -> list[list[tuple[int | None, int | None]]]:
         """Return, for each stage, which microbatch goes forward and which backward in each tick, or None.

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ...axis import Names
 from ...core import errors
 from ...core.jax_versions import set_apart
+from ...distribution.kept_shards import keeps_shards, kept_over, refuse_gathered, scope_of_shards
 from ...distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -37,7 +38,7 @@ from ...distribution.mesh_axes import (
     sharded_over,
     spec_of,
 )
-from ...distribution.per_device import run_per_device
+from ...distribution.per_device import gather_axes, run_per_device
 from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
@@ -122,7 +123,29 @@ def attend_along_sequence(
     plan = Blockwise(roles.causal, roles.window, float(scale), precision, placed.sequence, placed.shards)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, context, roles, placed, plan, names, tuple(terms), hops, exchanged)
-    return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
+    sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
+    with scope_of_shards(sizes):
+        if keeps_shards():
+            terms = _gathered(terms, _needed_whole(context, roles), sizes, placed.sequence)
+        return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
+
+
+def _needed_whole(context: str, roles: AxisRoles) -> dict[str, Names]:
+    """Return the sharded axes of which every device needs all: segments, and the keys of masks and biases."""
+    of_scores = (*roles.positions, *roles.keys) if context == "all_to_all" else roles.keys
+    return {"segments": roles.positions, "bias": of_scores, "mask": of_scores}
+
+
+def _gathered(
+    terms: dict[str, NamedArray], whole: dict[str, Names], sizes: dict[str, int], over: Axes
+) -> dict[str, NamedArray]:
+    """All-gather the shards of terms in a pipeline along the axes of which every device needs all."""
+
+    def complete(label: str, x: NamedArray) -> NamedArray:
+        shards = ((n in whole[label] and size == sizes[n]) for n, size in x.shape.items())
+        return wrap(gather_axes(x.array, (over if is_shard else () for is_shard in shards)), x.names)
+
+    return {label: complete(label, x) for label, x in terms.items()}
 
 
 def _described(context: str | None) -> str:
@@ -163,8 +186,13 @@ def _roles_and_sharding(
         problems.append("the query has no positions")
     placed = None if problems else _placed(roles, mesh, found, operands, problems)
     alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
-    if optional and (problems or not alike or has_manual(mesh)):
+    if optional and (problems or not alike or (has_manual(mesh) and not keeps_shards())):
         return None
+    if keeps_shards():
+        for n in (KPos[0], *roles.positions):
+            refuse_gathered(what, "context", n)
+        if not alike and any(n in found for n in (KPos[0], *roles.positions)):
+            problems.append(f"positions of queries and keys are not sharded alike, as {found}")
     if placed is None or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
     return roles, placed
@@ -181,8 +209,10 @@ def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
 def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
     """Return the mesh axes over which each axis is sharded: from the arrays if Explicit, from the mapping if not.
 
-    Inside `shard_map`, they are the manual mesh axes of the mapping.
+    Inside `shard_map`, they are the manual mesh axes of the mapping; in a pipeline, where an axis stays sharded.
     """
+    if keeps_shards():
+        return {n: mapped_axes(n) for x in operands for n in x.names if kept_over(n) is not None}
     by_mapping = AxisType.Manual if has_manual(mesh) else AxisType.Auto
     found: dict[str, Axes] = {}
     for x in () if mesh.empty else operands:
@@ -201,7 +231,7 @@ def _placed(
     others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
     axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
     if has_manual(mesh):
-        return SequenceSharding(mesh, (), sequence)
+        return SequenceSharding(mesh, (), (kept_over(queries) or ()) if keeps_shards() else sequence)
     placed = SequenceSharding(mesh, tuple(axes.items()), sequence)
     sizes = {n: s for x in operands for n, s in x.shape.items()}
     problems += [
@@ -272,16 +302,14 @@ def _kernel(
     exchanged: int | None,
 ) -> _kernels.Kernel:
     manual = has_manual(placed.mesh)
-    whole = {"segments": roles.positions}  # every device has all segments, and all keys of masks and biases
-    if context == "all_to_all":
-        whole |= dict.fromkeys(("bias", "mask"), (*roles.positions, *roles.keys))
+    whole = _needed_whole(context, roles)
 
     def positional(*arrays):
         fn = functools.partial(_on_device, context, roles, plan, names, labels, hops, exchanged)
         if placed.mesh.empty or manual:
             return fn(*arrays)
         in_specs = [placed.spec(n) for n in names[:3]]
-        in_specs += [placed.spec(n, whole.get(label, roles.keys)) for label, n in zip(labels, names[3:], strict=True)]
+        in_specs += [placed.spec(n, whole[label]) for label, n in zip(labels, names[3:], strict=True)]
         return run_per_device(fn, arrays, in_specs, placed.spec(roles.out), placed.mesh)
 
     # Inside another `shard_map`, masks have all keys, and keys are sharded.

@@ -1,0 +1,81 @@
+"""Find the axes of which code gets shards although it is written for complete axes: layers and losses in pipelines.
+
+A pipeline is one `shard_map`. Some axes can stay sharded inside: in most operations, each device computes its shard of
+the result from its shards of the operands, and a few operations, such as attention along a sequence, exchange what they
+need with other devices. A pipeline traces a layer twice, on complete axes and on shards, and compares the programs
+before it relies on that. The operations that exchange something run in a scope, by which the comparison finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from .active_settings import active_settings
+from .mesh_axes import Axes, mapped_axes, shard_count
+
+
+class KeptShards(NamedTuple):
+    """The axes that stay sharded in the code that is traced now."""
+
+    names: frozenset[str]
+    """The axes that stay sharded, over the mesh axes of the active mapping."""
+    complete: bool = False
+    """True while these axes are complete, for comparison."""
+    gathered: tuple[tuple[str, str], ...] = ()
+    """Other axes that the mapping shards: all of each is on every device here, with the reason."""
+
+
+def kept_over(name: str) -> Axes | None:
+    """Return the mesh axes over which an axis stays sharded here; none while it is complete, None if it never is."""
+    kept = _active()
+    if kept is None or name not in kept.names:
+        return None
+    return () if kept.complete else mapped_axes(name)
+
+
+def is_shard_of(name: str, local: int, size: int) -> bool:
+    """Return whether the local size of an axis is the size of a shard of it here."""
+    over = kept_over(name)
+    return bool(over) and size == local * shard_count(jax.sharding.get_abstract_mesh(), over)
+
+
+def keeps_shards() -> bool:
+    """Return whether code runs in a pipeline, so that the active mapping alone does not say what is sharded."""
+    return _active() is not None
+
+
+def scope_of_shards(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+    """Mark operations as right for shards of axes; `sizes` are the sizes that the axes of the operands have here."""
+    kept = _active()
+    found = [f"{n}={size}" for n, size in sizes.items() if kept is not None and n in kept.names]
+    return jax.named_scope(f"of_all_shards[{','.join(found)}]") if found else contextlib.nullcontext()
+
+
+_SCOPE = re.compile(r"of_all_shards\[(.*?)\]")
+
+
+def sizes_in_scope(scope: str) -> dict[str, int] | None:
+    """Return the sizes that `scope_of_shards` wrote into a scope; None if an operation is not in such a scope."""
+    found = _SCOPE.search(scope)
+    return found and {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}
+
+
+def refuse_gathered(what: str, argument: str, name: str) -> None:
+    """Refuse an argument that chooses how shards of an axis are exchanged, if a pipeline does not keep it sharded."""
+    kept = _active()
+    for other, reason in () if kept is None else kept.gathered:
+        if other == name:
+            raise ValueError(
+                f"{what}: a pipeline around it gathers axis {name!r}, so `{argument}` has nothing to exchange: {reason}"
+                f" Leave out `{argument}` to compute with all of {name!r} on each device."
+            )
+
+
+def _active() -> KeptShards | None:
+    settings = active_settings()
+    return None if settings is None else settings.kept

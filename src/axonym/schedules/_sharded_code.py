@@ -1,0 +1,309 @@
+"""Decide whether code written for complete axes computes the same from shards of them: layers, and losses.
+
+The code is traced twice, on complete axes and on their shards, which have other sizes. Both programs must have the same
+operations, with the same numbers. Operations on a sharded axis must be elementwise, or run along other axes: products
+that keep the axis, reductions of others, and so on. Operations that exchange what they need with other devices, such as
+attention along a sequence, are in a scope (`axonym.distribution.kept_shards`), and are not compared. Loops, branches
+and calls are compared inside.
+
+A loss may add up a sharded axis in the end: then devices have *partial sums*, to which only linear operations may be
+applied.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..distribution.kept_shards import sizes_in_scope
+
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
+    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
+    "not optimization_barrier or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient "
+    "sub tan tanh xor".split()
+)
+_LINEAR = frozenset("add add_any sub neg convert_element_type reduce_sum broadcast_in_dim reshape squeeze copy".split())
+"""What may be done with partial sums, besides products with numbers that are the same everywhere."""
+_CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call".split())
+_LOOPS = frozenset("scan while cond".split())
+_WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_erfc"}
+"""Functions with their own derivatives, which act on each element, or along the axes that they reduce."""
+_PACKAGES = str(Path(jax.__file__).parent), str(Path(__file__).parents[1])
+_SAYS_VARYING = frozenset(("pcast", "pvary"))
+
+
+class NeedsCompleteAxes(Exception):
+    """Raised with the reason why code cannot be computed from shards."""
+
+
+def check_computed_from_shards(whole: Any, shards: Any, counts: Mapping[str, int], sums: bool = False) -> bool:
+    """Check that a program on shards of some axes computes shards of what the program on the complete axes computes.
+
+    Arguments:
+        whole: the jaxpr for the complete axes, with its constants.
+        shards: the jaxpr for their shards.
+        counts: the number of shards of each of these axes.
+        sums: whether results may be partial sums; returned is whether the first one is.
+    """
+    partial = _Comparison(counts, sums).of_closed(whole, shards, ())
+    return 0 in partial
+
+
+class _Comparison:
+    def __init__(self, counts: Mapping[str, int], sums: bool):
+        self._counts, self._sums = counts, sums
+
+    def of_closed(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
+        """Compare two programs, and return which results are partial sums, if these operands are."""
+        first, second = getattr(whole, "consts", ()), getattr(shards, "consts", ())
+        if len(first) != len(second) or not all(x is y or _same(x, y) for x, y in zip(first, second, strict=True)):
+            raise NeedsCompleteAxes("it uses constants that depend on the size of the axis.")
+        return self._of(getattr(whole, "jaxpr", whole), getattr(shards, "jaxpr", shards), partial)
+
+    def _of(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
+        sums = {shards.invars[i] for i in partial}
+        scopes: list[list[dict[str, int]]] = [[], []]
+        both = itertools.zip_longest(_operations(whole, scopes[0]), _operations(shards, scopes[1], sums))
+        for first, second in both:
+            if first is None or second is None:
+                raise NeedsCompleteAxes(f"{_described((first or second)[0])} runs only for some sizes of it.")
+            where = {i for i, x in enumerate(second[1]) if not _is_literal(x) and x in sums}
+            found = self._operation(first, second, where)
+            sums.update(second[0].outvars[i] for i in found)
+        for of_whole, of_shards in itertools.zip_longest(*scopes):
+            expected = {n: size * self._counts.get(n, 1) for n, size in (of_shards or {}).items()}
+            if of_whole != expected:
+                raise NeedsCompleteAxes(f"an operation gets {of_shards} of the complete axes {of_whole}.")
+        return {i for i, x in enumerate(shards.outvars) if not _is_literal(x) and x in sums}
+
+    def _operation(self, whole: Any, shards: Any, partial: set[int]) -> set[int]:
+        """Compare an operation in both programs; return which of its results are partial sums."""
+        (first, all_operands), (second, own_operands) = whole, shards
+        name, refused = first.primitive.name, NeedsCompleteAxes(f"{_described(first)} needs all of a sharded axis.")
+        if name != second.primitive.name or len(all_operands) != len(own_operands):
+            raise refused
+        for x, y in zip(all_operands, own_operands, strict=True):
+            if _is_literal(x) != _is_literal(y) or (_is_literal(x) and not _same(x.val, y.val)):
+                raise NeedsCompleteAxes(f"{_described(first)} gets a number that depends on the size of the axis.")
+        inner = [[*_inner(operation)] for operation in (first, second)]
+        if len(inner[0]) != len(inner[1]) or (partial and name not in _CALLS | _LINEAR | {"mul", "div"}):
+            raise refused
+        found = [self.of_closed(x, y, partial if name in _CALLS else ()) for x, y in zip(*inner, strict=True)]
+        if name in _CALLS:
+            return found[0]
+        if any(found):  # summed in a loop
+            raise refused
+        operands = [*map(_differs, all_operands, own_operands)]
+        results = [*map(_differs, first.outvars, second.outvars)]
+        if partial:
+            linear = len(partial) == len(own_operands) or all(
+                i in partial or _is_zero(x) for i, x in enumerate(own_operands)
+            )
+            if name in ("mul", "div"):
+                linear = partial == {0} or (name == "mul" and len(partial) == 1)
+            if not linear or any((*operands, *results)):
+                raise refused
+        if not any((*operands, *results)):
+            if _parameters(first) != _parameters(second):
+                raise refused
+            return {0} if partial else set()
+        if name in _LOOPS or (name.startswith("custom_") and _is_known_function(first)):
+            keeps = _parameters(first) == _parameters(second)
+        elif name in _ELEMENTWISE:
+            keeps = _parameters(first) == _parameters(second)
+        else:
+            keeps = name in _ALONG_OTHERS and _ALONG_OTHERS[name](first, second, operands, results)
+        if not keeps and not (self._sums and _adds_up(first, operands)):
+            raise refused
+        return set() if keeps else {0}
+
+
+def _operations(
+    jaxpr: Any, scopes: list[dict[str, int]], partial: Collection[Any] = ()
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the operations of a program, each with its operands, except those in the scopes, which are collected."""
+    same: dict[Any, Any] = {}
+    for operation in jaxpr.eqns:
+        operands = [x if _is_literal(x) else same.get(x, x) for x in operation.invars]
+        sizes = sizes_in_scope(str(operation.source_info.name_stack))
+        if operation.primitive.name in _SAYS_VARYING:
+            # The two programs may differ in these, which change no value: their results stand for their operands.
+            same.update(zip(operation.outvars, operands, strict=True))
+        elif sizes is None:
+            yield operation, operands
+        else:
+            if any(not _is_literal(x) and x in partial for x in operands):
+                raise NeedsCompleteAxes(f"{_described(operation)} gets a sum over the axis.")
+            if sizes not in scopes[-1:]:
+                scopes.append(sizes)
+
+
+# --- operations that run along other axes ---
+
+Rule = Callable[[Any, Any, Sequence[set[int]], Sequence[set[int]]], bool]
+"""Tells whether an operation is right: from both programs, and where operands and results have sharded axes."""
+
+
+def _axes_of(key: str) -> Rule:
+    """Make the rule of operations along the axes that a parameter lists."""
+
+    def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
+        axes = first.params[key]
+        axes = {axes} if isinstance(axes, int) else {*axes}
+        return axes == {*np.atleast_1d(second.params[key])} and all(axes.isdisjoint(own) for own in operands)
+
+    return rule
+
+
+def _full(sizes: Callable[[Any, int], Any]) -> Rule:
+    """Make the rule of operations that must take all of a sharded axis."""
+
+    def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
+        rank = range(len(first.invars[0].aval.shape))
+        return operands[0] == results[0] and all(
+            sizes(first, i) == sizes(second, i)
+            if i not in operands[0]
+            else all(sizes(x, i) == _whole_axis(x, i, sizes) for x in (first, second))
+            for i in rank
+        )
+
+    return rule
+
+
+def _whole_axis(operation: Any, i: int, sizes: Callable[[Any, int], Any]) -> Any:
+    size = operation.invars[0].aval.shape[i]
+    return {_sliced: (0, size, 1), _dynamic: size, _padded: (0, 0, 0)}[sizes]
+
+
+def _sliced(operation: Any, i: int) -> Any:
+    p = operation.params
+    return p["start_indices"][i], p["limit_indices"][i], (p["strides"] or {i: 1})[i]
+
+
+def _dynamic(operation: Any, i: int) -> Any:
+    return operation.params["slice_sizes"][i]
+
+
+def _padded(operation: Any, i: int) -> Any:
+    return tuple(operation.params["padding_config"][i])
+
+
+def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
+    """Return whether sharded axes stay, or are the outermost of the axes that they are merged with or split into."""
+
+    def groups(operation: Any) -> list[tuple[list[int], list[int]]]:
+        shapes = [list(x.aval.shape) for x in (operation.invars[0], operation.outvars[0])]
+        found, i, j = [], 0, 0
+        while i < len(shapes[0]) or j < len(shapes[1]):
+            one, other, m, n = [i], [j], *(s[k] if k < len(s) else 1 for s, k in zip(shapes, (i, j), strict=True))
+            i, j = i + 1, j + 1
+            while m != n:
+                if m < n:
+                    one, m, i = [*one, i], m * shapes[0][i], i + 1
+                else:
+                    other, n, j = [*other, j], n * shapes[1][j], j + 1
+            found.append((one, other))
+        return found
+
+    if any(0 in x.invars[0].aval.shape for x in (first, second)) or groups(first) != groups(second):
+        return False
+    return all(
+        all(side[0] == i or not {i} & own for side, own in ((one, operands[0]), (other, results[0])) for i in side)
+        for one, other in groups(first)
+    )
+
+
+def _product(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
+    summed, _ = first.params["dimension_numbers"]
+    return all(own.isdisjoint(axes) for own, axes in zip(operands, summed, strict=True))
+
+
+def _adds_up(operation: Any, operands: Sequence[set[int]]) -> bool:
+    """Return whether an operation adds up the sharded axes, and has no other."""
+    if operation.primitive.name == "reduce_sum":
+        return operands[0] <= {*operation.params["axes"]}
+    if operation.primitive.name != "dot_general":
+        return False
+    summed, _ = operation.params["dimension_numbers"]
+    return all(own <= {*axes} for own, axes in zip(operands, summed, strict=True))
+
+
+_ALONG_OTHERS: dict[str, Rule] = {
+    "broadcast_in_dim": lambda a, b, *_: a.params["broadcast_dimensions"] == b.params["broadcast_dimensions"],
+    "dot_general": _product,
+    "transpose": lambda a, b, *_: a.params["permutation"] == b.params["permutation"],
+    "squeeze": lambda a, b, *_: a.params["dimensions"] == b.params["dimensions"],
+    "reshape": _reshapes,
+    "iota": lambda a, b, operands, results: a.params["dimension"] == b.params["dimension"] not in results[0],
+    "concatenate": lambda a, b, operands, results: a.params["dimension"] == b.params["dimension"] not in results[0],
+    "stack": lambda a, b, operands, results: a.params["axis"] == b.params["axis"] not in results[0],
+    "unstack": _axes_of("axis"),
+    "split": _axes_of("axis"),
+    "sort": _axes_of("dimension"),
+    "rev": _axes_of("dimensions"),
+    "slice": _full(_sliced),
+    "dynamic_slice": _full(_dynamic),
+    "pad": _full(_padded),
+    "top_k": lambda a, b, operands, results: (
+        a.params == b.params and len(a.invars[0].aval.shape) - 1 not in operands[0]
+    ),
+    **{f"reduce_{how}": _axes_of("axes") for how in ("sum", "max", "min", "prod", "and", "or", "xor")},
+    **dict.fromkeys(("argmax", "argmin"), _axes_of("axes")),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _axes_of("axis")),
+}
+
+
+# --- operands ---
+
+
+def _differs(whole: Any, shards: Any) -> set[int]:
+    """Return the positions of the axes whose sizes differ."""
+    sizes = whole.aval.shape, shards.aval.shape
+    if len(sizes[0]) != len(sizes[1]):
+        raise NeedsCompleteAxes(f"arrays of shapes {sizes[0]} and {sizes[1]} take each other's place.")
+    return {place for place, (x, y) in enumerate(zip(*sizes, strict=True)) if x != y}
+
+
+def _is_literal(x: Any) -> bool:
+    return hasattr(x, "val")
+
+
+def _is_zero(x: Any) -> bool:
+    return _is_literal(x) and _same(x.val, 0)
+
+
+def _inner(operation: Any) -> Iterator[Any]:
+    for value in operation.params.values():
+        for found in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(getattr(found, "jaxpr", found), "eqns"):
+                yield found
+
+
+def _is_known_function(operation: Any) -> bool:
+    """Return whether an operation is one of JAX's or Axonym's functions that have a derivative of their own."""
+    inner = operation.params.get("call_jaxpr")
+    about = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
+    name, _, place = str(getattr(about, "func_src_info", "")).partition(" at ")
+    return name in _WITH_RULES and place.startswith(_PACKAGES)
+
+
+def _parameters(operation: Any) -> dict[str, Any]:
+    plain = int, float, str, tuple, np.dtype, type(None)
+    found = {key: value for key, value in operation.params.items() if isinstance(value, plain)}
+    return {key: value for key, value in found.items() if key != "branches"}
+
+
+def _same(x: Any, y: Any) -> bool:
+    return np.shape(x) == np.shape(y) and bool(np.all(np.asarray(x) == np.asarray(y)))
+
+
+def _described(operation: Any) -> str:
+    """Return the innermost scope of an operation, such as `mean`, or the name of its primitive."""
+    scopes = str(operation.source_info.name_stack).split("/")
+    return repr(scopes[-1].partition("[")[0] or operation.primitive.name)

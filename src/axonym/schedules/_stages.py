@@ -1,0 +1,317 @@
+"""Divide the arrays of a pipeline among devices, microbatches and rounds, and apply the layers of a stage."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ..axis import Axis, Names, name_of
+from ..core import errors
+from ..core.jax_versions import active_platform, varying_axes
+from ..core.tree_spec import flatten_arrays
+from ..distribution.active_settings import Entry, activate_here, active_mapping, active_parameter_mapping
+from ..distribution.mesh_axes import (
+    AnyMesh,
+    Axes,
+    axes_in,
+    entries_by_name,
+    entries_of,
+    entry_of,
+    fits,
+    has_explicit,
+    mapped_axes,
+    mesh_axes,
+    reshard,
+    restricted,
+    shard_count,
+)
+from ..distribution.per_device import gather_axes, permute, run_per_device, varying_over
+from ._sharded_code import NeedsCompleteAxes
+from ._stage_arrays import (
+    Arrays,
+    folded_in,
+    slice_of,
+    summed_wide,
+    wide_dtype,
+)
+from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
+
+Fold = Callable[..., Any]
+"""Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
+Then = Callable[..., Any]
+"""Computes the loss, a sum over examples, from a result and further arguments."""
+
+
+class Stages:
+    """The stages of a pipeline, while its mapping is active.
+
+    Arrays come in four groups: the layers, the carry, further arguments of the layers, and the arguments of `then`.
+    """
+
+    def __init__(
+        self, schedule: Schedule, what: str, Layers: Axis, fold: Fold, then: Then | None, mesh: AnyMesh, stages: Axes
+    ):
+        self._schedule, self._what, self._Layers, self._fold, self._then = schedule, what, Layers, fold, then
+        self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
+        self._batch = name_of(schedule.axis)
+        self._rounds = schedule.rounds
+        self._mesh_axes_of_batch = mapped_axes(self._batch)
+
+    def _per_device(self, fn: Callable[..., Any], arrays: Sequence[Sequence[Any]], out_specs: Any) -> Any:
+        """Call a function of the four groups of arrays on the shards of each device."""
+        ends = list(itertools.accumulate(map(len, arrays)))
+
+        def on_device(*shards: jax.Array) -> Any:
+            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
+
+        flat, specs = ([x for group in both for x in group] for both in (arrays, self._specs))
+        return run_per_device(on_device, flat, specs, out_specs, self._mesh, axis_names=self._manual)
+
+    # --- shardings ---
+
+    def _spec(self, names: Names | None, x: Any, mapping: Mapping[str, Entry], raw: bool) -> PartitionSpec:
+        if names is not None:
+            return PartitionSpec(*entries_by_name(names, mapping))
+        # As in `axonym.scan`, raw arrays are sliced along their first axis, except arguments of `then`.
+        return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
+
+    def _place(self, arrays: Sequence[Sequence[Any]]) -> None:
+        """Decide which mesh axes are manual, and how arrays are sharded over these."""
+        mapping, stages = active_mapping(), entry_of(self._stages)
+        stored = {**mapping, **active_parameter_mapping(), self._Layers.name: stages}
+        examples = {n: mapping.get(n) for n in (*self._kept.names, self._batch)}
+        mappings = stored, examples, {self._Layers.name: stages, **examples}, {**stored, **examples}
+        specs = [
+            [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
+            for i, (tree, xs, mapping) in enumerate(zip(self._trees, arrays, mappings, strict=True))
+        ]
+        work = {*self._mesh_axes_of_work(specs), *(a for n in self._kept.names for a in mapped_axes(n))}
+        self._manual = self._manual_axes(work)
+        # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
+        self._sums_wide = active_platform() == "cpu" and self._manual != {*self._mesh.axis_names}
+        # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
+        self._specs = [[restricted(spec, self._manual & work) for spec in own] for own in specs]
+        for tree, xs, own in zip(self._trees, arrays, self._specs, strict=True):
+            for names, x, spec in zip(tree.names, xs, own, strict=True):
+                if self._kept.names.intersection(names or ()) and not self._fits(names or (), x, spec):
+                    raise NeedsCompleteAxes(
+                        f"{errors.describe_axes(names or (), x.shape)} is not stored in its shards."
+                    )
+
+    def _fits(self, names: Names, x: Any, spec: PartitionSpec) -> bool:
+        """Return whether an array can be sharded so, and kept axes are as the mapping says, or in smaller shards."""
+        kept = [
+            (mapped_axes(n), mesh_axes(entry)) for n, entry in zip(names, spec, strict=True) if n in self._kept.names
+        ]
+        return fits(spec, x.shape, self._mesh) and all(own == found[: len(own)] for own, found in kept)
+
+    def _sharded_like(self, result: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Shard a result along Explicit mesh axes as the carry was, also where stages had all of an axis."""
+        others = restricted(entries_of(x), {*self._mesh.axis_names} - {*axes_in(spec)})
+        return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
+
+    def _manual_axes(self, work: set[str]) -> set[str]:
+        """Return the manual mesh axes: all except Auto ones over which devices do the same work.
+
+        Over these, the partitioner does tensor and sequence parallelism inside a tick. JAX cannot differentiate that on
+        Explicit mesh axes, so arrays that are sharded over them are all-gathered.
+        """
+        if has_explicit(self._mesh):
+            return set(self._mesh.axis_names)
+        names = [names or () for tree in self._trees for names in tree.names]
+        computed = {a for own in names for a in axes_in(entries_by_name(own))}
+        return set(self._mesh.axis_names) - (computed - work)
+
+    def _mesh_axes_of_work(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
+        """Return the mesh axes over which devices have different stages or examples."""
+        return {*self._stages, *(a for group in specs[1:3] for spec in group for a in axes_in(spec))}
+
+    def _check(self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
+        what, M = self._what, self._schedule.microbatches
+        if self._Layers.size % (self._count * self._rounds):
+            rounds = f" in {self._rounds} rounds" if self._rounds > 1 else ""
+            raise ValueError(
+                f"{what}: the {self._Layers.size} layers of axis {self._Layers.name!r} cannot be divided among the "
+                f"{self._count} stages of {errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
+                f"{rounds}."
+            )
+        check_stages(self._schedule, self._count)
+        for names, x, spec in zip(self._trees[1].names, arrays, specs, strict=True):
+            if names is None or self._batch not in names:
+                raise ValueError(
+                    f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
+                    f"must have; got {errors.describe_axes(names or (), x.shape)}."
+                )
+            position = names.index(self._batch)
+            shards = shard_count(self._mesh, spec[position])
+            if x.shape[position] % (shards * M):
+                each = f" on each of {shards} devices" if shards > 1 else ""
+                raise ValueError(
+                    f"{what}: axis {self._batch!r} of size {x.shape[position]} cannot be cut into {M} microbatches of "
+                    f"one size{each}."
+                )
+            if not (isinstance(self._schedule, GPipe) or jnp.issubdtype(x.dtype, jnp.inexact)):
+                raise TypeError(
+                    f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
+                    f"{x.dtype}{errors.describe_axes(names, x.shape)}."
+                )
+            if {*self._stages} & {*axes_in(entries_by_name(names))}:
+                raise ValueError(
+                    f"{what}: the carry {errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
+                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
+                )
+
+    def _prepared(self, stacked: Arrays, carry: Arrays, rest: Arrays) -> list[Arrays]:
+        """Cut the carry into microbatches, and make all arrays device-varying."""
+        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
+        # Made device-varying before the loop, so that gradients are summed over devices once, after it.
+        self._over = {*self._stages}.union(*map(varying_axes, (*carry, *rest)))
+        batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
+        return [self._varying(stacked), batches, self._varying(rest)]
+
+    def _compute(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
+        """Apply the layers of this stage in a round."""
+        if self._schedule.gather == "inside":
+            # Gather in each tick, even if a compiler would move the gather out of the loop.
+            stacked, here = jax.lax.optimization_barrier((stacked, here))
+            stacked = self._gathered(0, stacked)
+        return self._apply(stacked, here, rest, microbatch)
+
+    def _apply(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
+        layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
+        args, kwargs = self._trees[2].unflatten(self._microbatch(2, rest, microbatch))
+        Layers = self._Layers.resize(self._Layers.size // (self._count * self._rounds))
+        with activate_here(kept=self._kept):
+            result = self._fold(layers, Layers, carry, *args, **kwargs)
+        return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
+
+    # --- timing ---
+
+    def _work(self, index: Any, backward: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return whether a stage has an `index`-th task, and the microbatch and round of it or the nearest task."""
+        count = self._schedule.microbatches * self._rounds
+        near = jnp.clip(index, 0, count - 1)
+        return (index >= 0) & (index < count), *work_of(self._schedule, self._count, near, backward)
+
+    def _forward_index(self, microbatch: jax.Array, round_: jax.Array) -> jax.Array:
+        """Return the index of the task in which a stage runs a microbatch forward in a round."""
+        group, member = divmod(microbatch, self._count)
+        return (group * self._rounds + round_) * self._count + member
+
+    # --- layers in rounds ---
+
+    def _layer_positions(self, group: int, xs: Arrays) -> list[int | None]:
+        """Return the position of the axis of layers in each array; None if it has none."""
+        name = self._Layers.name
+        return [
+            (0 if x.ndim else None) if names is None else names.index(name) if name in names else None
+            for names, x in zip(self._trees[group].names, xs, strict=True)
+        ]
+
+    def _by_rounds(self, group: int, xs: Arrays) -> Arrays:
+        """Send each stage the layers that it works on: with rounds, several separate stretches.
+
+        Stage `d` stores the stretches `d R` to `d R + R - 1`, and works on `s`, `S + s`, `2 S + s`, ... Each step sends
+        one stretch from each stage, chosen so that each stage also gets one.
+        """
+        S, R = self._count, self._rounds
+        if R == 1:
+            return xs
+        stage, common, device = jax.lax.axis_index(self._stages), math.gcd(R, S), np.arange(S)
+        steps = []  # for each stage: which of its stretches it sends, to which stage, and in which round that uses it
+        for m in range(R):
+            stretch = (m + device * common // S) % R
+            turn, to = divmod(device * R + stretch, S)
+            steps.append((stretch, list(enumerate(to)), turn[np.argsort(to)]))
+
+        def moved(x: jax.Array, position: int | None) -> jax.Array:
+            if position is None:
+                return x
+            result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # completely replaced below
+            for stretch, pairs, turn in steps:
+                came = permute(slice_of(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
+                start = jnp.asarray(turn)[stage] * size
+                result = jax.lax.dynamic_update_slice_in_dim(result, came, start, position)
+            return result
+
+        return [moved(x, position) for x, position in zip(xs, self._layer_positions(group, xs), strict=True)]
+
+    def _in_round(self, group: int, xs: Arrays, round_: jax.Array) -> Arrays:
+        """Return the arrays with only the layers of a round."""
+        if self._rounds == 1:
+            return xs
+        positions = self._layer_positions(group, xs)
+        return [x if p is None else slice_of(x, p, self._rounds, round_) for x, p in zip(xs, positions, strict=True)]
+
+    # --- arrays ---
+
+    def _sent(self, xs: Arrays, offset: int) -> Arrays:
+        """Send arrays to the next or the previous stage; with rounds, from the last one to the first."""
+        S = self._count
+        pairs = [(i, (i + offset) % S) for i in range(S) if self._rounds > 1 or 0 <= i + offset < S]
+        return [permute(x, self._stages, pairs) for x in xs]
+
+    def _varying(self, xs: Arrays) -> Arrays:
+        """Make arrays device-varying over the mesh axes of the carry."""
+        return [summed_wide(self._made_varying, x) for x in xs]
+
+    def _made_varying(self, x: jax.Array) -> jax.Array:
+        return varying_over(x, sorted(self._over - varying_axes(x)))
+
+    def _sum(self, x: jax.Array, over: Axes) -> jax.Array:
+        """Sum over mesh axes an array that is zero on all but one device along them, which is exact in any dtype."""
+        wide = x.astype(wide_dtype(x.dtype)) if self._sums_wide else x
+        return jax.lax.psum(wide, over).astype(x.dtype)
+
+    def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
+        """Return the slices of arrays for a microbatch; keys for it, if all examples have the same key."""
+
+        def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
+            if names and self._batch in names:
+                return self._cut(names, x)[microbatch]
+            return folded_in(x, self._place_of(microbatch)) if is_key else x
+
+        return [*map(own, self._trees[group].names, xs, self._keys[group])]
+
+    def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
+        """Return the number of a microbatch of this device among all of the batch."""
+        shard = jax.lax.axis_index(self._mesh_axes_of_batch) if self._mesh_axes_of_batch else 0
+        return jnp.asarray(shard * self._schedule.microbatches + microbatch)
+
+    def _gathered(self, group: int, xs: Arrays) -> Arrays:
+        """All-gather weights, except along the axes that stay sharded."""
+        kept = (self._kept_in_loss if group == 3 else self._kept).names
+
+        def over(name: str, entry: Entry) -> Axes:
+            if name in (self._Layers.name, self._batch):
+                return ()
+            return mesh_axes(entry)[len(mapped_axes(name)) if name in kept else 0 :]
+
+        axes = [
+            [over(n, e) for n, e in zip(names or (), spec, strict=False)]
+            for names, spec in zip(self._trees[group].names, self._specs[group], strict=True)
+        ]
+        return [
+            summed_wide(functools.partial(gather_axes, over=own), x) if any(own) else x
+            for x, own in zip(xs, axes, strict=True)
+        ]
+
+    def _cut(self, names: Names | None, x: jax.Array) -> jax.Array:
+        """Split the local batch into microbatches, along a new first axis."""
+        position, M = (names or ()).index(self._batch), self._schedule.microbatches
+        shape = (*x.shape[:position], M, x.shape[position] // M, *x.shape[position + 1 :])
+        return jnp.moveaxis(x.reshape(shape), position, 0)
+
+    def _joined(self, names: Names | None, x: jax.Array) -> jax.Array:
+        """Undo `_cut`."""
+        position = (names or ()).index(self._batch)
+        x = jnp.moveaxis(x, 0, position)
+        return x.reshape((*x.shape[:position], -1, *x.shape[position + 2 :]))

@@ -1,0 +1,337 @@
+"""Experts, sequences and tensor parallelism inside a pipeline: values, gradients, and what devices send."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import axonym as axn
+from axonym import nn
+from axonym.insight import contract
+from axonym.nn.attention import Causal, apply_rotary, dot_product_attention
+from axonym.schedules import GPipe, OneFOneB
+from tests.executed import executed
+
+Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=8, embed=8, mlp=16, layers=4)
+Experts, Scores, Heads, Size = axn.make_axes(experts=4, scores=4, heads=2, head_size=4)
+Vocab = axn.Axis("vocab", 32)
+RNG = np.random.default_rng(0)
+X = axn.named(RNG.normal(size=(16, 8, 8)), (Batch, Pos, Embed))
+HEAD = axn.named(RNG.normal(size=(8, 32)), (Embed, Vocab))
+LABELS = axn.named(RNG.integers(0, 32, (16, 8)).astype(np.int32), (Batch, Pos))
+QUICK: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Mixture(eqx.Module):
+    """A block whose experts each token chooses; a round sends all rows, so that the bytes follow from the sizes."""
+
+    router: nn.Linear
+    up: nn.MoELinear
+    down: nn.MoELinear
+    exchange: Any = eqx.field(static=True, default=None)
+
+    @staticmethod
+    def init(*, key: Any) -> Mixture:
+        router, up, down = jax.random.split(key, 3)
+        return Mixture(
+            nn.Linear.init(Embed, Scores, use_bias=False, key=router),
+            nn.MoELinear.init(Experts, Embed, Mlp, use_bias=False, key=up),
+            nn.MoELinear.init(Experts, Mlp, Embed, use_bias=False, key=down),
+        )
+
+    def __call__(self, x: axn.NamedArray) -> axn.NamedArray:
+        weights, chosen = axn.top_k(nn.softmax(self.router(x), Scores), Scores, 2, "choice")
+
+        def of_experts(layers: Any, rows: Any, sizes: Any) -> Any:
+            return layers[1](nn.gelu(layers[0](rows, sizes)), sizes)
+
+        layers = self.up, self.down
+        y = nn.dispatch(of_experts, layers, x, chosen, Experts, round_size=10**6, exchange=self.exchange)
+        return x + axn.dot(y, weights, axis="choice")
+
+
+class Attention(eqx.Module):
+    project: nn.Linear
+    out: nn.Linear
+    context: Any = eqx.field(static=True, default=None)
+
+    @staticmethod
+    def init(*, key: Any) -> Attention:
+        project, out = jax.random.split(key)
+        axes = axn.Axis("parts", 3), Heads, Size
+        return Attention(
+            nn.Linear.init(Embed, axes, use_bias=False, key=project),
+            nn.Linear.init((Heads, Size), Embed, use_bias=False, key=out),
+        )
+
+    def __call__(self, x: axn.NamedArray, segments: Any = None) -> axn.NamedArray:
+        q, k, v = axn.unbind(self.project(x), "parts")
+        q, k = (apply_rotary(y, "head_size", Pos) for y in (q, k))
+        k, v = (y.rename({"pos": "key_pos"}) for y in (k, v))
+        mask = Causal("pos", segments=segments)
+        return x + self.out(dot_product_attention(q, k, v, "key_pos", "head_size", mask=mask, context=self.context))
+
+
+class Both(eqx.Module):
+    attention: Attention
+    mixture: Mixture
+
+    @staticmethod
+    def init(*, key: Any) -> Both:
+        first, second = jax.random.split(key)
+        return Both(Attention.init(key=first), Mixture.init(key=second))
+
+    def __call__(self, x: axn.NamedArray, segments: Any = None) -> axn.NamedArray:
+        return self.mixture(self.attention(x, segments))
+
+
+def layers(block: Any) -> Any:
+    model = nn.Stacked.init(Layers, block)(key=jax.random.key(0))
+    return jax.tree.map(lambda x: x.astype(jnp.float64), model)
+
+
+def head(y: axn.NamedArray, table: axn.NamedArray, labels: axn.NamedArray) -> Any:
+    return nn.cross_entropy_loss(axn.dot(y, table, axis=Embed), Vocab, labels, axn.sum).scalar()
+
+
+def step(model: Any, x: Any, table: Any, *args: Any, schedule: Any = None) -> Any:
+    def loss(model: Any, x: Any, table: Any) -> Any:
+        return model.fold(x, *args, schedule=schedule, then=head, then_args=(table, LABELS))
+
+    return jax.value_and_grad(loss, (0, 1, 2))(model, x, table)
+
+
+class Row(NamedTuple):
+    block: Any
+    mesh: dict[str, int]
+    mapping: dict[str, Any]
+    storage: dict[str, Any]
+    schedule: Any
+    kind: AxisType
+
+
+EP = {"layers": "stage", "batch": ("data", "expert"), "experts": "expert"}
+CP = {"layers": "stage", "batch": "data", "pos": "context", "key_pos": "context"}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+ROWS = {
+    "experts": Row(Mixture, {"stage": 2, "expert": 4}, EP | {"batch": "expert"}, {}, OneFOneB(4), AUTO),
+    "experts, fsdp inside, rounds": Row(
+        Mixture,
+        {"stage": 2, "data": 2, "expert": 2},
+        EP,
+        {"embed": "data"},
+        OneFOneB(2, "batch", "inside", 2),
+        EXPLICIT,
+    ),
+    "experts, fsdp before": Row(Mixture, {"stage": 2, "data": 2, "expert": 2}, EP, {"embed": "data"}, GPipe(2), AUTO),
+    "experts, tensor": Row(
+        Mixture,
+        {"stage": 2, "expert": 2, "model": 2},
+        EP | {"batch": "expert", "mlp": "model"},
+        {},
+        GPipe(2, rounds=2),
+        AUTO,
+    ),
+    "sequence": Row(Attention, {"stage": 2, "data": 2, "context": 2}, CP, {}, GPipe(2, rounds=2), EXPLICIT),
+    "sequence, vocabulary": Row(
+        Attention, {"stage": 2, "data": 1, "context": 4}, CP | {"vocab": "stage"}, {}, OneFOneB(2), AUTO
+    ),
+    "sequence, experts": Row(
+        Both,
+        {"stage": 2, "expert": 2, "context": 2},
+        CP | EP | {"batch": "expert"},
+        {},
+        OneFOneB(2),
+        EXPLICIT,
+    ),
+}
+
+
+def mesh_of(row: Row) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(row.mesh.values()), tuple(row.mesh), axis_types=(row.kind,) * len(row.mesh))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=2e-14 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_values_and_communication(name: str) -> None:
+    """Rows and keys move, and no expert and no position is gathered; gradients are summed once, after the ticks."""
+    row = ROWS[name]
+    schedule, sizes = row.schedule, row.mesh
+    with jax.enable_x64(True):
+        arguments = layers(row.block), X, HEAD
+        expected = jax.jit(step)(*arguments)
+        fn = functools.partial(step, schedule=schedule)
+        with jax.set_mesh(mesh_of(row)):
+            if row.storage:
+                jitted: Any = axn.fsdp(fn, row.mapping | row.storage, row.mapping, compiler_options=QUICK)
+            else:
+                jitted = axn.named_jit(fn, row.mapping, in_placement=row.mapping, compiler_options=QUICK)
+            compiled = jitted.lower(*arguments).compile()
+            found = jax.block_until_ready(jitted(*arguments))
+            contract(never_gathers=["experts", "pos", "key_pos"]).check(jitted, *arguments)
+    assert_equal(found, expected)
+    counts = executed(compiled)
+    gathered = counts.pop("all-gather", (0, 0))[0]
+    assert bool(gathered) == bool(row.storage)
+    S, R, M = sizes["stage"], schedule.rounds, schedule.microbatches
+    runs = (M * R + S - 1 if isinstance(schedule, GPipe) else schedule.ticks(S)) * Layers.size // (S * R)
+    if row.block is not Attention:
+        n = sizes["expert"]
+        rows = 2 * X.size // Embed.size // M // np.prod([k for a, k in sizes.items() if a not in ("stage", "model")])
+        # A round sends rows, the numbers of their experts, and results: forward, again for the derivative, which sends
+        # two arrays more. XLA may merge the two exchanges of numbers.
+        once = n * rows * Embed.size * 8
+        numbers = n * rows * 4
+        assert counts["all-to-all"][1] in (runs * (6 * once + 2 * numbers), runs * (6 * once + numbers))
+    else:  # keys go around, or are exchanged for heads, besides the microbatches that go from stage to stage
+        assert "all-to-all" in counts or counts["collective-permute"][0] > 2 * runs
+
+
+def test_sums_of_gradients_do_not_grow_with_microbatches() -> None:
+    def sums(microbatches: int) -> int:
+        row = ROWS["experts"]
+        model, fn = (
+            nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0)),
+            functools.partial(step, schedule=GPipe(microbatches)),
+        )
+        arguments = model, X.astype(jnp.float32), HEAD.astype(jnp.float32)
+        with jax.set_mesh(mesh_of(row)):
+            jitted: Any = axn.named_jit(fn, row.mapping, in_placement=row.mapping, compiler_options=QUICK)
+            return executed(jitted.lower(*arguments).compile())["all-reduce"][1]
+
+    assert sums(4) <= sums(2)
+
+
+def test_memory_is_at_most_twice_that_of_experts_alone() -> None:
+    E, Wide = axn.Axis("experts", 16), axn.Axis("mlp", 512)
+
+    class Large(Mixture):
+        @staticmethod
+        def init(*, key: Any) -> Mixture:
+            small = Mixture.init(key=key)
+            up = nn.MoELinear.init(E, Embed, Wide, use_bias=False, key=key)
+            down = nn.MoELinear.init(E, Wide, Embed, use_bias=False, key=key)
+            return eqx.tree_at(lambda m: (m.up, m.down), small, (up, down))
+
+    def temporaries(sizes: dict[str, int], mapping: dict[str, Any], schedule: Any) -> int:
+        def of(model: Any, x: Any) -> Any:
+            def layer(block: Any, x: Any) -> Any:
+                chosen = axn.argmax(block.router(x), Scores)
+                layers = block.up, block.down
+                return x + nn.dispatch(
+                    lambda both, rows, sizes: both[1](both[0](rows, sizes), sizes), layers, x, chosen, E
+                )
+
+            return axn.sum(model.fold_via(layer, schedule=schedule)(x)).scalar()
+
+        model = nn.Stacked.init(Layers, Large, gradient_checkpointing=True)(key=jax.random.key(0))
+        with jax.set_mesh(axn.make_mesh(sizes)):
+            jitted: Any = axn.named_jit(jax.value_and_grad(of), mapping, in_placement=mapping)
+            memory: Any = jitted.lower(model, X).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    alone = temporaries({"expert": 8}, {"batch": "expert", "experts": "expert"}, None)
+    inside = temporaries({"stage": 2, "expert": 4}, EP | {"batch": "expert"}, GPipe(4))
+    assert inside < 2 * alone
+
+
+# --- what cannot stay sharded ---
+
+TRAPS: dict[str, Any] = {
+    "positions of the axis": lambda x: x + axn.arange(x.resolve_axis("pos")) * 0.1,
+    "positions of the complete axis": lambda x: x + axn.arange(Pos) * 0.1,
+    "a mean": lambda x: x - axn.mean(x, "pos"),
+    "a slice": lambda x: x + x["pos", 0],
+    "its order": lambda x: x + axn.flip(x, "pos"),
+    "its size": lambda x: x / x.axis_size("pos"),
+    "another name": lambda x: x + axn.logsumexp(x.rename({"pos": "p"}), "p"),
+    "its logsumexp": lambda x: x + axn.logsumexp(x, Pos),
+    "merged": lambda x: axn.tanh(x.flatten_axes(("batch", "pos"), "rows")).unflatten_axis(
+        "rows", x.resolve_axis(("batch", "pos"))
+    ),
+    "a loop": lambda x: x + axn.fold(lambda total, y: total + axn.tanh(y), "pos")(axn.zeros(x["pos", 0].axes), x),
+    "a branch": lambda x: jax.lax.cond(True, lambda: x * 2.0, lambda: x * float(x.axis_size("pos"))),
+    "a mask": lambda x: x + dot_product_attention(
+        x, x.rename({"pos": "key_pos"}), x.rename({"pos": "key_pos"}), "key_pos", "embed",
+        mask=nn.attention.causal_mask(Pos, Pos.alias("key_pos")),
+    ),
+    "limited experts": lambda x: x * (
+        nn.limit_capacity((axn.mean(x, ("batch", "embed")) > 0).astype(int), axn.Axis("experts", 2), 0.5) >= 0
+    ),
+    "the load of experts": lambda x: x * nn.load_balancing_loss(
+        nn.softmax(axn.mean(x, "batch"), "embed"), axn.argmax(axn.mean(x, "batch"), "embed"), Embed
+    ),
+    "its own derivative": lambda x: _scaled(x),
+}  # fmt: skip
+
+
+@jax.custom_vjp
+def _scaled(x: Any) -> Any:
+    return x
+
+
+_scaled.defvjp(lambda x: (x, None), lambda _, g: (g / (1 + jnp.max(abs(g.array))),))
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_layers_that_need_a_complete_axis_get_it(trap: str) -> None:
+    weights = axn.ones({"layers": 2})
+
+    def loss(weights: Any, x: Any, schedule: Any = None) -> Any:
+        layer = lambda w, x: TRAPS[trap](x) * w
+        return axn.sum(axn.sin(nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule)(x))).scalar()
+
+    mapping = {"layers": "stage", "pos": "context", "key_pos": "context"}
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
+    with jax.set_mesh(axn.make_mesh({"stage": 2, "context": 4})), axn.axis_mapping(mapping):
+        # One microbatch, so that means over examples are as in the plain fold.
+        staged = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=GPipe(1)), (0, 1)))
+        found = staged(*axn.shard((weights, X)))
+        for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mean_in_loss", [False, True])
+def test_losses_that_do_not_add_up_positions_get_all_of_them(mean_in_loss: bool) -> None:
+    def loss(weights: Any, x: Any, schedule: Any = None) -> Any:
+        def then(y: Any) -> Any:
+            y = axn.sin(y)
+            return axn.sum(axn.mean(y, "pos") if mean_in_loss else axn.max(y, "pos")).scalar()
+
+        layer = lambda w, x: axn.tanh(x * w)
+        return nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule, then=then)(x)
+
+    mapping, weights = {"layers": "stage", "pos": "context"}, axn.ones({"layers": 2})
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
+    with jax.set_mesh(axn.make_mesh({"stage": 2, "context": 4})), axn.axis_mapping(mapping):
+        found = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(2)), (0, 1)))(weights, X)
+        for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> None:
+    with jax.set_mesh(jax.make_mesh((2, 4), ("stage", "context"), axis_types=(kind,) * 2)):
+        model: Any = nn.Stacked.init(Layers, Attention)(key=jax.random.key(0))
+        layer = lambda block, x: dataclasses.replace(block, context="ring")(x) - axn.mean(x, "pos")
+        text = r"context='ring'.*: a pipeline around it gathers axis .*pos', so `context`.*: 'mean' needs all"
+        with axn.axis_mapping(CP | {"batch": None}), pytest.raises(ValueError, match=text):
+            jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
+        model = nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0))
+        layer = lambda block, x: dataclasses.replace(block, exchange="all_to_all")(x) * axn.mean(block.up.weight)
+        text = r"exchange='all_to_all': a pipeline around it gathers axis 'experts', so `exchange`.*: 'mean' needs all"
+        mapping = {"layers": "stage", "batch": "context", "experts": "context"}
+        with axn.axis_mapping(mapping), pytest.raises(ValueError, match=text):
+            jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
