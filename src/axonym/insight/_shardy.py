@@ -201,7 +201,7 @@ class ShardyProgram:
     def _loop(self, op: Any, around: _Within) -> None:
         test, body = (region.blocks[0] for region in op.regions)
         ends = _last(body).operands
-        turns, loop = _turns(op), self._key(op)
+        turns, loop = turns_of(op), self._key(op)
         times = None if around.times is None or turns is None else around.times * turns
         changed = {x for x, end in zip(body.arguments, ends, strict=True) if x != _moved_from(end)}
         for i, (start, result) in enumerate(zip(op.operands, op.results, strict=True)):
@@ -517,7 +517,7 @@ def _last(block: Any) -> Any:
     return block.operations[len(block.operations) - 1].operation
 
 
-def _turns(loop: Any) -> int | None:
+def turns_of(loop: Any) -> int | None:
     """Return how often a loop that counts from one constant to another runs; None for other loops."""
     test, body = (region.blocks[0] for region in loop.regions)
     compare, step = _last(test).operands[0].owner, _last(body)

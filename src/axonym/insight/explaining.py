@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from ..distribution.active_settings import Entry
@@ -20,7 +18,7 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
-from . import _compiling, _scopes, _shardy
+from . import _compiling, _flops, _scopes, _shardy
 from ._arguments import ArgumentNames, names_of_arrays, step_name
 from ._by_names import OF_GROUPS, by_names
 from ._constraints import Constraints
@@ -232,7 +230,7 @@ def _report(
         if kind in COLLECTIVES:
             collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
         elif kind in ("dot", "convolution"):
-            each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
+            each = _flops.of_instruction(instruction, [s for _, shapes in program.operands(visit) for s in shapes])
             own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
             flops.add(visit, each, own)
         elif kind == "custom-call":
@@ -341,45 +339,6 @@ def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ..
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     return instruction.shapes[carried : 2 * carried]
-
-
-# --- computing ---
-
-
-def _flops(instruction: Instruction, operands: Sequence[HloShape]) -> int:
-    """Return the flops of a product or convolution: a multiplication and an addition for each pair of numbers."""
-    result = int(np.prod(instruction.shapes[0].sizes, dtype=object))
-    left, right = operands[:2]
-    if instruction.opcode == "dot":
-        summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
-        return 2 * result * int(np.prod([left.sizes[int(i)] for i in summed], dtype=object))
-    # Every output feature sees the input features of the kernel, except at padding and at the gaps of dilation.
-    # Compilers for TPUs write products as such convolutions.
-    labels = re.fullmatch(r"([0-9a-z]+)_([0-9a-z]+)->([0-9a-z]+)", instruction.attribute("dim_labels") or "")
-    assert labels, f"a convolution without dim_labels: {instruction.attributes}"
-    shapes = (left, right, instruction.shapes[0])
-    image, kernel, out = (
-        dict(zip(of, shape.sizes, strict=True)) for of, shape in zip(labels.groups(), shapes, strict=True)
-    )
-    spatial = sorted(label for label in kernel if label.isdecimal())
-    places = [_seen_places(instruction, i, image[d], out[d]) for i, d in enumerate(spatial)]
-    return 2 * out["b"] * out["f"] * kernel["i"] * int(np.prod(places, dtype=object))
-
-
-def _seen_places(convolution: Instruction, i: int, size: int, out: int) -> int:
-    """Count the pairs of an output and a window element that meet an element of the input, along one axis."""
-    settings = dict(part.split("=") for part in (convolution.attribute("window") or "{}").strip("{}").split())
-    window, stride, spread, apart = (
-        int(settings[name].split("x")[i]) if name in settings else 1
-        for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
-    )
-    before = int(settings["pad"].split("x")[i].split("_")[0]) if "pad" in settings else 0
-    starts = np.arange(out, dtype=np.int64) * stride - before
-    seen = 0
-    for place in range(window):
-        at = starts + place * apart
-        seen += int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
-    return seen
 
 
 def _memory(compiled: Any) -> Memory | None:
