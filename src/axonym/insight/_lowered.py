@@ -107,7 +107,7 @@ class _Walk:
         A named product runs per device if it gathers parameters; the mesh axes that shard none of its axes repeat it.
         """
         operation, axes = _scopes.operation(scope), self._manual
-        if operation is not None and _scopes.gathers_parameters(operation):
+        if operation is not None and operation.name == "dot":
             axes = axes & operation.over
         return math.prod(self._mesh.get(a, 1) for a in axes)
 

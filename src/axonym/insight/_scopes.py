@@ -89,6 +89,13 @@ def operation(scope: str) -> ScopedOperation | None:
     return ScopedOperation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
 
 
+def names_in(text: str) -> set[str]:
+    """Return the names of all axes in the scopes of a program."""
+    found = {term for match in _SCOPE.findall(text) for terms in match[1:] for term in terms.split(";")}
+    axes = (_AXIS.fullmatch(axis) for term in found for axis in term.split(",") if axis)
+    return {match[1] for match in axes if match}
+
+
 @functools.lru_cache(maxsize=4096)
 def dispatch(scope: str) -> ScopedOperation | None:
     """Return the dispatch of rows to experts that surrounds a scope, or None."""

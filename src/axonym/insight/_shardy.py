@@ -113,6 +113,8 @@ class ShardyProgram:
         self.flops: int | None = 0
         self.needed_flops: int | None = 0
         """The flops that do not depend on branches."""
+        self.products: list[tuple[str, tuple[Frame, ...], int]] = []
+        """The scope, the lines and the flops of each product."""
         self.grouped = False
         """Whether the module has grouped products."""
         self.uncounted: dict[str, None] = {}
@@ -141,8 +143,8 @@ class ShardyProgram:
                 self._functions[str(operation.attributes["sym_name"]).strip('"')] = operation
         self._enter(self._functions["main"], (), _Within())
         given = self._functions["main"].regions[0].blocks[0].arguments
-        self.arguments = [(scope_of(str(x.location)), self._local(x).bytes) for x in given]
-        """The scope of each array in the arguments, and its bytes on each device."""
+        self.arguments = [(scope_of(str(x.location)), self._local(x)) for x in given]
+        """The scope of each array in the arguments, and its shard."""
 
     # --- where operations are ---
 
@@ -392,12 +394,15 @@ class ShardyProgram:
         numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
         summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
         # Without grouped products, as for CPUs, each row is multiplied by the matrices of all groups.
-        groups = _scopes.groups(self._origin(op, around).scope)
+        origin = self._origin(op, around)
+        groups = _scopes.groups(origin.scope)
         self.grouped = self.grouped or groups > 1
         each = 2 * math.prod(result.sizes) * math.prod(summed) // groups
         if around.times is None:
             self.flops = self.needed_flops = None
-        elif self.flops is not None and self.needed_flops is not None:
+            return
+        self.products.append((origin.scope, origin.frames(), each * around.times))
+        if self.flops is not None and self.needed_flops is not None:
             self.flops += each * around.times
             self.needed_flops += 0 if around.in_branch else each * around.times
 

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from ..distribution.active_settings import Entry
+from ..core.source_lines import Frame
+from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import AnyMesh
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
@@ -19,15 +20,18 @@ from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _flops, _scopes, _shardy
-from ._arguments import ArgumentNames, names_of_arrays, step_name
-from ._by_names import OF_GROUPS, by_names
+from ._arguments import ArgumentNames, GivenArray, arrays_of, step_name
+from ._by_names import OF_GROUPS, Layout, by_names
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
+from ._lowered import products
+from ._named_events import NamedTrace
 from ._named_trace import named_trace
 from ._topologies import moved_to, on_topology, with_axes_of
 from .chips import Chip, known_chip
 from .collectives import Collective
+from .repeating import repeated, repeated_by_names
 from .report import Memory, Report, bounds_on
 from .timeline import MemoryTimeline
 
@@ -92,11 +96,12 @@ def explain(
         storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
-        return by_names(trace, sizes, compute, storage, chip, names_of_arrays(fn, args, kwargs))
+        return _named(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
     if by == "shardy":
         with contextlib.nullcontext() if mesh is None else set_mesh(mesh):
-            lowered = distributed(fn, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
-            return _sharded(step_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), chip)
+            compiled_step = distributed(fn, mapping)
+            lowered = compiled_step.trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
+            return _sharded(step_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), compiled_step, chip)
     with active(mesh):
         compiled_step = distributed(fn, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
@@ -111,7 +116,7 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
-        return _report(step_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
+        return _report(step_name(fn), program, lowered, names, found, platform, by, memory, compiled_step, chip)
 
 
 def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
@@ -213,15 +218,17 @@ class _FlopCount:
 def _report(
     step: str,
     program: HloProgram,
-    constraints: Constraints,
+    lowered: Any,
     names: ArgumentNames,
     mesh: dict[str, int] | None,
     platform: str,
     by: str,
     memory: Memory | None,
+    compiled_step: Any,
     chip: Chip | None,
 ) -> Report:
-    collectives: list[Collective] = []
+    constraints, collectives = Constraints(lowered), list[Collective]()
+    computed: list[tuple[str, Sequence[Frame], int]] = []
     flops = _FlopCount()
     custom_calls: set[str] = set()
     for visit in program.visits():
@@ -233,6 +240,8 @@ def _report(
             each = _flops.of_instruction(instruction, [s for _, shapes in program.operands(visit) for s in shapes])
             own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
             flops.add(visit, each, own)
+            if visit.times is not None:
+                computed.append((instruction.scope, program.frames(instruction), own * visit.times))
         elif kind == "custom-call":
             custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     notes = []
@@ -252,12 +261,73 @@ def _report(
     bounds = None if chip is None else bounds_on(chip, collectives, memory, flops.needed)
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
-    given = program.parameters()
-    arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
+    shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
     return Report(
         step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes),
-        timeline=course, arguments=arguments,
+        timeline=course, **_of_step(lowered, compiled_step, names, shards, computed, mesh or {}),
     )  # fmt: skip
+
+
+def _of_step(
+    lowered: Any,
+    compiled_step: Any,
+    names: ArgumentNames,
+    shards: Sequence[tuple[str, HloShape]],
+    computed: Sequence[tuple[str, Sequence[Frame], int]],
+    mesh: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return the parts of a report that compare a lowered step with what each device holds and computes.
+
+    Arguments:
+        shards: the scope of each array in the arguments, and its shard.
+        computed: the scope, the lines and the flops of the products of each device.
+    """
+    mappings = _mappings(compiled_step)
+    found = products(lowered, mesh)
+    of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
+    return {
+        "arguments": names.added_up((scope, shape.bytes) for scope, shape in shards),
+        "placed": tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh, mappings)),
+        "repeated": tuple(repeated(found, computed, mesh)) if mesh else (),
+        "mapping": mappings[0],
+        "parameter_mapping": mappings[1],
+        "axes": tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
+    }
+
+
+def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
+    """Return the compute and the parameter mapping that are active in a step."""
+    if isinstance(compiled_step, BoundCompiledFunction):
+        compiled_step = compiled_step.__func__
+    own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
+    return own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())
+
+
+def _named(
+    trace: NamedTrace,
+    mesh: Mapping[str, int],
+    compute: Mapping[str, Entry],
+    storage: Mapping[str, Entry],
+    chip: Chip | None,
+    given: Sequence[GivenArray],
+) -> Report:
+    """Report on a traced step by its names."""
+    report = by_names(trace, mesh, compute, storage, chip, [x.argument for x in given])
+    layout = Layout(mesh, compute, storage, trace.joined)
+    placed = (
+        x.on_devices(layout.local(value.dims, layout.over(value.dims)), mesh, (compute, storage))
+        for x, value in zip(given, trace.arguments, strict=True)
+    )
+    seen = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
+    seen |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
+    return dataclasses.replace(
+        report,
+        placed=tuple(placed),
+        repeated=tuple(repeated_by_names(trace, layout)),
+        mapping=compute,
+        parameter_mapping=storage,
+        axes=tuple(sorted(n for n in seen if n is not None)),
+    )
 
 
 def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) -> MemoryTimeline | None:
@@ -268,7 +338,7 @@ def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) ->
         return None
 
 
-def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -> Report:
+def _sharded(step: str, lowered: Any, names: ArgumentNames, compiled_step: Any, chip: Chip | None) -> Report:
     """Report on a lowered step after the passes of Shardy."""
     program, constraints = _shardy.sharded_program(lowered), Constraints(lowered)
     collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
@@ -286,7 +356,7 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
     bounds = None if chip is None else bounds_on(chip, collectives, None, program.needed_flops)
     return Report(
         step, "any platform", program.mesh, "shardy", tuple(collectives), None, program.flops, bounds, tuple(notes),
-        program.uncertain, arguments=names.added_up(program.arguments),
+        program.uncertain, **_of_step(lowered, compiled_step, names, program.arguments, program.products, program.mesh),
     )  # fmt: skip
 
 

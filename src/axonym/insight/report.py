@@ -18,8 +18,11 @@ from ._text import (
     rich_table,
     written_number,
 )
+from ..distribution.active_settings import Entry
+from ._arguments import PlacedArgument
 from .chips import Chip
 from .collectives import Collective
+from .repeating import RepeatedWork
 from .timeline import MemoryTimeline, draw
 
 _SHOWN = 8
@@ -118,6 +121,16 @@ class Report:
     arguments: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The bytes of each argument of the step on each device, by the name of its parameter, without the padding that
     compilers for some devices add."""
+    placed: tuple[PlacedArgument, ...] = ()
+    """The arrays in the arguments, and where they lie, as far as known."""
+    repeated: tuple[RepeatedWork, ...] = ()
+    """The products of which several devices compute the same part, in the order of the step."""
+    mapping: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    """The compute mapping of the step."""
+    parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    """The mapping that parameters are stored by, if it is another."""
+    axes: tuple[str, ...] = ()
+    """The names of the axes of all arrays in the step."""
 
     def total_sent(self, over: str | None = None, kind: str | None = None, phase: str | None = None) -> int | None:
         """Return the bytes that each device sends in a call; None if that depends on values.
