@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
 from axonym.insight import PlannedMapping, plan, planning
-from axonym.insight.report import described_seconds
+from axonym.insight._text import described_seconds
 from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
 from tests.insight import cases

@@ -93,7 +93,8 @@ def names_in(text: str) -> set[str]:
     """Return the names of all axes in the scopes of a program."""
     found = {term for match in _SCOPE.findall(text) for terms in match[1:] for term in terms.split(";")}
     axes = (_AXIS.fullmatch(axis) for term in found for axis in term.split(",") if axis)
-    return {match[1] for match in axes if match}
+    # A kernel renames axes of its operands that are the same in the model: `mlp of the weight`.
+    return {match[1].partition(" of ")[0] for match in axes if match}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -62,6 +62,8 @@ class Collective:
     """The line of the user's code that it comes from."""
     scope: str
     """The scopes around it, as JAX writes them."""
+    parameters: tuple[str, ...] = ()
+    """The paths of the arguments of which it carries one, or the gradient of one; empty if it is none, or not known."""
 
     @property
     def total_sent(self) -> int | None:

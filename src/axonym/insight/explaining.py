@@ -29,6 +29,7 @@ from ._lowered import products
 from ._named_events import NamedTrace
 from ._named_trace import named_trace
 from ._topologies import moved_to, on_topology, with_axes_of
+from ._parameters import used_by, used_by_names, with_parameters
 from .chips import Chip, known_chip
 from .collectives import Collective
 from .repeating import repeated, repeated_by_names
@@ -262,37 +263,40 @@ def _report(
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
     shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
-    return Report(
-        step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes),
-        timeline=course, **_of_step(lowered, compiled_step, names, shards, computed, mesh or {}),
-    )  # fmt: skip
+    report = Report(
+        step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes), timeline=course
+    )
+    return _compared(report, lowered, compiled_step, names, shards, computed)
 
 
-def _of_step(
+def _compared(
+    report: Report,
     lowered: Any,
     compiled_step: Any,
     names: ArgumentNames,
     shards: Sequence[tuple[str, HloShape]],
     computed: Sequence[tuple[str, Sequence[Frame], int]],
-    mesh: Mapping[str, int],
-) -> dict[str, Any]:
-    """Return the parts of a report that compare a lowered step with what each device holds and computes.
+) -> Report:
+    """Add to a report what the lowered step tells: the arguments, and the work that devices repeat.
 
     Arguments:
         shards: the scope of each array in the arguments, and its shard.
         computed: the scope, the lines and the flops of the products of each device.
     """
-    mappings = _mappings(compiled_step)
-    found = products(lowered, mesh)
+    mesh, mappings, found = report.mesh, _mappings(compiled_step), products(lowered, report.mesh)
+    kept = [names.find(scope) for scope, _ in shards]
+    uses = used_by(found, lambda n: kept[n] if n < len(kept) else None)
     of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
-    return {
-        "arguments": names.added_up((scope, shape.bytes) for scope, shape in shards),
-        "placed": tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh, mappings)),
-        "repeated": tuple(repeated(found, computed, mesh)) if mesh else (),
-        "mapping": mappings[0],
-        "parameter_mapping": mappings[1],
-        "axes": tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
-    }
+    return dataclasses.replace(
+        report,
+        collectives=tuple(with_parameters(report.collectives, uses, names.arrays)),
+        arguments=names.added_up((scope, shape.bytes) for scope, shape in shards),
+        placed=tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh, mappings)),
+        repeated=tuple(repeated(found, computed, mesh)) if mesh else (),
+        mapping=mappings[0],
+        parameter_mapping=mappings[1],
+        axes=tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
+    )
 
 
 def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
@@ -320,8 +324,10 @@ def _named(
     )
     seen = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
     seen |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
+    uses = used_by_names(trace, given)
     return dataclasses.replace(
         report,
+        collectives=tuple(with_parameters(report.collectives, uses, given)),
         placed=tuple(placed),
         repeated=tuple(repeated_by_names(trace, layout)),
         mapping=compute,
@@ -354,10 +360,11 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, compiled_step: Any, 
         notes.append(f"flops are not known, because {', '.join(program.uncounted)} cannot be counted")
     notes += _notes_on(collectives, program.flops is None and not program.uncounted)
     bounds = None if chip is None else bounds_on(chip, collectives, None, program.needed_flops)
-    return Report(
+    report = Report(
         step, "any platform", program.mesh, "shardy", tuple(collectives), None, program.flops, bounds, tuple(notes),
-        program.uncertain, **_of_step(lowered, compiled_step, names, program.arguments, program.products, program.mesh),
+        program.uncertain,
     )  # fmt: skip
+    return _compared(report, lowered, compiled_step, names, program.arguments, program.products)
 
 
 def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:

@@ -16,10 +16,10 @@ from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._named_events import NamedTrace, NotKnown, Renamed
 from ._named_trace import named_trace
-from ._text import aligned, markdown_table, parsed_bytes, written_number
+from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import explain
-from .report import Bounds, Memory, Report, bounds_on, described_seconds
+from .report import Bounds, Memory, Report, bounds_on
 
 Over = str | tuple[str, ...]
 
