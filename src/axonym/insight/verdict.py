@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import describe_bytes, suggestion
-from ._parameters import without_numbers
-from ._text import described_axes, described_seconds, written_number
+from ._parameters import carried_axes, without_numbers
+from ._text import described_axes, described_seconds
+from ._arguments import PlacedArgument
 from .collectives import Collective
+from .repeating import RepeatedWork
 
 if TYPE_CHECKING:
     from .report import Report
@@ -83,7 +86,7 @@ def verdict_of(report: Report) -> Verdict:
     """Judge a report."""
     checks = [
         _fits(report), _mapping(report), _mesh_axes(report), _repeated(report), _copies(report), _moved(report),
-        _reasons(report), _certain(report),
+        _again(report), _reasons(report), _certain(report),
     ]  # fmt: skip
     findings = [finding for found, _ in checks for finding in found]
     fine = tuple(text for found, text in checks if text and not found)
@@ -140,7 +143,7 @@ def _binds(report: Report) -> tuple[str, str]:
     again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
     axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
     own = _merged([c for c in report.collectives if c.axes == axes])
-    first = f" {_percent(own[0][1] / max(1, sum(n for _, n in own)))} of it is one {_short(own[0][0])}." if own else ""
+    first = f" {_percent(own[0][1] / max(1, sum(n for _, n in own)))} of it: {_short(own[0][0])}." if own else ""
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{least}{times}.{first}{again}"
 
 
@@ -186,12 +189,14 @@ def _costliest(report: Report) -> Iterator[str]:
     total = sum(c.total_sent or 0 for c in report.collectives)
     for c, sent in _merged(report.collectives)[:_COSTLIEST]:
         if total and sent / total >= SMALL:
+            times = sum(one.times or 0 for one in report.collectives if alike(one) == alike(c))
             gradient = "the gradient of " if c.kind in ("all-reduce", "reduce-scatter") else ""
             path = f" ({gradient}{path_of(c)})" if c.parameters else ""
+            within = f" in {c.operation.partition('[')[0]}" if c.operation and not c.parameters else ""
             where = f", {c.source}" if c.source else ""
             yield (
-                f"{_percent(sent / total)}: {c.kind} over {described_axes(c.axes)} of {c.array}{path}, "
-                f"{phase_of(c.phase)}{where}: {c.reason or 'why is not known'}"
+                f"{_percent(sent / total)}: {c.kind} over {described_axes(c.axes)} of {c.array}{path}{within}, "
+                f"{times} x {describe_bytes(c.sent or 0)}, {phase_of(c.phase)}{where}: {c.reason or 'why is not known'}"
             )
 
 
@@ -279,11 +284,11 @@ def _repeated(report: Report) -> _Check:
     return found, fine if repeated_share(report) < SMALL else ""
 
 
-def _share(report: Report, work: Sequence[Any]) -> float:
+def _share(report: Report, work: Sequence[RepeatedWork]) -> float:
     return sum(w.needless for w in work) / report.flops if report.flops else 0.0
 
 
-def _of_repeated(report: Report, work: Sequence[Any]) -> Iterator[str]:
+def _of_repeated(report: Report, work: Sequence[RepeatedWork]) -> Iterator[str]:
     if (share := _share(report, work)) >= SMALL:
         first = work[0]
         along = f" along {described_axes(first.axes)}" if first.axes else ""
@@ -294,24 +299,30 @@ def _of_repeated(report: Report, work: Sequence[Any]) -> Iterator[str]:
         )
 
 
-def _axes_to_shard(report: Report, work: Sequence[Any], *over: str) -> str:
-    """Advise to shard axes of repeated operations over the mesh axes that repeat them."""
-    sizes = {n: size for x in report.placed for n, size in zip(x.axes, x.sizes, strict=True) if n is not None}
+def _axes_to_shard(report: Report, work: Sequence[RepeatedWork], *over: str) -> str:
+    """Advise to shard axes of repeated operations over the mesh axes that repeat them.
+
+    These are axes of their first operands, such as the batch, if none of them is sharded, and else axes of parameters.
+    """
+    having: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for x in report.placed:
+        for n, size in zip(x.axes, x.sizes, strict=True):
+            if n is not None:
+                having[n], sizes[n] = having.get(n, 0) + 1, size
     count = math.prod(report.mesh[a] for a in over)
-    weights: dict[str, int] = {}
+    found: dict[str, None] = {}
     for w in work:
-        for n in _names_in(w.operation or ""):
-            if n in sizes and sizes[n] % count == 0 and not report.mapping.get(n):
-                weights[n] = weights.get(n, 0) + w.needless
-    if not over or not weights:
-        return ""
-    best = [n for n, weight in weights.items() if weight == max(weights.values())][:4]
-    return f"shard {' or '.join(best)} over {described_axes(over)}."
-
-
-def _names_in(operation: str) -> Sequence[str]:
-    inside = operation.partition("[")[2].rstrip("]").replace("->", ",").replace(";", ",")
-    return list(dict.fromkeys(n.strip() for n in inside.split(",") if n.strip()))
+        inside = (w.operation or "").partition("[")[2].rstrip("]")
+        terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
+        if w.phase != "backward" and len(terms) == 3:
+            first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
+            free = second if any(report.mapping.get(n) for n in first) else first
+            fitting = (n for n in free if not report.mapping.get(n) and sizes.get(n, 1) % count == 0 and n in sizes)
+            found.update(dict.fromkeys(fitting))
+    # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
+    rare = [n for n in found if having[n] <= len(report.placed) / 2]
+    return f"shard {' or '.join((rare or list(found))[:4])} over {described_axes(over)}." if over and found else ""
 
 
 def _copies(report: Report) -> _Check:
@@ -325,45 +336,85 @@ def _copies(report: Report) -> _Check:
             groups.setdefault(x.replicated_over, []).append(x)
     found = []
     for over, arrays in groups.items():
-        size = sum(x.bytes for x in arrays)
-        listed = ", ".join(dict.fromkeys(without_numbers(x.path) for x in arrays[:6]))
-        more = f" and {len(arrays) - 6} more" if len(arrays) > 6 else ""
+        size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
         cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
         cause += f", over {described_axes(over)}" if over else ""
-        left = sum(x.bytes // x.copies for x in arrays)
-        so = f"Sharded over it, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."
-        found.append(Finding("note", f"{cause}: {listed}{more}.", (so,)))
-    return found, "no large argument is held in copies" if report.placed and math.prod(report.mesh.values()) > 1 else ""
+        so = f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."
+        free = [
+            {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
+            for x in arrays
+        ]
+        common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
+        advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
+        found.append(Finding("note", f"{cause}: {_listed(arrays)}.", (so,), advice))
+    large = any(x.copies > 1 and x.bytes > _MUCH * total for x in report.placed)
+    fine = "no large argument is held in copies" if report.placed and math.prod(report.mesh.values()) > 1 else ""
+    return found, "" if large else fine
+
+
+def _listed(arrays: Sequence[PlacedArgument]) -> str:
+    """List the paths of arguments, the largest first."""
+    sizes: dict[str, int] = {}
+    for x in arrays:
+        path = without_numbers(x.path)
+        sizes[path] = sizes.get(path, 0) + x.bytes
+    paths = sorted(sizes, key=lambda path: -sizes[path])
+    return ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
 
 
 def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
     total = sum(x.bytes for x in report.placed)
     arrays = [x for x in report.placed if set(x.replicated_over) & set(over) and x.bytes > _MUCH * total]
     if arrays:
-        listed = ", ".join(dict.fromkeys(without_numbers(x.path) for x in arrays[:6]))
         share = sum(x.bytes for x in arrays) / total
-        yield f"{_percent(share)} of the bytes of arguments are held in {arrays[0].copies} copies: {listed}."
+        yield f"{_percent(share)} of the bytes of arguments are held in {arrays[0].copies} copies: {_listed(arrays)}."
 
 
 def _moved(report: Report) -> _Check:
     """Find activations that are gathered, or moved to another axis, although a mapping shards them."""
     total = sum(c.total_sent or 0 for c in report.collectives)
+    together: dict[tuple[tuple[str, ...], bool, Any, str], int] = {}
+    for c in report.collectives:
+        names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
+        if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
+            key = names, bool(c.gathered), c.source, c.reason or "why is not known"
+            together[key] = together.get(key, 0) + (c.total_sent or 0)
     found = []
-    for c, sent in _merged(report.collectives):
-        lost = (c.gathered or c.moved) and not c.stored and not c.of_indices and not c.parameters
-        if lost and sent >= _MUCH * total and (c.operation or "").partition("[")[0] != "dispatch":
-            names = described_axes(c.gathered or c.moved)
-            verb = "is gathered" if c.gathered else "is moved"
-            at = f" at {c.source}" if c.source else ""
-            cause = f"{names} {verb}{at}, {_percent(sent / total)} of the bytes sent: {c.reason or 'why is not known'}."
-            if "a placement" in (c.reason or ""):
-                advice = f"add {names} to the placement{at}."
-            elif "code without names" in (c.reason or ""):
-                advice = f"write it with names, along another axis than {names}, or inside axonym.shard_map."
+    for (names, gathered, source, reason), sent in together.items():
+        if sent >= _MUCH * total:
+            said, at = described_axes(names), f" at {source}" if source else ""
+            cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {_percent(sent / total)} of the bytes sent: {reason}."
+            if "a placement" in reason:
+                advice = f"add {said} to the placement{at}."
+            elif "code without names" in reason:
+                advice = f"write it with names, along another axis than {said}, or inside axonym.shard_map."
             else:
-                advice = f"another axis than {names}, or an operation that does not need all of it."
+                advice = f"another axis than {said}, or an operation that does not need all of it."
             found.append(Finding("look", cause, advice=advice))
     return found, "no activation is gathered" if report.collectives else ""
+
+
+def _again(report: Report) -> _Check:
+    """Find parameters that a loop sends again in each turn, rather than a part of them."""
+    total = sum(c.total_sent or 0 for c in report.collectives)
+    ranks = {x.path: len(x.axes) for x in report.placed}
+    again = [
+        c
+        for c in report.collectives
+        if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0]) and total
+    ]
+    found = []
+    for kind in dict.fromkeys(c.kind for c in again):
+        same = [c for c in again if c.kind == kind]
+        sent = sum(c.total_sent or 0 for c in same)
+        if sent >= _MUCH * total:
+            what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
+            times = max(c.times or 0 for c in same)
+            paths = ", ".join(list(dict.fromkeys(map(path_of, same)))[:4])
+            cause = f"{what} sent again in each turn of a loop, {times} times, {_percent(sent / total)} of the bytes sent: {paths}."
+            advice = "fewer, larger microbatches, or gradients that are added up on each device before they are summed."
+            found.append(Finding("look", cause, advice=advice))
+    return found, "no loop sends the same parameter again" if report.collectives else ""
 
 
 def _reasons(report: Report) -> _Check:
@@ -374,7 +425,8 @@ def _reasons(report: Report) -> _Check:
         return (), "each large transfer has a reason" if total else ""
     c, most = _merged(unknown)[0]
     at = f" at {c.source}" if c.source else ""
-    cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {_percent(most / total)} by the {c.kind}{at}."
+    in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
+    cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {_percent(most / total)} by the {c.kind}{in_}{at}."
     return [Finding("look", cause, advice="names for the arrays there: see axonym.names.")], ""
 
 
