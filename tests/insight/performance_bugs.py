@@ -169,7 +169,7 @@ BUGS: dict[str, Bug] = {
         step=axn.named_jit(
             with_state,
             COMPUTE,
-            in_placement={"w": {**COMPUTE, "embed": "data"}, "tokens": COMPUTE, "state": {"batch": None}},
+            in_placement={"w": COMPUTE, "tokens": COMPUTE, "state": jax.P()},
         ),
     ),
     # the step

@@ -184,6 +184,30 @@ class HloProgram:
         inside = self.computations[instruction.computation("calls") or ""].values()
         return len(instruction.operands) == 1 and all(i.opcode in {*_PASSING_ON, "parameter"} for i in inside)
 
+    def origin(self, instruction: Instruction) -> Instruction:
+        """Return the instruction that says most of the origin of a result.
+
+        It is the instruction itself if it belongs to a named operation, or else one in its fusion, or the producer of
+        what it passes on.
+        """
+        found = instruction
+        for _ in range(64):
+            if _NAMED.search(found.scope):
+                return found
+            inside = self.computations[found.computation("calls") or ""] if found.opcode == "fusion" else {}
+            named = [i for i in inside.values() if _NAMED.search(i.scope)]
+            if named:
+                return named[-1]
+            if not self._passes_on(found) or not found.operands:
+                break
+            found = self._around[found.name][found.operands[0]]
+        return instruction
+
+    @functools.cached_property
+    def _around(self) -> dict[str, dict[str, Instruction]]:
+        """Return the computation of each instruction."""
+        return {name: inside for inside in self.computations.values() for name in inside}
+
     def updates_with(self, instruction: Instruction) -> Instruction | None:
         """Return the instruction that computes the slice written into an array, or None."""
         inside = next(c for c in self.computations.values() if c.get(instruction.name) is instruction)

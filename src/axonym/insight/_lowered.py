@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.source_lines import Frame
-from . import _flops, _scopes
+from . import _scopes
 from ._constraints import frames_of, scope_of
-from ._shardy import turns_of
+from ._shardy import flops_of, turns_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Product:
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
     """For each operand, the number of the argument of the program that it is, in another dtype or layout, or a slice."""
+    convolves: bool
 
 
 _SAME = {
@@ -97,9 +98,11 @@ class _Walk:
         locations = [str(x.location) for x in (*self._around, op)]
         scope = "/".join(filter(None, map(scope_of, locations)))
         frames = tuple(f for location in reversed(locations) for f in frames_of(location))
-        flops = 0 if op.name == "stablehlo.gather" else _flops_of(op) * self._copies(scope) // _scopes.groups(scope)
+        shapes = [tuple(x.type.shape) for x in (*list(op.operands)[:2], op.results[0])]
+        flops = 0 if op.name == "stablehlo.gather" else flops_of(op, shapes)
+        flops = flops * self._copies(scope) // _scopes.groups(scope)
         arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
-        return Product(scope, frames, None if times is None else flops * times, arguments)
+        return Product(scope, frames, None if times is None else flops * times, arguments, "convolution" in op.name)
 
     def _copies(self, scope: str) -> int:
         """Return how many devices a per-device operation needs, of which each has a part of the work.
@@ -131,24 +134,3 @@ class _Walk:
             else:
                 return None
         return None
-
-
-def _flops_of(op: Any) -> int:
-    left, right, result = (tuple(x.type.shape) for x in (*list(op.operands)[:2], op.results[0]))
-    if op.name == "stablehlo.dot_general":
-        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
-        summed = [left[i] for i in _integers(numbers[1])] if numbers else []
-        return _flops.of_product(result, summed)
-    labels = re.sub(r"[\s,\[\]]", "", re.sub(r".*<(.*)>", r"\1", str(op.attributes["dimension_numbers"]))).replace("x", "_")
-    spatial = sum(label.isdecimal() for label in labels.partition("_")[0])
-
-    def of(name: str, otherwise: int) -> list[int]:
-        return [int(n) for n in op.attributes[name]] if name in op.attributes else [otherwise] * spatial
-
-    padding = [int(n) for n in op.attributes["padding"]][::2] if "padding" in op.attributes else [0] * spatial
-    windows = [*map(_flops.Window, of("window_strides", 1), padding, of("lhs_dilation", 1), of("rhs_dilation", 1))]
-    return _flops.of_convolution(labels, [left, right, result], windows)
-
-
-def _integers(text: str) -> Sequence[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,6 +11,7 @@ from . import _scopes
 from ._arguments import GivenArray
 from ._lowered import Product
 from ._named_events import NamedTrace, Use
+from ._text import described_axes
 from .collectives import Collective
 
 Place = tuple[str | None, Source | None]
@@ -45,14 +45,21 @@ def with_parameters(
     collectives: Iterable[Collective], uses: dict[Place, list[GivenArray]], given: Sequence[GivenArray]
 ) -> Iterator[Collective]:
     """Add to collectives the paths of the parameters that they carry, as far as known."""
+    by_line: dict[Source | None, list[GivenArray]] = {}
+    for (_, line), arrays in uses.items():
+        by_line.setdefault(line, []).extend(arrays)
     for c in collectives:
-        here = uses.get((c.operation, c.source), ())
-        found = [x for x in here if _is_carried(c, x)]
-        if not found and c.operation is not None:
-            # Scales and biases are in no product, so their axes tell; the loop over layers has one more.
-            found = [x for x in given if _is_carried(c, x)]
+        # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
+        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), given)
+        found = next(filter(None, ([x for x in arrays if _is_carried(c, x)] for arrays in around)), [])
         paths = tuple(dict.fromkeys(x.path for x in found))
-        yield dataclasses.replace(c, parameters=paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ())
+        parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
+        reason = c.reason
+        if parameters and c.kind in ("all-reduce", "reduce-scatter") and (reason is None or "held array" in reason):
+            over = f" over {described_axes(c.axes)}" if c.axes else ""
+            reason = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, parameters)))} is summed{over}"
+        array = re.sub(r"\d+ of held array \d+=", "", c.array) if parameters else c.array
+        yield dataclasses.replace(c, array=array, parameters=parameters, reason=reason)
 
 
 _AT_MOST = 3
@@ -68,9 +75,20 @@ def _is_carried(c: Collective, x: GivenArray) -> bool:
     if names and own:
         more = own - set(names)
         return own >= set(names) and len(more) <= 1 and not more & set(c.named_axes)
-    sizes = re.search(r"\[([\d,]*)\]", c.array)
-    elements = math.prod(int(n) for n in sizes[1].split(",") if n) if sizes else 0
-    return not own and not names and elements > 1 and math.prod(x.sizes) % elements == 0
+    # A lifted function calls the axes of its own arrays `0 of held array 2`.
+    return not own and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes)
+
+
+def _sizes_in(array: str) -> list[int]:
+    found = re.search(r"\[([^\[\]]*)\]$", array)
+    return [int(n) for n in re.findall(r"(?:^|=|,)(\d+)(?=,|$)", found[1])] if found else []
+
+
+def _fit(local: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether a shard of an array of some sizes, in any order, may have others."""
+    pairs = list(zip(sorted(n for n in local if n > 1), sorted(n for n in sizes if n > 1), strict=False))
+    ranks = len([n for n in local if n > 1]), len([n for n in sizes if n > 1])
+    return ranks[0] == ranks[1] > 0 and all(n % own == 0 for own, n in pairs) and sum(n != own for own, n in pairs) <= 2
 
 
 def carried_axes(c: Collective) -> tuple[str, ...]:

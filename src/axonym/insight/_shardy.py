@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core.source_lines import Frame
-from . import _scopes
+from . import _flops, _scopes
 from ._constraints import frames_of, scope_of
 from ._describing import Exchange, Origin
 from ._hlo import HloShape, along
@@ -389,15 +389,12 @@ class ShardyProgram:
     # --- everything else ---
 
     def _product(self, op: Any, around: _Within) -> None:
-        """Count the flops of a product."""
-        left, result = self._local(op.operands[0]), self._local(op.results[0])
-        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
-        summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+        """Count the flops of a product or convolution."""
         # Without grouped products, as for CPUs, each row is multiplied by the matrices of all groups.
         origin = self._origin(op, around)
         groups = _scopes.groups(origin.scope)
         self.grouped = self.grouped or groups > 1
-        each = 2 * math.prod(result.sizes) * math.prod(summed) // groups
+        each = flops_of(op, [self._local(x).sizes for x in (*list(op.operands)[:2], op.results[0])]) // groups
         if around.times is None:
             self.flops = self.needed_flops = None
             return
@@ -408,13 +405,13 @@ class ShardyProgram:
 
     def _other(self, op: Any, around: _Within) -> None:
         name = op.name.partition(".")[2]
-        if op.name == "stablehlo.dot_general":
+        if op.name in ("stablehlo.dot_general", "stablehlo.convolution"):
             self._product(op, around)
         elif op.name == "sdy.reshard":
             raise NotImplementedError(
                 "explain: by='shardy' found a reshard that is not a collective. by='partitioner' reads such a program."
             )
-        elif op.name in ("stablehlo.convolution", "chlo.ragged_dot"):
+        elif op.name == "chlo.ragged_dot":
             self.uncounted.setdefault(name)
             self.flops = self.needed_flops = None
         if op.name == "stablehlo.custom_call" and (called := str(op.attributes["call_target_name"]).strip('"')):
@@ -520,6 +517,25 @@ def _moved_from(value: Any) -> Any:
 def _last(block: Any) -> Any:
     """Return the operation that ends a block, whose operands are its results."""
     return block.operations[len(block.operations) - 1].operation
+
+
+def flops_of(op: Any, shapes: Sequence[Sequence[int]]) -> int:
+    """Return the flops of a product or convolution, whose two operands and result have some sizes."""
+    left, _, result = shapes
+    if op.name == "stablehlo.dot_general":
+        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
+        summed = [left[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+        return _flops.of_product(result, summed)
+    numbers = re.sub(r".*<(.*)>", r"\1", str(op.attributes["dimension_numbers"]))
+    labels = re.sub(r"[\s,\[\]]", "", numbers).replace("x", "_")
+    spatial = sum(label.isdecimal() for label in labels.partition("_")[0])
+
+    def of(name: str, otherwise: int) -> list[int]:
+        return [int(n) for n in op.attributes[name]] if name in op.attributes else [otherwise] * spatial
+
+    padding = [int(n) for n in op.attributes["padding"]][::2] if "padding" in op.attributes else [0] * spatial
+    windows = [*map(_flops.Window, of("window_strides", 1), padding, of("lhs_dilation", 1), of("rhs_dilation", 1))]
+    return _flops.of_convolution(labels, shapes, windows)
 
 
 def turns_of(loop: Any) -> int | None:

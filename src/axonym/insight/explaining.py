@@ -88,6 +88,8 @@ def explain(
     if by not in TIERS:
         raise ValueError(f"explain: `by` is one of {', '.join(map(repr, TIERS))}, got {by!r}.")
     chip = None if chip is None else known_chip(chip)
+    if type(fn).__module__.partition(".")[0] == "equinox" and hasattr(fn, "__wrapped__"):
+        fn = fn.__wrapped__  # `eqx.filter_jit` takes no abstract arguments, and `named_jit` does the same otherwise
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")

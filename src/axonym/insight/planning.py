@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,17 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, describe_bytes
+from ..distribution.active_settings import activate
+from ..distribution.mesh_axes import NO_MESH
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
+from ._lowered import products
 from ._named_events import NamedTrace, NotKnown, Renamed
 from ._named_trace import named_trace
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
-from .explaining import explain
+from .explaining import distributed, explain
 from .report import Bounds, Memory, Report, bounds_on
 
 Over = str | tuple[str, ...]
@@ -96,9 +100,9 @@ class PlannedMapping:
         return "\n".join(lines)
 
     def _order(self) -> tuple[float, float, int]:
-        """Return the sort key of plans: if their bounds agree to two digits, their sum decides."""
+        """Return the sort key of plans: if their bounds are shown alike, their sum decides."""
         total = sum(t for t in (self.bounds.compute, *self.bounds.links.values()) if t is not None)
-        return _to_two_digits(self.seconds), total, len(self.mesh) + len(self.compute) + len(self.storage)
+        return _as_shown(self.seconds), total, len(self.mesh) + len(self.compute) + len(self.storage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +170,13 @@ class MappingPlan:
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
+    def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
+        """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
+        groups: dict[Any, list[PlannedMapping]] = {}
+        for p in self.found:
+            groups.setdefault((frozenset(p.compute.items()), frozenset(p.storage.items())), []).append(p)
+        return [(first, len(others)) for first, *others in groups.values()]
+
     def _title(self) -> str:
         large = (
             f", {len(self.too_large)} of which need{'s' * (len(self.too_large) == 1)} more memory"
@@ -174,20 +185,21 @@ class MappingPlan:
         )
         return (
             f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
-            f"{counted(self.considered, 'mapping')}{large}"
+            f"{counted(self.considered, 'mesh and mapping', 'meshes and mappings')}{large}"
         )
 
     def _table(self) -> list[list[str]]:
         header = ["mesh", "compute", "and stored by", "at least", "bottleneck", "sent", "memory", "flops", "source",
                   "partitioner"]  # fmt: skip
         rows = []
-        for p in self.found[:8]:
+        for p, others in self._by_mapping()[:8]:
             verified = "-" if p.verified is None else _agreement(p)
             own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
             flops = "not known" if p.flops is None else written_number(p.flops)
+            mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
             rows.append(
-                [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(_to_two_digits(p.seconds)), p.bounds.bottleneck, describe_bytes(p.sent),
+                [mesh, _listed(p.compute), _listed(own) or "as used",
+                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent),
                  describe_bytes(p.memory), flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
@@ -211,10 +223,10 @@ def plan(
     not determine the communication, such as axes of experts, of a sequence, or of layers that run as a pipeline, it
     uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
     step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
-    known, such as convolutions, is refused.
+    known, such as kernels of Pallas, is refused.
 
-    The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
-    two digits are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that runs only for
+    The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree in
+    the three digits shown are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that runs only for
     some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
@@ -241,6 +253,9 @@ def plan(
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
     trace = named_trace(fn, args, {})
+    convolved = 0
+    if set(trace.uncounted) == {"conv_general_dilated"}:
+        trace, convolved = dataclasses.replace(trace, uncounted=()), _flops_of_convolutions(fn, args)
     if trace.uncounted:
         raise ValueError(
             f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
@@ -248,7 +263,7 @@ def plan(
         )
     raw = isinstance(fn, DistributedFunction)
     of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
-    search = _Search(trace, chip, _names(of_model), _names(of_batch))
+    search = _Search(trace, chip, _names(of_model), _names(of_batch), convolved)
     found = list(search.run(chips))
     asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
@@ -308,8 +323,13 @@ def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], ch
 class _Search:
     """All meshes and mappings of a traced step whose cost can be computed from names."""
 
-    def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
+    def __init__(
+        self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str], convolved: int = 0
+    ):
         self.trace, self.chip = trace, chip
+        self._convolved = convolved
+        """The flops of all convolutions. Names do not tell what sharded ones send, so each device computes them all."""
+        self._of_batch = of_batch
         self.left_out: dict[str, str] = {}
         self.alike: dict[str, int] = {}
         """Axes that names do not identify because other axes have the same size, each with this size."""
@@ -319,7 +339,8 @@ class _Search:
         self.batch = [n for n in of_batch if n not in of_model and n in alone]
         self.tensor = [n for n in alone if n in of_model or n in of_batch]
         data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
-        self.stored = [n for n in of_model if data and self._told(data, {n: "data"})]
+        # An array with an axis of the parameter mapping counts as a parameter, so axes of the batch are not stored.
+        self.stored = [n for n in of_model if n not in of_batch and data and self._told(data, {n: "data"})]
         # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
         apart: set[frozenset[str]] = set()
         for a, b in itertools.combinations(self.tensor, 2):
@@ -392,7 +413,9 @@ class _Search:
             compute: dict[str, Over] = (
                 {batch: tuple(over) if len(over) > 1 else over[0]} if batch is not None and over else {}
             )
-            compute |= dict.fromkeys(axes, "model")
+            if name in self._of_batch and len(mesh) == 1:  # it is data parallelism
+                mesh = {"data": model}
+            compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
             stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
             storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
             for storage in (*storages, {}):
@@ -448,10 +471,11 @@ class _Search:
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
     ) -> PlannedMapping:
-        bounds = bounds_on(self.chip, account.exchanges, None, account.flops)
+        flops = None if account.flops is None else account.flops + self._convolved
+        bounds = bounds_on(self.chip, account.exchanges, None, flops)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
         memory = _kept(memory_of(self.trace, account.layout))
-        return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
+        return PlannedMapping(mesh, compute, storage, bounds, memory, flops, sent, account.uncertain)
 
 
 def _mesh(data: int, model: int) -> dict[str, int]:
@@ -462,6 +486,14 @@ def _mesh(data: int, model: int) -> dict[str, int]:
 def _kept(memory: Memory) -> int:
     """Return the bytes on each device, counting results that become arguments of the next step once."""
     return max(memory.arguments, memory.results) + memory.temporaries
+
+
+def _flops_of_convolutions(fn: Callable[..., Any], args: Sequence[Any]) -> int:
+    """Count the flops of all convolutions of a step."""
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no mesh is active")
+        lowered = distributed(fn, None).trace(*args).lower(lowering_platforms=("cpu",))
+    return sum(p.flops or 0 for p in products(lowered, {}) if p.convolves)
 
 
 def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:
@@ -479,9 +511,9 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
 
 
-def _to_two_digits(seconds: float) -> float:
-    """Round a time to the digits that plans are ordered by."""
-    return float(f"{seconds:.2g}")
+def _as_shown(seconds: float) -> float:
+    """Round a time to the digits that are shown, by which plans are ordered."""
+    return float(f"{seconds:.3g}")
 
 
 def _agreement(p: PlannedMapping) -> str:
