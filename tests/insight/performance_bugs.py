@@ -36,9 +36,12 @@ def as_it_is(x: Any) -> Any:
 def parameters(dtype: Any = jnp.float32) -> Any:
     def layer() -> dict[str, axn.NamedArray]:
         shapes = {
-            "norm": (Embed,), "q": (Embed, Heads, HeadSize), "k": (Embed, Heads, HeadSize), "v": (Embed, Heads, HeadSize),
-            "o": (Heads, HeadSize, Embed), "up": (Embed, Mlp), "down": (Mlp, Embed),
-        }  # fmt: skip
+            "norm": (Embed,),
+            **dict.fromkeys("qkv", (Embed, Heads, HeadSize)),
+            "o": (Heads, HeadSize, Embed),
+            "up": (Embed, Mlp),
+            "down": (Mlp, Embed),
+        }
         return {name: axn.ones(axes, dtype=dtype) for name, axes in shapes.items()}
 
     table, head = axn.ones((Vocab, Embed), dtype=dtype), axn.ones((Embed, Vocab), dtype=dtype)
@@ -145,7 +148,9 @@ BUGS: dict[str, Bug] = {
         {"batch": "data", "heads": "model", "vocab": "model"},
         ("of the compute is repeated: 2 devices along model", "Try: shard mlp"),
     ),
-    "no axis for the mesh axis model": Bug({"batch": "data"}, ("Nothing uses the mesh axis model", "50% of the compute")),
+    "no axis for the mesh axis model": Bug(
+        {"batch": "data"}, ("Nothing uses the mesh axis model", "50% of the compute")
+    ),
     "no batch": Bug(
         {"heads": "model", "mlp": "model", "vocab": "model"},
         ("Nothing uses the mesh axis data", "75% of the compute", "Try: shard .*batch"),
@@ -180,13 +185,17 @@ BUGS: dict[str, Bug] = {
         by=PARTITIONED,
     ),
     "a cumulative sum": Bug(
-        COMPUTE, ("mlp is gathered at performance_bugs.py.*cumsum needs all of mlp|needs all of mlp",),
-        Parts(hidden=lambda x: axn.cumsum(x, "mlp")), by=PARTITIONED,
-    ),  # fmt: skip
+        COMPUTE,
+        ("mlp is gathered at performance_bugs.py.*cumsum needs all of mlp|needs all of mlp",),
+        Parts(hidden=lambda x: axn.cumsum(x, "mlp")),
+        by=PARTITIONED,
+    ),
     "a positional product": Bug(
-        COMPUTE, ("mlp is gathered.*code without names needs all of mlp", "Try: write it with names"),
-        Parts(hidden=positional(lambda x: x @ jnp.ones((96, 96)))), by=PARTITIONED,
-    ),  # fmt: skip
+        COMPUTE,
+        ("mlp is gathered.*code without names needs all of mlp", "Try: write it with names"),
+        Parts(hidden=positional(lambda x: x @ jnp.ones((96, 96)))),
+        by=PARTITIONED,
+    ),
     "a median over the batch": Bug(
         COMPUTE, ("in median|median", "batch"), Parts(after=lambda x: x - axn.median(x, "batch")), by=PARTITIONED
     ),
@@ -201,13 +210,17 @@ BUGS: dict[str, Bug] = {
         by=PARTITIONED,
     ),
     "many microbatches": Bug(  # the compiler gathers parameters once, but not the gradients
-        FSDP, ("Gradients of the same parameters are sent again in each turn of a loop, 8 times",), Parts(microbatches=8),
+        FSDP,
+        ("Gradients of the same parameters are sent again in each turn of a loop, 8 times",),
+        Parts(microbatches=8),
         by=PARTITIONED,
-    ),  # fmt: skip
+    ),
     "gradients are summed in each microbatch": Bug(
-        COMPUTE, ("Gradients of the same parameters are sent again in each turn of a loop, 8 times",), Parts(microbatches=8, inside=True),
+        COMPUTE,
+        ("Gradients of the same parameters are sent again in each turn of a loop, 8 times",),
+        Parts(microbatches=8, inside=True),
         by=PARTITIONED,
-    ),  # fmt: skip
+    ),
     "parameters are converted after they are gathered": Bug(
         FSDP,
         ("all-gather over data of f32", "w/"),

@@ -98,7 +98,9 @@ def test_the_origin_of_a_converted_sum_is_the_product() -> None:
     )
     program = HloProgram(text, 2)
     (visit,) = [v for v in program.visits() if v.instruction.opcode == "all-reduce"]
-    assert [(producer.scope, shapes[0].dtype) for producer, shapes in program.operands(visit)] == [("jit(f)/made", "f32")]
+    assert [(producer.scope, shapes[0].dtype) for producer, shapes in program.operands(visit)] == [
+        ("jit(f)/made", "f32")
+    ]
 
 
 @pytest.mark.parametrize("opcode", ["all-scatter", "send", "collective-dance-start"])

@@ -60,7 +60,9 @@ def test_all_forms_say_the_same_words() -> None:
         assert all(word in form for form in (text, markdown, shown.getvalue())), word
 
 
-@pytest.mark.parametrize("mapping", [{"batch": "data"}, {"mlp": "model"}, FSDP_AND_TENSOR, ({"embed": "model"}, {"batch": "data"})])
+@pytest.mark.parametrize(
+    "mapping", [{"batch": "data"}, {"mlp": "model"}, FSDP_AND_TENSOR, ({"embed": "model"}, {"batch": "data"})]
+)
 def test_all_ways_find_the_same_repeated_work(mapping: Any) -> None:
     found = {}
     for by in ("partitioner", "shardy", "names"):
@@ -82,7 +84,9 @@ def sorted_parts(found: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(("classifier", "height"), marks=pytest.mark.further),  # convolutions repeat a little at their edges
+        pytest.param(
+            ("classifier", "height"), marks=pytest.mark.further
+        ),  # convolutions repeat a little at their edges
         ("mixture", "experts"),
         pytest.param(("llama", "mixed"), marks=pytest.mark.further),
     ],
@@ -96,7 +100,9 @@ def test_no_work_is_said_to_be_repeated_where_none_is(case: tuple[str, str]) -> 
 
 
 def test_transfers_have_the_path_of_their_parameter() -> None:
-    report = axn.insight.explain(step, weights(), batch(), mapping=FSDP_AND_TENSOR, mesh=axn.make_mesh(MESH), by="shardy")
+    report = axn.insight.explain(
+        step, weights(), batch(), mapping=FSDP_AND_TENSOR, mesh=axn.make_mesh(MESH), by="shardy"
+    )
     paths = {(c.kind, c.phase, c.parameters) for c in report.collectives}
     gathered = {("all-gather", "forward", (f"w/{name}",)) for name in ("up", "down")}
     scattered = {("reduce-scatter", "backward", (f"w/{name}",)) for name in ("up", "down")}
@@ -140,6 +146,8 @@ def test_small_rows_are_one() -> None:
 
 
 def test_a_report_without_a_chip() -> None:
-    report = axn.insight.explain(step, weights(), batch(), mapping={"batch": "data"}, mesh=axn.make_mesh(MESH), by="names")
+    report = axn.insight.explain(
+        step, weights(), batch(), mapping={"batch": "data"}, mesh=axn.make_mesh(MESH), by="names"
+    )
     assert report.verdict.binds == "No chip was given, so times are not known; 50% of the compute is repeated."
     assert report.verdict.explanation.startswith("Most bytes go over data: each device sends ")

@@ -82,7 +82,9 @@ class GivenArray:
         left = tuple(a for a, n in mesh.items() if n > 1 and a not in used)
         known = math.prod(mesh[a] for a in left) == copies
         size = math.prod(local) * self.itemsize
-        return PlacedArgument(self.path, self.axes, self.sizes, over, size, copies, left if known and copies > 1 else ())
+        return PlacedArgument(
+            self.path, self.axes, self.sizes, over, size, copies, left if known and copies > 1 else ()
+        )
 
 
 def _chosen(
@@ -95,7 +97,9 @@ def _chosen(
     said = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in mapped]
     large = [a for a, n in mesh.items() if n > 1]
     any_of = [axes for n in range(1, len(large) + 1) for axes in itertools.combinations(large, n)]
-    fitting = [[axes for axes in options if math.prod(mesh.get(a, 1) for a in axes) == shards] for options in (said, any_of)]
+    fitting = [
+        [axes for axes in options if math.prod(mesh.get(a, 1) for a in axes) == shards] for options in (said, any_of)
+    ]
     return fitting[0][0] if fitting[0] else fitting[1][0] if len(fitting[1]) == 1 else ()
 
 

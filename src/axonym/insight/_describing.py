@@ -193,10 +193,11 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
 
     An array that stacks values from the iterations of a loop, for the backward pass say, is described by these values.
     """
-    written: list[tuple[Instruction | None, HloShape]] = [(program.origin(i), buffer.shape) for i in buffer.makers]
+    written: list[tuple[Instruction | None, HloShape]] = [(i, buffer.shape) for i in buffer.makers]
     if len(buffer.makers) > 1:
         turn = HloShape(buffer.shape.dtype, buffer.shape.sizes[1:])
         written += [(program.updates_with(i), turn) for i in buffer.makers if buffer.shape.sizes]
+    written += [(program.origin(i), buffer.shape) for i in buffer.makers]
     named = ((i, shape) for i, shape in written if i and _scopes.operation(i.scope) is not None)
     scoped = ((i, buffer.shape) for i in buffer.makers if i.scope)
     maker, shape = next(named, None) or next(scoped, (buffer.makers[0], buffer.shape))

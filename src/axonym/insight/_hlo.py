@@ -518,7 +518,7 @@ def _on_mesh(axes: str, dims: str | None, order: str | None, over: str) -> Group
         if name not in sizes:
             raise UnknownForm(f"groups over {name!r}, which is not an axis of {axes!r}")
         if part:
-            # Shards of a part differ in the digits of the position that `before` larger and the rest smaller ones leave.
+            # A part of an axis has the digits of the position between the ones before it and the rest.
             blocks[name] = _cut(blocks[name], int(before), int(part), sizes[name])
         chosen.append((name, int(before or 1), int(part or sizes[name])))
     grid = _sizes(dims or "") or tuple(sizes.values())

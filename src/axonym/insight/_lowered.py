@@ -24,7 +24,7 @@ class Product:
     flops: int | None
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
-    """For each operand, the number of the argument of the program that it is, in another dtype or layout, or a slice."""
+    """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
     convolves: bool
 
 
@@ -77,7 +77,9 @@ class _Walk:
             elif op.name == "func.call":
                 self._inside(op, self._called(op), times)
             elif op.name in ("sdy.manual_computation", "sdy.named_computation"):
-                axes = set(re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"]))) if "manual" in op.name else set()
+                axes = (
+                    set(re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"]))) if "manual" in op.name else set()
+                )
                 outer, self._manual = self._manual, self._manual | axes
                 self._inside(op, op.regions[0].blocks[0], times)
                 self._manual = outer

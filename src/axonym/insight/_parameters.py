@@ -52,7 +52,8 @@ def with_parameters(
         # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
         around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), given)
         found = next(filter(None, ([x for x in arrays if _is_carried(c, x)] for arrays in around)), [])
-        paths = tuple(dict.fromkeys(x.path for x in found))
+        exact = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
+        paths = tuple(dict.fromkeys(x.path for x in exact or found))
         parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
         reason = c.reason
         if parameters and c.kind in ("all-reduce", "reduce-scatter") and (reason is None or "held array" in reason):

@@ -28,8 +28,8 @@ from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, V
 from ._lowered import products
 from ._named_events import NamedTrace
 from ._named_trace import named_trace
-from ._topologies import moved_to, on_topology, with_axes_of
 from ._parameters import used_by, used_by_names, with_parameters
+from ._topologies import moved_to, on_topology, with_axes_of
 from .chips import Chip, known_chip
 from .collectives import Collective
 from .repeating import repeated, repeated_by_names
@@ -88,8 +88,9 @@ def explain(
     if by not in TIERS:
         raise ValueError(f"explain: `by` is one of {', '.join(map(repr, TIERS))}, got {by!r}.")
     chip = None if chip is None else known_chip(chip)
-    if type(fn).__module__.partition(".")[0] == "equinox" and hasattr(fn, "__wrapped__"):
-        fn = fn.__wrapped__  # `eqx.filter_jit` takes no abstract arguments, and `named_jit` does the same otherwise
+    if type(fn).__module__.partition(".")[0] == "equinox":
+        # `eqx.filter_jit` takes no abstract arguments, and `named_jit` does the same otherwise.
+        fn = getattr(fn, "__wrapped__", fn)
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")

@@ -18,12 +18,12 @@ from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._lowered import products
-from ._named_events import NamedTrace, NotKnown, Renamed
+from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import distributed, explain
-from .report import Bounds, Memory, Report, bounds_on
+from .report import Bounds, Report, bounds_on
 
 Over = str | tuple[str, ...]
 
@@ -226,8 +226,8 @@ def plan(
     known, such as kernels of Pallas, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree in
-    the three digits shown are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that runs only for
-    some values does not count: all experts are assumed to get equally many rows.
+    the three digits shown are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that
+    runs only for some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
         fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
@@ -263,7 +263,8 @@ def plan(
         )
     raw = isinstance(fn, DistributedFunction)
     of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
-    search = _Search(trace, chip, _names(of_model), _names(of_batch), convolved)
+    parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
+    search = _Search(trace, chip, _names(of_model), _names(of_batch), parameters, convolved)
     found = list(search.run(chips))
     asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
@@ -310,6 +311,21 @@ def _names(tree: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or () if n != "_"))
 
 
+def _multiplied(trace: NamedTrace, parameters: Sequence[set[str]]) -> set[str]:
+    """Return the axes that parameters in products have; all of them if no product is named.
+
+    Storing others sharded, such as the positions of a table that is only added, saves next to nothing.
+    """
+    terms = [
+        {a.name for a in term}
+        for e in trace.events
+        if isinstance(e, Sum) and e.flops and e.place.operation is not None
+        for term in e.place.operation.operands
+    ]
+    found = {n for term in terms if any(term <= x and len(x - term) <= 1 for x in parameters) for n in term}
+    return found if terms else set[str]().union(*parameters)
+
+
 def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
     """Explain a planned mapping with the partitioner."""
     report = explain(fn, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
@@ -324,7 +340,13 @@ class _Search:
     """All meshes and mappings of a traced step whose cost can be computed from names."""
 
     def __init__(
-        self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str], convolved: int = 0
+        self,
+        trace: NamedTrace,
+        chip: Chip,
+        of_model: Sequence[str],
+        of_batch: Sequence[str],
+        parameters: Sequence[set[str]],
+        convolved: int = 0,
     ):
         self.trace, self.chip = trace, chip
         self._convolved = convolved
@@ -339,8 +361,9 @@ class _Search:
         self.batch = [n for n in of_batch if n not in of_model and n in alone]
         self.tensor = [n for n in alone if n in of_model or n in of_batch]
         data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
-        # An array with an axis of the parameter mapping counts as a parameter, so axes of the batch are not stored.
-        self.stored = [n for n in of_model if n not in of_batch and data and self._told(data, {n: "data"})]
+        multiplied = _multiplied(trace, parameters)
+        self._multiplied = multiplied
+        self.stored = [n for n in of_model if n in multiplied and data and self._told(data, {n: "data"})]
         # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
         apart: set[frozenset[str]] = set()
         for a, b in itertools.combinations(self.tensor, 2):
@@ -387,7 +410,7 @@ class _Search:
                 batches = [batch] if batch and data > 1 else []
                 compute: dict[str, Over] = dict.fromkeys(batches, over)
                 compute |= dict.fromkeys(group, "model")
-                used: dict[str, Over] = dict.fromkeys(group, "model")
+                used = self._as_used(group)
                 # Two mesh axes that both shard the batch differ from one only if parameters are stored over one.
                 if group or model == 1:
                     yield mesh, compute, {}
@@ -417,9 +440,13 @@ class _Search:
                 mesh = {"data": model}
             compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
             stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
-            storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
+            storages: list[dict[str, Over]] = [{n: "data", **self._as_used(axes)} for n in stored]
             for storage in (*storages, {}):
                 yield from self._asked(mesh, compute, storage, fn, args, limit)
+
+    def _as_used(self, group: Sequence[str]) -> dict[str, Over]:
+        """Return the storage sharding of parameters along axes of a group; an axis that they lack is none of theirs."""
+        return {n: "model" for n in group if n in self._multiplied}
 
     def of_refused(self, compute: Mapping[str, Over]) -> str:
         """List the sharded axes whose communication cannot be computed from names."""
@@ -450,7 +477,7 @@ class _Search:
             check_sizes(layout, self.trace.arguments)
         except ValueError:
             return
-        if (memory := _kept(memory_of(self.trace, layout))) > limit:
+        if (memory := _kept(self.trace, layout)) > limit:
             return
         mapping = (storage, compute) if storage else compute
         try:
@@ -474,7 +501,7 @@ class _Search:
         flops = None if account.flops is None else account.flops + self._convolved
         bounds = bounds_on(self.chip, account.exchanges, None, flops)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
-        memory = _kept(memory_of(self.trace, account.layout))
+        memory = _kept(self.trace, account.layout)
         return PlannedMapping(mesh, compute, storage, bounds, memory, flops, sent, account.uncertain)
 
 
@@ -483,9 +510,25 @@ def _mesh(data: int, model: int) -> dict[str, int]:
     return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
 
 
-def _kept(memory: Memory) -> int:
-    """Return the bytes on each device, counting results that become arguments of the next step once."""
-    return max(memory.arguments, memory.results) + memory.temporaries
+def _kept(trace: NamedTrace, layout: Layout) -> int:
+    """Return the bytes on each device, counting results that become arguments of the next step once.
+
+    Beside what loops keep, the backward pass has the products that it recomputes of a layer, and the gradients of all
+    layers that a loop goes through, since it stacks them.
+    """
+    memory = memory_of(trace, layout)
+    products = [e for e in trace.events if isinstance(e, Sum) and e.flops]
+    again: dict[int, int] = {}
+    for e in products:
+        if e.place.recomputes and e.place.phase == "recomputed":
+            again[e.place.within] = again.get(e.place.within, 0) + layout.bytes(e.result)
+    of_layers = {frozenset(e.result.names) for e in products if e.place.phase == "backward" and e.place.times != 1}
+    gradients = sum(
+        layout.bytes(x, layout.over(x.base))
+        for x in trace.arguments
+        if any(names < {*x.names} and len({*x.names} - names) == 1 for names in of_layers)
+    )
+    return max(memory.arguments, memory.results) + memory.temporaries + max(again.values(), default=0) + gradients
 
 
 def _flops_of_convolutions(fn: Callable[..., Any], args: Sequence[Any]) -> int:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import counted, describe_bytes
+from ..distribution.active_settings import Entry
+from ._arguments import PlacedArgument
+from ._parameters import without_numbers
 from ._text import (
     Section,
     aligned,
@@ -20,9 +23,6 @@ from ._text import (
     written_number,
     written_table,
 )
-from ..distribution.active_settings import Entry
-from ._arguments import PlacedArgument
-from ._parameters import without_numbers
 from .chips import Chip
 from .collectives import Collective
 from .repeating import RepeatedWork
@@ -301,7 +301,9 @@ class Report:
             for (path, copies, over, saved), (size, n) in shown
         ]
         if rest := ordered[len(shown) :]:
-            rows.append((counted(len(rest), "smaller one"), describe_bytes(sum(n for _, (n, _) in rest)), "-", "-", "-"))
+            rows.append(
+                (counted(len(rest), "smaller one"), describe_bytes(sum(n for _, (n, _) in rest)), "-", "-", "-")
+            )
         header = ("argument", "on each device", "copies", "replicated over", "sharded over it")
         return ("arguments in several copies:", header, rows) if rows else None
 

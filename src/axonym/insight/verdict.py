@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import describe_bytes, suggestion
+from ._arguments import PlacedArgument
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes, described_seconds
-from ._arguments import PlacedArgument
 from .collectives import Collective
 from .repeating import RepeatedWork
 
@@ -112,7 +112,9 @@ def _binds(report: Report) -> tuple[str, str]:
         if not report.collectives:
             again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
             return "Nothing is sent between devices.", again.strip()
-        first = "No chip was given, so times are not known" + (f"; {_percent(wasted)} of the compute is repeated" * (wasted >= SMALL))
+        first = "No chip was given, so times are not known" + (
+            f"; {_percent(wasted)} of the compute is repeated" * (wasted >= SMALL)
+        )
         most, size = _most_over(report)
         share = f", {_percent(size / sent)} of all" if sent else ""
         return f"{first}.", (
@@ -138,8 +140,15 @@ def _binds(report: Report) -> tuple[str, str]:
             more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}." if longest else ""
         return f"Compute binds, and {repeats}.", more
     if bounds.bottleneck == "memory":
-        return "Reading and writing memory binds.", f"{least}. It is the time to read each argument and write each result once."
-    times = f", {bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})" if bounds.compute else ""
+        return (
+            "Reading and writing memory binds.",
+            f"{least}. It is the time to read each argument and write each result once.",
+        )
+    times = (
+        f", {bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})"
+        if bounds.compute
+        else ""
+    )
     again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
     axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
     own = _merged([c for c in report.collectives if c.axes == axes])
@@ -245,15 +254,24 @@ def _mapping(report: Report) -> _Check:
         share = _share(report, work)
         severity = "fix" if hint or share >= _MUCH else "note"
         has = f"The mapping shards {name} over {described_axes(over)}, but no array of the step has it.{hint}"
-        advice = "" if hint else f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
+        advice = (
+            ""
+            if hint
+            else f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
+        )
         so = [*_of_repeated(report, work), *_of_copies(report, over)] if severity == "fix" else []
         found.append(Finding(severity, has, tuple(so), advice if severity == "fix" else ""))
-    return found, "each name of the mapping is an axis of an array" if report.mapping or report.parameter_mapping else ""
+    return (
+        found,
+        "each name of the mapping is an axis of an array" if report.mapping or report.parameter_mapping else "",
+    )
 
 
 def _mesh_axes(report: Report) -> _Check:
     large = [a for a, n in report.mesh.items() if n > 1]
-    used = {a for x in report.placed for axes in x.over for a in axes} | {a for c in report.collectives for a in c.axes or ()}
+    used = {a for x in report.placed for axes in x.over for a in axes} | {
+        a for c in report.collectives for a in c.axes or ()
+    }
     known = report.placed and all(c.axes is not None for c in report.collectives)
     work = {a: [w for w in report.repeated if a in w.axes] for a in large}
     idle = [a for a in large if known and a not in used and (work[a] or not report.flops)]
@@ -383,7 +401,8 @@ def _moved(report: Report) -> _Check:
     for (names, gathered, source, reason), sent in together.items():
         if sent >= _MUCH * total:
             said, at = described_axes(names), f" at {source}" if source else ""
-            cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {_percent(sent / total)} of the bytes sent: {reason}."
+            share = f"{_percent(sent / total)} of the bytes sent"
+            cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
             if "a placement" in reason:
                 advice = f"add {said} to the placement{at}."
             elif "code without names" in reason:
@@ -411,7 +430,8 @@ def _again(report: Report) -> _Check:
             what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
             times = max(c.times or 0 for c in same)
             paths = ", ".join(list(dict.fromkeys(map(path_of, same)))[:4])
-            cause = f"{what} sent again in each turn of a loop, {times} times, {_percent(sent / total)} of the bytes sent: {paths}."
+            share = f"{_percent(sent / total)} of the bytes sent"
+            cause = f"{what} sent again in each turn of a loop, {times} times, {share}: {paths}."
             advice = "fewer, larger microbatches, or gradients that are added up on each device before they are summed."
             found.append(Finding("look", cause, advice=advice))
     return found, "no loop sends the same parameter again" if report.collectives else ""
@@ -426,7 +446,8 @@ def _reasons(report: Report) -> _Check:
     c, most = _merged(unknown)[0]
     at = f" at {c.source}" if c.source else ""
     in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
-    cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {_percent(most / total)} by the {c.kind}{in_}{at}."
+    largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
+    cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {largest}."
     return [Finding("look", cause, advice="names for the arrays there: see axonym.names.")], ""
 
 
