@@ -289,7 +289,7 @@ def test_rich_tables() -> None:
         return text.getvalue()
 
     cells = [cell.strip() for line in report.to_markdown().splitlines() for cell in line.split("|")]
-    wide = shown(400)
+    wide = shown(1000)
     assert len(cells) > 200
     for cell in cells:
         assert re.sub("^(### |- |---)", "", cell) in wide, cell

@@ -23,6 +23,12 @@ def collective(attributes: str, opcode: str = "all-reduce") -> Instruction:
         ("replica_groups=mesh['data'=2,'model'=2] {'data'}", ((0, 2), (1, 3))),
         ("replica_groups=mesh['data'=2,'model'=2] {'data','model'}", ((0, 1, 2, 3),)),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b':(1)2}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(2)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
         ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
     ],
 )
@@ -35,6 +41,7 @@ def test_groups(attributes: str, expected: tuple[tuple[int, ...], ...]) -> None:
     [
         "replica_groups=everyone",
         "replica_groups=mesh['data'=2,'model'=2] {'rows'}",
+        "replica_groups=mesh['data'=4] {'data':(3)2}",
         "replica_groups=mesh['data'=4], device_ids=(3,1,2,0) {'data'}",
         "channel_id=1",
     ],
@@ -73,6 +80,27 @@ def test_asynchronous_collectives_and_branches() -> None:
     assert visit.instruction.shapes == (HloShape("f32", (4,)), HloShape("f32", (8,)))
     assert [shapes for _, shapes in program.operands(visit)] == [(HloShape("f32", (4,)),)]
     assert program.frames(visit.instruction)[0].line == 3
+
+
+def test_the_origin_of_a_converted_sum_is_the_product() -> None:
+    """Compilers for CPUs sum bfloat16 in float32, and put the conversion into a fusion without a scope."""
+    text = HEAD + (
+        "%wrapped (p.1: bf16[4]) -> f32[4] {\n"
+        "  %p.1 = bf16[4]{0} parameter(0)\n"
+        "  ROOT %c = f32[4]{0} convert(%p.1)\n"
+        "}\n\n"
+        "ENTRY %main (p: bf16[4]) -> f32[4] {\n"
+        "  %p = bf16[4]{0} parameter(0)\n"
+        '  %made = bf16[4]{0} negate(%p), metadata={op_name="jit(f)/made"}\n'
+        "  %wide = f32[4]{0} fusion(%made), kind=kLoop, calls=%wrapped\n"
+        "  ROOT %sum = f32[4]{0} all-reduce(%wide), channel_id=1, replica_groups={{0,1}}\n"
+        "}\n"
+    )
+    program = HloProgram(text, 2)
+    (visit,) = [v for v in program.visits() if v.instruction.opcode == "all-reduce"]
+    assert [(producer.scope, shapes[0].dtype) for producer, shapes in program.operands(visit)] == [
+        ("jit(f)/made", "f32")
+    ]
 
 
 @pytest.mark.parametrize("opcode", ["all-scatter", "send", "collective-dance-start"])

@@ -220,6 +220,31 @@ def test_an_axis_that_does_not_divide_is_named(mesh: Mesh) -> None:
         contract(max_sent=ALLOWED, mapping=FSDP).check(step(), *arguments(Vocab.resize(81)))
 
 
+@pytest.mark.parametrize("who", ["cumsum", "code without names"])
+def test_the_reason_is_the_user_and_not_the_layer_before(who: str) -> None:
+    """Nothing but a constraint that shards mlp is between the product of the layer and what needs all of it."""
+    change = {
+        "cumsum": lambda x: axn.cumsum(x, "mlp"),
+        "code without names": positional(lambda x: jnp.cumsum(x, -1)),
+    }
+    layer = jax.eval_shape(lambda: nn.Linear.init(Embed, Mlp, use_bias=False, key=jax.random.key(0)))
+
+    def trained(layer: Any, x: axn.NamedArray) -> Any:
+        return jax.grad(lambda layer: axn.sum(change[who](layer(x)) ** 2).scalar())(layer)
+
+    x = jax.eval_shape(lambda: axn.ones((Batch, Embed)))
+    mesh = cases.mesh_of(data=4, model=2)
+    report = axn.insight.explain(trained, layer, x, mapping=COMPUTE, mesh=mesh, by="partitioner")
+    found = [c for c in report.collectives if c.gathered == ("mlp",)]
+    needed = {c.reason for c in found}
+    assert {c.phase for c in found} >= {"forward"} and all(c.source is not None for c in found)
+    assert needed <= {
+        f"{who} needs all of mlp, which is sharded over model",
+        "needs all of mlp, which is sharded over model",
+    }
+    assert not any("placement" in reason for reason in needed if reason)
+
+
 def test_axes_that_a_placement_leaves_open_are_not_its_doing() -> None:
     """The line is that of the operation for which they are gathered."""
 

@@ -1,9 +1,12 @@
-"""Find the argument of a step that each array in its program belongs to."""
+"""Find the argument of a step that each array in its program belongs to, and where it lies."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +14,93 @@ import numpy as np
 
 from ..core.parameter_names import parameter_names
 from ..core.tree_spec import PROGRAM_ARRAYS
+from ..named_array import raw
+from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, Stage
+from ..sharding.leaves import leaves_of
+
+Sizes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedArgument:
+    """An array in the arguments of a step, and where it lies.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> step = lambda w: axn.sum(w["up"])
+    >>> report = axn.insight.explain(step, {"up": axn.ones({"embed": 8})}, mapping={}, mesh=mesh, by="partitioner")
+    >>> print(report.placed[0])
+    w/up: 32 B in 2 copies, over data
+    """
+
+    path: str
+    """The argument and the path in it: `model/layers/0/weight`."""
+    axes: tuple[str | None, ...]
+    """The names of its axes; None for an axis without one."""
+    sizes: tuple[int, ...]
+    over: tuple[tuple[str, ...], ...]
+    """The mesh axes that each axis is sharded over, as far as known."""
+    bytes: int
+    """The bytes on each device."""
+    copies: int
+    """The number of devices with the same shard."""
+    replicated_over: tuple[str, ...]
+    """The mesh axes along which devices have the same shard; empty if it is not known which."""
+
+    def __str__(self) -> str:
+        from ..core.errors import describe_bytes
+
+        over = f", over {' and '.join(self.replicated_over)}" if self.replicated_over else ""
+        copies = f" in {self.copies} copies{over}" if self.copies > 1 else ""
+        return f"{self.path}: {describe_bytes(self.bytes)}{copies}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenArray:
+    """An array in the arguments of a step."""
+
+    argument: str
+    """The parameter."""
+    path: str
+    scope: str
+    """The name that JAX gives it in the program."""
+    axes: tuple[str | None, ...]
+    sizes: Sizes
+    itemsize: int
+
+    def on_devices(
+        self, local: Sequence[int], mesh: Mapping[str, int], mappings: Sequence[Mapping[str, Any]]
+    ) -> PlacedArgument:
+        """Describe the array, of which each device has a shard of some sizes."""
+        over = tuple(
+            _chosen(n, size // max(own, 1), mesh, mappings)
+            for n, size, own in zip(self.axes, self.sizes, local, strict=True)
+        )
+        shards = math.prod(size // max(own, 1) for size, own in zip(self.sizes, local, strict=True))
+        copies = math.prod(mesh.values()) // max(shards, 1)
+        used = {a for axes in over for a in axes}
+        left = tuple(a for a, n in mesh.items() if n > 1 and a not in used)
+        known = math.prod(mesh[a] for a in left) == copies
+        size = math.prod(local) * self.itemsize
+        return PlacedArgument(
+            self.path, self.axes, self.sizes, over, size, copies, left if known and copies > 1 else ()
+        )
+
+
+def _chosen(
+    name: str | None, shards: int, mesh: Mapping[str, int], mappings: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """Return the mesh axes that make so many shards: the ones that a mapping says, or else the only ones possible."""
+    if shards <= 1:
+        return ()
+    mapped = [mapping[name] for mapping in mappings if mapping.get(name) is not None] if name else []
+    said = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in mapped]
+    large = [a for a, n in mesh.items() if n > 1]
+    any_of = [axes for n in range(1, len(large) + 1) for axes in itertools.combinations(large, n)]
+    fitting = [
+        [axes for axes in options if math.prod(mesh.get(a, 1) for a in axes) == shards] for options in (said, any_of)
+    ]
+    return fitting[0][0] if fitting[0] else fitting[1][0] if len(fitting[1]) == 1 else ()
 
 
 def step_name(step: Any) -> str:
@@ -19,40 +108,74 @@ def step_name(step: Any) -> str:
     return getattr(step, "__name__", None) or type(step).__name__
 
 
-def names_of_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return, for each array in the arguments of a step, the name of its argument."""
+def arrays_of(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[GivenArray]:
+    """Return the arrays in the arguments of a step, in the order of the program."""
+    if isinstance(step, DistributedFunction):
+        args, kwargs = step.named(args, kwargs)
     if isinstance(step, BoundCompiledFunction):
         step, args = step.__func__, (step.__self__, *args)
     given = [*zip(parameter_names(step, len(args), kwargs), args, strict=True), *sorted(kwargs.items())]
     return [
-        name
+        GivenArray(
+            argument=name,
+            path="/".join(filter(None, [name, "" if not leaf.keys else leaf.path])),
+            scope=name + jax.tree_util.keystr(leaf.keys),
+            axes=tuple(None if n == "_" else n for n in leaf.names or (None,) * np.ndim(array)),
+            sizes=tuple(np.shape(array)),
+            itemsize=array.dtype.itemsize,
+        )
         for name, tree in given
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, PROGRAM_ARRAYS) and not isinstance(leaf, np.character)
+        for leaf in leaves_of(tree)[0]
+        if isinstance(array := raw(leaf.value), PROGRAM_ARRAYS) and not isinstance(array, np.character)
     ]
 
 
 class ArgumentNames:
-    """The names of a lowered step's arguments, by the names that JAX gives their arrays in the program."""
+    """The arguments of a lowered step, by the names that JAX gives their arrays in the program."""
 
     def __init__(self, lowered: Any, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
-        names = names_of_arrays(step, args, kwargs)
-        self._known = frozenset(names)
-        self._lists = lowered.by_parameter(names) if isinstance(lowered, Stage) else {}
+        self.arrays = arrays_of(step, args, kwargs)
+        self._known = frozenset(x.argument for x in self.arrays)
+        numbers = range(len(self.arrays))
+        self._lists = lowered.by_parameter(numbers) if isinstance(lowered, Stage) else {}
+        self._by_scope = {_plain(x.scope): i for i, x in enumerate(self.arrays)}
 
     def added_up(self, sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
         """Return the bytes of each argument, from the scopes and the bytes of arrays."""
         return added_up((self._name(scope), size) for scope, size in sizes)
 
+    def find(self, scope: str) -> GivenArray | None:
+        """Return the array with a name such as `state[0].count`, `rest[1]` or `options['scale']`."""
+        listed = re.fullmatch(r"(\w+)\[(\d+)\]", scope)
+        if listed and listed[1] in self._lists:
+            return self.arrays[self._lists[listed[1]][int(listed[2])]]
+        number = self._by_scope.get(_plain(scope))
+        return None if number is None else self.arrays[number]
+
+    def placed(
+        self, shards: Iterable[tuple[str, Sizes]], mesh: Mapping[str, int], mappings: Sequence[Mapping[str, Any]]
+    ) -> Iterator[PlacedArgument]:
+        """Describe the arrays that devices hold shards of, from the scopes and the sizes of these."""
+        for scope, local in shards:
+            array = self.find(scope)
+            if array is not None and len(array.sizes) == len(local):
+                yield array.on_devices(local, mesh, mappings)
+
     def _name(self, scope: str) -> str:
         """Return the argument that contains an array such as `state[0].count`, `rest[1]` or `options['scale']`."""
+        array = self.find(scope)
+        if array is not None:
+            return array.argument
         found = re.match(r"(\w+)(?:\[(\d+)\]|\[\\?'(\w+)\\?'\])?", scope)
         if found is None:
             return "not known"
         name, place, key = found.groups()
-        if name in self._lists and place is not None:
-            return self._lists[name][int(place)]
         return next((n for n in (name, f"{name}[{place}]", key) if n in self._known), name)
+
+
+def _plain(scope: str) -> str:
+    """Return the name of an array without quotes, which programs write differently, and without the parts of it."""
+    return re.sub(r"[\\'\"]", "", scope).removesuffix(".array")
 
 
 def added_up(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

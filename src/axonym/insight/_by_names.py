@@ -265,11 +265,11 @@ class Account:
         if self.open:
             raise _refusal(self.open)
 
-    def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
+    def bounds(self, chip: Chip, memory: Memory | None, more_flops: int = 0) -> Bounds:
         """Return lower bounds on time: of the branches of a conditional, those that take least."""
         sent = [(e.place.branches, e.axes, e.total_sent) for e in self.exchanges if e.total_sent is not None]
         links = [_Sent(axes, size) for axes, size in _least(sent).items()]
-        flops = None if self.flops is None else _least(self._counted).get("flops", 0)
+        flops = None if self.flops is None else _least(self._counted).get("flops", 0) + more_flops
         return bounds_on(chip, links, memory, flops)
 
     def _add(self, event: object) -> None:

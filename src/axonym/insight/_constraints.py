@@ -72,6 +72,10 @@ class Constraints:
                 return constraint
         return None
 
+    def knows(self, scope: str) -> bool:
+        """Return whether constraints on the result of an operation, or at this scope, were found."""
+        return bool(self._after(scope))
+
     def _after(self, scope: str) -> Sequence[Constraint]:
         """Return the constraints on the result of an operation."""
         if self._by_scope is None:

@@ -140,9 +140,12 @@ def _cause(exchange: Exchange, found: _Carried, constraints: Constraints, mesh: 
         constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
     if constraint is not None:
         return _Cause(constraint.frames, _scopes.reason_of_placement(gathered, moved, axes), moved)
-    if (gathered or moved) and not found.stored and _scopes.keeps(operation, gathered or moved):
-        user = _user(exchange, gathered or moved) or origin
-        return _Cause(user.frames(), _scopes.reason_of_use(operation, gathered, moved), moved)
+    along = gathered or moved
+    if along and not found.stored and _passes_on(operation, origin.scope, along, constraints):
+        user = _user(exchange, along, constraints)
+        by = operation if user is None else _scopes.operation(user.scope)
+        reason = _scopes.reason_of_use(operation, by, gathered, moved)
+        return _Cause((user or origin).frames(), reason, moved)
     return _Cause(origin.frames(), _scopes.reason(operation, exchange.kind, axes, found.phase, gathered), moved)
 
 
@@ -194,6 +197,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
     if len(buffer.makers) > 1:
         turn = HloShape(buffer.shape.dtype, buffer.shape.sizes[1:])
         written += [(program.updates_with(i), turn) for i in buffer.makers if buffer.shape.sizes]
+    written += [(program.origin(i), buffer.shape) for i in buffer.makers]
     named = ((i, shape) for i, shape in written if i and _scopes.operation(i.scope) is not None)
     scoped = ((i, buffer.shape) for i in buffer.makers if i.scope)
     maker, shape = next(named, None) or next(scoped, (buffer.makers[0], buffer.shape))
@@ -215,11 +219,23 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
     )
 
 
-def _user(exchange: Exchange, axes: Sequence[str]) -> Origin | None:
+def _passes_on(
+    operation: _scopes.ScopedOperation | None, scope: str, axes: Sequence[str], constraints: Constraints
+) -> bool:
+    """Return whether an operation is no reason for gathering axes, or for moving shards along them.
+
+    A constraint is none if it does not replicate them, and the ones that do were found before.
+    """
+    if operation is None:
+        return False
+    placed = operation.name == "shard" and constraints.knows(scope)
+    return placed or _scopes.keeps(operation, axes, _scopes.phase(scope))
+
+
+def _user(exchange: Exchange, axes: Sequence[str], constraints: Constraints) -> Origin | None:
     """Return the first user of a result that does not compute the shards along some axes independently."""
     for user in exchange.users():
-        operation = _scopes.operation(user.scope)
-        if user.scope and not (operation and _scopes.keeps(operation, axes)):
+        if user.scope and not _passes_on(_scopes.operation(user.scope), user.scope, axes, constraints):
             return user
     return None
 

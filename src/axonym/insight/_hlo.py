@@ -169,10 +169,44 @@ class HloProgram:
         found = []
         for name in visit.instruction.operands:
             producer, shapes = around[name], around[name].shapes
-            while not producer.scope and producer.opcode in _PASSING_ON:
+            while not producer.scope and self._passes_on(producer):
                 producer = around[producer.operands[0]]
             found.append((producer, shapes))
         return found
+
+    def _passes_on(self, instruction: Instruction) -> bool:
+        """Return whether an instruction says less about the origin of an array than the producer of its operand.
+
+        Compilers for CPUs put conversions, such as the ones around sums of bfloat16, into fusions of their own.
+        """
+        if instruction.opcode != "fusion":
+            return instruction.opcode in _PASSING_ON
+        inside = self.computations[instruction.computation("calls") or ""].values()
+        return len(instruction.operands) == 1 and all(i.opcode in {*_PASSING_ON, "parameter"} for i in inside)
+
+    def origin(self, instruction: Instruction) -> Instruction:
+        """Return the instruction that says most of the origin of a result.
+
+        It is the instruction itself if it belongs to a named operation, or else one in its fusion, or the producer of
+        what it passes on.
+        """
+        found = instruction
+        for _ in range(64):
+            if _NAMED.search(found.scope):
+                return found
+            inside = self.computations[found.computation("calls") or ""] if found.opcode == "fusion" else {}
+            named = [i for i in inside.values() if _NAMED.search(i.scope)]
+            if named:
+                return named[-1]
+            if not self._passes_on(found) or not found.operands:
+                break
+            found = self._around[found.name][found.operands[0]]
+        return instruction
+
+    @functools.cached_property
+    def _around(self) -> dict[str, dict[str, Instruction]]:
+        """Return the computation of each instruction."""
+        return {name: inside for inside in self.computations.values() for name in inside}
 
     def updates_with(self, instruction: Instruction) -> Instruction | None:
         """Return the instruction that computes the slice written into an array, or None."""
@@ -473,17 +507,41 @@ _ON_MESH = re.compile(
 
 
 def _on_mesh(axes: str, dims: str | None, order: str | None, over: str) -> Groups:
-    """Return the groups along some axes of a mesh, whose devices are in order, or in the order of a transposed grid."""
+    """Return the groups along some axes of a mesh, whose devices are in order, or in the order of a transposed grid.
+
+    A part of a mesh axis is written `'model':(2)4`: of 8 or more devices, 4 that follow each other in each of 2 blocks.
+    """
     sizes = {name.strip().strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in axes.split(","))}
-    chosen = [name.strip().strip("'") for name in over.split(",") if name.strip()]
-    if unknown := [name for name in chosen if name not in sizes]:
-        raise UnknownForm(f"groups over {unknown[0]!r}, which is not an axis of {axes!r}")
+    blocks = {name: [size] for name, size in sizes.items()}
+    chosen = []
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over):
+        if name not in sizes:
+            raise UnknownForm(f"groups over {name!r}, which is not an axis of {axes!r}")
+        if part:
+            # A part of an axis has the digits of the position between the ones before it and the rest.
+            blocks[name] = _cut(blocks[name], int(before), int(part), sizes[name])
+        chosen.append((name, int(before or 1), int(part or sizes[name])))
     grid = _sizes(dims or "") or tuple(sizes.values())
     ids = np.transpose(np.arange(math.prod(grid)).reshape(grid), _sizes(order or "") or range(len(grid)))
-    names = list(sizes)
-    kept = [i for i, name in enumerate(names) if name not in chosen]
-    ids = np.transpose(ids.reshape(tuple(sizes.values())), [*kept, *map(names.index, chosen)])
-    return _rows(ids.reshape(-1, math.prod(sizes[name] for name in chosen)))
+    places = [(name, math.prod(found[:i]), n) for name, found in blocks.items() for i, n in enumerate(found)]
+    inside = [i for one in chosen for i, place in enumerate(places) if _lies_in(place, one)]
+    outside = [i for i in range(len(places)) if i not in inside]
+    ids = np.transpose(ids.reshape([n for _, _, n in places]), [*outside, *inside])
+    return _rows(ids.reshape(-1, math.prod(places[i][2] for i in inside)))
+
+
+def _cut(blocks: Sequence[int], before: int, part: int, size: int) -> list[int]:
+    """Cut the digits of a position where a part of a mesh axis begins, and where it ends."""
+    ends = sorted({*itertools.accumulate(blocks, lambda a, b: a * b), before, before * part} - {1}) or [size]
+    if ends[-1] != size or any(b % a for a, b in itertools.pairwise(ends)):
+        raise UnknownForm(f"groups over ({before}){part} of a mesh axis of {size}")
+    return [b // a for a, b in itertools.pairwise([1, *ends])]
+
+
+def _lies_in(place: tuple[str, int, int], chosen: tuple[str, int, int]) -> bool:
+    """Return whether digits of a position are in a part of a mesh axis."""
+    (name, before, count), (of, start, part) = place, chosen
+    return name == of and start <= before and before * count <= start * part
 
 
 def _rows(ids: np.ndarray) -> Groups:

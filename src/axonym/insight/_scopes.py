@@ -44,6 +44,11 @@ class ScopedOperation:
     def axes(self) -> Axes:
         return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
 
+    @property
+    def over(self) -> frozenset[str]:
+        """Return the mesh axes that the operation has axes sharded over."""
+        return frozenset(m for term in (*self.operands, *self.results) for a in term for m in a.compute)
+
     def looks_up(self, term: Term) -> bool:
         """Return whether the operation looks up values, and an operand with indices has these axes."""
         return self.name == "index" and term in self.operands[1:] and term != self.operands[0]
@@ -82,6 +87,14 @@ def operation(scope: str) -> ScopedOperation | None:
         return tuple(axes)
 
     return ScopedOperation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names of all axes in the scopes of a program."""
+    found = {term for match in _SCOPE.findall(text) for terms in match[1:] for term in terms.split(";")}
+    axes = (_AXIS.fullmatch(axis) for term in found for axis in term.split(",") if axis)
+    # A kernel renames axes of its operands that are the same in the model: `mlp of the weight`.
+    return {match[1].partition(" of ")[0] for match in axes if match}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -297,12 +310,14 @@ def reason_of_placement(gathered: Collection[str], moved: Collection[str], over:
     return f"a placement {does}, which came sharded over {_listed(over)}"
 
 
-def reason_of_use(op: ScopedOperation, gathered: Collection[str], moved: Collection[str]) -> str:
-    """Explain that the users of a result need all of some axes, or shards along others."""
-    said = _said([a for a in dict.fromkeys(a for term in op.results for a in term) if a.name in (*gathered, *moved)])
-    if gathered:
-        return f"uses the result of {op.name} with all of {said}"
-    return f"uses the result of {op.name} with shards along another axis than {said}"
+def reason_of_use(
+    op: ScopedOperation, user: ScopedOperation | None, gathered: Collection[str], moved: Collection[str]
+) -> str:
+    """Explain that a user of an array needs all of some axes, or shards along others. It may be code without names."""
+    axes = dict.fromkeys(a for term in (*op.results, *op.operands) for a in term)
+    said = _said([a for a in axes if a.name in (*gathered, *moved)])
+    who = "code without names" if user is None else user.name
+    return f"{who} needs {'all of' if gathered else 'shards along another axis than'} {said}"
 
 
 def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
@@ -319,10 +334,13 @@ def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
     return list(found.values())
 
 
-def keeps(op: ScopedOperation, axes: Collection[str]) -> bool:
-    """Return whether an operation computes the shards along some axes independently, as elementwise operations do."""
-    in_results = {a.name for term in op.results for a in term}
-    return op.name in _KEEPS_SHARDS and in_results.issuperset(axes)
+def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
+    """Return whether an operation computes the shards along some axes independently, as elementwise operations do.
+
+    The results of its backward pass are the gradients of its operands.
+    """
+    terms = op.operands if when == "backward" else op.results
+    return op.name in _KEEPS_SHARDS and {a.name for term in terms for a in term}.issuperset(axes)
 
 
 _KEEPS_SHARDS = {"dot", "where"}.union(

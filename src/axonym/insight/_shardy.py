@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core.source_lines import Frame
-from . import _scopes
+from . import _flops, _scopes
 from ._constraints import frames_of, scope_of
 from ._describing import Exchange, Origin
 from ._hlo import HloShape, along
@@ -113,6 +113,8 @@ class ShardyProgram:
         self.flops: int | None = 0
         self.needed_flops: int | None = 0
         """The flops that do not depend on branches."""
+        self.products: list[tuple[str, tuple[Frame, ...], int]] = []
+        """The scope, the lines and the flops of each product."""
         self.grouped = False
         """Whether the module has grouped products."""
         self.uncounted: dict[str, None] = {}
@@ -141,8 +143,8 @@ class ShardyProgram:
                 self._functions[str(operation.attributes["sym_name"]).strip('"')] = operation
         self._enter(self._functions["main"], (), _Within())
         given = self._functions["main"].regions[0].blocks[0].arguments
-        self.arguments = [(scope_of(str(x.location)), self._local(x).bytes) for x in given]
-        """The scope of each array in the arguments, and its bytes on each device."""
+        self.arguments = [(scope_of(str(x.location)), self._local(x)) for x in given]
+        """The scope of each array in the arguments, and its shard."""
 
     # --- where operations are ---
 
@@ -201,7 +203,7 @@ class ShardyProgram:
     def _loop(self, op: Any, around: _Within) -> None:
         test, body = (region.blocks[0] for region in op.regions)
         ends = _last(body).operands
-        turns, loop = _turns(op), self._key(op)
+        turns, loop = turns_of(op), self._key(op)
         times = None if around.times is None or turns is None else around.times * turns
         changed = {x for x, end in zip(body.arguments, ends, strict=True) if x != _moved_from(end)}
         for i, (start, result) in enumerate(zip(op.operands, op.results, strict=True)):
@@ -387,29 +389,29 @@ class ShardyProgram:
     # --- everything else ---
 
     def _product(self, op: Any, around: _Within) -> None:
-        """Count the flops of a product."""
-        left, result = self._local(op.operands[0]), self._local(op.results[0])
-        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
-        summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+        """Count the flops of a product or convolution."""
         # Without grouped products, as for CPUs, each row is multiplied by the matrices of all groups.
-        groups = _scopes.groups(self._origin(op, around).scope)
+        origin = self._origin(op, around)
+        groups = _scopes.groups(origin.scope)
         self.grouped = self.grouped or groups > 1
-        each = 2 * math.prod(result.sizes) * math.prod(summed) // groups
+        each = flops_of(op, [self._local(x).sizes for x in (*list(op.operands)[:2], op.results[0])]) // groups
         if around.times is None:
             self.flops = self.needed_flops = None
-        elif self.flops is not None and self.needed_flops is not None:
+            return
+        self.products.append((origin.scope, origin.frames(), each * around.times))
+        if self.flops is not None and self.needed_flops is not None:
             self.flops += each * around.times
             self.needed_flops += 0 if around.in_branch else each * around.times
 
     def _other(self, op: Any, around: _Within) -> None:
         name = op.name.partition(".")[2]
-        if op.name == "stablehlo.dot_general":
+        if op.name in ("stablehlo.dot_general", "stablehlo.convolution"):
             self._product(op, around)
         elif op.name == "sdy.reshard":
             raise NotImplementedError(
                 "explain: by='shardy' found a reshard that is not a collective. by='partitioner' reads such a program."
             )
-        elif op.name in ("stablehlo.convolution", "chlo.ragged_dot"):
+        elif op.name == "chlo.ragged_dot":
             self.uncounted.setdefault(name)
             self.flops = self.needed_flops = None
         if op.name == "stablehlo.custom_call" and (called := str(op.attributes["call_target_name"]).strip('"')):
@@ -517,7 +519,26 @@ def _last(block: Any) -> Any:
     return block.operations[len(block.operations) - 1].operation
 
 
-def _turns(loop: Any) -> int | None:
+def flops_of(op: Any, shapes: Sequence[Sequence[int]]) -> int:
+    """Return the flops of a product or convolution, whose two operands and result have some sizes."""
+    left, _, result = shapes
+    if op.name == "stablehlo.dot_general":
+        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
+        summed = [left[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+        return _flops.of_product(result, summed)
+    numbers = re.sub(r".*<(.*)>", r"\1", str(op.attributes["dimension_numbers"]))
+    labels = re.sub(r"[\s,\[\]]", "", numbers).replace("x", "_")
+    spatial = sum(label.isdecimal() for label in labels.partition("_")[0])
+
+    def of(name: str, otherwise: int) -> list[int]:
+        return [int(n) for n in op.attributes[name]] if name in op.attributes else [otherwise] * spatial
+
+    padding = [int(n) for n in op.attributes["padding"]][::2] if "padding" in op.attributes else [0] * spatial
+    windows = [*map(_flops.Window, of("window_strides", 1), padding, of("lhs_dilation", 1), of("rhs_dilation", 1))]
+    return _flops.of_convolution(labels, shapes, windows)
+
+
+def turns_of(loop: Any) -> int | None:
     """Return how often a loop that counts from one constant to another runs; None for other loops."""
     test, body = (region.blocks[0] for region in loop.regions)
     compare, step = _last(test).operands[0].owner, _last(body)

@@ -25,10 +25,23 @@ def written_number(count: int) -> str:
     return str(count) if count < 10_000 else f"{count:.4g}"
 
 
+def described_seconds(t: float) -> str:
+    """Write a time: `1.5 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if t >= scale:
+            return f"{t / scale:.3g} {unit}"
+    return f"{t / 1e-9:.3g} ns"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with their cells aligned in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def written_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table as text, whose columns need no header."""
+    return "\n".join([title, *(f"  {line}" for line in aligned(rows))])
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

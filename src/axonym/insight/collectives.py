@@ -43,7 +43,7 @@ class Collective:
     sent: int | None
     """The bytes that each device sends at least, each time; None if that depends on values."""
     phase: str
-    """`forward`, `backward` or `recomputed`; empty if it is not differentiated, such as an optimizer's update."""
+    """`forward`, `backward` or `recomputed`; empty for everything else, such as an optimizer's update."""
     operation: str | None
     """The named operation that it belongs to, with the axes of its operands and results; None if there is none."""
     named_axes: tuple[str, ...]
@@ -62,6 +62,8 @@ class Collective:
     """The line of the user's code that it comes from."""
     scope: str
     """The scopes around it, as JAX writes them."""
+    parameters: tuple[str, ...] = ()
+    """The paths of the arguments of which it carries one, or the gradient of one; empty if it is none, or not known."""
 
     @property
     def total_sent(self) -> int | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from ..core.errors import describe_bytes
 from ..distribution.mesh_axes import AnyMesh
-from ._text import aligned, described_axes, in_order, markdown_table, written_number
+from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
 from .chips import Chip
 from .collectives import Collective
 from .explaining import explain
-from .report import Report, described_seconds
+from .report import Report
 
 
 def compare(

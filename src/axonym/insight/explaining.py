@@ -5,31 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from ..distribution.active_settings import Entry
+from ..core.source_lines import Frame
+from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import AnyMesh
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
-from . import _compiling, _scopes, _shardy
-from ._arguments import ArgumentNames, names_of_arrays, step_name
-from ._by_names import OF_GROUPS, by_names
+from . import _compiling, _flops, _scopes, _shardy
+from ._arguments import ArgumentNames, GivenArray, arrays_of, step_name
+from ._by_names import OF_GROUPS, Layout, by_names
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
+from ._lowered import products
+from ._named_events import NamedTrace
 from ._named_trace import named_trace
+from ._parameters import used_by, used_by_names, with_parameters
 from ._topologies import moved_to, on_topology, with_axes_of
 from .chips import Chip, known_chip
 from .collectives import Collective
+from .repeating import repeated, repeated_by_names
 from .report import Memory, Report, bounds_on
 from .timeline import MemoryTimeline
 
@@ -85,6 +88,9 @@ def explain(
     if by not in TIERS:
         raise ValueError(f"explain: `by` is one of {', '.join(map(repr, TIERS))}, got {by!r}.")
     chip = None if chip is None else known_chip(chip)
+    if type(fn).__module__.partition(".")[0] == "equinox":
+        # `eqx.filter_jit` takes no abstract arguments, and `named_jit` does the same otherwise.
+        fn = getattr(fn, "__wrapped__", fn)
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")
@@ -94,11 +100,12 @@ def explain(
         storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
-        return by_names(trace, sizes, compute, storage, chip, names_of_arrays(fn, args, kwargs))
+        return _named(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
     if by == "shardy":
         with contextlib.nullcontext() if mesh is None else set_mesh(mesh):
-            lowered = distributed(fn, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
-            return _sharded(step_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), chip)
+            compiled_step = distributed(fn, mapping)
+            lowered = compiled_step.trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
+            return _sharded(step_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), compiled_step, chip)
     with active(mesh):
         compiled_step = distributed(fn, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
@@ -113,7 +120,7 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
-        return _report(step_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
+        return _report(step_name(fn), program, lowered, names, found, platform, by, memory, compiled_step, chip)
 
 
 def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
@@ -215,15 +222,17 @@ class _FlopCount:
 def _report(
     step: str,
     program: HloProgram,
-    constraints: Constraints,
+    lowered: Any,
     names: ArgumentNames,
     mesh: dict[str, int] | None,
     platform: str,
     by: str,
     memory: Memory | None,
+    compiled_step: Any,
     chip: Chip | None,
 ) -> Report:
-    collectives: list[Collective] = []
+    constraints, collectives = Constraints(lowered), list[Collective]()
+    computed: list[tuple[str, Sequence[Frame], int]] = []
     flops = _FlopCount()
     custom_calls: set[str] = set()
     for visit in program.visits():
@@ -232,9 +241,11 @@ def _report(
         if kind in COLLECTIVES:
             collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
         elif kind in ("dot", "convolution"):
-            each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
+            each = _flops.of_instruction(instruction, [s for _, shapes in program.operands(visit) for s in shapes])
             own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
             flops.add(visit, each, own)
+            if visit.times is not None:
+                computed.append((instruction.scope, program.frames(instruction), own * visit.times))
         elif kind == "custom-call":
             custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     notes = []
@@ -254,12 +265,78 @@ def _report(
     bounds = None if chip is None else bounds_on(chip, collectives, memory, flops.needed)
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
-    given = program.parameters()
-    arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
-    return Report(
-        step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes),
-        timeline=course, arguments=arguments,
-    )  # fmt: skip
+    shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
+    report = Report(
+        step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes), timeline=course
+    )
+    return _compared(report, lowered, compiled_step, names, shards, computed)
+
+
+def _compared(
+    report: Report,
+    lowered: Any,
+    compiled_step: Any,
+    names: ArgumentNames,
+    shards: Sequence[tuple[str, HloShape]],
+    computed: Sequence[tuple[str, Sequence[Frame], int]],
+) -> Report:
+    """Add to a report what the lowered step tells: the arguments, and the work that devices repeat.
+
+    Arguments:
+        shards: the scope of each array in the arguments, and its shard.
+        computed: the scope, the lines and the flops of the products of each device.
+    """
+    mesh, mappings, found = report.mesh, _mappings(compiled_step), products(lowered, report.mesh)
+    kept = [names.find(scope) for scope, _ in shards]
+    uses = used_by(found, lambda n: kept[n] if n < len(kept) else None)
+    of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
+    return dataclasses.replace(
+        report,
+        collectives=tuple(with_parameters(report.collectives, uses, names.arrays)),
+        arguments=names.added_up((scope, shape.bytes) for scope, shape in shards),
+        placed=tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh, mappings)),
+        repeated=tuple(repeated(found, computed, mesh)) if mesh else (),
+        mapping=mappings[0],
+        parameter_mapping=mappings[1],
+        axes=tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
+    )
+
+
+def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
+    """Return the compute and the parameter mapping that are active in a step."""
+    if isinstance(compiled_step, BoundCompiledFunction):
+        compiled_step = compiled_step.__func__
+    own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
+    return own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())
+
+
+def _named(
+    trace: NamedTrace,
+    mesh: Mapping[str, int],
+    compute: Mapping[str, Entry],
+    storage: Mapping[str, Entry],
+    chip: Chip | None,
+    given: Sequence[GivenArray],
+) -> Report:
+    """Report on a traced step by its names."""
+    report = by_names(trace, mesh, compute, storage, chip, [x.argument for x in given])
+    layout = Layout(mesh, compute, storage, trace.joined)
+    placed = (
+        x.on_devices(layout.local(value.dims, layout.over(value.dims)), mesh, (compute, storage))
+        for x, value in zip(given, trace.arguments, strict=True)
+    )
+    seen = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
+    seen |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
+    uses = used_by_names(trace, given)
+    return dataclasses.replace(
+        report,
+        collectives=tuple(with_parameters(report.collectives, uses, given)),
+        placed=tuple(placed),
+        repeated=tuple(repeated_by_names(trace, layout)),
+        mapping=compute,
+        parameter_mapping=storage,
+        axes=tuple(sorted(n for n in seen if n is not None)),
+    )
 
 
 def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) -> MemoryTimeline | None:
@@ -270,7 +347,7 @@ def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) ->
         return None
 
 
-def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -> Report:
+def _sharded(step: str, lowered: Any, names: ArgumentNames, compiled_step: Any, chip: Chip | None) -> Report:
     """Report on a lowered step after the passes of Shardy."""
     program, constraints = _shardy.sharded_program(lowered), Constraints(lowered)
     collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
@@ -286,10 +363,11 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
         notes.append(f"flops are not known, because {', '.join(program.uncounted)} cannot be counted")
     notes += _notes_on(collectives, program.flops is None and not program.uncounted)
     bounds = None if chip is None else bounds_on(chip, collectives, None, program.needed_flops)
-    return Report(
+    report = Report(
         step, "any platform", program.mesh, "shardy", tuple(collectives), None, program.flops, bounds, tuple(notes),
-        program.uncertain, arguments=names.added_up(program.arguments),
+        program.uncertain,
     )  # fmt: skip
+    return _compared(report, lowered, compiled_step, names, program.arguments, program.products)
 
 
 def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:
@@ -341,45 +419,6 @@ def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ..
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     return instruction.shapes[carried : 2 * carried]
-
-
-# --- computing ---
-
-
-def _flops(instruction: Instruction, operands: Sequence[HloShape]) -> int:
-    """Return the flops of a product or convolution: a multiplication and an addition for each pair of numbers."""
-    result = int(np.prod(instruction.shapes[0].sizes, dtype=object))
-    left, right = operands[:2]
-    if instruction.opcode == "dot":
-        summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
-        return 2 * result * int(np.prod([left.sizes[int(i)] for i in summed], dtype=object))
-    # Every output feature sees the input features of the kernel, except at padding and at the gaps of dilation.
-    # Compilers for TPUs write products as such convolutions.
-    labels = re.fullmatch(r"([0-9a-z]+)_([0-9a-z]+)->([0-9a-z]+)", instruction.attribute("dim_labels") or "")
-    assert labels, f"a convolution without dim_labels: {instruction.attributes}"
-    shapes = (left, right, instruction.shapes[0])
-    image, kernel, out = (
-        dict(zip(of, shape.sizes, strict=True)) for of, shape in zip(labels.groups(), shapes, strict=True)
-    )
-    spatial = sorted(label for label in kernel if label.isdecimal())
-    places = [_seen_places(instruction, i, image[d], out[d]) for i, d in enumerate(spatial)]
-    return 2 * out["b"] * out["f"] * kernel["i"] * int(np.prod(places, dtype=object))
-
-
-def _seen_places(convolution: Instruction, i: int, size: int, out: int) -> int:
-    """Count the pairs of an output and a window element that meet an element of the input, along one axis."""
-    settings = dict(part.split("=") for part in (convolution.attribute("window") or "{}").strip("{}").split())
-    window, stride, spread, apart = (
-        int(settings[name].split("x")[i]) if name in settings else 1
-        for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
-    )
-    before = int(settings["pad"].split("x")[i].split("_")[0]) if "pad" in settings else 0
-    starts = np.arange(out, dtype=np.int64) * stride - before
-    seen = 0
-    for place in range(window):
-        at = starts + place * apart
-        seen += int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
-    return seen
 
 
 def _memory(compiled: Any) -> Memory | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,15 +12,18 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, describe_bytes
+from ..distribution.active_settings import activate
+from ..distribution.mesh_axes import NO_MESH
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
-from ._named_events import NamedTrace, NotKnown, Renamed
+from ._lowered import products
+from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
-from ._text import aligned, markdown_table, parsed_bytes, written_number
+from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
-from .explaining import explain
-from .report import Bounds, Memory, Report, described_seconds
+from .explaining import distributed, explain
+from .report import Bounds, Report
 
 Over = str | tuple[str, ...]
 
@@ -96,9 +100,9 @@ class PlannedMapping:
         return "\n".join(lines)
 
     def _order(self) -> tuple[float, float, int]:
-        """Return the sort key of plans: if their bounds agree to two digits, their sum decides."""
+        """Return the sort key of plans: if their bounds are shown alike, their sum decides."""
         total = sum(t for t in (self.bounds.compute, *self.bounds.links.values()) if t is not None)
-        return _to_two_digits(self.seconds), total, len(self.mesh) + len(self.compute) + len(self.storage)
+        return _as_shown(self.seconds), total, len(self.mesh) + len(self.compute) + len(self.storage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +170,13 @@ class MappingPlan:
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
+    def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
+        """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
+        groups: dict[Any, list[PlannedMapping]] = {}
+        for p in self.found:
+            groups.setdefault((frozenset(p.compute.items()), frozenset(p.storage.items())), []).append(p)
+        return [(first, len(others)) for first, *others in groups.values()]
+
     def _title(self) -> str:
         large = (
             f", {len(self.too_large)} of which need{'s' * (len(self.too_large) == 1)} more memory"
@@ -174,20 +185,21 @@ class MappingPlan:
         )
         return (
             f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
-            f"{counted(self.considered, 'mapping')}{large}"
+            f"{counted(self.considered, 'mesh and mapping', 'meshes and mappings')}{large}"
         )
 
     def _table(self) -> list[list[str]]:
         header = ["mesh", "compute", "and stored by", "at least", "bottleneck", "sent", "memory", "flops", "source",
                   "partitioner"]  # fmt: skip
         rows = []
-        for p in self.found[:8]:
+        for p, others in self._by_mapping()[:8]:
             verified = "-" if p.verified is None else _agreement(p)
             own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
             flops = "not known" if p.flops is None else written_number(p.flops)
+            mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
             rows.append(
-                [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(_to_two_digits(p.seconds)), p.bounds.bottleneck, describe_bytes(p.sent),
+                [mesh, _listed(p.compute), _listed(own) or "as used",
+                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent),
                  describe_bytes(p.memory), flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
@@ -211,11 +223,11 @@ def plan(
     not determine the communication, such as axes of experts, of a sequence, or of layers that run as a pipeline, it
     uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
     step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
-    known, such as convolutions, is refused.
+    known, such as kernels of Pallas, is refused.
 
-    The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
-    two digits are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that runs only for
-    some values does not count: all experts are assumed to get equally many rows.
+    The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree in
+    the three digits shown are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that
+    runs only for some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
         fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
@@ -241,6 +253,9 @@ def plan(
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
     trace = named_trace(fn, args, {})
+    convolved = 0
+    if set(trace.uncounted) == {"conv_general_dilated"}:
+        trace, convolved = dataclasses.replace(trace, uncounted=()), _flops_of_convolutions(fn, args)
     if trace.uncounted:
         raise ValueError(
             f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
@@ -248,7 +263,8 @@ def plan(
         )
     raw = isinstance(fn, DistributedFunction)
     of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
-    search = _Search(trace, chip, _names(of_model), _names(of_batch))
+    parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
+    search = _Search(trace, chip, _names(of_model), _names(of_batch), parameters, convolved)
     found = list(search.run(chips))
     asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
@@ -289,6 +305,21 @@ def _names(tree: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or () if n != "_"))
 
 
+def _multiplied(trace: NamedTrace, parameters: Sequence[set[str]]) -> set[str]:
+    """Return the axes that parameters in products have; all of them if no product is named.
+
+    Storing others sharded, such as the positions of a table that is only added, saves next to nothing.
+    """
+    terms = [
+        {a.name for a in term}
+        for e in trace.events
+        if isinstance(e, Sum) and e.flops and e.place.operation is not None
+        for term in e.place.operation.operands
+    ]
+    found = {n for term in terms if any(term <= x and len(x - term) <= 1 for x in parameters) for n in term}
+    return found if terms else set[str]().union(*parameters)
+
+
 def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
     """Explain a planned mapping with the partitioner."""
     report = explain(fn, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
@@ -302,8 +333,19 @@ def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], ch
 class _Search:
     """All meshes and mappings of a traced step whose cost can be computed from names."""
 
-    def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
+    def __init__(
+        self,
+        trace: NamedTrace,
+        chip: Chip,
+        of_model: Sequence[str],
+        of_batch: Sequence[str],
+        parameters: Sequence[set[str]],
+        convolved: int = 0,
+    ):
         self.trace, self.chip = trace, chip
+        self._convolved = convolved
+        """The flops of all convolutions. Names do not tell what sharded ones send, so each device computes them all."""
+        self._of_batch = of_batch
         self.left_out: dict[str, str] = {}
         """Axes that names do not identify because other axes have the same size, each with this size."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
@@ -312,7 +354,9 @@ class _Search:
         self.batch = [n for n in of_batch if n not in of_model and n in alone]
         self.tensor = [n for n in alone if n in of_model or n in of_batch]
         data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
-        self.stored = [n for n in of_model if data and self._told(data, {n: "data"})]
+        multiplied = _multiplied(trace, parameters)
+        self._multiplied = multiplied
+        self.stored = [n for n in of_model if n in multiplied and data and self._told(data, {n: "data"})]
         # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
         apart: set[frozenset[str]] = set()
         for a, b in itertools.combinations(self.tensor, 2):
@@ -358,7 +402,7 @@ class _Search:
                 batches = [batch] if batch and data > 1 else []
                 compute: dict[str, Over] = dict.fromkeys(batches, over)
                 compute |= dict.fromkeys(group, "model")
-                used: dict[str, Over] = dict.fromkeys(group, "model")
+                used = self._as_used(group)
                 # Two mesh axes that both shard the batch differ from one only if parameters are stored over one.
                 if group or model == 1:
                     yield mesh, compute, {}
@@ -384,11 +428,17 @@ class _Search:
             compute: dict[str, Over] = (
                 {batch: tuple(over) if len(over) > 1 else over[0]} if batch is not None and over else {}
             )
-            compute |= dict.fromkeys(axes, "model")
+            if name in self._of_batch and len(mesh) == 1:  # it is data parallelism
+                mesh = {"data": model}
+            compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
             stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
-            storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
+            storages: list[dict[str, Over]] = [{n: "data", **self._as_used(axes)} for n in stored]
             for storage in (*storages, {}):
                 yield from self._asked(mesh, compute, storage, fn, args, limit)
+
+    def _as_used(self, group: Sequence[str]) -> dict[str, Over]:
+        """Return the storage sharding of parameters along axes of a group; an axis that they lack is none of theirs."""
+        return {n: "model" for n in group if n in self._multiplied}
 
     def of_refused(self, compute: Mapping[str, Over]) -> str:
         """List the sharded axes whose communication cannot be computed from names."""
@@ -419,7 +469,7 @@ class _Search:
             check_sizes(layout, self.trace.arguments)
         except ValueError:
             return
-        if (memory := _kept(memory_of(self.trace, layout))) > limit:
+        if (memory := _kept(self.trace, layout)) > limit:
             return
         mapping = (storage, compute) if storage else compute
         try:
@@ -440,10 +490,11 @@ class _Search:
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
     ) -> PlannedMapping:
-        bounds = account.bounds(self.chip, None)
+        flops = None if account.flops is None else account.flops + self._convolved
+        bounds = account.bounds(self.chip, None, self._convolved)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
-        memory = _kept(memory_of(self.trace, account.layout))
-        return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
+        memory = _kept(self.trace, account.layout)
+        return PlannedMapping(mesh, compute, storage, bounds, memory, flops, sent, account.uncertain)
 
 
 def _mesh(data: int, model: int) -> dict[str, int]:
@@ -451,9 +502,33 @@ def _mesh(data: int, model: int) -> dict[str, int]:
     return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
 
 
-def _kept(memory: Memory) -> int:
-    """Return the bytes on each device, counting results that become arguments of the next step once."""
-    return max(memory.arguments, memory.results) + memory.temporaries
+def _kept(trace: NamedTrace, layout: Layout) -> int:
+    """Return the bytes on each device, counting results that become arguments of the next step once.
+
+    Beside what loops keep, the backward pass has the products that it recomputes of a layer, and the gradients of all
+    layers that a loop goes through, since it stacks them.
+    """
+    memory = memory_of(trace, layout)
+    products = [e for e in trace.events if isinstance(e, Sum) and e.flops]
+    again: dict[int, int] = {}
+    for e in products:
+        if e.place.recomputes and e.place.phase == "recomputed":
+            again[e.place.within] = again.get(e.place.within, 0) + layout.bytes(e.result)
+    of_layers = {frozenset(e.result.names) for e in products if e.place.phase == "backward" and e.place.times != 1}
+    gradients = sum(
+        layout.bytes(x, layout.over(x.base))
+        for x in trace.arguments
+        if any(names < {*x.names} and len({*x.names} - names) == 1 for names in of_layers)
+    )
+    return max(memory.arguments, memory.results) + memory.temporaries + max(again.values(), default=0) + gradients
+
+
+def _flops_of_convolutions(fn: Callable[..., Any], args: Sequence[Any]) -> int:
+    """Count the flops of all convolutions of a step."""
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no mesh is active")
+        lowered = distributed(fn, None).trace(*args).lower(lowering_platforms=("cpu",))
+    return sum(p.flops or 0 for p in products(lowered, {}) if p.convolves)
 
 
 def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:
@@ -471,9 +546,9 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
 
 
-def _to_two_digits(seconds: float) -> float:
-    """Round a time to the digits that plans are ordered by."""
-    return float(f"{seconds:.2g}")
+def _as_shown(seconds: float) -> float:
+    """Round a time to the digits that are shown, by which plans are ordered."""
+    return float(f"{seconds:.3g}")
 
 
 def _agreement(p: PlannedMapping) -> str:

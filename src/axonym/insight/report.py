@@ -8,19 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import counted, describe_bytes
+from ..distribution.active_settings import Entry
+from ._arguments import PlacedArgument
+from ._parameters import without_numbers
 from ._text import (
     Section,
     aligned,
     described_axes,
     described_mesh,
+    described_seconds,
     in_order,
     markdown_table,
     rich_table,
     written_number,
+    written_table,
 )
 from .chips import Chip
 from .collectives import Collective
+from .repeating import RepeatedWork
 from .timeline import MemoryTimeline, draw
+from .verdict import SMALL, Verdict, path_of, phase_of, verdict_of
 
 _SHOWN = 8
 """How many arguments are written."""
@@ -65,6 +72,8 @@ class Bounds:
     """If each argument is read once and each result written once."""
     links: Mapping[tuple[str, ...], float]
     """For each set of mesh axes, sending over it with all links of a chip."""
+    capacity: int | None = None
+    """The bytes of memory of the chip."""
 
     @property
     def bottleneck(self) -> str:
@@ -73,7 +82,7 @@ class Bounds:
         >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).bottleneck
         'sending over data'
         """
-        return max(self._named(), key=lambda pair: pair[1])[0]
+        return max(self.named(), key=lambda pair: pair[1])[0]
 
     @property
     def longest(self) -> float:
@@ -82,9 +91,14 @@ class Bounds:
         >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={}).longest
         0.002
         """
-        return max(t for _, t in self._named())
+        return max(t for _, t in self.named())
 
-    def _named(self) -> list[tuple[str, float]]:
+    def named(self) -> list[tuple[str, float]]:
+        """Return each bound with its name.
+
+        >>> axn.insight.Bounds("v5e", compute=1e-3, memory=None, links={("data",): 5e-4}).named()
+        [('compute', 0.001), ('sending over data', 0.0005)]
+        """
         pairs = [("compute", self.compute), ("memory", self.memory)]
         links = [(f"sending over {described_axes(axes)}", t) for axes, t in self.links.items()]
         return [(name, t) for name, t in pairs if t is not None] + links
@@ -118,6 +132,16 @@ class Report:
     arguments: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The bytes of each argument of the step on each device, by the name of its parameter, without the padding that
     compilers for some devices add."""
+    placed: tuple[PlacedArgument, ...] = ()
+    """The arrays in the arguments, and where they lie, as far as known."""
+    repeated: tuple[RepeatedWork, ...] = ()
+    """The products of which several devices compute the same part, in the order of the step."""
+    mapping: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    """The compute mapping of the step."""
+    parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    """The mapping that parameters are stored by, if it is another."""
+    axes: tuple[str, ...] = ()
+    """The names of the axes of all arrays in the step."""
 
     def total_sent(self, over: str | None = None, kind: str | None = None, phase: str | None = None) -> int | None:
         """Return the bytes that each device sends in a call; None if that depends on values.
@@ -183,6 +207,16 @@ class Report:
         """
         return self._written(markdown=True)
 
+    @property
+    def verdict(self) -> Verdict:
+        """Return what binds, the costliest transfers, what is suspicious, and what was checked and is fine.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> report.verdict.suspicious
+        ()
+        """
+        return verdict_of(self)
+
     def draw(self, figure: Any = None) -> Any:
         """Draw the memory of each device over the course of the step, and the bytes sent over each set of mesh axes.
 
@@ -208,7 +242,10 @@ class Report:
         from rich.console import Group
         from rich.text import Text
 
-        parts: list[Any] = [Text(part, "bold") for part in self._head()]
+        title, *said = self._head()
+        parts: list[Any] = [Text(title, "bold"), *map(Text, said)]
+        for title, lines in self.verdict.sections():
+            parts += [Text(f"\n{title}", "bold"), *(Text(f"- {line}") for line in lines)]
         parts += [rich_table(*section) for section in self._sections()]
         parts += [Text("\n".join(self._figures())), *(Text(f"note: {n}", "dim") for n in self.notes)]
         return Group(*parts)
@@ -217,11 +254,16 @@ class Report:
 
     def _written(self, markdown: bool) -> str:
         parts = [*self._head()]
+        for title, lines in self.verdict.sections():
+            listed = "\n".join(f"- {line}" if markdown else f"  {line}" for line in lines)
+            parts.append(f"### {title}\n\n{listed}" if markdown else f"{title}:\n{listed}")
         if markdown:
             parts += [f"### {title}\n\n{markdown_table(header, rows)}" for title, header, rows in self._sections()]
         else:
-            parts += [f"{_title(axes, found)}\n{_lines(found)}" for axes, found in self.by_axes().items()]
-            parts += [] if self.timeline is None else [self.timeline._text()]
+            total = sum(c.total_sent or 0 for c in self.collectives)
+            parts += [f"{_title(axes, found)}\n{_lines(found, total)}" for axes, found in self.by_axes().items()]
+            parts += [] if (table := self._table_of_copies()) is None else [written_table(*table)]
+            parts += [] if self.timeline is None else [written_table(*self.timeline._section())]
         parts.append("\n".join(f"- {line}" if markdown else line for line in self._figures()))
         if self.notes:
             parts.append("\n".join(f"- {n}" if markdown else f"note: {n}" for n in self.notes))
@@ -229,15 +271,41 @@ class Report:
 
     def _head(self) -> Iterator[str]:
         yield f"{self.step} on {described_mesh(self.mesh)} ({self.platform}, by={self.by!r})"
-        if not self.collectives:
-            yield "Nothing is sent between devices."
+        verdict = self.verdict
+        yield f"{verdict.binds} {verdict.explanation}".strip()
 
     def _sections(self) -> Iterator[Section]:
-        """Yield the tables: the bytes sent over each set of mesh axes, and the arrays in memory at the peak."""
+        """Yield the tables: the bytes sent over each set of mesh axes, copies, and the arrays in memory at the peak."""
+        total = sum(c.total_sent or 0 for c in self.collectives)
         for axes, found in self.by_axes().items():
-            yield _title(axes, found), _HEADER, [dataclasses.astuple(row) for row in _rows(found)]
+            yield _title(axes, found), _HEADER, [dataclasses.astuple(row) for row in _rows(found, total)]
+        if (table := self._table_of_copies()) is not None:
+            yield table
         if self.timeline is not None:
             yield self.timeline._section()
+
+    def _table_of_copies(self) -> Section | None:
+        """Return the table of the arguments of which several devices have the same shard."""
+        sizes: dict[tuple[str, int, str, str], tuple[int, int]] = {}
+        for x in self.placed:
+            if x.copies > 1:
+                over = described_axes(x.replicated_over or None)
+                saved = f"{describe_bytes(x.bytes // x.copies)} each"
+                key = without_numbers(x.path), x.copies, over, saved
+                sizes[key] = sizes.get(key, (0, 0))[0] + x.bytes, sizes.get(key, (0, 0))[1] + 1
+        total = sum(x.bytes for x in self.placed)
+        ordered = sorted(sizes.items(), key=lambda pair: -pair[1][0])
+        shown = [(key, size) for key, size in ordered if size[0] >= SMALL * total]
+        rows = [
+            (path, f"{f'{n} x ' if n > 1 else ''}{describe_bytes(size // n)}", str(copies), over, saved)
+            for (path, copies, over, saved), (size, n) in shown
+        ]
+        if rest := ordered[len(shown) :]:
+            rows.append(
+                (counted(len(rest), "smaller one"), describe_bytes(sum(n for _, (n, _) in rest)), "-", "-", "-")
+            )
+        header = ("argument", "on each device", "copies", "replicated over", "sharded over it")
+        return ("arguments in several copies:", header, rows) if rows else None
 
     def _figures(self) -> Iterable[str]:
         if self.memory is not None:
@@ -262,7 +330,7 @@ class Report:
         flops = "not known" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
         if self.bounds is not None:
-            times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds._named())
+            times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
 
 
@@ -275,47 +343,58 @@ class _Row:
     times: str
     sent: str
     array: str
+    parameter: str
     operation: str
     line: str
     why: str
 
 
-def _rows(found: Sequence[Collective]) -> list[_Row]:
-    """Return the rows for some collectives, largest bytes first."""
+def _rows(found: Sequence[Collective], total: int) -> list[_Row]:
+    """Return the rows for some collectives, largest bytes first. Rows of less than 1% of a total are one."""
     merged: dict[_Row, list[Collective]] = {}
     for c in found:
         row = _Row(
             kind=c.kind if c.along_all else f"{c.kind} among {c.devices}",
-            when=c.phase or "-",
+            when=phase_of(c.phase),
             sent="not known" if c.sent is None else describe_bytes(c.sent),
             array=c.array,
+            parameter=path_of(c) or "-",
             operation=c.operation or "no named operation",
             line="-" if c.source is None else str(c.source),
             why=c.reason or "not known",
             times="not known" if c.times is None else "at most" if c.in_branch else "",
         )
         merged.setdefault(row, []).append(c)
-    rows = []
+    rows, small = list[tuple[int, _Row]](), list[Collective]()
     for row, same in merged.items():
+        if all(c.total_sent is not None for c in same) and sum(c.total_sent or 0 for c in same) < SMALL * total:
+            small += same
+            continue
         times = row.times if same[0].times is None else f"{row.times} {sum(c.times or 0 for c in same)}".strip()
         # In a loop of unknown length, the bytes of one iteration decide the order.
         weight = sum(c.total_sent or c.sent or 0 for c in same)
         rows.append((weight, dataclasses.replace(row, times=times)))
-    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+    ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+    if small:
+        kinds = ", ".join(dict.fromkeys(c.kind for c in small))
+        size, times = describe_bytes(sum(c.total_sent or 0 for c in small)), str(sum(c.times or 0 for c in small))
+        ordered.append(_Row(kinds, "-", times, f"{size} in all", "smaller ones", "-", "-", "-", "less than 1% each"))
+    return ordered
 
 
 def _title(axes: tuple[str, ...] | None, found: Sequence[Collective]) -> str:
     return f"over {described_axes(axes)}: each device sends {_total([c.total_sent for c in found])}"
 
 
-_HEADER = ("kind", "when", "times", "sent each time", "array", "operation", "line", "why")
+_HEADER = ("kind", "when", "times", "sent each time", "array", "parameter", "operation", "line", "why")
 
 
-def _lines(found: Sequence[Collective]) -> str:
+def _lines(found: Sequence[Collective], total: int) -> str:
     """Write collectives as text, each with its reason on a second line."""
-    rows = _rows(found)
-    first = aligned([(f"{r.times} x {r.sent}", r.kind, r.when, r.array, r.line) for r in rows])
-    return "\n".join(f"  {a}\n      {r.operation}: {r.why}" for a, r in zip(first, rows, strict=True))
+    rows = _rows(found, total)
+    first = aligned([(f"{r.times} x {r.sent}", r.kind, r.when, r.array, r.parameter, r.line) for r in rows])
+    reasons = (f"\n      {r.operation}: {r.why}" if r.operation != "-" else "" for r in rows)
+    return "\n".join(f"  {a}{why}" for a, why in zip(first, reasons, strict=True))
 
 
 def bounds_on(chip: Chip, collectives: Sequence[Any], memory: Memory | None, flops: int | None) -> Bounds:
@@ -329,6 +408,7 @@ def bounds_on(chip: Chip, collectives: Sequence[Any], memory: Memory | None, flo
         compute=None if flops is None else flops / chip.flops,
         memory=None if touched is None else touched / chip.memory_bandwidth,
         links=links,
+        capacity=chip.memory,
     )
 
 
@@ -342,11 +422,3 @@ def _total(values: Sequence[int | None]) -> str:
     if total is not None:
         return describe_bytes(total)
     return f"at least {describe_bytes(sum(v or 0 for v in values))}, and more that depends on values"
-
-
-def described_seconds(t: float) -> str:
-    """Write a time: `1.5 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if t >= scale:
-            return f"{t / scale:.3g} {unit}"
-    return f"{t / 1e-9:.3g} ns"

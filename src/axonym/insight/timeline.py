@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
-from ._text import Section, aligned, described_axes
+from ._text import Section, described_axes
 from .collectives import Collective
 
 CollectivesByAxes: TypeAlias = Mapping[tuple[str, ...] | None, Sequence[Collective]]
@@ -91,15 +91,11 @@ class MemoryTimeline:
             times = f"{h.count} x " if h.count > 1 else ""
             size = f"{times}{describe_bytes(h.bytes // h.count)}"
             operation = h.operation or "no named operation"
-            rows.append((h.array, size, h.phase or "-", str(h.source or "-"), operation))
+            rows.append((h.array, size, h.phase or "other", str(h.source or "-"), operation))
         if rest := others[_SHOWN:]:
             count = sum(h.count for h in rest)
             rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
         return title, ("array", "bytes", "when", "line", "operation"), rows
-
-    def _text(self) -> str:
-        title, _, rows = self._section()
-        return "\n".join([title, *(f"  {line.rstrip()}" for line in aligned(rows))])
 
 
 def draw(timeline: MemoryTimeline | None, sent: CollectivesByAxes, figure: Any) -> Any:

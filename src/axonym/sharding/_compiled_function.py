@@ -203,6 +203,11 @@ class CompiledFunction(Generic[P, R]):
             result = result if self._results is None else self._results(seen, result)
             return result, () if self._empty is None else self._empty(result)
 
+    @property
+    def active(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the mappings that are active inside, by their setting."""
+        return self._active
+
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, sharded by their placements."""
         for label, placement in self._arguments:

@@ -1,0 +1,138 @@
+"""Read the products of a lowered step, before it is partitioned: their flops, and the arguments that they use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.source_lines import Frame
+from . import _scopes
+from ._constraints import frames_of, scope_of
+from ._shardy import flops_of, turns_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product, a convolution, or a look-up."""
+
+    scope: str
+    frames: tuple[Frame, ...]
+    flops: int | None
+    """Its flops on all devices together, if none is repeated; None if they depend on values."""
+    arguments: tuple[int | None, ...]
+    """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
+    convolves: bool
+
+
+_SAME = {
+    f"stablehlo.{name}"
+    for name in ("convert", "transpose", "reshape", "broadcast_in_dim", "dynamic_slice", "slice", "all_gather",
+                 "optimization_barrier")
+} | {"sdy.sharding_constraint"}  # fmt: skip
+"""Operations whose result is their first operand in another form, or part of it."""
+_PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
+
+
+def products(lowered: Any, mesh: Mapping[str, int]) -> tuple[Product, ...]:
+    """Return the products of a lowered function, in the order of the program; none if its module cannot be read."""
+    # Modules have no public interface for reading.
+    with contextlib.suppress(AttributeError, ImportError, KeyError, IndexError, TypeError, ValueError):
+        return tuple(_Walk(lowered.compiler_ir("stablehlo"), mesh).products)
+    return ()
+
+
+class _Walk:
+    """Walks through a module in the order in which its operations run."""
+
+    def __init__(self, module: Any, mesh: Mapping[str, int]):
+        self.products: list[Product] = []
+        self._mesh = mesh
+        self._functions: dict[str, Any] = {}
+        self._given: dict[Any, Any] = {}
+        """The values that the arguments of blocks stand for."""
+        for operation in (op.operation for op in module.operation.regions[0].blocks[0].operations):
+            if operation.name == "func.func":
+                self._functions[str(operation.attributes["sym_name"]).strip('"')] = operation
+        self._main = self._functions["main"].regions[0].blocks[0]
+        self._around: list[Any] = []
+        """The calls around an operation."""
+        self._manual: set[str] = set()
+        self._block(self._main, 1)
+
+    def _block(self, block: Any, times: int | None) -> None:
+        for operation in block.operations:
+            op = operation.operation
+            if op.name in _PRODUCTS:
+                self.products.append(self._product(op, times))
+            elif op.name == "stablehlo.while":
+                body, turns = op.regions[1].blocks[0], turns_of(op)
+                ends = body.operations[len(body.operations) - 1].operation.operands
+                same = [(x, start) for x, start, end in zip(body.arguments, op.operands, ends, strict=True) if x == end]
+                self._given.update(same)
+                self._block(body, None if times is None or turns is None else times * turns)
+            elif op.name == "func.call":
+                self._inside(op, self._called(op), times)
+            elif op.name in ("sdy.manual_computation", "sdy.named_computation"):
+                axes = (
+                    set(re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"]))) if "manual" in op.name else set()
+                )
+                outer, self._manual = self._manual, self._manual | axes
+                self._inside(op, op.regions[0].blocks[0], times)
+                self._manual = outer
+            elif op.name in ("stablehlo.case", "stablehlo.if"):
+                for region in op.regions:
+                    self._block(region.blocks[0], times)
+
+    def _inside(self, op: Any, block: Any, times: int | None) -> None:
+        self._given.update(zip(block.arguments, op.operands, strict=True))
+        self._around.append(op)
+        self._block(block, times)
+        self._around.pop()
+
+    def _called(self, call: Any) -> Any:
+        return self._functions[str(call.attributes["callee"]).lstrip("@").strip('"')].regions[0].blocks[0]
+
+    def _product(self, op: Any, times: int | None) -> Product:
+        locations = [str(x.location) for x in (*self._around, op)]
+        scope = "/".join(filter(None, map(scope_of, locations)))
+        frames = tuple(f for location in reversed(locations) for f in frames_of(location))
+        shapes = [tuple(x.type.shape) for x in (*list(op.operands)[:2], op.results[0])]
+        flops = 0 if op.name == "stablehlo.gather" else flops_of(op, shapes)
+        flops = flops * self._copies(scope) // _scopes.groups(scope)
+        arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
+        return Product(scope, frames, None if times is None else flops * times, arguments, "convolution" in op.name)
+
+    def _copies(self, scope: str) -> int:
+        """Return how many devices a per-device operation needs, of which each has a part of the work.
+
+        A named product runs per device if it gathers parameters; the mesh axes that shard none of its axes repeat it.
+        """
+        operation, axes = _scopes.operation(scope), self._manual
+        if operation is not None and operation.name == "dot":
+            axes = axes & operation.over
+        return math.prod(self._mesh.get(a, 1) for a in axes)
+
+    def _argument(self, value: Any) -> int | None:
+        """Return the number of the argument of the program that a value is."""
+        for _ in range(256):
+            owner = value.owner
+            if not hasattr(owner, "regions"):  # an argument of a block
+                if owner == self._main:
+                    return value.arg_number
+                if value not in self._given:
+                    return None
+                value = self._given[value]
+            elif owner.name in _SAME:
+                value = owner.operands[0]
+            elif owner.name == "func.call":
+                block = self._called(owner)
+                self._given.update(zip(block.arguments, owner.operands, strict=True))
+                results = block.operations[len(block.operations) - 1].operation.operands
+                value = results[value.result_number]
+            else:
+                return None
+        return None

@@ -1,0 +1,103 @@
+"""Find the parameter that a collective carries, or the gradient of: the argument that its operation uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ..core.source_lines import Source, source
+from . import _scopes
+from ._arguments import GivenArray
+from ._lowered import Product
+from ._named_events import NamedTrace, Use
+from ._text import described_axes
+from .collectives import Collective
+
+Place = tuple[str | None, Source | None]
+"""A named operation and its line, in all passes of a step."""
+
+
+def used_by(products: Iterable[Product], found: Callable[[int], GivenArray | None]) -> dict[Place, list[GivenArray]]:
+    """Return the arguments that each operation uses; `found` gives the argument with a number."""
+    uses: dict[Place, list[GivenArray]] = {}
+    for product in products:
+        operation = _scopes.operation(product.scope)
+        place = None if operation is None else str(operation), source(product.frames)
+        arrays = [found(n) for n in product.arguments if n is not None]
+        uses.setdefault(place, []).extend(x for x in arrays if x is not None)
+    return uses
+
+
+def used_by_names(trace: NamedTrace, given: Sequence[GivenArray]) -> dict[Place, list[GivenArray]]:
+    """Return the arguments that each operation of a traced step uses."""
+    known = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}
+    uses: dict[Place, list[GivenArray]] = {}
+    for event in trace.events:
+        if isinstance(event, Use) and event.operand.origin in known:
+            place = event.place
+            key = str(place.operation) if place.operation else None, source(place.frames)
+            uses.setdefault(key, []).append(known[event.operand.origin])
+    return uses
+
+
+def with_parameters(
+    collectives: Iterable[Collective], uses: dict[Place, list[GivenArray]], given: Sequence[GivenArray]
+) -> Iterator[Collective]:
+    """Add to collectives the paths of the parameters that they carry, as far as known."""
+    by_line: dict[Source | None, list[GivenArray]] = {}
+    for (_, line), arrays in uses.items():
+        by_line.setdefault(line, []).extend(arrays)
+    for c in collectives:
+        # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
+        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), given)
+        found = next(filter(None, ([x for x in arrays if _is_carried(c, x)] for arrays in around)), [])
+        exact = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
+        paths = tuple(dict.fromkeys(x.path for x in exact or found))
+        parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
+        reason = c.reason
+        if parameters and c.kind in ("all-reduce", "reduce-scatter") and (reason is None or "held array" in reason):
+            over = f" over {described_axes(c.axes)}" if c.axes else ""
+            reason = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, parameters)))} is summed{over}"
+        array = re.sub(r"\d+ of held array \d+=", "", c.array) if parameters else c.array
+        yield dataclasses.replace(c, array=array, parameters=parameters, reason=reason)
+
+
+_AT_MOST = 3
+"""How many parameters are listed where it is not known which one it is."""
+
+
+def _is_carried(c: Collective, x: GivenArray) -> bool:
+    """Return whether a collective may carry an argument, a slice of it along one axis, or its gradient."""
+    if c.kind in ("all-reduce", "reduce-scatter") and c.phase != "backward":
+        return False
+    names = carried_axes(c)
+    own = {n for n in x.axes if n is not None}
+    if names and own:
+        more = own - set(names)
+        return own >= set(names) and len(more) <= 1 and not more & set(c.named_axes)
+    # A lifted function calls the axes of its own arrays `0 of held array 2`.
+    return not own and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes)
+
+
+def _sizes_in(array: str) -> list[int]:
+    found = re.search(r"\[([^\[\]]*)\]$", array)
+    return [int(n) for n in re.findall(r"(?:^|=|,)(\d+)(?=,|$)", found[1])] if found else []
+
+
+def _fit(local: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether a shard of an array of some sizes, in any order, may have others."""
+    pairs = list(zip(sorted(n for n in local if n > 1), sorted(n for n in sizes if n > 1), strict=False))
+    ranks = len([n for n in local if n > 1]), len([n for n in sizes if n > 1])
+    return ranks[0] == ranks[1] > 0 and all(n % own == 0 for own, n in pairs) and sum(n != own for own, n in pairs) <= 2
+
+
+def carried_axes(c: Collective) -> tuple[str, ...]:
+    """Return the names of the axes of the array that a collective carries, as far as known."""
+    found = re.search(r"\[([^\[\]]*)\]$", c.array)
+    return tuple(re.findall(r"([^,=]+)(?:=\d+)?(?:, |$)", found[1])) if found and not found[1][:1].isdigit() else ()
+
+
+def without_numbers(path: str) -> str:
+    """Write a path for all layers of a kind: `layers/*/weight`."""
+    return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)

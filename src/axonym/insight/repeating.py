@@ -1,0 +1,113 @@
+"""Find work that devices repeat: products of which several devices compute the same part."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..core.source_lines import Frame, Source, source
+from ..distribution.decisions import distinct
+from . import _scopes
+from ._lowered import Product
+from ._named_events import NamedTrace, Sum
+
+_LEAST = 1.5
+"""How often products are computed at least if they count as repeated: convolutions repeat a little at their edges."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedWork:
+    """Products of which several devices compute the same part.
+
+    >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+    >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> report = axn.insight.explain(step, w, x, mapping={}, mesh=mesh, by="partitioner")
+    >>> [(work.copies, work.axes, work.operation) for work in report.repeated]
+    [(2, ('data',), 'dot[batch, embed; embed, mlp -> batch, mlp]')]
+    """
+
+    operation: str | None
+    """The named operation, with the axes of its operands and results; None if there is none."""
+    phase: str
+    """`forward`, `backward` or `recomputed`; empty if it is not differentiated."""
+    source: Source | None
+    flops: int
+    """The flops of each device in them."""
+    copies: int
+    """How many devices compute the same."""
+    axes: tuple[str, ...]
+    """The mesh axes along which they do; empty if it is not known which."""
+
+    @property
+    def needless(self) -> int:
+        """Return the flops that each device could leave to others.
+
+        >>> axn.insight.RepeatedWork(None, "", None, flops=80, copies=8, axes=("data",)).needless
+        70
+        """
+        return self.flops - self.flops // self.copies
+
+
+Key = tuple[str | None, str, Source | None]
+
+
+def _key(scope: str, frames: Sequence[Frame]) -> Key:
+    operation = _scopes.operation(scope)
+    return None if operation is None else str(operation), _scopes.phase(scope), source(frames)
+
+
+def repeated(
+    step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame], int]], mesh: Mapping[str, int]
+) -> Iterator[RepeatedWork]:
+    """Compare the products of a step with the ones that each device computes, in the order of the step.
+
+    Arguments:
+        computed: the scope, the lines and the flops of products of each device.
+    """
+    own: dict[Key, int] = {}
+    for scope, frames, flops in computed:
+        key = _key(scope, frames)
+        own[key] = own.get(key, 0) + flops
+    needed: dict[Key, int | None] = {}
+    scopes: dict[Key, str] = {}
+    for product in step:
+        key = _key(product.scope, product.frames)
+        before = needed.get(key, 0)
+        needed[key] = None if before is None or product.flops is None else before + product.flops
+        scopes.setdefault(key, product.scope)
+    devices = math.prod(mesh.values())
+    for key, flops in needed.items():
+        if flops and own.get(key, 0) * devices >= _LEAST * flops:
+            copies = round(own[key] * devices / flops)
+            yield RepeatedWork(*key, own[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
+
+
+def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
+    """Find the products of a traced step that a mapping makes devices repeat, in the order of the step."""
+    found: dict[tuple[Key, tuple[str, ...]], int] = {}
+    for event in trace.events:
+        if isinstance(event, Sum) and event.flops:
+            used = distinct(a for n, _ in event.axes for a in layout.used(n))
+            idle = tuple(a for a, n in layout.mesh.items() if n > 1 and a not in used)
+            each = 2 * math.prod(size for _, size in event.axes) // layout.count(used) * (event.place.times or 1)
+            place = event.place
+            key = (str(place.operation) if place.operation else None, place.phase, source(place.frames)), idle
+            found[key] = found.get(key, 0) + each
+    for (key, idle), flops in found.items():
+        if idle:
+            yield RepeatedWork(*key, flops, layout.count(idle), idle)
+
+
+def _axes(operation: _scopes.ScopedOperation | None, copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes that shard no axis of an operation, or else the only ones that repeat it so often."""
+    large = [a for a, n in mesh.items() if n > 1]
+    idle = tuple(a for a in large if operation is None or a not in operation.over)
+    if operation is not None and math.prod(mesh[a] for a in idle) == copies:
+        return idle
+    any_of = (axes for n in range(1, len(large) + 1) for axes in itertools.combinations(large, n))
+    found = [axes for axes in any_of if math.prod(mesh[a] for a in axes) == copies]
+    return found[0] if len(found) == 1 else ()

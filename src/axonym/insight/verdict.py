@@ -1,0 +1,461 @@
+"""The verdict on a step: what binds, the costliest transfers, what is suspicious, and what was checked and is fine.
+
+All forms of a report show the words that are made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import describe_bytes, suggestion
+from ._arguments import PlacedArgument
+from ._parameters import carried_axes, without_numbers
+from ._text import described_axes, described_seconds
+from .collectives import Collective
+from .repeating import RepeatedWork
+
+if TYPE_CHECKING:
+    from .report import Report
+
+_COSTLIEST = 3
+"""How many transfers the verdict has."""
+SMALL = 0.01
+"""The share of a total below which rows are folded, and work that is repeated is not said."""
+_MUCH = 0.05
+"""The share from which repeated work, copies, and transfers without a reason are worth a remark."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something suspicious in a step: its cause, what follows from it, and what to try.
+
+    >>> print(axn.insight.Finding("fix", "Nothing uses the mesh axis model.", ("50% of compute is repeated.",)))
+    fix: Nothing uses the mesh axis model. So: 50% of compute is repeated.
+    """
+
+    severity: str
+    """`fix`, `look` or `note`."""
+    cause: str
+    consequences: tuple[str, ...] = ()
+    advice: str = ""
+
+    def __str__(self) -> str:
+        so = f" So: {' '.join(self.consequences)}" if self.consequences else ""
+        return f"{self.severity}: {self.cause}{so}{f' Try: {self.advice}' if self.advice else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a person needs to know of a step first.
+
+    >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+    >>> report.verdict.binds
+    'Nothing is sent between devices.'
+    """
+
+    binds: str
+    """What binds, and by how much, in a sentence."""
+    explanation: str
+    costliest: tuple[str, ...]
+    """The three costliest transfers, each with its share, its array, the path of the parameter, the reason and line."""
+    suspicious: tuple[Finding, ...]
+    """What is suspicious, the most severe first."""
+    fine: tuple[str, ...]
+    """What was looked for and not found."""
+
+    def sections(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield the title and the lines of each part that comes after the first two sentences.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> [title for title, _ in report.verdict.sections()]
+        ['checked, and fine']
+        """
+        if self.costliest:
+            yield "the costliest transfers", self.costliest
+        if self.suspicious:
+            yield "suspicious", [str(finding) for finding in self.suspicious]
+        if self.fine:
+            yield "checked, and fine", [", ".join(self.fine)]
+
+
+def verdict_of(report: Report) -> Verdict:
+    """Judge a report."""
+    checks = [
+        _fits(report), _mapping(report), _mesh_axes(report), _repeated(report), _copies(report), _moved(report),
+        _again(report), _reasons(report), _certain(report),
+    ]  # fmt: skip
+    findings = [finding for found, _ in checks for finding in found]
+    fine = tuple(text for found, text in checks if text and not found)
+    order = ("fix", "look", "note")
+    binds, explanation = _binds(report)
+    return Verdict(
+        binds,
+        explanation,
+        tuple(_costliest(report)),
+        tuple(sorted(findings, key=lambda f: order.index(f.severity))),
+        fine,
+    )
+
+
+# --- what binds ---
+
+
+def _binds(report: Report) -> tuple[str, str]:
+    bounds, wasted = report.bounds, repeated_share(report)
+    repeats = f"{_percent(wasted)} of it is repeated" if wasted >= SMALL else "no work is repeated"
+    sent = report.total_sent()
+    if bounds is None:
+        if not report.collectives:
+            again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
+            return "Nothing is sent between devices.", again.strip()
+        first = "No chip was given, so times are not known" + (
+            f"; {_percent(wasted)} of the compute is repeated" * (wasted >= SMALL)
+        )
+        most, size = _most_over(report)
+        share = f", {_percent(size / sent)} of all" if sent else ""
+        return f"{first}.", (
+            f"Most bytes go over {described_axes(most)}: each device sends {describe_bytes(size)} over it{share}. "
+            'Pass a chip, such as chip="v5p", for times.'
+        )
+    least = f"A step takes at least {described_seconds(bounds.longest)} on {bounds.chip}"
+    held = None if report.memory is None else report.memory.total
+    if held is not None and bounds.capacity is not None and held > bounds.capacity:
+        return (
+            f"This does not fit: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}.",
+            f"{least}. The table of the peak says what is held.",
+        )
+    if bounds.bottleneck == "compute" and bounds.compute is not None:
+        if wasted >= SMALL:
+            more = f"{least}. Several devices do the same work; shared, compute would take "
+            more += f"{described_seconds(bounds.compute * (1 - wasted))}."
+        else:
+            others = [(name, t) for name, t in bounds.named() if name != "compute"]
+            longest = max(others, key=lambda pair: pair[1], default=None)
+            more = f"{least}. What is sent and read hides behind it if it overlaps; if none does, a step takes "
+            more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
+            more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}." if longest else ""
+        return f"Compute binds, and {repeats}.", more
+    if bounds.bottleneck == "memory":
+        return (
+            "Reading and writing memory binds.",
+            f"{least}. It is the time to read each argument and write each result once.",
+        )
+    times = (
+        f", {bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})"
+        if bounds.compute
+        else ""
+    )
+    again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
+    axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
+    own = _merged([c for c in report.collectives if c.axes == axes])
+    first = f" {_percent(own[0][1] / max(1, sum(n for _, n in own)))} of it: {_short(own[0][0])}." if own else ""
+    return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{least}{times}.{first}{again}"
+
+
+def _most_over(report: Report) -> tuple[tuple[str, ...] | None, int]:
+    sums = {axes: sum(c.total_sent or 0 for c in found) for axes, found in report.by_axes().items()}
+    return max(sums.items(), key=lambda pair: pair[1])
+
+
+def _short(c: Collective) -> str:
+    where = f" in {c.operation}" if c.operation else ""
+    return f"{c.kind}{where}{f', {c.source}' if c.source else ''}: {c.reason or 'why is not known'}"
+
+
+def repeated_share(report: Report) -> float:
+    """Return the share of the compute that devices could leave to others."""
+    return sum(work.needless for work in report.repeated) / report.flops if report.flops else 0.0
+
+
+# --- transfers ---
+
+
+def alike(c: Collective) -> Any:
+    """Return a key that is equal for the transfers of repeated layers, and for equal ones."""
+    return c.kind, c.axes, c.array, c.phase, c.operation, c.source, c.reason, path_of(c)
+
+
+def path_of(c: Collective) -> str:
+    """Write the parameter that a collective carries, or that it carries the gradient of; empty if there is none."""
+    return " or ".join(dict.fromkeys(map(without_numbers, c.parameters)))
+
+
+def _merged(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
+    """Return one of each kind of transfer, and the bytes that all of them send, the largest first."""
+    sums: dict[Any, int] = {}
+    one: dict[Any, Collective] = {}
+    for c in collectives:
+        sums[alike(c)] = sums.get(alike(c), 0) + (c.total_sent or 0)
+        one.setdefault(alike(c), c)
+    return sorted(((one[key], n) for key, n in sums.items()), key=lambda pair: -pair[1])
+
+
+def _costliest(report: Report) -> Iterator[str]:
+    total = sum(c.total_sent or 0 for c in report.collectives)
+    for c, sent in _merged(report.collectives)[:_COSTLIEST]:
+        if total and sent / total >= SMALL:
+            times = sum(one.times or 0 for one in report.collectives if alike(one) == alike(c))
+            gradient = "the gradient of " if c.kind in ("all-reduce", "reduce-scatter") else ""
+            path = f" ({gradient}{path_of(c)})" if c.parameters else ""
+            within = f" in {c.operation.partition('[')[0]}" if c.operation and not c.parameters else ""
+            where = f", {c.source}" if c.source else ""
+            yield (
+                f"{_percent(sent / total)}: {c.kind} over {described_axes(c.axes)} of {c.array}{path}{within}, "
+                f"{times} x {describe_bytes(c.sent or 0)}, {phase_of(c.phase)}{where}: {c.reason or 'why is not known'}"
+            )
+
+
+def phase_of(phase: str) -> str:
+    """Write a phase; work that is not differentiated may be anywhere in a step."""
+    return phase or "other"
+
+
+# --- what is suspicious: each check returns what it found, and what to say if it found nothing ---
+
+_Check = tuple[Sequence[Finding], str]
+
+
+def _fits(report: Report) -> _Check:
+    memory, bounds = report.memory, report.bounds
+    if memory is None or bounds is None or bounds.capacity is None:
+        return (), ""
+    if memory.total <= bounds.capacity:
+        return (), f"it fits: {describe_bytes(memory.total)} of {describe_bytes(bounds.capacity)}"
+    cause = f"The step needs {describe_bytes(memory.total)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
+    return [Finding("fix", cause, advice=_how_to_hold_less(report))], ""
+
+
+def _how_to_hold_less(report: Report) -> str:
+    memory = report.memory
+    if memory is not None and memory.temporaries > memory.arguments:
+        return "gradient checkpointing, or a smaller batch on each device: temporaries are the largest part."
+    return "storing parameters sharded over more mesh axes, with axonym.fsdp: arguments are the largest part."
+
+
+def _unknown(report: Report) -> dict[str, tuple[str, ...]]:
+    """Return the names of the mappings that no array has, with their mesh axes."""
+    both = {**report.parameter_mapping, **report.mapping}
+    return {
+        n: (over,) if isinstance(over, str) else tuple(over)
+        for n, over in both.items()
+        if over and report.axes and n not in report.axes
+    }
+
+
+def _mapping(report: Report) -> _Check:
+    found = []
+    for name, over in _unknown(report).items():
+        hint = suggestion(name, set(report.axes) - report.mapping.keys()) or suggestion(name, report.axes)
+        work = [w for w in report.repeated if set(w.axes) & set(over)]
+        share = _share(report, work)
+        severity = "fix" if hint or share >= _MUCH else "note"
+        has = f"The mapping shards {name} over {described_axes(over)}, but no array of the step has it.{hint}"
+        advice = (
+            ""
+            if hint
+            else f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
+        )
+        so = [*_of_repeated(report, work), *_of_copies(report, over)] if severity == "fix" else []
+        found.append(Finding(severity, has, tuple(so), advice if severity == "fix" else ""))
+    return (
+        found,
+        "each name of the mapping is an axis of an array" if report.mapping or report.parameter_mapping else "",
+    )
+
+
+def _mesh_axes(report: Report) -> _Check:
+    large = [a for a, n in report.mesh.items() if n > 1]
+    used = {a for x in report.placed for axes in x.over for a in axes} | {
+        a for c in report.collectives for a in c.axes or ()
+    }
+    known = report.placed and all(c.axes is not None for c in report.collectives)
+    work = {a: [w for w in report.repeated if a in w.axes] for a in large}
+    idle = [a for a in large if known and a not in used and (work[a] or not report.flops)]
+    said = {a for over in _unknown(report).values() for a in over}
+    found = []
+    for a in idle:
+        if a in said:  # the misspelt name is the cause
+            continue
+        cause = f"Nothing uses the mesh axis {a}: its {report.mesh[a]} devices hold and compute the same."
+        advice = _axes_to_shard(report, work[a], a) or f"a mesh without {a}."
+        found.append(Finding("fix", cause, tuple(_of_repeated(report, work[a])), advice))
+    return found, "each mesh axis is used" if large and known and not idle else ""
+
+
+def _repeated(report: Report) -> _Check:
+    said = {a for over in _unknown(report).values() for a in over}
+    said |= {f.cause.split()[5].rstrip(":") for f in _mesh_axes(report)[0]}
+    found = []
+    by_axes: dict[tuple[str, ...], list[Any]] = {}
+    for work in report.repeated:
+        by_axes.setdefault(work.axes, []).append(work)
+    for axes, work in by_axes.items():
+        if _share(report, work) >= SMALL and not (axes and set(axes) <= said):
+            severity = "fix" if _share(report, work) >= _MUCH else "look"
+            (cause,) = _of_repeated(report, work)
+            found.append(Finding(severity, cause, advice=_axes_to_shard(report, work, *axes)))
+    fine = "no work is repeated" if report.flops and math.prod(report.mesh.values()) > 1 else ""
+    return found, fine if repeated_share(report) < SMALL else ""
+
+
+def _share(report: Report, work: Sequence[RepeatedWork]) -> float:
+    return sum(w.needless for w in work) / report.flops if report.flops else 0.0
+
+
+def _of_repeated(report: Report, work: Sequence[RepeatedWork]) -> Iterator[str]:
+    if (share := _share(report, work)) >= SMALL:
+        first = work[0]
+        along = f" along {described_axes(first.axes)}" if first.axes else ""
+        at = f", at {first.source}" if first.source else ""
+        yield (
+            f"{_percent(share)} of the compute is repeated: {first.copies} devices{along} do the same, first in "
+            f"{first.operation or 'a product without names'}{at}."
+        )
+
+
+def _axes_to_shard(report: Report, work: Sequence[RepeatedWork], *over: str) -> str:
+    """Advise to shard axes of repeated operations over the mesh axes that repeat them.
+
+    These are axes of their first operands, such as the batch, if none of them is sharded, and else axes of parameters.
+    """
+    having: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for x in report.placed:
+        for n, size in zip(x.axes, x.sizes, strict=True):
+            if n is not None:
+                having[n], sizes[n] = having.get(n, 0) + 1, size
+    count = math.prod(report.mesh[a] for a in over)
+    found: dict[str, None] = {}
+    for w in work:
+        inside = (w.operation or "").partition("[")[2].rstrip("]")
+        terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
+        if w.phase != "backward" and len(terms) == 3:
+            first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
+            free = second if any(report.mapping.get(n) for n in first) else first
+            fitting = (n for n in free if not report.mapping.get(n) and sizes.get(n, 1) % count == 0 and n in sizes)
+            found.update(dict.fromkeys(fitting))
+    # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
+    rare = [n for n in found if having[n] <= len(report.placed) / 2]
+    return f"shard {' or '.join((rare or list(found))[:4])} over {described_axes(over)}." if over and found else ""
+
+
+def _copies(report: Report) -> _Check:
+    said = {a for over in _unknown(report).values() for a in over} | {
+        f.cause.split()[5].rstrip(":") for f in _mesh_axes(report)[0]
+    }
+    total = sum(x.bytes for x in report.placed)
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for x in report.placed:
+        if x.copies > 1 and x.bytes > _MUCH * total and not (x.replicated_over and set(x.replicated_over) <= said):
+            groups.setdefault(x.replicated_over, []).append(x)
+    found = []
+    for over, arrays in groups.items():
+        size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
+        cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
+        cause += f", over {described_axes(over)}" if over else ""
+        so = f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."
+        free = [
+            {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
+            for x in arrays
+        ]
+        common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
+        advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
+        found.append(Finding("note", f"{cause}: {_listed(arrays)}.", (so,), advice))
+    large = any(x.copies > 1 and x.bytes > _MUCH * total for x in report.placed)
+    fine = "no large argument is held in copies" if report.placed and math.prod(report.mesh.values()) > 1 else ""
+    return found, "" if large else fine
+
+
+def _listed(arrays: Sequence[PlacedArgument]) -> str:
+    """List the paths of arguments, the largest first."""
+    sizes: dict[str, int] = {}
+    for x in arrays:
+        path = without_numbers(x.path)
+        sizes[path] = sizes.get(path, 0) + x.bytes
+    paths = sorted(sizes, key=lambda path: -sizes[path])
+    return ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+
+
+def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
+    total = sum(x.bytes for x in report.placed)
+    arrays = [x for x in report.placed if set(x.replicated_over) & set(over) and x.bytes > _MUCH * total]
+    if arrays:
+        share = sum(x.bytes for x in arrays) / total
+        yield f"{_percent(share)} of the bytes of arguments are held in {arrays[0].copies} copies: {_listed(arrays)}."
+
+
+def _moved(report: Report) -> _Check:
+    """Find activations that are gathered, or moved to another axis, although a mapping shards them."""
+    total = sum(c.total_sent or 0 for c in report.collectives)
+    together: dict[tuple[tuple[str, ...], bool, Any, str], int] = {}
+    for c in report.collectives:
+        names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
+        if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
+            key = names, bool(c.gathered), c.source, c.reason or "why is not known"
+            together[key] = together.get(key, 0) + (c.total_sent or 0)
+    found = []
+    for (names, gathered, source, reason), sent in together.items():
+        if sent >= _MUCH * total:
+            said, at = described_axes(names), f" at {source}" if source else ""
+            share = f"{_percent(sent / total)} of the bytes sent"
+            cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
+            if "a placement" in reason:
+                advice = f"add {said} to the placement{at}."
+            elif "code without names" in reason:
+                advice = f"write it with names, along another axis than {said}, or inside axonym.shard_map."
+            else:
+                advice = f"another axis than {said}, or an operation that does not need all of it."
+            found.append(Finding("look", cause, advice=advice))
+    return found, "no activation is gathered" if report.collectives else ""
+
+
+def _again(report: Report) -> _Check:
+    """Find parameters that a loop sends again in each turn, rather than a part of them."""
+    total = sum(c.total_sent or 0 for c in report.collectives)
+    ranks = {x.path: len(x.axes) for x in report.placed}
+    again = [
+        c
+        for c in report.collectives
+        if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0]) and total
+    ]
+    found = []
+    for kind in dict.fromkeys(c.kind for c in again):
+        same = [c for c in again if c.kind == kind]
+        sent = sum(c.total_sent or 0 for c in same)
+        if sent >= _MUCH * total:
+            what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
+            times = max(c.times or 0 for c in same)
+            paths = ", ".join(list(dict.fromkeys(map(path_of, same)))[:4])
+            share = f"{_percent(sent / total)} of the bytes sent"
+            cause = f"{what} sent again in each turn of a loop, {times} times, {share}: {paths}."
+            advice = "fewer, larger microbatches, or gradients that are added up on each device before they are summed."
+            found.append(Finding("look", cause, advice=advice))
+    return found, "no loop sends the same parameter again" if report.collectives else ""
+
+
+def _reasons(report: Report) -> _Check:
+    total = sum(c.total_sent or 0 for c in report.collectives)
+    unknown = [c for c in report.collectives if c.reason is None]
+    sent = sum(c.total_sent or 0 for c in unknown)
+    if not total or sent <= _MUCH * total:
+        return (), "each large transfer has a reason" if total else ""
+    c, most = _merged(unknown)[0]
+    at = f" at {c.source}" if c.source else ""
+    in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
+    largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
+    cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {largest}."
+    return [Finding("look", cause, advice="names for the arrays there: see axonym.names.")], ""
+
+
+def _certain(report: Report) -> _Check:
+    if not report.uncertain:
+        return (), ""
+    return [Finding("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1g}%"
