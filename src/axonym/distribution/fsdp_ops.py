@@ -151,7 +151,8 @@ def run_with_auto_axes(
     if not explicit:
         return run(*arrays)
     out_sharding = NamedSharding(mesh, restricted(out_spec, explicit))
-    return jax.sharding.auto_axes(run, axes=explicit, out_sharding=out_sharding)(*arrays)
+    inside: Any = jax.sharding.auto_axes(run, axes=explicit, out_sharding=out_sharding)
+    return inside(*arrays)
 
 
 def active_mappings(mesh: AnyMesh) -> Mappings:

@@ -342,9 +342,9 @@ def make_along_kernel(
         replicated: whether these axes are replicated on Auto mesh axes, too: see `_on_auto_axes`.
         per_device: whether each device computes its shard of the batch on Auto mesh axes, too, as the active mapping
             shards it. Needed where XLA fails to partition the operation along sharded axes, or ends the process.
-        by_products: the same function as a sum of products, which the partitioner knows. Needed where `fn` is mapped
-            over an axis on a mesh with Explicit axes: JAX cannot shard what `jax.vmap` makes of a convolution, and that
-            axis is not manual inside `shard_map`. Also used where no mapping says how a batch is sharded.
+        by_products: the same function as a sum of products. Needed where `fn` is mapped over an axis on a mesh with
+            Explicit axes: JAX cannot shard the grouped convolution that `jax.vmap` makes, and the mesh axes of that
+            axis do not become manual inside `shard_map`. Also used where no mapping says how a batch is sharded.
 
     The other arguments are as for `make_kernel`.
     """
@@ -391,8 +391,8 @@ def _on_auto_axes(
     XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over mesh axes along which the
     devices have equal shards; on a mesh with one axis there are none. So the axes that the operation runs along are
     replicated. If operands share a batch axis, or are mapped over, XLA does the same whichever axis is sharded, fails,
-    or ends the process, so then each device computes its shard of the batch; without a mapping, which says what that
-    is, a sum of products leaves the batch as it is sharded.
+    or ends the process, so then each device computes its shard of the batch, as the active mapping shards it. Without a
+    mapping, the operation is computed as a sum of products, which keeps the sharding of the batch.
     """
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 

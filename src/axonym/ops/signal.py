@@ -60,12 +60,10 @@ def _convolve(fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode
 def convolve_by_products(fn: Callable[..., Any], a: jax.Array, v: jax.Array, mode: str = "full") -> jax.Array:
     """Apply `jnp.convolve` or `jnp.correlate` to vectors as a sum of products, one for each element of the shorter one.
 
-    For `vmap` over Explicit mesh axes: JAX makes a grouped convolution of a mapped one, and cannot shard its operands.
+    In a loop, since they can be long; `make_along_kernel` says where it is needed.
     """
     wanted = jax.eval_shape(functools.partial(fn, mode=mode), a, v)
-    dtype = jnp.promote_types(
-        wanted.dtype, jnp.float32
-    )  # a convolution also sums small floating-point numbers in float32
+    dtype = jnp.promote_types(wanted.dtype, jnp.float32)  # a convolution, too, sums small dtypes in float32
     correlates, swapped = fn is jnp.correlate, a.shape[0] < v.shape[0]
     operands = a.astype(dtype), (jnp.conj(jnp.flip(v)) if correlates else v).astype(dtype)
     short, long = sorted(operands, key=jnp.size)
