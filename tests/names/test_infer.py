@@ -190,7 +190,7 @@ def test_parameters_with_the_names_of_arguments_of_infer() -> None:
         axn.names.infer(f, X, W, names=("batch embed", "embed mlp"))
     program = axn.names.infer(functools.partial(f, allow=jnp.float32(1)), X, W, names=("batch embed", "embed mlp"))
     assert program.results == ("batch", "mlp")
-    step = axn.names.distribute(f, {"batch": "data"}, names={"x": "batch embed", "names": "embed mlp"})
+    step: Any = axn.names.distribute(f, {"batch": "data"}, names={"x": "batch embed", "names": "embed mlp"})
     with axn.set_mesh(axn.make_mesh({"data": 3})):
         assert step(jnp.ones((3, 4)), names=jnp.ones((4, 5)), allow=jnp.float32(1)).sharding.spec == P("data")
 
