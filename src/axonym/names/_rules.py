@@ -355,12 +355,17 @@ def _kernel_of_gradient(axes: Axes, step: AxisStep, left: Dims, right: Dims) -> 
     """Return the spatial axes of the kernel whose gradient a convolution is: that of the operand that it sums over."""
     numbers = step.params["dimension_numbers"]
     (in_channel, batch, *spatial), out_channel = numbers.lhs_spec, numbers.rhs_spec[0]
-    own = [leaves(left[i]) for i in (batch, in_channel, *spatial)]
+    own = [_parts(left[i]) for i in (batch, in_channel, *spatial)]
     for forward, x, kernel in reversed(axes.convolutions):
-        if own == [leaves(x[i]) for i in forward.lhs_spec]:
-            if leaves(right[out_channel]) == leaves(kernel[forward.rhs_spec[0]]):
+        if own == [_parts(x[i]) for i in forward.lhs_spec]:
+            if _parts(right[out_channel]) == _parts(kernel[forward.rhs_spec[0]]):
                 return tuple(kernel[i] for i in forward.rhs_spec[2:])
     return None
+
+
+def _parts(axis: Axis) -> Axis:
+    """Return the smallest factors of an axis, whatever its role."""
+    return tuple(map(last_base, leaves(axis)))
 
 
 def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
