@@ -298,6 +298,18 @@ def test_sharding_does_not_change_values() -> None:
         axn.testing.check_shard_invariance(gradient, STACKED, ROWS)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_each_device_transforms_its_rows(kind: AxisType) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.fft.rfft(x @ w).real).sum(1)
+
+    w, right = STACKED["up"][0], jax.value_and_grad(lambda w: loss(w, ROWS).sum())(STACKED["up"][0])
+    step = axn.names.distribute(loss, {"batch": "data"}, names=("embed mlp", "batch embed"))
+    with jax.set_mesh(mesh_of(DATA, kind)):
+        close(jax.block_until_ready(jax.value_and_grad(lambda w: step(w, ROWS).sum())(w)), right)
+        assert communication(step, w, ROWS) == (0, Counter())
+
+
 # --- what is wrong, or not known ---
 
 

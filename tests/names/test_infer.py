@@ -190,7 +190,7 @@ def test_parameters_with_the_names_of_arguments_of_infer() -> None:
         axn.names.infer(f, X, W, names=("batch embed", "embed mlp"))
     program = axn.names.infer(functools.partial(f, allow=jnp.float32(1)), X, W, names=("batch embed", "embed mlp"))
     assert program.results == ("batch", "mlp")
-    step = axn.names.distribute(f, {"batch": "data"}, names={"x": "batch embed", "names": "embed mlp"})
+    step: Any = axn.names.distribute(f, {"batch": "data"}, names={"x": "batch embed", "names": "embed mlp"})
     with axn.set_mesh(axn.make_mesh({"data": 3})):
         assert step(jnp.ones((3, 4)), names=jnp.ones((4, 5)), allow=jnp.float32(1)).sharding.spec == P("data")
 
@@ -198,3 +198,16 @@ def test_parameters_with_the_names_of_arguments_of_infer() -> None:
 def test_a_jitted_function_has_no_line_of_jax() -> None:
     text = str(axn.names.infer(jax.jit(jnp.tanh), X, names=("batch embed",)))
     assert "source_info" not in text
+
+
+def test_kernels_of_gradients() -> None:
+    def loss(kernels: Any, x: jax.Array) -> jax.Array:
+        for stride, kernel in enumerate(kernels, 1):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers))
+        return x.sum()
+
+    kernels = abstract(3, 3, 2, 8), abstract(3, 3, 8, 8)
+    names = (("ky kx rgb channels", "down_ky down_kx _ wide"), "batch height width _")
+    program = axn.names.infer(jax.grad(loss), kernels, abstract(4, 16, 12, 2), names=names)
+    assert program.results == (("ky", "kx", "rgb", "channels"), ("down_ky", "down_kx", "channels", "wide"))

@@ -140,8 +140,8 @@ def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
 class Axes:
     """The relations between the factors of a program."""
 
-    def __init__(self, apart: frozenset[int] = frozenset()) -> None:
-        self.apart = apart
+    def __init__(self, separate: frozenset[int] = frozenset()) -> None:
+        self.separate = separate
         """Which of `equal_slices` are axes of their own."""
         self.equal_slices: list[AxisFactor | None] = []
         """For each slice of an axis that is cut evenly, in the program's order, the factor that all its slices are."""

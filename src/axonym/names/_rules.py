@@ -214,7 +214,7 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
         number = len(axes.equal_slices)
         axes.equal_slices.append(None)
         split = None
-        if not known and number not in axes.apart:
+        if not known and number not in axes.separate:
             split = axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))
         if split is not None:
             part = split[stride == 1]
@@ -346,16 +346,16 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
         axes.unify(whole, right.dims[in_feature], step)
     found[out_channel] = right.dims[out_feature]
     found[out_batch] = left.dims[batch] if batch_groups == 1 else fresh(step.shape[out_batch])
-    kernel = _kernel_of_gradient(axes, step, left.dims, right.dims) if step.backward else None
-    for at, (i, j) in enumerate(zip(spatial, out_spatial, strict=True)):
-        if not step.backward:
-            found[j] = axes.resized(left.dims[i], step.shape[j])
-        else:
-            found[j] = fresh(step.shape[j])
-            if kernel is not None and size_of(kernel[at]) == step.shape[j]:
-                axes.derive(found[j], kernel[at])
     if not step.backward:
         axes.convolutions.append((numbers, left.dims, right.dims))
+        for i, j in zip(spatial, out_spatial, strict=True):
+            found[j] = axes.resized(left.dims[i], step.shape[j])
+    else:
+        kernel = _kernel_of_gradient(axes, step, left.dims, right.dims)
+        for i, j in enumerate(out_spatial):
+            found[j] = fresh(step.shape[j])
+            if kernel is not None and size_of(kernel[i]) == step.shape[j]:
+                axes.derive(found[j], kernel[i])
     return [Axed(axes.distinct(tuple(found), (left.dims, right.dims)))]
 
 
@@ -363,12 +363,17 @@ def _kernel_of_gradient(axes: Axes, step: AxisStep, left: Dims, right: Dims) -> 
     """Return the spatial axes of the kernel whose gradient a convolution is: that of the operand that it sums over."""
     numbers = step.params["dimension_numbers"]
     (in_channel, batch, *spatial), out_channel = numbers.lhs_spec, numbers.rhs_spec[0]
-    own = [leaves(left[i]) for i in (batch, in_channel, *spatial)]
+    own = [_parts(left[i]) for i in (batch, in_channel, *spatial)]
     for forward, x, kernel in reversed(axes.convolutions):
-        if own == [leaves(x[i]) for i in forward.lhs_spec]:
-            if leaves(right[out_channel]) == leaves(kernel[forward.rhs_spec[0]]):
+        if own == [_parts(x[i]) for i in forward.lhs_spec]:
+            if _parts(right[out_channel]) == _parts(kernel[forward.rhs_spec[0]]):
                 return tuple(kernel[i] for i in forward.rhs_spec[2:])
     return None
+
+
+def _parts(axis: Axis) -> Axis:
+    """Return the smallest factors of an axis, whatever its role."""
+    return tuple(map(last_base, leaves(axis)))
 
 
 def _resized(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:

@@ -33,8 +33,8 @@ class Body:
 class AxisWalk:
     """A walk over a program. A primitive that has no rule gives axes of which nothing is known, and is counted."""
 
-    def __init__(self, apart: frozenset[int] = frozenset()) -> None:
-        self.axes = Axes(apart)
+    def __init__(self, separate: frozenset[int] = frozenset()) -> None:
+        self.axes = Axes(separate)
         self.unknown_primitives: Counter[str] = Counter()
         self.given: list[set[str | None]] = []
         """The names of each argument."""

@@ -33,10 +33,11 @@ from ..distribution.active_settings import (
     active_settings,
     changed,
 )
-from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, restricted, shard_count
+from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, has_manual, restricted, shard_count
 from ..distribution.operation_scope import operation_scope
 from ..named_array import is_named_array, raw, wrap
 from ..sharding._compiled_function import CompiledFunction, JitOptions
+from ..sharding.jit import misspelled
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve
 from ..sharding.shard import shard_quietly, warn_without_mesh
@@ -219,13 +220,10 @@ class _Distributed:
             warn_without_mesh(self._what, None, None)
         given = [*active_mapping(), *active_parameter_mapping()]
         known = {part for n in self._names for part in (n, *n.split("*"))}
-        for name in given:
-            # Several models may share a mapping, so a name of another model is no mistake.
-            hint = errors.suggestion(name, known, 0.8)
-            if name not in known and (hint or known.isdisjoint(given)):
-                errors.warn(
-                    f"{self._what}: {name!r} of the mapping names no axis of the program that is larger than 1.{hint}"
-                )
+        for name, hint in misspelled(given, known).items():
+            errors.warn(
+                f"{self._what}: {name!r} of the mapping names no axis of the program that is larger than 1.{hint}"
+            )
         if self._program.closed_over:
             errors.warn(f"{self._what}: {said_of_closed_over(self._program.closed_over)}.")
         unknown = [u for u in self._program.unknown if u.reason == "no argument names it"]
@@ -272,7 +270,9 @@ class _Distributed:
         known: dict[Any, Axed] = dict(zip(body.jaxpr.invars, body.arguments, strict=True))
         eqns: list[JaxprEqn] = []
         for step in body.steps:
-            if step.name in PRODUCTS:
+            if step.name == "fft":
+                eqns.append(self._fft(step, known.get(step.eqn.invars[0])))
+            elif step.name in PRODUCTS:
                 eqns += self._product(step, [known.get(v) if not hasattr(v, "val") else None for v in step.eqn.invars])
             else:
                 eqns.append(self._with_bodies(step))
@@ -333,31 +333,54 @@ class _Distributed:
         arrays: list[Any] = [v.aval for v in step.eqn.invars]
         return operation_scope(PRODUCTS[step.name], names, (out_names,), arrays)  # pyright: ignore[reportArgumentType]
 
+    def _fft(self, step: AxisStep, x: Axed | None) -> JaxprEqn:
+        """Return a Fourier transform in which each device transforms its own rows, which XLA would all-gather."""
+        var: Any = step.eqn.invars[0]
+        kept = len(var.aval.shape) - len(step.params["fft_lengths"])
+        names = () if x is None else self._program.names_of(x)[:kept]
+        if self._mesh is None or has_manual(self._mesh) or not any(names):
+            return step.eqn
+        spec = self._spec(step, names, var.aval.shape[:kept])
+        if spec is None or not any(spec):
+            return step.eqn
+        transform = functools.partial(jax.lax.fft, **step.params)
+        eqn = _equation(step, jax.shard_map(transform, in_specs=spec, out_specs=spec), var)
+        return eqn.replace(invars=step.eqn.invars, outvars=step.eqn.outvars)
+
     def _constraint(self, step: AxisStep, var: Any, names: OptionalNames) -> JaxprEqn | None:
         """Return an equation that constrains a value by its names, with variables of its own; None if none has one."""
-        mesh, shape = current_mesh(), var.aval.shape
-        assert mesh is not None
-        if not any(names):
+        spec = self._spec(step, names, var.aval.shape) if any(names) else None
+        if spec is None:
             return None
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(free if n is None else e for n, e in zip(names, spec, strict=True)))
+        return _equation(step, lambda x: jax.lax.with_sharding_constraint(x, spec), var)
+
+    def _spec(self, step: AxisStep, names: OptionalNames, shape: Sequence[int]) -> PartitionSpec | None:
+        """Return where axes of a value lie by their names; None, with the problems recorded, if they cannot."""
+        mesh = current_mesh()
+        assert mesh is not None
         known = tuple("_" if n is None else n for n in names)
         at = DictKey(f"{step.name} at {source_of(step) or 'an unknown line'}")
-        leaf = Leaf((at,), None, known, shape)
+        leaf = Leaf((at,), None, known, tuple(shape))
         mapping = self._rule.place(leaf, mesh)
         entries = [self._entry(mapping.get(n), n, size, mesh) for n, size in zip(known, shape, strict=True)]
         if problems := check_entries(leaf, entries, mesh):
             self._problems += problems
             return None
-        spec = drop_manual(PartitionSpec(*entries), mesh)
-        free = PartitionSpec.UNCONSTRAINED
-        spec = PartitionSpec(*(free if n is None else e for n, e in zip(names, spec, strict=True)))
-        abstract = jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=var.aval.weak_type)
-        (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(abstract).eqns
-        return eqn.replace(source_info=step.eqn.source_info)
+        return drop_manual(PartitionSpec(*entries), mesh)
 
     def _entry(self, entry: Entry, name: str, size: int, mesh: AnyMesh) -> Entry:
         """Return the entry of an axis; None for a part of a named axis, such as a slice, that it does not divide."""
         whole = (name, size) in self._given
         return entry if whole or size % shard_count(mesh, entry) == 0 else None
+
+
+def _equation(step: AxisStep, fn: Callable[[Any], Any], var: Any) -> JaxprEqn:
+    """Return a function of a value as an equation, with variables of its own, on the line of a step."""
+    abstract = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+    (eqn,) = jax.make_jaxpr(fn)(abstract).eqns
+    return eqn.replace(source_info=step.eqn.source_info)
 
 
 def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> Sequence[OptionalNames]:

@@ -314,7 +314,9 @@ def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         return
     for name in ("names", "allow"):
         own = signature.parameters.get(name)
-        if own is not None and own.default is own.empty and own.name not in given and own.kind is not own.VAR_KEYWORD:
+        if own is None or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
+            continue
+        if own.default is own.empty and name not in given:
             raise TypeError(
                 f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
                 "position, or infer a function in which it has another name, and which calls this one."
@@ -329,8 +331,8 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
     walk, body = _walked(traced, names)
     met = walk.settle()
     # What JAX splits evenly is taken for one axis, until its parts have different names.
-    while apart := walk.axes.slices_among(met):
-        other, other_body = _walked(traced, names, walk.axes.apart | apart)
+    while separate := walk.axes.slices_among(met):
+        other, other_body = _walked(traced, names, walk.axes.separate | separate)
         fewer = other.settle()
         if len(fewer) >= len(met):
             break
@@ -338,8 +340,10 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
     return NamedProgram(traced, walk, body, [m for m in met if m.kind not in allowed])
 
 
-def _walked(traced: Traced, names: Sequence[LeafNames], apart: frozenset[int] = frozenset()) -> tuple[AxisWalk, Body]:
-    walk, jaxpr = AxisWalk(apart), traced.jaxpr.jaxpr
+def _walked(
+    traced: Traced, names: Sequence[LeafNames], separate: frozenset[int] = frozenset()
+) -> tuple[AxisWalk, Body]:
+    walk, jaxpr = AxisWalk(separate), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
     arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
     # A walk makes many objects and drops none, so to look for garbage would double its time.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import jax
@@ -246,8 +246,7 @@ def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], see
     """Warn of mappings that apply to no argument and no result.
 
     A compute mapping can be for axes that exist only inside, so it is reported only if one of its names is similar to
-    one outside. A parameter mapping is for arguments, and any key may be misspelled; but several models may share it,
-    so a key is reported only if it is very similar.
+    one outside. A parameter mapping is for arguments, so any key of it may be misspelled.
     """
     compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
     leaves, mesh = leaves_of(seen)[0], current_mesh()
@@ -255,16 +254,23 @@ def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], see
     # A rule sees the path within an argument.
     arguments = [dataclasses.replace(leaf, keys=leaf.keys[3:]) for leaf in leaves if leaf.keys[0].idx == 0]
     near = {n: errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
-    free = known - parameters.keys()
-    near |= {n: errors.suggestion(n, free, 0.8) for n in parameters if n not in known}
-    unused = parameters if known.isdisjoint(parameters) else {}
-    misspelled = [n for n, hint in near.items() if hint or n in unused]
-    if misspelled:
+    near = {n: hint for n, hint in near.items() if hint} | misspelled(parameters, known)
+    if near:
         errors.warn(
-            f"{title}: {errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "
+            f"{title}: {errors.quoted(near)} of its mapping names no axis of the arguments or results, "
             f"which have {', '.join(sorted(map(repr, known))) or 'no named axes'}."
-            + ("".join(near[n] for n in misspelled) if known else advise_paths(arguments, parameters.values(), mesh))
+            + ("".join(near.values()) if known else advise_paths(arguments, parameters.values(), mesh))
         )
+
+
+def misspelled(names: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Return the names of a mapping that name none of the known axes by mistake, each with a hint.
+
+    Several models may share a mapping, so one that names no axis is a mistake if it is very similar to a name of an
+    axis, or if none of the mapping does.
+    """
+    hints = {n: errors.suggestion(n, set(known).difference(names), 0.8) for n in names if n not in known}
+    return {n: hint for n, hint in hints.items() if hint or set(known).isdisjoint(names)}
 
 
 def _checked_donation(what: str, argument: str, donate: Any) -> Any:
