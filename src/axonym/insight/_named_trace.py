@@ -187,13 +187,11 @@ class _Events:
         return self.value(var.aval, self._names_of(x))
 
     def _used(self, value: Value, x: Axed) -> Value:
-        """Return an operand. Each use of a constant has axes of its own."""
-        if not x.dims or value.origin not in self._constants:
-            return value
+        """Return an operand. Each use of an array that depends on no argument has axes of its own."""
         names = self._names_of(x)
-        if names == tuple(n for n, _ in value.dims):
+        dims = tuple(d if d[1] == 1 else (n, d[1]) for n, d in zip(names, value.dims, strict=True))
+        if dims == value.dims:
             return value
-        dims = tuple((n, size) for n, (_, size) in zip(names, value.dims, strict=True))
         return dataclasses.replace(value, dims=dims, base=dims if value.base == value.dims else value.base)
 
     # --- functions, loops and branches ---
@@ -244,14 +242,13 @@ class _Events:
     def _scan(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
         (body,), times = step.bodies, around.times
         consts, carry, stacked = scan_operands(step.params, xs)
-        slices = [
-            self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)
-        ][len(consts) + len(carry) :]  # fmt: skip
+        kept = len(consts) + len(carry)
+        inside = [self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)]
         inner = dataclasses.replace(
             around, times=None if times is None else times * step.params["length"], within=next(self._numbers)
         )
         self._open(around.place(), "a loop", [x.dims[0] for x in stacked])
-        results = self.run(body, [*consts, *carry, *slices], inner)
+        results = self.run(body, [*consts, *carry, *inside[kept:]], inner)
         self._again(around, carry, results)
         if _scopes.phase(around.scope) == "forward":
             self.kept += ys[len(carry) :]
@@ -324,12 +321,7 @@ class _Events:
         return dataclasses.replace(y, origin=x.origin, base=x.base if x.names else y.base)
 
     def _product(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        numbers = step.params["dimension_numbers"]
-        (left_summed, right_summed), _ = numbers
-        left, right = xs
-        pairs = [(left.dims[i], right.dims[j]) for i, j in zip(left_summed, right_summed, strict=True)]
-        self.differ(place, tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
-        self._multiplied(numbers, xs, ys[0], (), place)
+        self._multiplied(step.params["dimension_numbers"], xs, ys[0], (), place)
 
     def _grouped_product(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record a product of groups of rows, each with the matrix of its group."""
@@ -351,12 +343,11 @@ class _Events:
         free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
         free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch, *groups)]
         kept = y.dims[len(y.dims) - len(free) - len(left_batch) :]
+        pairs = [(left.dims[i], right.dims[j]) for i, j in zip(left_summed, right_summed, strict=True)]
+        self.differ(place, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
         for x, batch in ((left, left_batch), (right, right_batch)):
             self.differ(place, (*(x.dims[i] for i in batch), *free), kept)
-        summed = tuple(
-            a if a[0] is not None else b
-            for a, b in ((left.dims[i], right.dims[j]) for i, j in zip(left_summed, right_summed, strict=True))
-        )
+        summed = tuple(a if a[0] is not None else b for a, b in pairs)
         if any(n is None and size > 1 for n, size in (*kept, *summed)):
             self.unnamed += 1
         self._noted(place, xs, y, product=True)
