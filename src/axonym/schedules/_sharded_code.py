@@ -132,8 +132,10 @@ def _operations(
     for operation in jaxpr.eqns:
         operands = [x if _is_literal(x) else same.get(x, x) for x in operation.invars]
         sizes = sizes_in_scope(str(operation.source_info.name_stack))
-        if operation.primitive.name in _SAYS_VARYING:
-            # The two programs may differ in these, which change no value: their results stand for their operands.
+        name = operation.primitive.name
+        if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(operands[0])):
+            # The two programs may differ in these, which change no value: their results stand for their operands. JAX
+            # converts a number where it has to make it device-varying.
             same.update(zip(operation.outvars, operands, strict=True))
         elif sizes is None:
             yield operation, operands
@@ -304,6 +306,6 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _described(operation: Any) -> str:
-    """Return the innermost scope of an operation, such as `mean`, or the name of its primitive."""
-    scopes = str(operation.source_info.name_stack).split("/")
-    return repr(scopes[-1].partition("[")[0] or operation.primitive.name)
+    """Return the innermost scope of an operation, such as `mean`, and the name of its primitive."""
+    scope = str(operation.source_info.name_stack).split("/")[-1].partition("[")[0]
+    return f"{scope!r} ({operation.primitive.name})" if scope else repr(operation.primitive.name)
