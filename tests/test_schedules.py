@@ -390,7 +390,7 @@ def test_other_functions_of_the_vocabulary_get_all_of_it(other: str) -> None:
 
 SPELLED: dict[str, Callable[[Any, Any], Any]] = {
     "an axis": lambda x, t: nn.cross_entropy_loss(x, Vocab, t, axn.sum),
-    "keywords": lambda x, t: nn.cross_entropy_loss(logits=x, Label=(Vocab,), targets=t, reduction=axn.sum),
+    "keywords": lambda x, t: nn.cross_entropy_loss(logits=x, Label=Vocab, targets=t, reduction=axn.sum),
     "a z-loss": lambda x, t: cross_entropy(x, t) + axn.sum(axn.square(axn.logsumexp(x, axis=Vocab))),
     "of Haliax": lambda x, t: (
         hax.nn.cross_entropy_loss(x, Vocab, t, hax.sum) + hax.sum(hax.nn.logsumexp(x, Vocab) ** 2)

@@ -51,11 +51,11 @@ def check_computed_from_shards(whole: Any, shards: Any, counts: Mapping[str, int
         counts: the number of shards of each of these axes.
         sums: whether results may be partial sums; returned is whether the first one is.
     """
-    partial = _Comparison(counts, sums).of_closed(whole, shards, ())
+    partial = _ProgramPair(counts, sums).of_closed(whole, shards, ())
     return 0 in partial
 
 
-class _Comparison:
+class _ProgramPair:
     def __init__(self, counts: Mapping[str, int], sums: bool):
         self._counts, self._sums = counts, sums
 
@@ -72,7 +72,8 @@ class _Comparison:
         both = itertools.zip_longest(_operations(whole, scopes[0]), _operations(shards, scopes[1], sums))
         for first, second in both:
             if first is None or second is None:
-                raise NeedsCompleteAxes(f"{_described((first or second)[0])} runs only for some sizes of it.")
+                some: Any = first or second
+                raise NeedsCompleteAxes(f"{_described(some[0])} runs only for some sizes of it.")
             where = {i for i, x in enumerate(second[1]) if not _is_literal(x) and x in sums}
             found = self._operation(first, second, where)
             sums.update(second[0].outvars[i] for i in found)
@@ -163,37 +164,19 @@ def _axes_of(key: str) -> Rule:
     return rule
 
 
-def _full(sizes: Callable[[Any, int], Any]) -> Rule:
-    """Make the rule of operations that must take all of a sharded axis."""
+def _full(part: Callable[[dict[str, Any], int], Any], whole: Callable[[int], Any]) -> Rule:
+    """Make the rule of operations that take a part of each axis, and must take all of a sharded one."""
 
     def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-        rank = range(len(first.invars[0].aval.shape))
+        both = [(x.params, x.invars[0].aval.shape) for x in (first, second)]
         return operands[0] == results[0] and all(
-            sizes(first, i) == sizes(second, i)
-            if i not in operands[0]
-            else all(sizes(x, i) == _whole_axis(x, i, sizes) for x in (first, second))
-            for i in rank
+            all(part(params, i) == whole(shape[i]) for params, shape in both)
+            if i in operands[0]
+            else part(first.params, i) == part(second.params, i)
+            for i in range(len(both[0][1]))
         )
 
     return rule
-
-
-def _whole_axis(operation: Any, i: int, sizes: Callable[[Any, int], Any]) -> Any:
-    size = operation.invars[0].aval.shape[i]
-    return {_sliced: (0, size, 1), _dynamic: size, _padded: (0, 0, 0)}[sizes]
-
-
-def _sliced(operation: Any, i: int) -> Any:
-    p = operation.params
-    return p["start_indices"][i], p["limit_indices"][i], (p["strides"] or {i: 1})[i]
-
-
-def _dynamic(operation: Any, i: int) -> Any:
-    return operation.params["slice_sizes"][i]
-
-
-def _padded(operation: Any, i: int) -> Any:
-    return tuple(operation.params["padding_config"][i])
 
 
 def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
@@ -249,9 +232,12 @@ _ALONG_OTHERS: dict[str, Rule] = {
     "split": _axes_of("axis"),
     "sort": _axes_of("dimension"),
     "rev": _axes_of("dimensions"),
-    "slice": _full(_sliced),
-    "dynamic_slice": _full(_dynamic),
-    "pad": _full(_padded),
+    "slice": _full(
+        lambda p, i: (p["start_indices"][i], p["limit_indices"][i], p["strides"][i] if p["strides"] else 1),
+        lambda size: (0, size, 1),
+    ),
+    "dynamic_slice": _full(lambda p, i: p["slice_sizes"][i], lambda size: size),
+    "pad": _full(lambda p, i: tuple(p["padding_config"][i]), lambda size: (0, 0, 0)),
     "top_k": lambda a, b, operands, results: (
         a.params == b.params and len(a.invars[0].aval.shape) - 1 not in operands[0]
     ),
