@@ -256,6 +256,7 @@ TRAPS: dict[str, Any] = {
     "a slice": lambda x: x + x["pos", 0],
     "its order": lambda x: x + axn.flip(x, "pos"),
     "its size": lambda x: x / x.axis_size("pos"),
+    "a choice by its size": lambda x: (lambda a, b: a + (a if x.axis_size("pos") == 8 else b))(axn.sin(x), axn.cos(x)),
     "another name": lambda x: x + axn.logsumexp(x.rename({"pos": "p"}), "p"),
     "its logsumexp": lambda x: x + axn.logsumexp(x, Pos),
     "merged": lambda x: axn.tanh(x.flatten_axes(("batch", "pos"), "rows")).unflatten_axis(
@@ -319,6 +320,30 @@ def test_losses_that_do_not_add_up_positions_get_all_of_them(mean_in_loss: bool)
         found = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(2)), (0, 1)))(weights, X)
         for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(2), OneFOneB(2)], ids=["gpipe", "1f1b"])
+def test_further_arguments_stay_sharded_where_the_carry_has_no_such_axis(schedule: Any) -> None:
+    """Devices along their mesh axis compute the same results, which count once."""
+    context = axn.named(RNG.normal(size=(8, 16)), ("key_pos", "batch")).astype(jnp.float32)
+
+    def loss(weights: Any, x: Any, context: Any, schedule: Any = None) -> Any:
+        layer = lambda w, x, context: axn.sin(x * w + axn.logsumexp(context, "key_pos"))
+        fold = nn.Stacked(weights, Layers.resize(2)).fold_via(
+            layer, schedule=schedule, then=lambda y: axn.sum(y * y).scalar()
+        )
+        return fold(x, context)
+
+    arguments = axn.ones({"layers": 2}), X.astype(jnp.float32), context
+    mapping = {"layers": "stage", "batch": "data", "key_pos": "context"}
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arguments)
+    with jax.set_mesh(axn.make_mesh({"stage": 2, "data": 2, "context": 2})), axn.axis_mapping(mapping):
+        step = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=schedule), (0, 1, 2)))
+        counts = executed(step.lower(*axn.shard(arguments)).compile())
+        found = jax.block_until_ready(step(*axn.shard(arguments)))
+    assert "all-gather" not in counts
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
