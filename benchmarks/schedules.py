@@ -102,7 +102,7 @@ def _idle() -> list[Row]:
             needed = M * R * (2 if isinstance(schedule, OneFOneB) else 1)
             idle, formula = 1 - needed / stage_runs(schedule, S), (S - 1) / (M * R + S - 1)
             what = f"{type(schedule).__name__}, S={S}, M={M}, R={R}: idle share of a stage, against the formula"
-            found.append(Row("schedules", what, f"{idle:.1%}", f"{formula:.1%}", idle / formula, 1.0))
+            found.append(Row("schedules", what, f"{idle:.1%}", f"{formula:.1%}", idle / formula, 1.01))
     return found
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import axonym as axn
+import axonym.haliax as hax
 from axonym import nn
 from axonym.distribution.active_settings import activate_here
 from axonym.distribution.kept_shards import KeptShards
@@ -385,6 +386,40 @@ def test_other_functions_of_the_vocabulary_get_all_of_it(other: str) -> None:
         jitted: Any = axn.named_jit(tied(OneFOneB(4), OTHERS[other]), VOCABULARY, in_placement=VOCABULARY)
         found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
     assert_close(found, jax.jit(tied(of_logits=OTHERS[other]))(MODEL, TABLE, NORM, TOKENS))
+
+
+SPELLED: dict[str, Callable[[Any, Any], Any]] = {
+    "an axis": lambda x, t: nn.cross_entropy_loss(x, Vocab, t, axn.sum),
+    "keywords": lambda x, t: nn.cross_entropy_loss(logits=x, Label=Vocab, targets=t, reduction=axn.sum),
+    "a z-loss": lambda x, t: cross_entropy(x, t) + axn.sum(axn.square(axn.logsumexp(x, axis=Vocab))),
+    "of Haliax": lambda x, t: (
+        hax.nn.cross_entropy_loss(x, Vocab, t, hax.sum) + hax.sum(hax.nn.logsumexp(x, Vocab) ** 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_an_axis_sends_what_its_name_does(spelled: str) -> None:
+    """It only repeats the name: the table stays sharded over the stages."""
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)):
+        jitted: Any = axn.named_jit(tied(OneFOneB(4), SPELLED[spelled]), VOCABULARY, in_placement=VOCABULARY)
+        counts = executed(jitted.lower(MODEL, TABLE, NORM, TOKENS).compile())
+        found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
+    assert not {"all-gather", "reduce-scatter", "all-to-all"} & {*counts}
+    assert_close(found, jax.jit(tied(of_logits=SPELLED[spelled]))(MODEL, TABLE, NORM, TOKENS))
+
+
+def test_a_loss_is_summed_in_its_own_dtype() -> None:
+    """Beyond the range of float32."""
+    with jax.enable_x64(True):
+        wide = X.astype(jnp.float64)
+        then = lambda y: 1e200 * axn.sum(y * y).scalar()
+        step = lambda x, schedule: MODEL.fold(x, SCALE, shift=SHIFT, schedule=schedule, then=then)
+        expected = jax.jit(jax.value_and_grad(functools.partial(step, schedule=None)))(wide)
+        with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+            found = jax.jit(jax.value_and_grad(functools.partial(step, schedule=OneFOneB(4))))(*axn.shard((wide,)))
+            for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13 * abs(np.asarray(y)).max())
 
 
 def test_memory_does_not_grow_with_microbatches() -> None:

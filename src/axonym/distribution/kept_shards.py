@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -49,7 +49,7 @@ def keeps_shards() -> bool:
     return _active() is not None
 
 
-def scope_of_shards(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+def scope_of_shards(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[Any]:
     """Mark operations as right for shards of axes; `sizes` are the sizes that the axes of the operands have here."""
     kept = _active()
     found = [f"{n}={size}" for n, size in sizes.items() if kept is not None and n in kept.names]

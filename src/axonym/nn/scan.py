@@ -237,7 +237,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             then: a function of the result and `then_args` that returns a sum over examples, the loss. `fold` returns
                 its value. With `OneFOneB`, it gets one microbatch at a time, of the result and of each of `then_args`
                 that has the axis of the batch. An axis of `then_args` that is sharded over the stages, such as the
-                vocabulary, stays so if `then` reduces it by `axonym.nn.cross_entropy_loss` only.
+                vocabulary, stays so if `then` reduces it by `axonym.nn.cross_entropy_loss` and `axonym.logsumexp` only,
+                and axes that the layers keep sharded, such as positions, if `then` adds them up.
             then_args: the arguments of `then`, such as labels and the layers of the head.
             **kwargs: more arguments of the layers, by keyword.
 

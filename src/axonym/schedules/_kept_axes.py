@@ -6,7 +6,7 @@ An axis does if tracing shows that shards are enough: see `_sharded_code`. That 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -33,17 +33,18 @@ from ._stage_arrays import (
 )
 from ._stages import Stages
 
+_FIRST: Any = np.int32(0)
+"""The number of a microbatch or a round in a program that is only compared; no traced one, which would differ."""
+
 
 class KeptAxes(Stages):
     """Stages that keep axes sharded."""
 
-    def _keep(self, arrays: Sequence[Sequence[Any]]) -> KeptShards:
+    def _keep(self) -> KeptShards:
         """Return which axes stay sharded in the layers, and why others do not."""
         inside = {n for tree in self._trees[:3] for names in tree.names for n in names or ()}
         used = dict.fromkeys(a for n in self._names_over(self._mesh.axis_names) & inside for a in mapped_axes(n))
-        return self._choose(
-            [(a,) for a in used if a not in self._stages], functools.partial(self._check_layers, arrays)
-        )
+        return self._choose([(a,) for a in used if a not in self._stages], self._check_layers)
 
     def _choose(self, candidates: Iterable[Axes], check: Callable[[frozenset[str]], None]) -> KeptShards:
         """Return the axes that stay sharded: those over as many of the mesh axes as pass a check."""
@@ -64,24 +65,24 @@ class KeptAxes(Stages):
         found = {n for n in active_mapping() if 0 < len(own := mapped_axes(n)) == len({*own} & {*axes})}
         return frozenset(found - {self._Layers.name, self._batch})
 
-    def _check_layers(self, arrays: Sequence[Sequence[Any]], names: frozenset[str]) -> None:
+    def _check_layers(self, names: frozenset[str]) -> None:
         """Check that the layers can be computed from shards of some axes."""
         self._kept = KeptShards(names)
-        self._place(arrays)
+        self._place()
 
         def on_device(stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
             groups = self._prepared(stacked, carry, rest)
             groups[0] = self._gathered(0, groups[0])
             first = (
-                self._in_round(0, groups[0], np.int32(0)),
+                self._in_round(0, groups[0], _FIRST),
                 at(groups[1], 0),
-                self._in_round(2, groups[2], np.int32(0)),
+                self._in_round(2, groups[2], _FIRST),
             )
 
             def trace(complete: bool) -> Any:
                 self._kept = KeptShards(names, complete)
                 own = [self._complete(i, xs, names) if complete else xs for i, xs in enumerate(first)]
-                return jax.make_jaxpr(functools.partial(self._apply, microbatch=np.int32(0)))(*own)
+                return jax.make_jaxpr(functools.partial(self._apply, microbatch=_FIRST))(*own)
 
             programs = trace(True), trace(False)
             self._check_programs(*programs, names, sums=False)
@@ -90,7 +91,7 @@ class KeptAxes(Stages):
                     raise NeedsCompleteAxes(f"its results differ between devices along {errors.quoted(sorted(mixed))}.")
             return jnp.zeros(())
 
-        jax.eval_shape(lambda: self._per_device(on_device, arrays, PartitionSpec()))
+        jax.eval_shape(lambda: self._per_device(on_device, PartitionSpec()))
 
     def _check_programs(self, whole: Any, shards: Any, names: frozenset[str], sums: bool) -> bool:
         counts = {n: shard_count(self._mesh, mapped_axes(n)) for n in names}

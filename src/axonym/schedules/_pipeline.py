@@ -25,8 +25,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Axis
-from ..core.tree_spec import TreeSpec, flatten_arrays
-from ..distribution.kept_shards import KeptShards
 from ..distribution.mesh_axes import (
     axes_in,
     current_mesh,
@@ -41,7 +39,6 @@ from ._stage_arrays import (
     at,
     chosen,
     floating_parts,
-    which_are_keys,
     wide_dtype,
     with_none,
 )
@@ -68,8 +65,8 @@ def fold_in_stages(
         result = fold(stacked, Layers, carry, *args, **kwargs)
     else:
         inside = then if not isinstance(schedule, GPipe) else None
-        pipeline = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages)
-        result = pipeline.run(stacked, carry, (tuple(args), dict(kwargs)), tuple(then_args) if inside else ())
+        groups = stacked, carry, (tuple(args), dict(kwargs)), tuple(then_args) if inside else ()
+        result = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages, groups).run()
         if inside is not None:
             return result
     return result if then is None else then(result, *then_args)
@@ -78,22 +75,13 @@ def fold_in_stages(
 class _Pipeline(KeptAxes):
     """A call of a pipeline, while its mapping is active."""
 
-    def run(self, *groups: Any) -> Any:
-        arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
-        self._trees: Sequence[TreeSpec] = trees
-        self._keys = {2: which_are_keys(arrays[2], groups[2][1].get("key")), 3: which_are_keys(arrays[3])}
-        self._kept = self._kept_in_loss = KeptShards(frozenset())
-        self._place(arrays)
-        self._check(arrays[1], self._specs[1])
-        self._kept = self._keep(arrays)
-        self._place(arrays)
-        out_specs = tuple(self._specs[1]) if self._then is None else PartitionSpec()
-        results = self._per_device(self._on_device, arrays, out_specs)
+    def run(self) -> Any:
+        self._kept = self._keep()
+        self._place()
         if self._then is not None:
-            return results
-        return trees[1].unflatten(map(self._sharded_like, results, arrays[1], self._specs[1]))
-
-    # --- on each device ---
+            return self._per_device(self._on_device, PartitionSpec())
+        results = self._per_device(self._on_device, tuple(self._specs[1]))
+        return self._trees[1].unflatten(map(self._sharded_like, results, self._arrays[1], self._specs[1]))
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1

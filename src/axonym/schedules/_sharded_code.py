@@ -51,11 +51,11 @@ def check_computed_from_shards(whole: Any, shards: Any, counts: Mapping[str, int
         counts: the number of shards of each of these axes.
         sums: whether results may be partial sums; returned is whether the first one is.
     """
-    partial = _Comparison(counts, sums).of_closed(whole, shards, ())
+    partial = _ProgramPair(counts, sums).of_closed(whole, shards, ())
     return 0 in partial
 
 
-class _Comparison:
+class _ProgramPair:
     def __init__(self, counts: Mapping[str, int], sums: bool):
         self._counts, self._sums = counts, sums
 
@@ -68,19 +68,27 @@ class _Comparison:
 
     def _of(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         sums = {shards.invars[i] for i in partial}
-        scopes: list[list[dict[str, int]]] = [[], []]
-        both = itertools.zip_longest(_operations(whole, scopes[0]), _operations(shards, scopes[1], sums))
-        for first, second in both:
+        programs = _Program(whole), _Program(shards)
+        alike = _Correspondence()
+        alike.check(*((*x.constvars, *x.invars) for x in (whole, shards)))
+        for first, second in itertools.zip_longest(*(program.compared for program in programs)):
             if first is None or second is None:
-                raise NeedsCompleteAxes(f"{_described((first or second)[0])} runs only for some sizes of it.")
-            where = {i for i, x in enumerate(second[1]) if not _is_literal(x) and x in sums}
-            found = self._operation(first, second, where)
-            sums.update(second[0].outvars[i] for i in found)
-        for of_whole, of_shards in itertools.zip_longest(*scopes):
+                raise NeedsCompleteAxes(f"{_described(first or second)} runs only for some sizes of it.")
+            operands = [program.operands(x) for program, x in zip(programs, (first, second), strict=True)]
+            where = {i for i, x in enumerate(operands[1]) if not _is_literal(x) and x in sums}
+            found = self._operation((first, operands[0]), (second, operands[1]), where)
+            alike.check(*operands)
+            alike.check(first.outvars, second.outvars)
+            sums.update(second.outvars[i] for i in found)
+        if any(not _is_literal(x) and x in sums for x in programs[1].exchanged):
+            raise NeedsCompleteAxes("an operation that exchanges shards gets a sum over the axis.")
+        for of_whole, of_shards in itertools.zip_longest(*(program.scopes for program in programs)):
             expected = {n: size * self._counts.get(n, 1) for n, size in (of_shards or {}).items()}
             if of_whole != expected:
                 raise NeedsCompleteAxes(f"an operation gets {of_shards} of the complete axes {of_whole}.")
-        return {i for i, x in enumerate(shards.outvars) if not _is_literal(x) and x in sums}
+        results = [[program.origin(x) for x in p.outvars] for program, p in zip(programs, (whole, shards), strict=True)]
+        alike.check(*results)
+        return {i for i, x in enumerate(results[1]) if not _is_literal(x) and x in sums}
 
     def _operation(self, whole: Any, shards: Any, partial: set[int]) -> set[int]:
         """Compare an operation in both programs; return which of its results are partial sums."""
@@ -102,9 +110,7 @@ class _Comparison:
         operands = [*map(_differs, all_operands, own_operands)]
         results = [*map(_differs, first.outvars, second.outvars)]
         if partial:
-            linear = len(partial) == len(own_operands) or all(
-                i in partial or _is_zero(x) for i, x in enumerate(own_operands)
-            )
+            linear = all(i in partial or _is_zero(x) for i, x in enumerate(own_operands))
             if name in ("mul", "div"):
                 linear = partial == {0} or (name == "mul" and len(partial) == 1)
             if not linear or any((*operands, *results)):
@@ -116,7 +122,8 @@ class _Comparison:
         if name in _LOOPS or (name.startswith("custom_") and _is_known_function(first)):
             keeps = _parameters(first) == _parameters(second)
         elif name in _ELEMENTWISE:
-            keeps = _parameters(first) == _parameters(second)
+            same_axes = all(own == set[int]().union(*operands) for own in results)
+            keeps = same_axes and _parameters(first) == _parameters(second)
         else:
             keeps = name in _ALONG_OTHERS and _ALONG_OTHERS[name](first, second, operands, results)
         if not keeps and not (self._sums and _adds_up(first, operands)):
@@ -124,24 +131,49 @@ class _Comparison:
         return set() if keeps else {0}
 
 
-def _operations(
-    jaxpr: Any, scopes: list[dict[str, int]], partial: Collection[Any] = ()
-) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the operations of a program, each with its operands, except those in the scopes, which are collected."""
-    same: dict[Any, Any] = {}
-    for operation in jaxpr.eqns:
-        operands = [x if _is_literal(x) else same.get(x, x) for x in operation.invars]
-        sizes = sizes_in_scope(str(operation.source_info.name_stack))
-        if operation.primitive.name in _SAYS_VARYING:
-            # The two programs may differ in these, which change no value: their results stand for their operands.
-            same.update(zip(operation.outvars, operands, strict=True))
-        elif sizes is None:
-            yield operation, operands
-        else:
-            if any(not _is_literal(x) and x in partial for x in operands):
-                raise NeedsCompleteAxes(f"{_described(operation)} gets a sum over the axis.")
-            if sizes not in scopes[-1:]:
-                scopes.append(sizes)
+class _Program:
+    """The operations of a program that are compared, and the scopes of those that exchange shards."""
+
+    def __init__(self, jaxpr: Any):
+        self._same: dict[Any, Any] = {}
+        self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[dict[str, int]]()
+        for operation in jaxpr.eqns:
+            sizes = sizes_in_scope(str(operation.source_info.name_stack))
+            name = operation.primitive.name
+            if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(operation.invars[0])):
+                # The two programs may differ in these, which change no value: their results stand for their operands.
+                # JAX converts a number where it has to make it device-varying.
+                self._same.update(zip(operation.outvars, self.operands(operation), strict=True))
+            elif sizes is None:
+                self.compared.append(operation)
+            else:
+                self.exchanged += self.operands(operation)
+                self.scopes += [sizes] if sizes not in self.scopes[-1:] else []
+
+    def origin(self, x: Any) -> Any:
+        return x if _is_literal(x) else self._same.get(x, x)
+
+    def operands(self, operation: Any) -> list[Any]:
+        return [*map(self.origin, operation.invars)]
+
+
+class _Correspondence:
+    """Which values of two programs correspond. Results of operations that are not compared do by their first use."""
+
+    def __init__(self) -> None:
+        self._pairs: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+
+    def check(self, first: Sequence[Any], second: Sequence[Any]) -> None:
+        for x, y in zip(first, second, strict=True):
+            if _is_literal(x) and _is_literal(y):
+                continue
+            if (
+                _is_literal(x)
+                or _is_literal(y)
+                or self._pairs[0].setdefault(x, y) is not y
+                or (self._pairs[1].setdefault(y, x) is not x)
+            ):
+                raise NeedsCompleteAxes("it uses other values for other sizes of it.")
 
 
 # --- operations that run along other axes ---
@@ -154,44 +186,25 @@ def _axes_of(key: str) -> Rule:
     """Make the rule of operations along the axes that a parameter lists."""
 
     def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-        axes = first.params[key]
-        axes = {axes} if isinstance(axes, int) else {*axes}
-        return axes == {*np.atleast_1d(second.params[key])} and all(axes.isdisjoint(own) for own in operands)
+        axes = {*np.atleast_1d(first.params[key]).tolist()}
+        return _parameters(first) == _parameters(second) and all(axes.isdisjoint(own) for own in operands)
 
     return rule
 
 
-def _full(sizes: Callable[[Any, int], Any]) -> Rule:
-    """Make the rule of operations that must take all of a sharded axis."""
+def _full(part: Callable[[dict[str, Any], int], Any], whole: Callable[[int], Any]) -> Rule:
+    """Make the rule of operations that take a part of each axis, and must take all of a sharded one."""
 
     def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-        rank = range(len(first.invars[0].aval.shape))
+        both = [(x.params, x.invars[0].aval.shape) for x in (first, second)]
         return operands[0] == results[0] and all(
-            sizes(first, i) == sizes(second, i)
-            if i not in operands[0]
-            else all(sizes(x, i) == _whole_axis(x, i, sizes) for x in (first, second))
-            for i in rank
+            all(part(params, i) == whole(shape[i]) for params, shape in both)
+            if i in operands[0]
+            else part(first.params, i) == part(second.params, i)
+            for i in range(len(both[0][1]))
         )
 
     return rule
-
-
-def _whole_axis(operation: Any, i: int, sizes: Callable[[Any, int], Any]) -> Any:
-    size = operation.invars[0].aval.shape[i]
-    return {_sliced: (0, size, 1), _dynamic: size, _padded: (0, 0, 0)}[sizes]
-
-
-def _sliced(operation: Any, i: int) -> Any:
-    p = operation.params
-    return p["start_indices"][i], p["limit_indices"][i], (p["strides"] or {i: 1})[i]
-
-
-def _dynamic(operation: Any, i: int) -> Any:
-    return operation.params["slice_sizes"][i]
-
-
-def _padded(operation: Any, i: int) -> Any:
-    return tuple(operation.params["padding_config"][i])
 
 
 def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
@@ -213,15 +226,18 @@ def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Se
 
     if any(0 in x.invars[0].aval.shape for x in (first, second)) or groups(first) != groups(second):
         return False
+    sides = (first.invars[0].aval.shape, operands[0]), (first.outvars[0].aval.shape, results[0])
     return all(
-        all(side[0] == i or not {i} & own for side, own in ((one, operands[0]), (other, results[0])) for i in side)
-        for one, other in groups(first)
+        all(i not in own or all(shape[k] == 1 for k in side if k < i) for i in side)
+        for group in groups(first)
+        for side, (shape, own) in zip(group, sides, strict=True)
     )
 
 
 def _product(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
     summed, _ = first.params["dimension_numbers"]
-    return all(own.isdisjoint(axes) for own, axes in zip(operands, summed, strict=True))
+    disjoint = all(own.isdisjoint(axes) for own, axes in zip(operands, summed, strict=True))
+    return disjoint and _parameters(first) == _parameters(second)
 
 
 def _adds_up(operation: Any, operands: Sequence[set[int]]) -> bool:
@@ -247,9 +263,12 @@ _ALONG_OTHERS: dict[str, Rule] = {
     "split": _axes_of("axis"),
     "sort": _axes_of("dimension"),
     "rev": _axes_of("dimensions"),
-    "slice": _full(_sliced),
-    "dynamic_slice": _full(_dynamic),
-    "pad": _full(_padded),
+    "slice": _full(
+        lambda p, i: (p["start_indices"][i], p["limit_indices"][i], p["strides"][i] if p["strides"] else 1),
+        lambda size: (0, size, 1),
+    ),
+    "dynamic_slice": _full(lambda p, i: p["slice_sizes"][i], lambda size: size),
+    "pad": _full(lambda p, i: tuple(p["padding_config"][i]), lambda size: (0, 0, 0)),
     "top_k": lambda a, b, operands, results: (
         a.params == b.params and len(a.invars[0].aval.shape) - 1 not in operands[0]
     ),
@@ -304,6 +323,6 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _described(operation: Any) -> str:
-    """Return the innermost scope of an operation, such as `mean`, or the name of its primitive."""
-    scopes = str(operation.source_info.name_stack).split("/")
-    return repr(scopes[-1].partition("[")[0] or operation.primitive.name)
+    """Return the innermost scope of an operation, such as `mean`, and the name of its primitive."""
+    scope = str(operation.source_info.name_stack).split("/")[-1].partition("[")[0]
+    return f"{scope!r} ({operation.primitive.name})" if scope else repr(operation.primitive.name)

@@ -18,6 +18,7 @@ from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import flatten_arrays
 from ..distribution.active_settings import Entry, activate_here, active_mapping, active_parameter_mapping
+from ..distribution.kept_shards import KeptShards
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -40,6 +41,7 @@ from ._stage_arrays import (
     folded_in,
     slice_of,
     summed_wide,
+    which_are_keys,
     wide_dtype,
 )
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
@@ -57,22 +59,35 @@ class Stages:
     """
 
     def __init__(
-        self, schedule: Schedule, what: str, Layers: Axis, fold: Fold, then: Then | None, mesh: AnyMesh, stages: Axes
+        self,
+        schedule: Schedule,
+        what: str,
+        Layers: Axis,
+        fold: Fold,
+        then: Then | None,
+        mesh: AnyMesh,
+        stages: Axes,
+        groups: Sequence[Any],
     ):
         self._schedule, self._what, self._Layers, self._fold, self._then = schedule, what, Layers, fold, then
         self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
-        self._batch = name_of(schedule.axis)
-        self._rounds = schedule.rounds
+        self._batch, self._rounds = name_of(schedule.axis), schedule.rounds
         self._mesh_axes_of_batch = mapped_axes(self._batch)
+        self._arrays, self._trees = zip(*map(flatten_arrays, groups), strict=True)
+        keys = which_are_keys(self._arrays[2], groups[2][1].get("key"))
+        self._keys = {2: keys, 3: which_are_keys(self._arrays[3])}
+        self._kept = self._kept_in_loss = KeptShards(frozenset())
+        self._place()
+        self._check()
 
-    def _per_device(self, fn: Callable[..., Any], arrays: Sequence[Sequence[Any]], out_specs: Any) -> Any:
+    def _per_device(self, fn: Callable[..., Any], out_specs: Any) -> Any:
         """Call a function of the four groups of arrays on the shards of each device."""
-        ends = list(itertools.accumulate(map(len, arrays)))
+        ends = list(itertools.accumulate(map(len, self._arrays)))
 
         def on_device(*shards: jax.Array) -> Any:
-            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
+            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, self._arrays, strict=True)))
 
-        flat, specs = ([x for group in both for x in group] for both in (arrays, self._specs))
+        flat, specs = ([x for group in both for x in group] for both in (self._arrays, self._specs))
         return run_per_device(on_device, flat, specs, out_specs, self._mesh, axis_names=self._manual)
 
     # --- shardings ---
@@ -83,7 +98,7 @@ class Stages:
         # As in `axonym.scan`, raw arrays are sliced along their first axis, except arguments of `then`.
         return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
 
-    def _place(self, arrays: Sequence[Sequence[Any]]) -> None:
+    def _place(self) -> None:
         """Decide which mesh axes are manual, and how arrays are sharded over these."""
         mapping, stages = active_mapping(), entry_of(self._stages)
         stored = {**mapping, **active_parameter_mapping(), self._Layers.name: stages}
@@ -91,7 +106,7 @@ class Stages:
         mappings = stored, examples, {self._Layers.name: stages, **examples}, {**stored, **examples}
         specs = [
             [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
-            for i, (tree, xs, mapping) in enumerate(zip(self._trees, arrays, mappings, strict=True))
+            for i, (tree, xs, mapping) in enumerate(zip(self._trees, self._arrays, mappings, strict=True))
         ]
         work = {*self._mesh_axes_of_work(specs), *(a for n in self._kept.names for a in mapped_axes(n))}
         self._manual = self._manual_axes(work)
@@ -99,7 +114,7 @@ class Stages:
         self._sums_wide = active_platform() == "cpu" and self._manual != {*self._mesh.axis_names}
         # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
         self._specs = [[restricted(spec, self._manual & work) for spec in own] for own in specs]
-        for tree, xs, own in zip(self._trees, arrays, self._specs, strict=True):
+        for tree, xs, own in zip(self._trees, self._arrays, self._specs, strict=True):
             for names, x, spec in zip(tree.names, xs, own, strict=True):
                 if self._kept.names.intersection(names or ()) and not self._fits(names or (), x, spec):
                     raise NeedsCompleteAxes(
@@ -134,7 +149,7 @@ class Stages:
         """Return the mesh axes over which devices have different stages or examples."""
         return {*self._stages, *(a for group in specs[1:3] for spec in group for a in axes_in(spec))}
 
-    def _check(self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
+    def _check(self) -> None:
         what, M = self._what, self._schedule.microbatches
         if self._Layers.size % (self._count * self._rounds):
             rounds = f" in {self._rounds} rounds" if self._rounds > 1 else ""
@@ -144,7 +159,7 @@ class Stages:
                 f"{rounds}."
             )
         check_stages(self._schedule, self._count)
-        for names, x, spec in zip(self._trees[1].names, arrays, specs, strict=True):
+        for names, x, spec in zip(self._trees[1].names, self._arrays[1], self._specs[1], strict=True):
             if names is None or self._batch not in names:
                 raise ValueError(
                     f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "

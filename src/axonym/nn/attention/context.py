@@ -189,9 +189,9 @@ def _roles_and_sharding(
     if optional and (problems or not alike or (has_manual(mesh) and not keeps_shards())):
         return None
     if keeps_shards():
-        for n in (KPos[0], *roles.positions):
+        for n in (*KPos, *roles.positions):
             refuse_gathered(what, "context", n)
-        if not alike and any(n in found for n in (KPos[0], *roles.positions)):
+        if not alike and any(n in found for n in (*KPos, *roles.positions)):
             problems.append(f"positions of queries and keys are not sharded alike, as {found}")
     if placed is None or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
