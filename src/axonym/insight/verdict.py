@@ -348,9 +348,12 @@ def _copies(report: Report) -> _Check:
         f.cause.split()[5].rstrip(":") for f in _mesh_axes(report)[0]
     }
     total = sum(x.bytes for x in report.placed)
-    groups: dict[tuple[str, ...], list[Any]] = {}
+    # Parameters and what an optimizer keeps of them: batches have copies wherever a mesh axis does not shard them.
+    sent = {path for c in report.collectives for path in c.parameters}
+    parameters = {x.axes for x in report.placed if x.path in sent}
+    groups: dict[tuple[str, ...], list[PlacedArgument]] = {}
     for x in report.placed:
-        if x.copies > 1 and x.bytes > _MUCH * total and not (x.replicated_over and set(x.replicated_over) <= said):
+        if x.axes in parameters and x.copies > 1 and x.bytes > _MUCH * total and not (x.replicated_over and set(x.replicated_over) <= said):
             groups.setdefault(x.replicated_over, []).append(x)
     found = []
     for over, arrays in groups.items():
