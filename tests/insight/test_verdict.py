@@ -151,3 +151,11 @@ def test_a_report_without_a_chip() -> None:
     )
     assert report.verdict.binds == "No chip was given, so times are not known; 50% of the compute is repeated."
     assert report.verdict.explanation.startswith("Most bytes go over data: each device sends ")
+
+
+def test_blame_says_that_an_axis_is_sharded_nowhere() -> None:
+    mesh, mapping = axn.make_mesh(MESH), {"bacth": "data", "mlp": "model"}
+    found = axn.insight.blame(step, weights(), batch(), axis="batch", mapping=mapping, mesh=mesh)
+    assert str(found) == "nothing gathers or moves batch: no mapping shards it, but 'bacth', which no array has."
+    found = axn.insight.blame(step, weights(), batch(), axis="bacth", mapping=mapping, mesh=mesh)
+    assert str(found) == "nothing gathers or moves bacth: no array of the step has it. Did you mean 'batch'?"

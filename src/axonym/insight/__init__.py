@@ -21,5 +21,5 @@ from .repeating import RepeatedWork as RepeatedWork
 from .report import Bounds as Bounds, Memory as Memory, Report as Report
 from .snapshots import snapshot as snapshot
 from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline
-from .verdict import Finding as Finding, Verdict as Verdict
+from .verdict import Suspicion as Suspicion, Verdict as Verdict
 from .verifying import Verification as Verification, verify as verify

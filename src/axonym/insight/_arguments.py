@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..core.errors import describe_bytes
 from ..core.parameter_names import parameter_names
 from ..core.tree_spec import PROGRAM_ARRAYS
 from ..named_array import raw
@@ -48,8 +49,6 @@ class PlacedArgument:
     """The mesh axes along which devices have the same shard; empty if it is not known which."""
 
     def __str__(self) -> str:
-        from ..core.errors import describe_bytes
-
         over = f", over {' and '.join(self.replicated_over)}" if self.replicated_over else ""
         copies = f" in {self.copies} copies{over}" if self.copies > 1 else ""
         return f"{self.path}: {describe_bytes(self.bytes)}{copies}"

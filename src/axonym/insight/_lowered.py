@@ -41,11 +41,11 @@ def products(lowered: Any, mesh: Mapping[str, int]) -> tuple[Product, ...]:
     """Return the products of a lowered function, in the order of the program; none if its module cannot be read."""
     # Modules have no public interface for reading.
     with contextlib.suppress(AttributeError, ImportError, KeyError, IndexError, TypeError, ValueError):
-        return tuple(_Walk(lowered.compiler_ir("stablehlo"), mesh).products)
+        return tuple(_ProductWalk(lowered.compiler_ir("stablehlo"), mesh).products)
     return ()
 
 
-class _Walk:
+class _ProductWalk:
     """Walks through a module in the order in which its operations run."""
 
     def __init__(self, module: Any, mesh: Mapping[str, int]):

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..core.errors import counted
+from ..core import errors
 from ..distribution.mesh_axes import AnyMesh
 from .collectives import Collective
 from .explaining import Mappings, explain, quickest_exact
+from .report import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +26,16 @@ class Blame:
     """The first all-gather that completes the axis on each device, or all-to-all that shards another axis instead."""
     not_known: tuple[Collective, ...]
     """All-gathers and all-to-alls before `culprit` (all, if None) whose axes are not known: each may be the first."""
+    remark: str = ""
+    """Why nothing can gather the axis: no mapping shards it, or no array has it."""
 
     def __str__(self) -> str:
         if self.culprit is None:
-            text = f"nothing gathers or moves {self.axis}"
+            text = f"nothing gathers or moves {self.axis}" + (f": {self.remark}" if self.remark else "")
         else:
             text = f"{self.axis} stops being sharded at {self.culprit}"
         if self.not_known:
-            many = counted(len(self.not_known), "exchange")
+            many = errors.counted(len(self.not_known), "exchange")
             text += f"\nof {many}{' before it' if self.culprit else ''} the axes are not known:"
             text += "".join(f"\n  {c}" for c in self.not_known)
         return text
@@ -69,4 +72,18 @@ def blame(
             return Blame(axis, c, tuple(unknown))
         if c.kind in ("all-gather", "all-to-all") and c.reason is None:
             unknown.append(c)
-    return Blame(axis, None, tuple(unknown))
+    return Blame(axis, None, tuple(unknown), _remark(report, axis))
+
+
+def _remark(report: Report, axis: str) -> str:
+    """Say that an axis is sharded nowhere, with names of the mapping that may be meant for it."""
+    if any(over for x in report.placed for n, over in zip(x.axes, x.over, strict=True) if n == axis):
+        return ""
+    if report.axes and axis not in report.axes:
+        return f"no array of the step has it.{errors.suggestion(axis, report.axes)}"
+    mappings = {**report.parameter_mapping, **report.mapping}
+    if mappings.get(axis):
+        return ""
+    others = [n for n, over in mappings.items() if over and n not in report.axes]
+    near = f", but {errors.quoted(others)}, which no array has" if others else ""
+    return f"no mapping shards it{near}."

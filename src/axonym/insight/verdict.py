@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from ..core.errors import describe_bytes, suggestion
 from ._arguments import PlacedArgument
@@ -18,8 +18,8 @@ from ._text import described_axes, described_seconds
 from .collectives import Collective
 from .repeating import RepeatedWork
 
-if TYPE_CHECKING:
-    from .report import Report
+Report: TypeAlias = Any
+"""A report: its module uses this one, and imports point one way."""
 
 _COSTLIEST = 3
 """How many transfers the verdict has."""
@@ -30,10 +30,10 @@ _MUCH = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Suspicion:
     """Something suspicious in a step: its cause, what follows from it, and what to try.
 
-    >>> print(axn.insight.Finding("fix", "Nothing uses the mesh axis model.", ("50% of compute is repeated.",)))
+    >>> print(axn.insight.Suspicion("fix", "Nothing uses the mesh axis model.", ("50% of compute is repeated.",)))
     fix: Nothing uses the mesh axis model. So: 50% of compute is repeated.
     """
 
@@ -62,7 +62,7 @@ class Verdict:
     explanation: str
     costliest: tuple[str, ...]
     """The three costliest transfers, each with its share, its array, the path of the parameter, the reason and line."""
-    suspicious: tuple[Finding, ...]
+    suspicious: tuple[Suspicion, ...]
     """What is suspicious, the most severe first."""
     fine: tuple[str, ...]
     """What was looked for and not found."""
@@ -216,7 +216,7 @@ def phase_of(phase: str) -> str:
 
 # --- what is suspicious: each check returns what it found, and what to say if it found nothing ---
 
-_Check = tuple[Sequence[Finding], str]
+_Check = tuple[Sequence[Suspicion], str]
 
 
 def _fits(report: Report) -> _Check:
@@ -226,7 +226,7 @@ def _fits(report: Report) -> _Check:
     if memory.total <= bounds.capacity:
         return (), f"it fits: {describe_bytes(memory.total)} of {describe_bytes(bounds.capacity)}"
     cause = f"The step needs {describe_bytes(memory.total)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
-    return [Finding("fix", cause, advice=_how_to_hold_less(report))], ""
+    return [Suspicion("fix", cause, advice=_how_to_hold_less(report))], ""
 
 
 def _how_to_hold_less(report: Report) -> str:
@@ -260,7 +260,7 @@ def _mapping(report: Report) -> _Check:
             else f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
         )
         so = [*_of_repeated(report, work), *_of_copies(report, over)] if severity == "fix" else []
-        found.append(Finding(severity, has, tuple(so), advice if severity == "fix" else ""))
+        found.append(Suspicion(severity, has, tuple(so), advice if severity == "fix" else ""))
     return (
         found,
         "each name of the mapping is an axis of an array" if report.mapping or report.parameter_mapping else "",
@@ -282,7 +282,7 @@ def _mesh_axes(report: Report) -> _Check:
             continue
         cause = f"Nothing uses the mesh axis {a}: its {report.mesh[a]} devices hold and compute the same."
         advice = _axes_to_shard(report, work[a], a) or f"a mesh without {a}."
-        found.append(Finding("fix", cause, tuple(_of_repeated(report, work[a])), advice))
+        found.append(Suspicion("fix", cause, tuple(_of_repeated(report, work[a])), advice))
     return found, "each mesh axis is used" if large and known and not idle else ""
 
 
@@ -297,7 +297,7 @@ def _repeated(report: Report) -> _Check:
         if _share(report, work) >= SMALL and not (axes and set(axes) <= said):
             severity = "fix" if _share(report, work) >= _MUCH else "look"
             (cause,) = _of_repeated(report, work)
-            found.append(Finding(severity, cause, advice=_axes_to_shard(report, work, *axes)))
+            found.append(Suspicion(severity, cause, advice=_axes_to_shard(report, work, *axes)))
     fine = "no work is repeated" if report.flops and math.prod(report.mesh.values()) > 1 else ""
     return found, fine if repeated_share(report) < SMALL else ""
 
@@ -348,9 +348,12 @@ def _copies(report: Report) -> _Check:
         f.cause.split()[5].rstrip(":") for f in _mesh_axes(report)[0]
     }
     total = sum(x.bytes for x in report.placed)
-    groups: dict[tuple[str, ...], list[Any]] = {}
+    # Parameters and what an optimizer keeps of them: batches have copies wherever a mesh axis does not shard them.
+    sent = {path for c in report.collectives for path in c.parameters}
+    parameters = {x.axes for x in report.placed if x.path in sent}
+    groups: dict[tuple[str, ...], list[PlacedArgument]] = {}
     for x in report.placed:
-        if x.copies > 1 and x.bytes > _MUCH * total and not (x.replicated_over and set(x.replicated_over) <= said):
+        if x.axes in parameters and x.copies > 1 and x.bytes > _MUCH * total and not (x.replicated_over and set(x.replicated_over) <= said):
             groups.setdefault(x.replicated_over, []).append(x)
     found = []
     for over, arrays in groups.items():
@@ -364,7 +367,7 @@ def _copies(report: Report) -> _Check:
         ]
         common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
         advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
-        found.append(Finding("note", f"{cause}: {_listed(arrays)}.", (so,), advice))
+        found.append(Suspicion("note", f"{cause}: {_listed(arrays)}.", (so,), advice))
     large = any(x.copies > 1 and x.bytes > _MUCH * total for x in report.placed)
     fine = "no large argument is held in copies" if report.placed and math.prod(report.mesh.values()) > 1 else ""
     return found, "" if large else fine
@@ -409,7 +412,7 @@ def _moved(report: Report) -> _Check:
                 advice = f"write it with names, along another axis than {said}, or inside axonym.shard_map."
             else:
                 advice = f"another axis than {said}, or an operation that does not need all of it."
-            found.append(Finding("look", cause, advice=advice))
+            found.append(Suspicion("look", cause, advice=advice))
     return found, "no activation is gathered" if report.collectives else ""
 
 
@@ -433,7 +436,7 @@ def _again(report: Report) -> _Check:
             share = f"{_percent(sent / total)} of the bytes sent"
             cause = f"{what} sent again in each turn of a loop, {times} times, {share}: {paths}."
             advice = "fewer, larger microbatches, or gradients that are added up on each device before they are summed."
-            found.append(Finding("look", cause, advice=advice))
+            found.append(Suspicion("look", cause, advice=advice))
     return found, "no loop sends the same parameter again" if report.collectives else ""
 
 
@@ -448,13 +451,13 @@ def _reasons(report: Report) -> _Check:
     in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
     largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
     cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {largest}."
-    return [Finding("look", cause, advice="names for the arrays there: see axonym.names.")], ""
+    return [Suspicion("look", cause, advice="names for the arrays there: see axonym.names.")], ""
 
 
 def _certain(report: Report) -> _Check:
     if not report.uncertain:
         return (), ""
-    return [Finding("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
+    return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
 
 
 def _percent(share: float) -> str:

@@ -269,8 +269,9 @@ def misspelled(names: Collection[str], known: Collection[str]) -> dict[str, str]
     Several models may share a mapping, so one that names no axis is a mistake if it is very similar to a name of an
     axis, or if none of the mapping does.
     """
-    hints = {n: errors.suggestion(n, set(known).difference(names), 0.8) for n in names if n not in known}
-    return {n: hint for n, hint in hints.items() if hint or set(known).isdisjoint(names)}
+    free, none = set(known).difference(names), set(known).isdisjoint(names)
+    hints = {n: errors.suggestion(n, free, 0.8) for n in names if n not in known}
+    return {n: hint for n, hint in hints.items() if hint or none}
 
 
 def _checked_donation(what: str, argument: str, donate: Any) -> Any:
