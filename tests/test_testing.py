@@ -321,6 +321,17 @@ def test_every_copy_of_a_result_counts(auto_mesh: Mesh) -> None:
         check_shard_invariance(fn, X.array, reference=lambda x: x.sum(0), gradients=False)
 
 
+def test_rounding_of_a_true_zero_is_no_difference() -> None:
+    """Everything that is compared is 0, so that only the arguments tell how large rounding errors may be."""
+
+    def zero(x: axn.NamedArray, error: float = 0) -> axn.NamedArray:
+        return axn.sum(x * 3.1) - axn.sum(x) * 3.1 + error * axn.sum(x)
+
+    check_shard_invariance(zero, X, reference=lambda x: 0 * axn.sum(x))
+    with pytest.raises(AssertionError, match="the result differs by up to"):
+        check_shard_invariance(lambda x: zero(x, 1e-10), X, reference=lambda x: 0 * axn.sum(x))
+
+
 def test_masks_do_not_loosen_the_tolerance(auto_mesh: Mesh) -> None:
     def masked(x: jax.Array) -> jax.Array:
         return jnp.where(jnp.arange(16) < 12, -1e20, x)

@@ -385,9 +385,12 @@ class _Check:
         for scale in self.scales:
             expected = [copies[0] for copies in self._expected.values[scale]]
             # Rounding errors of large values, which elements may have whose true value is 0.
-            noise = 2.0**-43 * max([float(np.max(usual_sizes(x), initial=0)) for x in expected], default=0)
-            pairs = zip(expected, found.values[scale], strict=True)
-            words = [next(filter(None, (_words(a, b, rtol, noise) for b in copies)), None) for a, copies in pairs]
+            noise = 2.0**-43 * _largest(expected)
+            # An array whose true values are all 0 has nothing but such errors, of what it was computed from.
+            of_arguments = 2.0**-43 * scale * _largest([x for x in self._wide if x is not None])
+            noises = [noise if np.any(x) else max(noise, of_arguments) for x in expected]
+            triples = zip(expected, found.values[scale], noises, strict=True)
+            words = [next(filter(None, (_words(a, b, rtol, n) for b in copies)), None) for a, copies, n in triples]
             if wrong := [i for i, w in enumerate(words) if w]:
                 at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
                 return _Mismatch(f"{self._paths()[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
@@ -466,6 +469,10 @@ def _like(x: np.ndarray, placed: jax.Array) -> jax.Array:
 
 def _has_nan(x: np.ndarray) -> bool:
     return np.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
+
+
+def _largest(arrays: Iterable[np.ndarray]) -> float:
+    return max([float(np.max(usual_sizes(x), initial=0)) for x in arrays], default=0.0)
 
 
 def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float) -> str | None:
