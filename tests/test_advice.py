@@ -627,7 +627,7 @@ TABLE = [
         names={"inputs": axn.stack([X, X], "draw")},
     ),
     Advice(
-        "allow=['names']",
+        "allow={…}",
         mixing_up,
         lambda y: same(y, jnp.ones((4, 2))),
         run="mixing_up(CODE)",

@@ -250,6 +250,7 @@ def test_name_makes_named_arrays() -> None:
     layer: Any = name(Layer(W, None, [], jnp.ones(3)))
     assert layer.weight.names == ("out", "in")
     spaced = {"w": axn.named(W, ("my axis", "embed"))}
-    assert name({"w": W}, names_of(spaced))["w"].names == ("my axis", "embed")
+    again: Any = name({"w": W}, names_of(spaced))
+    assert again["w"].names == ("my axis", "embed")
     with pytest.raises(ValueError, match=re.escape("the array has an axis without a name in (batch, _)")):
         name(X, "batch _")

@@ -28,7 +28,9 @@ def unknown(step: AxisStep) -> list[Axed]:
 def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     shape = step.shape
     given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
-    if not shape:
+    if len(xs) == 1:
+        dims = xs[0].dims
+    elif not shape:
         dims = ()
     elif all(own == shape and x.dims == given[0][0].dims for x, own in given):
         dims = given[0][0].dims

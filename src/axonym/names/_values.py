@@ -83,13 +83,14 @@ class Facts:
         def mask(m: Mask) -> Mask:
             return dataclasses.replace(m, varies=m.varies and tuple(map(copy, m.varies)), order=order(m.order))
 
-        return dataclasses.replace(
-            self,
-            position=self.position and (copy(self.position[0]), self.position[1]),
-            difference=self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
-            varies=self.varies and tuple(map(copy, self.varies)),
-            mask=self.mask and mask(self.mask),
-            masks=tuple(map(mask, self.masks)),
+        return Facts(
+            self.value,
+            self.position and (copy(self.position[0]), self.position[1]),
+            self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
+            self.varies and tuple(map(copy, self.varies)),
+            self.mask and mask(self.mask),
+            tuple(map(mask, self.masks)),
+            *(self.exponential, self.total, self.divided, self.weights, self.promoted_by, self.opened),
         )
 
 

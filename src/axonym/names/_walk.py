@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from ..core.jax_versions import scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
-from ._rules import RULES, unknown
+from ._rules import COMPARISONS, RULES, unknown
 from ._values import Axed, AxisStep, Facts, dtype_kind
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class AxisWalk:
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
-        inside, rule = INSIDE.get(step.name), RULES.get(step.name)
+        name = step.name
+        inside, rule = INSIDE.get(name), RULES.get(name)
         if inside is None and rule is None and (called := _called(step.eqn)) is not None:
             step.bodies = (self.run(called, xs, step),)
             return step.bodies[0].results
@@ -64,13 +65,13 @@ class AxisWalk:
         elif rule is not None:
             step.operands = used = [x.used() if x.constant else x for x in xs]
             results = rule(self.axes, step, used)
-            if results and (step.name in _FACTS_BEGIN or any([x.facts is not None for x in used])
-                            or any([dtype_kind(v) == "b" for v in step.eqn.invars])):  # fmt: skip
+            if results and (name in _FACTS_BEGIN or any([x.facts is not None for x in used])
+                            or (name in _OF_MASKS and dtype_kind(step.eqn.invars[0]) == "b")):  # fmt: skip
                 results[0].facts = facts_of(step, used, results)
         else:
             results = unknown(step)
             if results:
-                self.unknown_primitives[step.name] += 1
+                self.unknown_primitives[name] += 1
         if all([x.constant for x in xs]):
             for x in results:
                 x.constant = True
@@ -185,6 +186,8 @@ def _has_both(m: Meeting) -> bool:
 
 _FACTS_BEGIN = {"iota", "exp", "broadcast_in_dim"}
 """The primitives that tell facts of operands of which nothing is known."""
+_OF_MASKS = {"not", "and", "or", "select_n", *COMPARISONS.split()}
+"""The primitives that do so if these are booleans, which may be masks."""
 
 INSIDE = {
     "scan": AxisWalk._scan,
