@@ -74,9 +74,11 @@ class Layout(Mappings):
         return self._large(a for n in self._parts(name) for a in super(Layout, self).stored(n))
 
     def _parts(self, name: str | None) -> Axes:
-        """Return the names of the axes that were joined into this one, or its own."""
-        if name is None or name in self.compute or name in self.storage:
-            return () if name is None else (name,)
+        """Return the names of the joined axes that it is sharded by, such as the first of `batch*pos`, or its own."""
+        if name is None:
+            return ()
+        if name in self.compute or name in self.storage:
+            return (name,)
         return self.joined.get(name, (name.partition("*")[0],))
 
     def _large(self, axes: Iterable[str]) -> Axes:
