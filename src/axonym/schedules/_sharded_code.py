@@ -140,7 +140,7 @@ class _Program:
         for operation in jaxpr.eqns:
             sizes = sizes_in_scope(str(operation.source_info.name_stack))
             name = operation.primitive.name
-            if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(operation.invars[0])):
+            if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(self.operands(operation)[0])):
                 # The two programs may differ in these, which change no value: their results stand for their operands.
                 # JAX converts a number where it has to make it device-varying.
                 self._same.update(zip(operation.outvars, self.operands(operation), strict=True))
