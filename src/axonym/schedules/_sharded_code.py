@@ -68,7 +68,7 @@ class _ProgramPair:
 
     def _of(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         sums = {shards.invars[i] for i in partial}
-        programs = _Program(whole), _Program(shards)
+        programs = _ComparedProgram(whole), _ComparedProgram(shards)
         alike = _Correspondence()
         alike.check(*((*x.constvars, *x.invars) for x in (whole, shards)))
         for first, second in itertools.zip_longest(*(program.compared for program in programs)):
@@ -131,7 +131,7 @@ class _ProgramPair:
         return set() if keeps else {0}
 
 
-class _Program:
+class _ComparedProgram:
     """The operations of a program that are compared, and the scopes of those that exchange shards."""
 
     def __init__(self, jaxpr: Any):
