@@ -5,9 +5,11 @@ layers. The batch is split into microbatches. In every *tick*, each stage applie
 the result to the next stage. Before the first microbatch arrives and after the last one has left, a stage is idle.
 
 The program is one loop over ticks inside `shard_map`. Devices run the same program in lock-step: an idle stage computes
-too, from the values of some microbatch, and the results are not used. A condition would save nothing, and a collective
-inside it would be wrong. `GPipe` differentiates the loop. `OneFOneB` has a loop of its own, which runs forward and
-backward passes, and returns the gradients.
+too, from the values of some microbatch, and the results are not used. A condition on the stage would save nothing, and
+a collective inside it would be wrong. `GPipe` differentiates the loop. `OneFOneB` has a loop of its own, which runs
+forward and backward passes, and returns the gradients. It leaves out a pass in the ticks in which no stage runs it.
+
+`_stages` says what each device has, and applies its layers; `_kept_axes` decides which axes are sharded in there.
 
 With rounds, a microbatch passes through all stages several times, and a stage applies different layers each time.
 Layers are still stored in one contiguous block for each stage, so stages first exchange the layers that they will

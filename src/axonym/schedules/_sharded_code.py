@@ -68,7 +68,7 @@ class _ProgramPair:
 
     def _of(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         sums = {shards.invars[i] for i in partial}
-        programs = _Program(whole), _Program(shards)
+        programs = _ComparedProgram(whole), _ComparedProgram(shards)
         alike = _Correspondence()
         alike.check(*((*x.constvars, *x.invars) for x in (whole, shards)))
         for first, second in itertools.zip_longest(*(program.compared for program in programs)):
@@ -131,7 +131,7 @@ class _ProgramPair:
         return set() if keeps else {0}
 
 
-class _Program:
+class _ComparedProgram:
     """The operations of a program that are compared, and the scopes of those that exchange shards."""
 
     def __init__(self, jaxpr: Any):
@@ -140,7 +140,7 @@ class _Program:
         for operation in jaxpr.eqns:
             sizes = sizes_in_scope(str(operation.source_info.name_stack))
             name = operation.primitive.name
-            if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(operation.invars[0])):
+            if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(self.operands(operation)[0])):
                 # The two programs may differ in these, which change no value: their results stand for their operands.
                 # JAX converts a number where it has to make it device-varying.
                 self._same.update(zip(operation.outvars, self.operands(operation), strict=True))
