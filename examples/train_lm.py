@@ -217,7 +217,7 @@ class Training:
         tokens = self.prepared.batch(self.texts, self.seen)
         with fail_together("The explanation of a step"):
             report = insight.explain(self.functions.train, self.state, tokens, chip=devices.chip(self.config.chip))
-        self.reporter.say(f"\n{verdict_of(report)}\n\n{report}")
+        self.reporter.say(f"\n{report}")
         self.try_to("keep the explanation", self.files.explanation.write_text, report.to_markdown() + "\n", "utf-8")
         self.try_to("draw the explanation", pictures.save_explanation, self.files.explanation_picture, report)
 
@@ -344,16 +344,6 @@ class Training:
         where = ", on each host" if hosts.distributed else ""
         where += " with its own --process-index" if hosts.process_index is not None else ""
         return f"To go on{more}{where}:\n  {self.command_to_resume()}{flags}"
-
-
-def verdict_of(report: insight.Report) -> str:
-    """What an explanation comes to, in a line."""
-    bounds, sent, held = report.bounds, report.total_sent(), report.memory
-    time = "" if bounds is None else f"takes at least {1e6 * bounds.longest:,.1f} us on {bounds.chip}, "
-    sends = "what values decide" if sent is None else table.readable(sent)
-    assert held is not None, "it was compiled"
-    because = "" if bounds is None else f" The bottleneck is {bounds.bottleneck}."
-    return f"A step {time}sends {sends} from each device and holds {table.readable(held.total)} on each.{because}"
 
 
 def warn(text: str) -> None:

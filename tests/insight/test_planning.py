@@ -229,6 +229,24 @@ def test_each_mapping_is_one_row_on_its_best_mesh() -> None:
     assert len(set(rows)) == len(rows) and any("other" in row[0] for row in found._table()[1:])
 
 
+def test_the_state_of_a_cell_is_considered() -> None:
+    """Its weight has the axis under two names, of which one mesh axis can shard only one."""
+
+    def train(w: Any, x: Any) -> Any:
+        def turn(state: Any, now: Any) -> Any:
+            new = axn.tanh(axn.dot(state, w["state"], axis="hidden") + axn.dot(now, w["new"], axis="embed"))
+            return axn.rename(new, {"next": "hidden"}), None
+
+        return axn.mean(axn.scan(turn, "pos")(axn.zeros({"batch": 8, "hidden": 64}), x)[0])
+
+    shapes = {"state": {"hidden": 64, "next": 64}, "new": {"embed": 16, "next": 64}}
+    w, x = jax.eval_shape(
+        lambda: ({n: axn.ones(axes) for n, axes in shapes.items()}, axn.ones({"batch": 8, "pos": 4, "embed": 16}))
+    )
+    found = plan(train, w, x, chips=4, ask=8, verify=0)
+    assert {n for p in found.found for n in p.compute} >= {"batch", "hidden"}, found
+
+
 def test_only_axes_of_parameters_in_products_are_stored_sharded() -> None:
     def positioned(w: Any, x: Any) -> Any:
         return axn.sum(axn.dot(x + w["pos"], w["up"], axis="embed"))

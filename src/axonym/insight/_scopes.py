@@ -94,7 +94,7 @@ def names_in(text: str) -> set[str]:
     found = {term for match in _SCOPE.findall(text) for terms in match[1:] for term in terms.split(";")}
     axes = (_AXIS.fullmatch(axis) for term in found for axis in term.split(",") if axis)
     # A kernel renames axes of its operands that are the same in the model: `mlp of the weight`.
-    return {match[1].partition(" of ")[0] for match in axes if match}
+    return {match[1].partition(" of ")[0] for match in axes if match and " of held array " not in match[1]}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -61,7 +61,7 @@ def blame(
     >>> f = lambda x: axn.sort(x, "batch")
     >>> found = axn.insight.blame(f, axn.ones({"batch": 8}), axis="batch")
     >>> print(found)
-    nothing gathers or moves batch
+    nothing gathers or moves batch: no mapping shards it.
     """
     report = explain(fn, *args, mapping=mapping, mesh=mesh, by=quickest_exact(), **kwargs)
     unknown = []

@@ -420,6 +420,8 @@ class _Search:
                  for pair in itertools.product(sizes, names)]  # fmt: skip
         for alike, (model, name) in tried:
             axes = self._called(name)
+            if any(len({*x.names} & {*axes}) > 1 for x in self.trace.arguments):
+                axes = [name]  # one array has both, such as the weight that takes the state of a cell to the next
             mesh = _mesh(chips // model, model)
             batch = next((b for b in self.batch if b not in axes), None)
             if len(mesh) > 1 and batch is None:

@@ -329,7 +329,7 @@ class Report:
             yield f"the bytes sent may be off by {describe_bytes(self.uncertain)}"
         flops = "not known" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
-        if self.bounds is not None:
+        if self.bounds is not None and self.bounds.named():
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
 
