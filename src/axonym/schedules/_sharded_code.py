@@ -80,15 +80,19 @@ class _ProgramPair:
             alike.check(*operands)
             alike.check(first.outvars, second.outvars)
             sums.update(second.outvars[i] for i in found)
-        if any(not _is_literal(x) and x in sums for x in programs[1].exchanged):
-            raise NeedsCompleteAxes("an operation that exchanges shards gets a sum over the axis.")
-        for of_whole, of_shards in itertools.zip_longest(*(program.scopes for program in programs)):
-            expected = {n: size * self._counts.get(n, 1) for n, size in (of_shards or {}).items()}
-            if of_whole != expected:
-                raise NeedsCompleteAxes(f"an operation gets {of_shards} of the complete axes {of_whole}.")
+        self._check_exchanges(*programs, sums)
         results = [[program.origin(x) for x in p.outvars] for program, p in zip(programs, (whole, shards), strict=True)]
         alike.check(*results)
         return {i for i, x in enumerate(results[1]) if not _is_literal(x) and x in sums}
+
+    def _check_exchanges(self, whole: _ComparedProgram, shards: _ComparedProgram, sums: Collection[Any]) -> None:
+        """Check that operations which exchange shards get shards of the complete axes."""
+        if any(not _is_literal(x) and x in sums for x in shards.exchanged):
+            raise NeedsCompleteAxes("an operation that exchanges shards gets a sum over the axis.")
+        for of_whole, of_shards in itertools.zip_longest(whole.scopes, shards.scopes):
+            expected = {n: size * self._counts.get(n, 1) for n, size in (of_shards or {}).items()}
+            if of_whole != expected:
+                raise NeedsCompleteAxes(f"an operation gets {of_shards} of the complete axes {of_whole}.")
 
     def _operation(self, whole: Any, shards: Any, partial: set[int]) -> set[int]:
         """Compare an operation in both programs; return which of its results are partial sums."""
@@ -96,9 +100,8 @@ class _ProgramPair:
         name, refused = first.primitive.name, NeedsCompleteAxes(f"{_described(first)} needs all of a sharded axis.")
         if name != second.primitive.name or len(all_operands) != len(own_operands):
             raise refused
-        for x, y in zip(all_operands, own_operands, strict=True):
-            if _is_literal(x) != _is_literal(y) or (_is_literal(x) and not _same(x.val, y.val)):
-                raise NeedsCompleteAxes(f"{_described(first)} gets a number that depends on the size of the axis.")
+        if not all(map(_same_number, all_operands, own_operands)):
+            raise NeedsCompleteAxes(f"{_described(first)} gets a number that depends on the size of the axis.")
         inner = [[*_inner(operation)] for operation in (first, second)]
         if len(inner[0]) != len(inner[1]) or (partial and name not in _CALLS | _LINEAR | {"mul", "div"}):
             raise refused
@@ -109,26 +112,33 @@ class _ProgramPair:
             raise refused
         operands = [*map(_differs, all_operands, own_operands)]
         results = [*map(_differs, first.outvars, second.outvars)]
+        sharded = any((*operands, *results))
         if partial:
-            linear = all(i in partial or _is_zero(x) for i, x in enumerate(own_operands))
-            if name in ("mul", "div"):
-                linear = partial == {0} or (name == "mul" and len(partial) == 1)
-            if not linear or any((*operands, *results)):
+            if sharded or not _is_linear(name, own_operands, partial) or _parameters(first) != _parameters(second):
                 raise refused
-        if not any((*operands, *results)):
-            if _parameters(first) != _parameters(second):
-                raise refused
-            return {0} if partial else set()
-        if name in _LOOPS or (name.startswith("custom_") and _is_known_function(first)):
-            keeps = _parameters(first) == _parameters(second)
-        elif name in _ELEMENTWISE:
-            same_axes = all(own == set[int]().union(*operands) for own in results)
-            keeps = same_axes and _parameters(first) == _parameters(second)
-        else:
-            keeps = name in _ALONG_OTHERS and _ALONG_OTHERS[name](first, second, operands, results)
-        if not keeps and not (self._sums and _adds_up(first, operands)):
-            raise refused
-        return set() if keeps else {0}
+            return {0}
+        if _keeps_shards(first, second, operands, results) if sharded else _parameters(first) == _parameters(second):
+            return set()
+        if self._sums and _adds_up(first, operands):
+            return {0}
+        raise refused
+
+
+def _is_linear(name: str, operands: Sequence[Any], partial: set[int]) -> bool:
+    """Return whether an operation of partial sums, and of numbers that are the same everywhere, gives partial sums."""
+    if name in ("mul", "div"):
+        return partial == {0} or (name == "mul" and len(partial) == 1)
+    return all(i in partial or _is_zero(x) for i, x in enumerate(operands))
+
+
+def _keeps_shards(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
+    """Return whether an operation gives shards of its results from shards of its operands."""
+    name, same = first.primitive.name, _parameters(first) == _parameters(second)
+    if name in _LOOPS or (name.startswith("custom_") and _is_known_function(first)):
+        return same
+    if name in _ELEMENTWISE:
+        return same and all(own == set[int]().union(*operands) for own in results)
+    return name in _ALONG_OTHERS and _ALONG_OTHERS[name](first, second, operands, results)
 
 
 class _ComparedProgram:
@@ -291,6 +301,11 @@ def _differs(whole: Any, shards: Any) -> set[int]:
 
 def _is_literal(x: Any) -> bool:
     return hasattr(x, "val")
+
+
+def _same_number(x: Any, y: Any) -> bool:
+    """Return whether two operands are the same number, or neither is a number."""
+    return _same(x.val, y.val) if _is_literal(x) and _is_literal(y) else _is_literal(x) == _is_literal(y)
 
 
 def _is_zero(x: Any) -> bool:
