@@ -57,8 +57,8 @@ def _own(name: str) -> str | None:
     return None if " of " in name else unmarked(name)
 
 
-def marked_results(found: Any, out_names: Any) -> Any:
+def marked_results(found: jax.Array | Sequence[jax.Array], out_names: Names | Sequence[Names]) -> Any:
     """Return the result of an operation, or its results, marked with their names."""
-    if isinstance(found, (tuple, list)):
+    if not isinstance(found, jax.Array):
         return tuple(marked(found, names_of_results(out_names)))
     return marked([found], names_of_results(out_names))[0]
