@@ -22,6 +22,7 @@ from axonym.distribution.kept_shards import KeptShards
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.schedules import GPipe, OneFOneB
 from axonym.schedules._sharded_code import NeedsCompleteAxes, check_computed_from_shards
+from benchmarks.schedules import stage_runs
 from tests.executed import executed
 from tests.helpers import spec
 
@@ -453,6 +454,12 @@ def test_memory_of_rematerialized_stages() -> None:
 
 def test_one_stage_is_the_plain_fold() -> None:
     assert_close(loss(*ARGUMENTS, schedule=GPipe(4)), loss(*ARGUMENTS))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_stages_run_as_often_as_the_idle_share_says(rounds: int) -> None:
+    schedule = OneFOneB(8, rounds=rounds)
+    assert 1 - 2 * 8 * rounds / stage_runs(schedule, 4) == pytest.approx(schedule.idle(4))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
