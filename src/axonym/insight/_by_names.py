@@ -336,13 +336,7 @@ class Account:
         except Undecided as undecided:
             self.open.setdefault(f"{undecided}{_within(place)}", place)
             return
-        lies = None
-        for part in sums:
-            self._exchange(place, part.kind, part.axes, result, lies)
-            if part.kind == "reduce-scatter" and (self.trace.spliced or "vmap(" in place.scope):
-                # No operation of this library does it, so a compiler may add it up on all devices.
-                self.uncertain += self.exchanges[-1].total_sent or 0
-            lies = final.over if part.kind == "reduce-scatter" else lies
+        lies = self._add_up(place, result, sums, final)
         if event.flops and lies is None:
             self._may_be_apart(place, layout.bytes(result), parts)
         if lies is not None and target is None:
@@ -350,6 +344,17 @@ class Account:
             # operations assume that the sum lies by the mapping, so it is gathered at once.
             for part in sums:
                 self._exchange(place, "all-gather", part.axes, result)
+
+    def _add_up(self, place: Occurrence, result: Value, sums: Sequence[policy.PartialSum], final: PlacedAxes) -> Any:
+        """Count the collectives of a sum; return over what its axes are sharded if one is a reduce-scatter."""
+        lies = None
+        for part in sums:
+            self._exchange(place, part.kind, part.axes, result, lies)
+            if part.kind == "reduce-scatter" and (self.trace.spliced or "vmap(" in place.scope):
+                # No operation of this library does it, so a compiler may add it up on all devices.
+                self.uncertain += self.exchanges[-1].total_sent or 0
+            lies = final.over if part.kind == "reduce-scatter" else lies
+        return lies
 
     def _count_flops(self, event: Sum) -> None:
         used = distinct(a for n, _ in event.axes for a in self.layout.used(n))

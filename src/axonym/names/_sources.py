@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -164,16 +164,20 @@ def given_to_tree(names: Any, root: Root) -> Iterator[tuple[Keys, LeafNames]]:
     else:
         parts = None if is_leaf else list(_children(names).values())
         if parts is None or len(parts) != len(children):
-            example = " ".join(n.name for n in names if isinstance(n, Axis)) if isinstance(names, (tuple, list)) else ""
-            is_a = f"has {errors.counted(len(by_key), 'part')} ({', '.join(by_key)})" if children else "is an array"
-            raise ValueError(
-                f"names=: {root.path or 'the tree'} {is_a}, and its names are {names!r}. Names are a tree prefix of "
-                f"strings such as {example or 'batch pos'!r}, or a dictionary from patterns of paths to such strings."
-            )
+            raise ValueError(_no_prefix(names, root, by_key))
         entries = dict(zip(children, parts, strict=True))
     for key, entry in entries.items():
         path = f"{root.path}/{_key(key)}" if root.path else _key(key)
         yield from given_to_tree(entry, Root(path, (*root.keys, key), children[key]))
+
+
+def _no_prefix(names: Any, root: Root, parts: Collection[str]) -> str:
+    example = " ".join(n.name for n in names if isinstance(n, Axis)) if isinstance(names, (tuple, list)) else ""
+    is_a = f"has {errors.counted(len(parts), 'part')} ({', '.join(parts)})" if _children(root.value) else "is an array"
+    return (
+        f"names=: {root.path or 'the tree'} {is_a}, and its names are {names!r}. Names are a tree prefix of strings "
+        f"such as {example or 'batch pos'!r}, or a dictionary from patterns of paths to such strings."
+    )
 
 
 def _by_patterns(
