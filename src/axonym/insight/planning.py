@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, describe_bytes
 from ..distribution.active_settings import activate
-from ..distribution.mesh_axes import NO_MESH
+from ..distribution.mesh_axes import NO_MESH, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
@@ -252,15 +252,7 @@ def plan(
     chip, limit = known_chip(chip, "plan"), parsed_bytes(memory) if isinstance(memory, str) else memory
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
-    trace = named_trace(fn, args, {})
-    convolved = 0
-    if set(trace.uncounted) == {"conv_general_dilated"}:
-        trace, convolved = dataclasses.replace(trace, uncounted=()), _flops_of_convolutions(fn, args)
-    if trace.uncounted:
-        raise ValueError(
-            f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
-            "not counted. Compare mappings that you choose, with `compare`."
-        )
+    trace, convolved = _counted(fn, args)
     raw = isinstance(fn, DistributedFunction)
     of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
     parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
@@ -290,6 +282,19 @@ def plan(
         trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
         dict(search.left_out), tuple(_cautions(search, chips, fitting[0])),
     )  # fmt: skip
+
+
+def _counted(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[NamedTrace, int]:
+    """Trace a step by names; return the flops of its convolutions, which names do not count, beside it."""
+    trace, convolved = named_trace(fn, args, {}), 0
+    if set(trace.uncounted) == {"conv_general_dilated"}:
+        trace, convolved = dataclasses.replace(trace, uncounted=()), _flops_of_convolutions(fn, args)
+    if trace.uncounted:
+        raise ValueError(
+            f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
+            "not counted. Compare mappings that you choose, with `compare`."
+        )
+    return trace, convolved
 
 
 def _cautions(search: _Search, chips: int, first: PlannedMapping) -> Iterator[str]:
@@ -419,17 +424,14 @@ class _Search:
         tried = [(alike, pair) for alike, names in ((True, experts), (False, others), (False, experts))
                  for pair in itertools.product(sizes, names)]  # fmt: skip
         for alike, (model, name) in tried:
-            axes = self._called(name)
-            if any(len({*x.names} & {*axes}) > 1 for x in self.trace.arguments):
-                axes = [name]  # one array has both, such as the weight that takes the state of a cell to the next
+            axes = self._sharded_with(name)
             mesh = _mesh(chips // model, model)
             batch = next((b for b in self.batch if b not in axes), None)
             if len(mesh) > 1 and batch is None:
                 continue
             over = list(mesh) if alike else [a for a in mesh if a == "data"]
-            compute: dict[str, Over] = (
-                {batch: tuple(over) if len(over) > 1 else over[0]} if batch is not None and over else {}
-            )
+            entry = entry_of(over)
+            compute: dict[str, Over] = {} if batch is None or entry is None else {batch: entry}
             if name in self._of_batch and len(mesh) == 1:  # it is data parallelism
                 mesh = {"data": model}
             compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
@@ -446,15 +448,18 @@ class _Search:
         """List the sharded axes whose communication cannot be computed from names."""
         return f"sharding {', '.join(n for n in compute if n in self.refused)}"
 
-    def _called(self, name: str) -> list[str]:
-        """Return all names that an axis has during the step: positions may become key positions."""
+    def _sharded_with(self, name: str) -> list[str]:
+        """Return all names that an axis has during the step: positions may become key positions.
+
+        If one array has two of them, such as the weight that takes the state of a cell to the next, return the one.
+        """
         found = [name]
         for known in found:
             for event in self.trace.events:
                 if isinstance(event, Renamed):
                     pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
                     found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
-        return found
+        return [name] if any(len({*x.names} & {*found}) > 1 for x in self.trace.arguments) else found
 
     def _asked(
         self,

@@ -353,33 +353,45 @@ def _rows(found: Sequence[Collective], total: int) -> list[_Row]:
     """Return the rows for some collectives, largest bytes first. Rows of less than 1% of a total are one."""
     merged: dict[_Row, list[Collective]] = {}
     for c in found:
-        row = _Row(
-            kind=c.kind if c.along_all else f"{c.kind} among {c.devices}",
-            when=phase_of(c.phase),
-            sent="not known" if c.sent is None else describe_bytes(c.sent),
-            array=c.array,
-            parameter=path_of(c) or "-",
-            operation=c.operation or "no named operation",
-            line="-" if c.source is None else str(c.source),
-            why=c.reason or "not known",
-            times="not known" if c.times is None else "at most" if c.in_branch else "",
-        )
-        merged.setdefault(row, []).append(c)
+        merged.setdefault(_row_of(c), []).append(c)
     rows, small = list[tuple[int, _Row]](), list[Collective]()
     for row, same in merged.items():
-        if all(c.total_sent is not None for c in same) and sum(c.total_sent or 0 for c in same) < SMALL * total:
+        if all(c.total_sent is not None for c in same) and _least_sent(same) < SMALL * total:
             small += same
             continue
-        times = row.times if same[0].times is None else f"{row.times} {sum(c.times or 0 for c in same)}".strip()
+        times = row.times if same[0].times is None else f"{row.times} {_times(same)}".strip()
         # In a loop of unknown length, the bytes of one iteration decide the order.
         weight = sum(c.total_sent or c.sent or 0 for c in same)
         rows.append((weight, dataclasses.replace(row, times=times)))
     ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
     if small:
-        kinds = ", ".join(dict.fromkeys(c.kind for c in small))
-        size, times = describe_bytes(sum(c.total_sent or 0 for c in small)), str(sum(c.times or 0 for c in small))
-        ordered.append(_Row(kinds, "-", times, f"{size} in all", "smaller ones", "-", "-", "-", "less than 1% each"))
+        kinds, size = ", ".join(dict.fromkeys(c.kind for c in small)), describe_bytes(_least_sent(small))
+        one = _Row(kinds, "-", _times(small), f"{size} in all", "smaller ones", "-", "-", "-", "less than 1% each")
+        ordered.append(one)
     return ordered
+
+
+def _row_of(c: Collective) -> _Row:
+    """Return the row for a collective, without how often it runs if that is known."""
+    return _Row(
+        kind=c.kind if c.along_all else f"{c.kind} among {c.devices}",
+        when=phase_of(c.phase),
+        sent="not known" if c.sent is None else describe_bytes(c.sent),
+        array=c.array,
+        parameter=path_of(c) or "-",
+        operation=c.operation or "no named operation",
+        line="-" if c.source is None else str(c.source),
+        why=c.reason or "not known",
+        times="not known" if c.times is None else "at most" if c.in_branch else "",
+    )
+
+
+def _least_sent(found: Sequence[Collective]) -> int:
+    return sum(c.total_sent or 0 for c in found)
+
+
+def _times(found: Sequence[Collective]) -> str:
+    return str(sum(c.times or 0 for c in found))
 
 
 def _title(axes: tuple[str, ...] | None, found: Sequence[Collective]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import describe_bytes, suggestion
@@ -105,22 +105,11 @@ def verdict_of(report: Report) -> Verdict:
 
 
 def _binds(report: Report) -> tuple[str, str]:
+    """Say what binds, and explain it."""
     bounds, wasted = report.bounds, repeated_share(report)
-    repeats = f"{_percent(wasted)} of it is repeated" if wasted >= SMALL else "no work is repeated"
-    sent = report.total_sent()
+    again = f"{_percent(wasted)} of the compute is repeated" if wasted >= SMALL else ""
     if bounds is None or not bounds.named():
-        if not report.collectives:
-            again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
-            return "Nothing is sent between devices.", again.strip()
-        first = "No chip was given, so times are not known" + (
-            f"; {_percent(wasted)} of the compute is repeated" * (wasted >= SMALL)
-        )
-        most, size = _most_over(report)
-        share = f", {_percent(size / sent)} of all" if sent else ""
-        return f"{first}.", (
-            f"Most bytes go over {described_axes(most)}: each device sends {describe_bytes(size)} over it{share}. "
-            'Pass a chip, such as chip="v5p", for times.'
-        )
+        return _without_times(report, again)
     least = f"A step takes at least {described_seconds(bounds.longest)} on {bounds.chip}"
     held = None if report.memory is None else report.memory.total
     if held is not None and bounds.capacity is not None and held > bounds.capacity:
@@ -129,31 +118,52 @@ def _binds(report: Report) -> tuple[str, str]:
             f"{least}. The table of the peak says what is held.",
         )
     if bounds.bottleneck == "compute" and bounds.compute is not None:
-        if wasted >= SMALL:
-            more = f"{least}. Several devices do the same work; shared, compute would take "
-            more += f"{described_seconds(bounds.compute * (1 - wasted))}."
-        else:
-            others = [(name, t) for name, t in bounds.named() if name != "compute"]
-            longest = max(others, key=lambda pair: pair[1], default=None)
-            more = f"{least}. What is sent and read hides behind it if it overlaps; if none does, a step takes "
-            more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
-            more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}." if longest else ""
-        return f"Compute binds, and {repeats}.", more
+        return _compute_binds(bounds, bounds.compute, least, wasted)
     if bounds.bottleneck == "memory":
         return (
             "Reading and writing memory binds.",
             f"{least}. It is the time to read each argument and write each result once.",
         )
-    times = (
-        f", {bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})"
-        if bounds.compute
-        else ""
-    )
-    again = f" {_percent(wasted)} of the compute is repeated." if wasted >= SMALL else ""
+    if bounds.compute:
+        times = f"{bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})"
+        least = f"{least}, {times}"
     axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
     own = _merged([c for c in report.collectives if c.axes == axes])
-    first = f" {_percent(own[0][1] / max(1, sum(n for _, n in own)))} of it: {_short(own[0][0])}." if own else ""
-    return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{least}{times}.{first}{again}"
+    sentences = [least]
+    if own:
+        sentences.append(f"{_percent(own[0][1] / max(1, sum(n for _, n in own)))} of it: {_short(own[0][0])}")
+    sentences += [again] if again else []
+    return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
+
+
+def _without_times(report: Report, again: str) -> tuple[str, str]:
+    """Say what is sent where no chip gives times."""
+    if not report.collectives:
+        return "Nothing is sent between devices.", f"{again}." if again else ""
+    most, size = _most_over(report)
+    sent = report.total_sent()
+    share = f", {_percent(size / sent)} of all" if sent else ""
+    return (
+        f"No chip was given, so times are not known{'; ' if again else ''}{again}.",
+        f"Most bytes go over {described_axes(most)}: each device sends {describe_bytes(size)} over it{share}. "
+        'Pass a chip, such as chip="v5p", for times.',
+    )
+
+
+def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tuple[str, str]:
+    if wasted >= SMALL:
+        shared = described_seconds(compute * (1 - wasted))
+        return (
+            f"Compute binds, and {_percent(wasted)} of it is repeated.",
+            f"{least}. Several devices do the same work; shared, compute would take {shared}.",
+        )
+    others = [(name, t) for name, t in bounds.named() if name != "compute"]
+    more = f"{least}. What is sent and read hides behind it if it overlaps; if none does, a step takes "
+    more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
+    if others:
+        longest = max(others, key=lambda pair: pair[1])
+        more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}."
+    return "Compute binds, and no work is repeated.", more
 
 
 def _most_over(report: Report) -> tuple[tuple[str, ...] | None, int]:
@@ -339,50 +349,52 @@ def _axes_to_shard(report: Report, work: Sequence[RepeatedWork], *over: str) -> 
                 having[n], sizes[n] = having.get(n, 0) + 1, size
     count = math.prod(report.mesh[a] for a in over)
     found: dict[str, None] = {}
-    for w in work:
-        inside = (w.operation or "").partition("[")[2].rstrip("]")
-        terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
-        if w.phase != "backward" and len(terms) == 3:
-            first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
-            free = second if any(report.mapping.get(n) for n in first) else first
-            fitting = (n for n in free if not report.mapping.get(n) and sizes.get(n, 1) % count == 0 and n in sizes)
-            found.update(dict.fromkeys(fitting))
+    for w in work if over else ():
+        for n in _free_axes(w, report.mapping):
+            if n in sizes and sizes[n] % count == 0:
+                found[n] = None
     # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
     rare = [n for n in found if having[n] <= len(report.placed) / 2]
-    return f"shard {' or '.join((rare or list(found))[:4])} over {described_axes(over)}." if over and found else ""
+    return f"shard {' or '.join((rare or list(found))[:4])} over {described_axes(over)}." if found else ""
+
+
+def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
+    """Return the axes of a repeated product that the mapping leaves: of its first operand, or else of its second."""
+    inside = (work.operation or "").partition("[")[2].rstrip("]")
+    terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
+    if work.phase == "backward" or len(terms) != 3:
+        return []
+    first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
+    return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
 def _copies(report: Report) -> _Check:
-    said = _explained(report)
-    total = sum(x.bytes for x in report.placed)
-    # Parameters and what an optimizer keeps of them: batches have copies wherever a mesh axis does not shard them.
+    """Find parameters, and what an optimizer keeps of them. Batches have copies wherever a mesh axis is not theirs."""
+    said, total = _explained(report), sum(x.bytes for x in report.placed)
     sent = {path for c in report.collectives for path in c.parameters}
     parameters = {x.axes for x in report.placed if x.path in sent}
+    large = [x for x in report.placed if x.copies > 1 and x.bytes > _MUCH * total]
     groups: dict[tuple[str, ...], list[PlacedArgument]] = {}
-    for x in report.placed:
-        if (
-            x.axes in parameters
-            and x.copies > 1
-            and x.bytes > _MUCH * total
-            and not (x.replicated_over and set(x.replicated_over) <= said)
-        ):
+    for x in large:
+        if x.axes in parameters and not (x.replicated_over and set(x.replicated_over) <= said):
             groups.setdefault(x.replicated_over, []).append(x)
-    found = []
-    for over, arrays in groups.items():
-        size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
-        cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
-        cause += f", over {described_axes(over)}" if over else ""
-        so = f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."
-        free = [
-            {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
-            for x in arrays
-        ]
-        common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
-        advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
-        found.append(Suspicion("note", f"{cause}: {_listed(arrays)}.", (so,), advice))
-    large = any(x.copies > 1 and x.bytes > _MUCH * total for x in report.placed)
-    fine = "no large argument is held in copies" if report.placed and math.prod(report.mesh.values()) > 1 else ""
-    return found, "" if large else fine
+    found = [_held_in_copies(report, over, arrays, total) for over, arrays in groups.items()]
+    several = report.placed and math.prod(report.mesh.values()) > 1
+    return found, "no large argument is held in copies" if several and not large else ""
+
+
+def _held_in_copies(report: Report, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
+    size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
+    cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
+    cause += f", over {described_axes(over)}" if over else ""
+    so = f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."
+    free = [
+        {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
+        for x in arrays
+    ]
+    common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
+    advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
+    return Suspicion("note", f"{cause}: {_listed(arrays)}.", (so,), advice)
 
 
 def _listed(arrays: Sequence[PlacedArgument]) -> str:
