@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ..core.source_lines import Source, source
 from . import _scopes
@@ -42,16 +42,29 @@ def used_by_names(trace: NamedTrace, given: Sequence[GivenArray]) -> dict[Place,
 
 
 def with_parameters(
-    collectives: Iterable[Collective], uses: dict[Place, list[GivenArray]], given: Sequence[GivenArray]
+    collectives: Iterable[Collective],
+    uses: dict[Place, list[GivenArray]],
+    given: Sequence[GivenArray],
+    results: Collection[frozenset[str | None]],
 ) -> Iterator[Collective]:
-    """Add to collectives the paths of the parameters that they carry, as far as known."""
+    """Add to collectives the paths of the parameters that they carry, as far as known.
+
+    Arguments:
+        uses: the arguments that operations use.
+        given: all arguments.
+        results: the axes of the results of the step. An argument whose axes no result has is no parameter: the step
+            does not return its gradient, nor an update.
+    """
+    updated = [x for x in given if frozenset(x.axes) in results]
     by_line: dict[Source | None, list[GivenArray]] = {}
     for (_, line), arrays in uses.items():
         by_line.setdefault(line, []).extend(arrays)
     for c in collectives:
         # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
-        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), given)
-        found = next(filter(None, ([x for x in arrays if _is_carried(c, x)] for arrays in around)), [])
+        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), updated)
+        # An activation may have the axes of an argument.
+        only = updated if c.kind in ("all-reduce", "reduce-scatter") or not c.stored else given
+        found = next(filter(None, ([x for x in arrays if x in only and _is_carried(c, x)] for arrays in around)), [])
         exact = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
         paths = tuple(dict.fromkeys(x.path for x in exact or found))
         parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()

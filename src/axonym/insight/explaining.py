@@ -17,6 +17,7 @@ from ..distribution.mesh_axes import AnyMesh
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
+from ..sharding.leaves import leaves_of
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _flops, _scopes, _shardy
@@ -292,7 +293,7 @@ def _compared(
     of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
     return dataclasses.replace(
         report,
-        collectives=tuple(with_parameters(report.collectives, uses, names.arrays)),
+        collectives=tuple(with_parameters(report.collectives, uses, names.arrays, _axes_of(lowered.out_info))),
         arguments=names.added_up((scope, shape.bytes) for scope, shape in shards),
         placed=tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh, mappings)),
         repeated=tuple(repeated(found, computed, mesh)) if mesh else (),
@@ -308,6 +309,11 @@ def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Ent
         compiled_step = compiled_step.__func__
     own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
     return own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())
+
+
+def _axes_of(results: Any) -> set[frozenset[str | None]]:
+    """Return the names of the axes of each array in the results of a step."""
+    return {frozenset(n if n != "_" else None for n in leaf.names or (None,)) for leaf in leaves_of(results)[0]}
 
 
 def _named(
@@ -328,9 +334,10 @@ def _named(
     seen = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
     seen |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
     uses = used_by_names(trace, given)
+    results = {frozenset(n for n, _ in x.dims) for x in trace.results}
     return dataclasses.replace(
         report,
-        collectives=tuple(with_parameters(report.collectives, uses, given)),
+        collectives=tuple(with_parameters(report.collectives, uses, given, results)),
         placed=tuple(placed),
         repeated=tuple(repeated_by_names(trace, layout)),
         mapping=compute,

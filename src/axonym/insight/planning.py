@@ -352,7 +352,7 @@ class _Search:
         """The flops of all convolutions. Names do not tell what sharded ones send, so each device computes them all."""
         self._of_batch = of_batch
         self.left_out: dict[str, str] = {}
-        """Axes that names do not identify because other axes have the same size, each with this size."""
+        """What is not considered, and why."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
         self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)
@@ -451,7 +451,7 @@ class _Search:
     def _sharded_with(self, name: str) -> list[str]:
         """Return all names that an axis has during the step: positions may become key positions.
 
-        If one array has two of them, such as the weight that takes the state of a cell to the next, return the one.
+        Other axes of arguments are mapped by themselves, such as the next state of a recurrent cell.
         """
         found = [name]
         for known in found:
@@ -459,7 +459,8 @@ class _Search:
                 if isinstance(event, Renamed):
                     pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
                     found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
-        return [name] if any(len({*x.names} & {*found}) > 1 for x in self.trace.arguments) else found
+        given = {n for x in self.trace.arguments for n in x.names}
+        return [name, *(n for n in found[1:] if n not in given)]
 
     def _asked(
         self,
@@ -512,8 +513,8 @@ def _mesh(data: int, model: int) -> dict[str, int]:
 def _kept(trace: NamedTrace, layout: Layout) -> int:
     """Return the bytes on each device, counting results that become arguments of the next step once.
 
-    Beside what loops keep, the backward pass has the products that it recomputes of a layer, and the gradients of all
-    layers that a loop goes through, since it stacks them.
+    Beside what loops keep, a backward pass that recomputes layers has the products of one of them, and the gradients of
+    all layers that a loop goes through, since it stacks them.
     """
     memory = memory_of(trace, layout)
     products = [e for e in trace.events if isinstance(e, Sum) and e.flops]
@@ -521,12 +522,13 @@ def _kept(trace: NamedTrace, layout: Layout) -> int:
     for e in products:
         if e.place.recomputes and e.place.phase == "recomputed":
             again[e.place.within] = again.get(e.place.within, 0) + layout.bytes(e.result)
-    of_layers = {frozenset(e.result.names) for e in products if e.place.phase == "backward" and e.place.times != 1}
+    stacked = [{*x.names} for x in trace.arguments]
     gradients = sum(
-        layout.bytes(x, layout.over(x.base))
-        for x in trace.arguments
-        if any(names < {*x.names} and len({*x.names} - names) == 1 for names in of_layers)
-    )
+        layout.bytes(e.result, layout.over(e.result.base)) * (e.place.times or 1)
+        for e in products
+        if again and e.place.phase == "backward" and e.place.times != 1
+        and any({*e.result.names} < names and len(names - {*e.result.names}) == 1 for names in stacked)
+    )  # fmt: skip
     return max(memory.arguments, memory.results) + memory.temporaries + max(again.values(), default=0) + gradients
 
 

@@ -289,22 +289,22 @@ class Report:
         sizes: dict[tuple[str, int, str, str], tuple[int, int]] = {}
         for x in self.placed:
             if x.copies > 1:
-                over = described_axes(x.replicated_over or None)
-                saved = f"{describe_bytes(x.bytes // x.copies)} each"
+                over = f"over {described_axes(x.replicated_over or None)}"
+                saved = f"{describe_bytes(x.bytes // x.copies)} each if sharded"
                 key = without_numbers(x.path), x.copies, over, saved
                 sizes[key] = sizes.get(key, (0, 0))[0] + x.bytes, sizes.get(key, (0, 0))[1] + 1
         total = sum(x.bytes for x in self.placed)
         ordered = sorted(sizes.items(), key=lambda pair: -pair[1][0])
         shown = [(key, size) for key, size in ordered if size[0] >= SMALL * total]
         rows = [
-            (path, f"{f'{n} x ' if n > 1 else ''}{describe_bytes(size // n)}", str(copies), over, saved)
+            (path, f"{f'{n} x ' if n > 1 else ''}{describe_bytes(size // n)}", f"{copies} copies", over, saved)
             for (path, copies, over, saved), (size, n) in shown
         ]
         if rest := ordered[len(shown) :]:
             rows.append(
                 (counted(len(rest), "smaller one"), describe_bytes(sum(n for _, (n, _) in rest)), "-", "-", "-")
             )
-        header = ("argument", "on each device", "copies", "replicated over", "sharded over it")
+        header = ("argument", "on each device", "copies", "replicated", "otherwise")
         return ("arguments in several copies:", header, rows) if rows else None
 
     def _figures(self) -> Iterable[str]:
@@ -404,7 +404,8 @@ _HEADER = ("kind", "when", "times", "sent each time", "array", "parameter", "ope
 def _lines(found: Sequence[Collective], total: int) -> str:
     """Write collectives as text, each with its reason on a second line."""
     rows = _rows(found, total)
-    first = aligned([(f"{r.times} x {r.sent}", r.kind, r.when, r.array, r.parameter, r.line) for r in rows])
+    sent = (f"{r.times} x {r.sent}" if r.operation != "-" else f"{r.sent}, {r.times} times" for r in rows)
+    first = aligned([(s, r.kind, r.when, r.array, r.parameter, r.line) for s, r in zip(sent, rows, strict=True)])
     reasons = (f"\n      {r.operation}: {r.why}" if r.operation != "-" else "" for r in rows)
     return "\n".join(f"  {a}{why}" for a, why in zip(first, reasons, strict=True))
 

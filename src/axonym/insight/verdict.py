@@ -1,6 +1,6 @@
 """The verdict on a step: what binds, the costliest transfers, what is suspicious, and what was checked and is fine.
 
-All forms of a report show the words that are made here.
+Text, Markdown and rich show the words that are made here.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ class Verdict:
         []
         """
         if self.costliest:
-            yield "the costliest transfers", self.costliest
+            yield "the costliest transfers, with their shares of all bytes sent", self.costliest
         if self.suspicious:
-            yield "suspicious", [str(finding) for finding in self.suspicious]
+            yield (
+                "suspicious (fix: wrong; look: probably wasteful; note: usual, and costs memory or bytes)",
+                [str(finding) for finding in self.suspicious],
+            )
         if self.fine:
             yield "checked, and fine", [", ".join(self.fine)]
 
@@ -108,7 +111,7 @@ def _binds(report: Report) -> tuple[str, str]:
     """Say what binds, and explain it."""
     bounds, wasted = report.bounds, repeated_share(report)
     again = f"{_percent(wasted)} of the compute is repeated" if wasted >= SMALL else ""
-    if bounds is None or not bounds.named():
+    if bounds is None or not bounds.named() or not bounds.longest:
         return _without_times(report, again)
     least = f"A step takes at least {described_seconds(bounds.longest)} on {bounds.chip}"
     held = None if report.memory is None else report.memory.total
@@ -131,7 +134,8 @@ def _binds(report: Report) -> tuple[str, str]:
     own = _merged([c for c in report.collectives if c.axes == axes])
     sentences = [least]
     if own:
-        sentences.append(f"{_percent(own[0][1] / max(1, sum(n for _, n in own)))} of it: {_short(own[0][0])}")
+        share = _percent(own[0][1] / max(1, sum(n for _, n in own)))
+        sentences.append(f"{share} of the bytes over {described_axes(axes)}: {_short(own[0][0])}")
     sentences += [again] if again else []
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
 
@@ -140,13 +144,16 @@ def _without_times(report: Report, again: str) -> tuple[str, str]:
     """Say what is sent where no chip gives times."""
     if not report.collectives:
         return "Nothing is sent between devices.", f"{again}." if again else ""
+    given = report.bounds is not None
+    why = "Times are not known, because they depend on values" if given else "No chip was given, so times are not known"
     most, size = _most_over(report)
     sent = report.total_sent()
+    much = f"each device sends {describe_bytes(size)} over it" if size else "how much depends on values"
     share = f", {_percent(size / sent)} of all" if sent else ""
+    advice = "" if given else ' Pass a chip, such as chip="v5p", for times.'
     return (
-        f"No chip was given, so times are not known{'; ' if again else ''}{again}.",
-        f"Most bytes go over {described_axes(most)}: each device sends {describe_bytes(size)} over it{share}. "
-        'Pass a chip, such as chip="v5p", for times.',
+        f"{why}{'; ' if again else ''}{again}.",
+        f"Most bytes go over {described_axes(most)}: {much}{share}.{advice}",
     )
 
 
@@ -155,15 +162,16 @@ def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tu
         shared = described_seconds(compute * (1 - wasted))
         return (
             f"Compute binds, and {_percent(wasted)} of it is repeated.",
-            f"{least}. Several devices do the same work; shared, compute would take {shared}.",
+            f"{least}. Several devices do the same work; shared, compute would take at least {shared}.",
         )
     others = [(name, t) for name, t in bounds.named() if name != "compute"]
-    more = f"{least}. What is sent and read hides behind it if it overlaps; if none does, a step takes "
-    more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
+    more = f"{least}."
     if others:
         longest = max(others, key=lambda pair: pair[1])
+        more += " What is sent and read hides behind it if it overlaps; if none does, a step takes at least "
+        more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
         more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}."
-    return "Compute binds, and no work is repeated.", more
+    return "Compute binds.", more
 
 
 def _most_over(report: Report) -> tuple[tuple[str, ...] | None, int]:
@@ -234,7 +242,8 @@ def _fits(report: Report) -> _Check:
     if memory is None or bounds is None or bounds.capacity is None:
         return (), ""
     if memory.total <= bounds.capacity:
-        if report.by != "compiled":  # then some of the memory is not counted
+        # Otherwise some of the memory is not counted, or it is the memory that a CPU needs.
+        if report.by != "compiled" or report.platform == "cpu":
             return (), ""
         return (), f"it fits: {describe_bytes(memory.total)} of {describe_bytes(bounds.capacity)}"
     cause = f"The step needs {describe_bytes(memory.total)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
@@ -265,7 +274,7 @@ def _mapping(report: Report) -> _Check:
         work = [w for w in report.repeated if set(w.axes) & set(over)]
         share = _share(report, work)
         severity = "fix" if hint or share >= _MUCH else "note"
-        has = f"The mapping shards {name} over {described_axes(over)}, but no array of the step has it.{hint}"
+        has = f"The mapping shards {name} over {described_axes(over)}, but no array has an axis of that name.{hint}"
         advice = (
             ""
             if hint
@@ -275,18 +284,21 @@ def _mapping(report: Report) -> _Check:
         found.append(Suspicion(severity, has, tuple(so), advice if severity == "fix" else ""))
     return (
         found,
-        "each name of the mapping is an axis of an array" if report.mapping or report.parameter_mapping else "",
+        "each name of the mapping is an axis of an array"
+        if report.axes and (report.mapping or report.parameter_mapping)
+        else "",
     )
 
 
 def _idle(report: Report) -> list[str] | None:
     """Return the mesh axes that nothing uses; None if that is not known."""
-    if not report.placed or any(c.axes is None for c in report.collectives):
+    devices = math.prod(report.mesh.values())
+    known = all(math.prod(report.mesh[a] for axes in x.over for a in axes) * x.copies == devices for x in report.placed)
+    if not report.placed or not known or any(c.axes is None for c in report.collectives):
         return None
     used = {a for x in report.placed for axes in x.over for a in axes}
     used |= {a for c in report.collectives for a in c.axes or ()}
-    again = {a for w in report.repeated for a in w.axes}
-    return [a for a, n in report.mesh.items() if n > 1 and a not in used and (a in again or not report.flops)]
+    return [a for a, n in report.mesh.items() if n > 1 and a not in used]
 
 
 def _explained(report: Report) -> set[str]:
@@ -297,12 +309,15 @@ def _explained(report: Report) -> set[str]:
 def _mesh_axes(report: Report) -> _Check:
     misspelt = {a for over in _unknown(report).values() for a in over}
     idle, found = _idle(report), list[Suspicion]()
-    for a in idle or ():
-        if a not in misspelt:
-            work = [w for w in report.repeated if a in w.axes]
-            cause = f"Nothing uses the mesh axis {a}: its {report.mesh[a]} devices hold and compute the same."
-            advice = _axes_to_shard(report, work, a) or f"a mesh without {a}."
-            found.append(Suspicion("fix", cause, tuple(_of_repeated(report, work)), advice))
+    if over := [a for a in idle or () if a not in misspelt]:
+        work = [w for w in report.repeated if set(over) & set(w.axes)]
+        axes = f"mesh {'axis' if len(over) == 1 else 'axes'} {described_axes(over)}"
+        devices = math.prod(report.mesh[a] for a in over)
+        cause = f"Nothing uses the {axes}: {devices} devices along {'it' if len(over) == 1 else 'them'} hold the same."
+        advice = _axes_to_shard(report, work, *over) or f"a mesh without {described_axes(over)}."
+        # Code per device may use the place of a device without sending anything.
+        severity = "fix" if work or not report.flops else "look"
+        found.append(Suspicion(severity, cause, tuple(_of_repeated(report, work)), advice))
     return found, "each mesh axis is used" if idle == [] and math.prod(report.mesh.values()) > 1 else ""
 
 
@@ -317,7 +332,8 @@ def _repeated(report: Report) -> _Check:
             severity = "fix" if _share(report, work) >= _MUCH else "look"
             (cause,) = _of_repeated(report, work)
             found.append(Suspicion(severity, cause, advice=_axes_to_shard(report, work, *axes)))
-    fine = "no work is repeated" if report.flops and math.prod(report.mesh.values()) > 1 else ""
+    fine = "no product is repeated outside of code per device"
+    fine = fine if report.flops and math.prod(report.mesh.values()) > 1 else ""
     return found, fine if repeated_share(report) < SMALL else ""
 
 
@@ -374,11 +390,11 @@ def _copies(report: Report) -> _Check:
     sent = {path for c in report.collectives for path in c.parameters}
     parameters = {x.axes for x in report.placed if x.path in sent}
     large = [x for x in report.placed if x.copies > 1 and x.bytes > _MUCH * total]
-    groups: dict[tuple[str, ...], list[PlacedArgument]] = {}
+    groups: dict[tuple[tuple[str, ...], int], list[PlacedArgument]] = {}
     for x in large:
         if x.axes in parameters and not (x.replicated_over and set(x.replicated_over) <= said):
-            groups.setdefault(x.replicated_over, []).append(x)
-    found = [_held_in_copies(report, over, arrays, total) for over, arrays in groups.items()]
+            groups.setdefault((x.replicated_over, x.copies), []).append(x)
+    found = [_held_in_copies(report, over, arrays, total) for (over, _), arrays in groups.items()]
     several = report.placed and math.prod(report.mesh.values()) > 1
     return found, "no large argument is held in copies" if several and not large else ""
 
@@ -412,7 +428,8 @@ def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
     arrays = [x for x in report.placed if set(x.replicated_over) & set(over) and x.bytes > _MUCH * total]
     if arrays:
         share = sum(x.bytes for x in arrays) / total
-        yield f"{_percent(share)} of the bytes of arguments are held in {arrays[0].copies} copies: {_listed(arrays)}."
+        copies = " or ".join(map(str, sorted({x.copies for x in arrays})))
+        yield f"{_percent(share)} of the bytes of arguments are held in {copies} copies: {_listed(arrays)}."
 
 
 def _moved(report: Report) -> _Check:
@@ -426,7 +443,7 @@ def _moved(report: Report) -> _Check:
             together[key] = together.get(key, 0) + (c.total_sent or 0)
     found = []
     for (names, gathered, source, reason), sent in together.items():
-        if sent >= _MUCH * total:
+        if total and sent >= _MUCH * total:
             said, at = described_axes(names), f" at {source}" if source else ""
             share = f"{_percent(sent / total)} of the bytes sent"
             cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
@@ -437,7 +454,8 @@ def _moved(report: Report) -> _Check:
             else:
                 advice = f"another axis than {said}, or an operation that does not need all of it."
             found.append(Suspicion("look", cause, advice=advice))
-    return found, "no activation is gathered" if report.collectives else ""
+    told = all(c.reason or c.parameters for c in report.collectives if c.kind in ("all-gather", "all-to-all"))
+    return found, "no large activation is gathered" if report.collectives and told else ""
 
 
 def _again(report: Report) -> _Check:
@@ -459,9 +477,14 @@ def _again(report: Report) -> _Check:
             paths = ", ".join(list(dict.fromkeys(map(path_of, same)))[:4])
             share = f"{_percent(sent / total)} of the bytes sent"
             cause = f"{what} sent again in each turn of a loop, {times} times, {share}: {paths}."
-            advice = "fewer, larger microbatches, or gradients that are added up on each device before they are summed."
+            advice = "if the loop is over microbatches, fewer and larger ones, or one all-reduce after the loop."
             found.append(Suspicion("look", cause, advice=advice))
-    return found, "no loop sends the same parameter again" if report.collectives else ""
+    told = all(
+        c.parameters or c.times == 1
+        for c in report.collectives
+        if "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
+    )
+    return found, "no loop sends the same parameter again" if report.collectives and told else ""
 
 
 def _reasons(report: Report) -> _Check:
@@ -469,7 +492,7 @@ def _reasons(report: Report) -> _Check:
     unknown = [c for c in report.collectives if c.reason is None]
     sent = sum(c.total_sent or 0 for c in unknown)
     if not total or sent <= _MUCH * total:
-        return (), "each large transfer has a reason" if total else ""
+        return (), "the cause of each large transfer is known" if total else ""
     c, most = _merged(unknown)[0]
     at = f" at {c.source}" if c.source else ""
     in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
