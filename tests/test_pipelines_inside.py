@@ -122,34 +122,45 @@ EP = {"layers": "stage", "batch": ("data", "expert"), "experts": "expert"}
 CP = {"layers": "stage", "batch": "data", "pos": "context", "key_pos": "context"}
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 ROWS = {
-    "experts": Row(Mixture, {"stage": 2, "expert": 4}, EP | {"batch": "expert"}, {}, OneFOneB(4), AUTO),
+    "experts": Row(
+        Mixture, {"stage": 2, "expert": 4}, EP | {"batch": "expert"}, {}, OneFOneB(4, keep_sharded=["experts"]), AUTO
+    ),
     "experts, fsdp inside, rounds": Row(
         Mixture,
         {"stage": 2, "data": 2, "expert": 2},
         EP,
         {"embed": "data"},
-        OneFOneB(2, "batch", "inside", 2),
+        OneFOneB(2, "batch", "inside", 2, ["experts"]),
         EXPLICIT,
     ),
-    "experts, fsdp before": Row(Mixture, {"stage": 2, "data": 2, "expert": 2}, EP, {"embed": "data"}, GPipe(2), AUTO),
+    "experts, fsdp before": Row(
+        Mixture, {"stage": 2, "data": 2, "expert": 2}, EP, {"embed": "data"}, GPipe(2, keep_sharded=[Experts]), AUTO
+    ),
     "experts, tensor": Row(
         Mixture,
         {"stage": 2, "expert": 2, "model": 2},
         EP | {"batch": "expert", "mlp": "model"},
         {},
-        GPipe(2, rounds=2),
+        GPipe(2, rounds=2, keep_sharded=["experts"]),
         AUTO,
     ),
-    "sequence": Row(Attention, {"stage": 2, "data": 2, "context": 2}, CP, {}, GPipe(2, rounds=2), EXPLICIT),
+    "sequence": Row(
+        Attention, {"stage": 2, "data": 2, "context": 2}, CP, {}, GPipe(2, rounds=2, keep_sharded=["pos"]), EXPLICIT
+    ),
     "sequence, vocabulary": Row(
-        Attention, {"stage": 2, "data": 1, "context": 4}, CP | {"vocab": "stage"}, {}, OneFOneB(2), AUTO
+        Attention,
+        {"stage": 2, "data": 1, "context": 4},
+        CP | {"vocab": "stage"},
+        {},
+        OneFOneB(2, keep_sharded=["pos"]),
+        AUTO,
     ),
     "sequence, experts": Row(
         Both,
         {"stage": 2, "expert": 2, "context": 2},
         CP | EP | {"batch": "expert"},
         {},
-        OneFOneB(2),
+        OneFOneB(2, keep_sharded=["experts", "pos"]),
         EXPLICIT,
     ),
 }
@@ -204,7 +215,7 @@ def test_sums_of_gradients_do_not_grow_with_microbatches() -> None:
         row = ROWS["experts"]
         model, fn = (
             nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0)),
-            functools.partial(step, schedule=GPipe(microbatches)),
+            functools.partial(step, schedule=GPipe(microbatches, keep_sharded=["experts"])),
         )
         arguments = model, X.astype(jnp.float32), HEAD.astype(jnp.float32)
         with jax.set_mesh(mesh_of(row)):
@@ -243,7 +254,7 @@ def test_memory_is_at_most_twice_that_of_experts_alone() -> None:
         return memory.temp_size_in_bytes
 
     alone = temporaries({"expert": 8}, {"batch": "expert", "experts": "expert"}, None)
-    inside = temporaries({"stage": 2, "expert": 4}, EP | {"batch": "expert"}, GPipe(4))
+    inside = temporaries({"stage": 2, "expert": 4}, EP | {"batch": "expert"}, GPipe(4, keep_sharded=["experts"]))
     assert inside < 2 * alone
 
 
@@ -275,6 +286,16 @@ TRAPS: dict[str, Any] = {
         nn.softmax(axn.mean(x, "batch"), "embed"), axn.argmax(axn.mean(x, "batch"), "embed"), Embed
     ),
     "its own derivative": lambda x: _scaled(x),
+    "two shards in one array": lambda x: x + axn.logsumexp(
+        axn.dot(x, x.rename({"pos": "key_pos"}), axis="embed"), "key_pos"
+    ),
+    "a fixed length": lambda x: x + axn.mean(axn.pad(x, {"pos": (0, 16 - x.axis_size("pos"))}), "pos"),
+    "steps by its size": lambda x: x + axn.arange(x.resolve_axis("pos"), step=1 / x.axis_size("pos")),
+    "the largest along it": lambda x: x + axn.sum(axn.top_k(x, "pos", 2, "choice")[0], "choice"),
+    "a window by its size": lambda x: x + dot_product_attention(
+        x, x.rename({"pos": "key_pos"}), x.rename({"pos": "key_pos"}), "key_pos", "embed",
+        mask=Causal("pos", window=x.axis_size("pos") // 2),
+    ),
 }  # fmt: skip
 
 
@@ -286,8 +307,11 @@ def _scaled(x: Any) -> Any:
 _scaled.defvjp(lambda x: (x, None), lambda _, g: (g / (1 + jnp.max(abs(g.array))),))
 
 
+RIGHT_FOR_SHARDS = {"positions of the axis", "its logsumexp", "a mask"}
+
+
 @pytest.mark.parametrize("trap", TRAPS)
-def test_layers_that_need_a_complete_axis_get_it(trap: str) -> None:
+def test_layers_that_need_a_complete_axis_are_refused_or_get_it(trap: str) -> None:
     weights = axn.ones({"layers": 2})
 
     def loss(weights: Any, x: Any, schedule: Any = None) -> Any:
@@ -298,8 +322,17 @@ def test_layers_that_need_a_complete_axis_get_it(trap: str) -> None:
     expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
     with jax.set_mesh(axn.make_mesh({"stage": 2, "context": 4})), axn.axis_mapping(mapping):
         # One microbatch, so that means over examples are as in the plain fold.
-        staged = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=GPipe(1)), (0, 1)))
-        found = staged(*axn.shard((weights, X)))
+        def staged(*keep: str) -> Any:
+            schedule = GPipe(1, keep_sharded=keep)
+            return jax.jit(jax.value_and_grad(functools.partial(loss, schedule=schedule), (0, 1)))
+
+        arguments = axn.shard((weights, X))
+        if trap in RIGHT_FOR_SHARDS:
+            found = staged("pos")(*arguments)
+        else:
+            with pytest.raises(ValueError, match="the schedule keeps 'pos' sharded, and its layers need all of it: "):
+                staged("pos").trace(*arguments)
+            found = staged()(*arguments)
         for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
@@ -317,12 +350,16 @@ def test_losses_that_do_not_add_up_positions_get_all_of_them(mean_in_loss: bool)
     mapping, weights = {"layers": "stage", "pos": "context"}, axn.ones({"layers": 2})
     expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
     with jax.set_mesh(axn.make_mesh({"stage": 2, "context": 4})), axn.axis_mapping(mapping):
-        found = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(2)), (0, 1)))(weights, X)
+        found = jax.jit(
+            jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(2, keep_sharded=["pos"])), (0, 1))
+        )(weights, X)
         for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [GPipe(2), OneFOneB(2)], ids=["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "schedule", [GPipe(2, keep_sharded=["key_pos"]), OneFOneB(2, keep_sharded=["key_pos"])], ids=["gpipe", "1f1b"]
+)
 def test_further_arguments_stay_sharded_where_the_carry_has_no_such_axis(schedule: Any) -> None:
     """Devices along their mesh axis compute the same results, which count once."""
     context = axn.named(RNG.normal(size=(8, 16)), ("key_pos", "batch")).astype(jnp.float32)
@@ -351,12 +388,15 @@ def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> Non
     with jax.set_mesh(jax.make_mesh((2, 4), ("stage", "context"), axis_types=(kind,) * 2)):
         model: Any = nn.Stacked.init(Layers, Attention)(key=jax.random.key(0))
         layer = lambda block, x: dataclasses.replace(block, context="ring")(x) - axn.mean(x, "pos")
-        text = r"context='ring'.*: a pipeline around it gathers axis .*pos', so `context`.*: 'mean' .* needs all"
+        text = r"context='ring'.*: a pipeline around it gathers axis .*pos', so `context`.*: its schedule lacks `keep"
         with axn.axis_mapping(CP | {"batch": None}), pytest.raises(ValueError, match=text):
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
+        text = r"the schedule keeps 'pos' sharded, and its layers need all of it: 'mean' .* needs all"
+        with axn.axis_mapping(CP | {"batch": None}), pytest.raises(ValueError, match=text):
+            jax.eval_shape(model.fold_via(layer, schedule=GPipe(2, keep_sharded=["pos"])), X)
         model = nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0))
         layer = lambda block, x: dataclasses.replace(block, exchange="all_to_all")(x) * axn.mean(block.up.weight)
-        text = r"exchange='all_to_all': a pipeline around it gathers axis 'experts', so .*: 'mean' .* needs all"
+        text = r"exchange='all_to_all': a pipeline around it gathers axis 'experts', so .*: its schedule lacks `keep"
         mapping = {"layers": "stage", "batch": "context", "experts": "context"}
         with axn.axis_mapping(mapping), pytest.raises(ValueError, match=text):
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)

@@ -369,7 +369,7 @@ SHARDED: dict[str, Callable[[Any, Any], Any]] = {
 def test_what_may_be_computed_from_shards(of_logits: str) -> None:
     def traced(size: int) -> Any:
         then = lambda y, table, labels: (OTHERS | SHARDED)[of_logits](axn.dot(y, table, axis="embed"), labels).scalar()
-        with activate_here(kept=KeptShards(frozenset({"vocab"}), complete=True)):
+        with activate_here(kept=KeptShards(frozenset({"vocab"}), complete=frozenset({"vocab"}))):
             return jax.make_jaxpr(then)(X, axn.ones((Embed, Vocab.resize(size))), TOKENS)
 
     try:
@@ -557,7 +557,7 @@ def test_results_are_sharded_like_the_carry() -> None:
     for kind in KINDS:
         with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(mapping):
             arguments = axn.shard((MODEL, X, SCALE, SHIFT))
-            fold = jax.jit(lambda model, *args: model.fold(*args, schedule=GPipe(4)))
+            fold = jax.jit(lambda model, *args: model.fold(*args, schedule=GPipe(4, keep_sharded=["pos"])))
             y = jax.block_until_ready(fold(*arguments))
             gathers = executed(fold.lower(*arguments).compile()).get("all-gather", (0, 0))[0]
         assert spec(y) == ("data", "model", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +24,8 @@ class KeptShards(NamedTuple):
 
     names: frozenset[str]
     """The axes that stay sharded, over the mesh axes of the active mapping."""
-    complete: bool = False
-    """True while these axes are complete, for comparison."""
+    complete: frozenset[str] = frozenset()
+    """Those of them that are complete, for comparison."""
     gathered: tuple[tuple[str, str], ...] = ()
     """Other axes that the mapping shards: all of each is on every device here, with the reason."""
 
@@ -35,7 +35,18 @@ def kept_over(name: str) -> Axes | None:
     kept = _active()
     if kept is None or name not in kept.names:
         return None
-    return () if kept.complete else mapped_axes(name)
+    return () if name in kept.complete else mapped_axes(name)
+
+
+def reduced_over(name: str, names: Iterable[str]) -> Axes | None:
+    """Return the mesh axes over which to reduce an axis of an array with some axes; as `kept_over`.
+
+    Devices with other shards of the axis must have the same shards of all other axes.
+    """
+    over = kept_over(name)
+    if over and any({*over} & {*mapped_axes(n)} for n in names if n != name):
+        raise ValueError(f"an array has {name!r} and another axis over the same mesh axes.")
+    return over
 
 
 def is_shard_of(name: str, local: int, size: int) -> bool:
@@ -49,20 +60,28 @@ def keeps_shards() -> bool:
     return _active() is not None
 
 
-def scope_of_shards(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[Any]:
-    """Mark operations as right for shards of axes; `sizes` are the sizes that the axes of the operands have here."""
+def scope_of_shards(sizes: Mapping[str, int], fixed: str = "") -> contextlib.AbstractContextManager[Any]:
+    """Mark operations as right for shards of axes.
+
+    Arguments:
+        sizes: the sizes that the axes of the operands have here.
+        fixed: what must be the same for shards and for complete axes.
+    """
     kept = _active()
     found = [f"{n}={size}" for n, size in sizes.items() if kept is not None and n in kept.names]
-    return jax.named_scope(f"of_all_shards[{','.join(found)}]") if found else contextlib.nullcontext()
+    return jax.named_scope(f"of_all_shards[{','.join(found)}]{fixed}") if found else contextlib.nullcontext()
 
 
-_SCOPE = re.compile(r"of_all_shards\[(.*?)\]")
+_SCOPE = re.compile(r"of_all_shards\[(.*?)\]([^/)]*)")
 
 
 def sizes_in_scope(scope: str) -> dict[str, int] | None:
-    """Return the sizes that `scope_of_shards` wrote into a scope; None if an operation is not in such a scope."""
+    """Return what `scope_of_shards` wrote into a scope, the fixed part as a name; None outside of such a scope."""
     found = _SCOPE.search(scope)
-    return found and {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}
+    if found is None:
+        return None
+    sizes = {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}
+    return {**sizes, found[2]: 0}
 
 
 def refuse_gathered(what: str, argument: str, name: str) -> None:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..core import errors
-from ..distribution.kept_shards import kept_over, scope_of_shards
+from ..distribution.kept_shards import reduced_over, scope_of_shards
 from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ..ops import _kernels
@@ -159,7 +159,13 @@ def _cross_entropy(
     # NaN is not equal to itself, so a cache would not find it again: it is replaced by None.
     other = None if out_of_range != out_of_range else float(out_of_range)
     kernel = _cross_entropy_kernel(
-        what, logits.names, targets.names, axis, kept_over(name) or (), other, dtype_key(dtype)
+        what,
+        logits.names,
+        targets.names,
+        axis,
+        reduced_over(name, (*logits.names, *targets.names)) or (),
+        other,
+        dtype_key(dtype),
     )
     with scope_of_shards({name: logits.axis_size(name)} if name in logits.names else {}):
         result = kernel.apply(logits.array, targets.array)

@@ -150,8 +150,9 @@ def arange(
     if len(names) == 1 and (over := kept_over(names[0])) is not None:
         with scope_of_shards({names[0]: sizes[0]}):
             before = sizes[0] * jax.lax.axis_index(over) if over else np.int32(0)
-            found: Any = start + step * wrap(_count_from(before, np.int32(1), sizes, None), names)
-            return found if dtype is None else found.astype(dtype)
+            count = wrap(_count_from(before, np.int32(1), sizes, None), names)
+        found: Any = start + step * count
+        return found if dtype is None else found.astype(dtype)
     if type(start) is int and type(step) is int and start == 0 and step == 1:
         return new_array("arange", _count, names, sizes, shape=sizes, dtype=dtype)
     start, step = scalar("arange", "start", start), scalar("arange", "step", step)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..axis import AxisSelector, Names, name_of, selectors
 from ..core import errors
-from ..distribution.kept_shards import keeps_shards, kept_over, scope_of_shards
+from ..distribution.kept_shards import keeps_shards, kept_over, reduced_over, scope_of_shards
 from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
@@ -76,7 +76,7 @@ def _reduce_leaf(
         reduced = array.names if axis is None else [*map(name_of, selectors(axis))]
         sizes = {n: size for n, size in array.shape.items() if n in reduced and kept_over(n) is not None}
         if sizes:
-            over = ("over", tuple(a for n in sizes for a in kept_over(n) or ()))
+            over = ("over", tuple(a for n in sizes for a in reduced_over(n, array.names) or ()))
             with scope_of_shards(sizes):
                 return _reduce_leaf(fn, name, array, axis, where, native, (over,))
     if where is None:

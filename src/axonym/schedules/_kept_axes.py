@@ -1,6 +1,7 @@
 """Decide which axes stay sharded in the layers of a pipeline, and in its loss; others are all-gathered.
 
-An axis does if tracing shows that shards are enough: see `_sharded_code`. That is decided for each mesh axis.
+In the layers, an axis stays sharded if the schedule says so, and two traces do not show that all of it is needed: see
+`_sharded_code`. That is decided for each mesh axis.
 """
 
 from __future__ import annotations
@@ -14,23 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ..axis import name_of
 from ..core import errors
 from ..core.jax_versions import varying_axes
 from ..distribution.active_settings import activate_here, active_mapping
 from ..distribution.kept_shards import KeptShards
-from ..distribution.mesh_axes import (
-    Axes,
-    mapped_axes,
-    mesh_axes,
-    shard_count,
-)
+from ..distribution.mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..distribution.per_device import gather_axes, varying_over
 from ..named_array import is_named_array
 from ._sharded_code import NeedsCompleteAxes, check_computed_from_shards
-from ._stage_arrays import (
-    Arrays,
-    at,
-)
+from ._stage_arrays import Arrays, at
 from ._stages import Stages
 
 _FIRST: Any = np.int32(0)
@@ -43,16 +37,28 @@ class KeptAxes(Stages):
     def _keep(self) -> KeptShards:
         """Return which axes stay sharded in the layers, and why others do not."""
         inside = {n for tree in self._trees[:3] for names in tree.names for n in names or ()}
-        used = dict.fromkeys(a for n in self._names_over(self._mesh.axis_names) & inside for a in mapped_axes(n))
-        return self._choose([(a,) for a in used if a not in self._stages], self._check_layers)
+        sharded = self._names_over([a for a in self._mesh.axis_names if a not in self._stages])
+        wanted = sorted({*map(name_of, self._schedule.keep_sharded)} & sharded & inside)
+        kept = self._choose(
+            [(a,) for a in dict.fromkeys(a for n in wanted for a in mapped_axes(n))], self._check_layers
+        )
+        for name, why in kept.gathered:
+            if name in wanted:
+                raise ValueError(
+                    f"{self._what}: the schedule keeps {name!r} sharded, and its layers need all of it: {why}"
+                )
+        others = sorted(sharded - kept.names)
+        return kept._replace(gathered=tuple((n, f"its schedule lacks `keep_sharded=[{n!r}]`.") for n in others))
 
-    def _choose(self, candidates: Iterable[Axes], check: Callable[[frozenset[str]], None]) -> KeptShards:
+    def _choose(
+        self, candidates: Iterable[Axes], check: Callable[[frozenset[str], frozenset[str]], None]
+    ) -> KeptShards:
         """Return the axes that stay sharded: those over as many of the mesh axes as pass a check."""
         kept, reasons = list[str](), dict[str, str]()
         for axes in candidates:
             names = self._names_over([*kept, *axes])
             try:
-                check(names)
+                check(names, names - self._names_over(kept))
             except Exception as error:  # whatever the code raises for shards
                 reasons |= dict.fromkeys(names - self._names_over(kept), str(error))
             else:
@@ -65,7 +71,7 @@ class KeptAxes(Stages):
         found = {n for n in active_mapping() if 0 < len(own := mapped_axes(n)) == len({*own} & {*axes})}
         return frozenset(found - {self._Layers.name, self._batch})
 
-    def _check_layers(self, names: frozenset[str]) -> None:
+    def _check_layers(self, names: frozenset[str], added: frozenset[str]) -> None:
         """Check that the layers can be computed from shards of some axes."""
         self._kept = KeptShards(names)
         self._place()
@@ -80,12 +86,12 @@ class KeptAxes(Stages):
             )
 
             def trace(complete: bool) -> Any:
-                self._kept = KeptShards(names, complete)
-                own = [self._complete(i, xs, names) if complete else xs for i, xs in enumerate(first)]
+                self._kept = KeptShards(names, added if complete else frozenset())
+                own = [self._complete(i, xs, added) if complete else xs for i, xs in enumerate(first)]
                 return jax.make_jaxpr(functools.partial(self._apply, microbatch=_FIRST))(*own)
 
             programs = trace(True), trace(False)
-            self._check_programs(*programs, names, sums=False)
+            self._check_programs(*programs, added, sums=False)
             for x, y in zip(programs[1].out_avals, first[1], strict=True):
                 if mixed := varying_axes(x) - varying_axes(y):
                     raise NeedsCompleteAxes(f"its results differ between devices along {errors.quoted(sorted(mixed))}.")
@@ -140,11 +146,11 @@ class KeptAxes(Stages):
         """Return which axes stay sharded in `then`: some over the stages, and some of the carry."""
         of_head, of_carry = ({n for names in self._trees[i].names for n in names or ()} for i in (3, 1))
         over_stages = [self._stages] if self._names_over(self._stages) & of_head else []
-        over_others = dict.fromkeys(a for n in self._kept.names & of_carry for a in mapped_axes(n))
+        over_others = dict.fromkeys(a for n in sorted(self._kept.names & of_carry) for a in mapped_axes(n))
         check = functools.partial(self._check_loss, at(batches, 0), head)
         return self._choose([*over_stages, *((a,) for a in over_others)], check)
 
-    def _check_loss(self, results: Arrays, head: Arrays, names: frozenset[str]) -> None:
+    def _check_loss(self, results: Arrays, head: Arrays, names: frozenset[str], added: frozenset[str]) -> None:
         """Check that `then` can be computed from shards of some axes."""
         for own, spec in zip(self._trees[3].names, self._specs[3], strict=True):
             for n, entry in zip(own or (), spec, strict=True):
@@ -152,17 +158,17 @@ class KeptAxes(Stages):
                     raise NeedsCompleteAxes(f"an argument of `then` stores {n!r} in other shards.")
 
         def trace(complete: bool) -> Any:
-            self._kept_in_loss = KeptShards(frozenset() if complete else names)
+            self._kept_in_loss = KeptShards(names - added if complete else names)
             args = self._complete(1, summed, self._kept.names - self._kept_in_loss.names), self._gathered(3, head)
-            self._kept_in_loss = KeptShards(names, complete)
+            self._kept_in_loss = KeptShards(names, added if complete else frozenset())
             return jax.make_jaxpr(functools.partial(self._then_of, microbatch=0))(*args)
 
         def check() -> None:
             nonlocal summed
             summed = [jax.lax.psum(x, self._stages) for x in results]
             programs = trace(True), trace(False)
-            over_others = {a for n in names for a in mapped_axes(n)} - {*self._stages}
-            if self._check_programs(*programs, names, sums=bool(over_others)) != bool(over_others):
+            over_others = {a for n in added for a in mapped_axes(n)} - {*self._stages}
+            if self._check_programs(*programs, added, sums=bool(over_others)) != bool(over_others):
                 raise NeedsCompleteAxes("`then` does not add it up.")
             if varying_axes(programs[1].out_avals[0]) & {*self._stages}:
                 raise NeedsCompleteAxes("`then` gives another number on each stage.")

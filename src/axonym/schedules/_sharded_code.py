@@ -13,11 +13,13 @@ applied.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..distribution.kept_shards import sizes_in_scope
@@ -25,8 +27,8 @@ from ..distribution.kept_shards import sizes_in_scope
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
-    "not optimization_barrier or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient "
-    "sub tan tanh xor".split()
+    "name not optimization_barrier or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor".split()
 )
 _LINEAR = frozenset("add add_any sub neg convert_element_type reduce_sum broadcast_in_dim reshape squeeze copy".split())
 """What may be done with partial sums, besides products with numbers that are the same everywhere."""
@@ -34,8 +36,8 @@ _CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call".split())
 _LOOPS = frozenset("scan while cond".split())
 _WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_erfc"}
 """Functions with their own derivatives, which act on each element, or along the axes that they reduce."""
-_PACKAGES = str(Path(jax.__file__).parent), str(Path(__file__).parents[1])
-_SAYS_VARYING = frozenset(("pcast", "pvary"))
+_PACKAGES = f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
+_SAYS_VARYING = frozenset(("pcast", "pvary", "sharding_constraint"))
 
 
 class NeedsCompleteAxes(Exception):
@@ -81,6 +83,9 @@ class _ProgramPair:
             alike.check(first.outvars, second.outvars)
             sums.update(second.outvars[i] for i in found)
         self._check_exchanges(*programs, sums)
+        for one, other in zip(programs[0].gets, programs[1].gets, strict=True):
+            if {alike.of_shards(x) for x in one} != {*other}:
+                raise NeedsCompleteAxes("an operation that exchanges shards gets other values for other sizes of it.")
         results = [[program.origin(x) for x in p.outvars] for program, p in zip(programs, (whole, shards), strict=True)]
         alike.check(*results)
         return {i for i, x in enumerate(results[1]) if not _is_literal(x) and x in sums}
@@ -93,6 +98,15 @@ class _ProgramPair:
             expected = {n: size * self._counts.get(n, 1) for n, size in (of_shards or {}).items()}
             if of_whole != expected:
                 raise NeedsCompleteAxes(f"an operation gets {of_shards} of the complete axes {of_whole}.")
+
+    def _differs(self, whole: Any, shards: Any) -> set[int]:
+        """Return the position of the axis of which one program has a shard; an array has one such axis at most."""
+        sizes = whole.aval.shape, shards.aval.shape
+        if len(sizes[0]) == len(sizes[1]):
+            found = {place for place, (x, y) in enumerate(zip(*sizes, strict=True)) if x != y}
+            if all(sizes[0][i] in [n * sizes[1][i] for n in self._counts.values()] for i in found) and len(found) < 2:
+                return found
+        raise NeedsCompleteAxes(f"arrays of shapes {sizes[0]} and {sizes[1]} take each other's place.")
 
     def _operation(self, whole: Any, shards: Any, partial: set[int]) -> set[int]:
         """Compare an operation in both programs; return which of its results are partial sums."""
@@ -110,11 +124,19 @@ class _ProgramPair:
             return found[0]
         if any(found):  # summed in a loop
             raise refused
-        operands = [*map(_differs, all_operands, own_operands)]
-        results = [*map(_differs, first.outvars, second.outvars)]
+        operands = [*map(self._differs, all_operands, own_operands)]
+        results = [*map(self._differs, first.outvars, second.outvars)]
         sharded = any((*operands, *results))
+        if name.startswith("custom_") and not _is_known_function(first):
+            raise NeedsCompleteAxes(f"{_described(first)} has a derivative of its own.")
         if partial:
-            if sharded or not _is_linear(name, own_operands, partial) or _parameters(first) != _parameters(second):
+            exact = not jnp.issubdtype(second.outvars[0].aval.dtype, jnp.inexact)
+            if (
+                exact
+                or sharded
+                or not _is_linear(name, own_operands, partial)
+                or _parameters(first) != _parameters(second)
+            ):
                 raise refused
             return {0}
         if _keeps_shards(first, second, operands, results) if sharded else _parameters(first) == _parameters(second):
@@ -147,6 +169,9 @@ class _ComparedProgram:
     def __init__(self, jaxpr: Any):
         self._same: dict[Any, Any] = {}
         self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[dict[str, int]]()
+        self.gets = list[set[Any]]()
+        """The values that each exchange gets."""
+        made = set[Any]()
         for operation in jaxpr.eqns:
             sizes = sizes_in_scope(str(operation.source_info.name_stack))
             name = operation.primitive.name
@@ -158,7 +183,11 @@ class _ComparedProgram:
                 self.compared.append(operation)
             else:
                 self.exchanged += self.operands(operation)
-                self.scopes += [sizes] if sizes not in self.scopes[-1:] else []
+                if not self.scopes or self.scopes[-1] != sizes:
+                    self.scopes.append(sizes)
+                    self.gets.append(set())
+                self.gets[-1] |= {x for x in self.operands(operation) if not _is_literal(x) and x not in made}
+                made.update(operation.outvars)
 
     def origin(self, x: Any) -> Any:
         return x if _is_literal(x) else self._same.get(x, x)
@@ -172,6 +201,10 @@ class _Correspondence:
 
     def __init__(self) -> None:
         self._pairs: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+
+    def of_shards(self, x: Any) -> Any:
+        """Return the value in the program of shards that corresponds to one in the program of complete axes."""
+        return self._pairs[0].get(x, x)
 
     def check(self, first: Sequence[Any], second: Sequence[Any]) -> None:
         for x, y in zip(first, second, strict=True):
@@ -261,7 +294,10 @@ def _adds_up(operation: Any, operands: Sequence[set[int]]) -> bool:
 
 
 _ALONG_OTHERS: dict[str, Rule] = {
-    "broadcast_in_dim": lambda a, b, *_: a.params["broadcast_dimensions"] == b.params["broadcast_dimensions"],
+    "broadcast_in_dim": lambda a, b, operands, results: (
+        a.params["broadcast_dimensions"] == b.params["broadcast_dimensions"]
+        and {a.params["broadcast_dimensions"][i] for i in operands[0]} <= results[0]
+    ),
     "dot_general": _product,
     "transpose": lambda a, b, *_: a.params["permutation"] == b.params["permutation"],
     "squeeze": lambda a, b, *_: a.params["dimensions"] == b.params["dimensions"],
@@ -280,7 +316,7 @@ _ALONG_OTHERS: dict[str, Rule] = {
     "dynamic_slice": _full(lambda p, i: p["slice_sizes"][i], lambda size: size),
     "pad": _full(lambda p, i: tuple(p["padding_config"][i]), lambda size: (0, 0, 0)),
     "top_k": lambda a, b, operands, results: (
-        a.params == b.params and len(a.invars[0].aval.shape) - 1 not in operands[0]
+        a.params == b.params and a.params.get("axis", len(a.invars[0].aval.shape) - 1) not in operands[0]
     ),
     **{f"reduce_{how}": _axes_of("axes") for how in ("sum", "max", "min", "prod", "and", "or", "xor")},
     **dict.fromkeys(("argmax", "argmin"), _axes_of("axes")),
@@ -289,14 +325,6 @@ _ALONG_OTHERS: dict[str, Rule] = {
 
 
 # --- operands ---
-
-
-def _differs(whole: Any, shards: Any) -> set[int]:
-    """Return the positions of the axes whose sizes differ."""
-    sizes = whole.aval.shape, shards.aval.shape
-    if len(sizes[0]) != len(sizes[1]):
-        raise NeedsCompleteAxes(f"arrays of shapes {sizes[0]} and {sizes[1]} take each other's place.")
-    return {place for place, (x, y) in enumerate(zip(*sizes, strict=True)) if x != y}
 
 
 def _is_literal(x: Any) -> bool:

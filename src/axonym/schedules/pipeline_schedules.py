@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..axis import AxisSelector
@@ -22,6 +23,9 @@ class GPipe:
             ticks are shorter, and so is the time in which a stage is idle. The number of microbatches must be a
             multiple of the number of stages, and `remat` must be True: otherwise the layers of a round would be stored
             for each tick.
+        keep_sharded: axes that stay sharded inside the layers as the active mapping says, such as experts, or
+            positions whose keys go around in a ring. An axis whose layers need all of it is an error. Other axes are
+            gathered, or left to the partitioner.
 
     >>> schedule = axn.schedules.GPipe(microbatches=8)
     >>> schedule.ticks(stages=3), schedule.idle(stages=3)
@@ -33,6 +37,7 @@ class GPipe:
     remat: bool = True
     gather: Literal["before", "inside"] = "before"
     rounds: int = 1
+    keep_sharded: Sequence[AxisSelector] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -93,8 +98,8 @@ class OneFOneB:
     again.
 
     Arguments:
-        microbatches, axis, gather, rounds: as in `GPipe`. With several rounds, `2 * rounds * stages - 1` inputs are
-            stored.
+        microbatches, axis, gather, rounds, keep_sharded: as in `GPipe`. With several rounds,
+            `2 * rounds * stages - 1` inputs are stored.
 
     >>> schedule = axn.schedules.OneFOneB(microbatches=8)
     >>> schedule.ticks(stages=3), round(schedule.idle(stages=3), 2)
@@ -105,6 +110,7 @@ class OneFOneB:
     axis: AxisSelector = "batch"
     gather: Literal["before", "inside"] = "before"
     rounds: int = 1
+    keep_sharded: Sequence[AxisSelector] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -191,6 +197,9 @@ def _check(schedule: Schedule) -> None:
             raise ValueError(f"{what}: there must be at least one {counted}, got {number}.")
     if schedule.rounds > 1 and isinstance(schedule, GPipe) and not schedule.remat:
         raise ValueError(f"{what}: with several rounds, stages are computed again; `remat` cannot be False.")
+    if isinstance(schedule.keep_sharded, str):
+        given = schedule.keep_sharded
+        raise TypeError(f"{what}: keep_sharded is a sequence of axes; write keep_sharded=[{given!r}].")
     if schedule.gather not in ("before", "inside"):
         raise ValueError(f"{what}: parameters are gathered 'before' or 'inside' the ticks, not {schedule.gather!r}.")
 

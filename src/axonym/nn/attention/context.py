@@ -124,7 +124,7 @@ def attend_along_sequence(
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, context, roles, placed, plan, names, tuple(terms), hops, exchanged)
     sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
-    with scope_of_shards(sizes):
+    with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
         if keeps_shards():
             terms = _gathered(terms, _needed_whole(context, roles), sizes, placed.sequence)
         return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
