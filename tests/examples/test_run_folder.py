@@ -298,7 +298,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "half a character in a mesh axis": (
         (*NEW, "--mapping", "RUN/m.json"),
         content("m.json", r'{"mesh": {"d\ud800": -1}, "mapping": {"batch": "d\ud800"}}'),
-        r"does not fit the devices: the name of a mesh axis is text, without lone surrogates, got 'd\\ud800'",
+        r"does not fit the devices: the name of a mesh axis has no lone surrogates, got 'd\\ud800'",
     ),
     "a mesh axis twice for an axis": (
         (*NEW, "--mapping", "RUN/m.json"),

@@ -16,7 +16,7 @@ from ..axis import Axis, AxisSelector, Names, name_of
 from ..core import errors
 from ..distribution import output_sharding
 from ..distribution.active_settings import active_mapping
-from ..distribution.kept_shards import keeps_shards
+from ..distribution.kept_shards import in_pipeline
 from ..distribution.mesh_axes import axes_of_type, current_mesh
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
@@ -156,8 +156,8 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         open_ = bool(auto) and not active_mapping()
         manual = axes_of_type(mesh, AxisType.Manual)
         # JAX cannot differentiate a `shard_map` inside a pipeline, which is one itself.
-        in_pipeline = keeps_shards() and len(manual) < len(mesh.axis_names)
-        if in_pipeline or (open_ and (manual or axes_of_type(mesh, AxisType.Explicit))):
+        nested = in_pipeline() and len(manual) < len(mesh.axis_names)
+        if nested or (open_ and (manual or axes_of_type(mesh, AxisType.Explicit))):
             return output_sharding.call_with_output_sharding(
                 _WHAT, unsharded, in_names, (found_names,) * 2, (x, *limits)
             )

@@ -1,4 +1,4 @@
-"""Find the axes of which code gets shards although it is written for complete axes: layers and losses in pipelines.
+"""Say which axes a pipeline keeps sharded in code that is written for complete axes: its layers and its loss.
 
 A pipeline is one `shard_map`. Some axes can stay sharded inside: in most operations, each device computes its shard of
 the result from its shards of the operands, and a few operations, such as attention along a sequence, exchange what they
@@ -55,7 +55,7 @@ def is_shard_of(name: str, local: int, size: int) -> bool:
     return bool(over) and size == local * shard_count(jax.sharding.get_abstract_mesh(), over)
 
 
-def keeps_shards() -> bool:
+def in_pipeline() -> bool:
     """Return whether code runs in a pipeline, so that the active mapping alone does not say what is sharded."""
     return _active() is not None
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..axis import AxisSelector, Names, name_of, selectors
 from ..core import errors
-from ..distribution.kept_shards import keeps_shards, kept_over, reduced_over, scope_of_shards
+from ..distribution.kept_shards import in_pipeline, kept_over, reduced_over, scope_of_shards
 from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
@@ -72,7 +72,7 @@ def _reduce_leaf(
             + errors.under_tree_map()
         )
     axis = _kernels.hashable(axis)
-    if fn is _logsumexp and keeps_shards() and not options:
+    if fn is _logsumexp and in_pipeline() and not options:
         reduced = array.names if axis is None else [*map(name_of, selectors(axis))]
         sizes = {n: size for n, size in array.shape.items() if n in reduced and kept_over(n) is not None}
         if sizes:

@@ -336,7 +336,8 @@ def searchsorted(
 def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, **options: Any) -> jax.Array:
     if not any(map(varying_axes, (v, a))):
         return jnp.searchsorted(a, v, sorter=sorter, **options)
-    # JAX refuses device-varying arrays. The place of a value is its rank among all, without the values looked up.
+    # JAX refuses device-varying arrays. The place of a value is its rank among
+    # all values, less its rank among the values looked up.
     dtype, left = jnp.promote_types(a.dtype, v.dtype), options["side"] == "left"
     a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
     ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))

@@ -267,7 +267,7 @@ def misspelled(names: Collection[str], known: Collection[str]) -> dict[str, str]
     """Return the names of a mapping that name none of the known axes by mistake, each with a hint.
 
     Several models may share a mapping, so one that names no axis is a mistake if it is very similar to a name of an
-    axis, or if none of the mapping does.
+    axis, or if no name of the mapping names an axis.
     """
     free, none = set(known).difference(names), set(known).isdisjoint(names)
     hints = {n: errors.suggestion(n, free, 0.8) for n in names if n not in known}

@@ -90,10 +90,10 @@ def make_mesh(
 def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:
     """Return the sizes of mesh axes, where -1 becomes as many devices as the others leave."""
     for name in sizes:
-        if (
-            not isinstance(name, str) or name != name.encode(errors="replace").decode()
-        ):  # JAX raises it in its own words
-            raise ValueError(f"{what}: the name of a mesh axis is text, without lone surrogates, got {name!a}.")
+        if not isinstance(name, str):
+            raise TypeError(f"{what}: a mesh axis has a name, such as 'data', got {name!r}.")
+        if name != name.encode(errors="replace").decode():  # JAX would raise an error in its own words
+            raise ValueError(f"{what}: the name of a mesh axis has no lone surrogates, got {name!a}.")
     unknown = [n for n, s in sizes.items() if s == -1]
     known = math.prod(int(s) for s in sizes.values() if s != -1)
     if len(unknown) > 1:

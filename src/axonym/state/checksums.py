@@ -68,7 +68,7 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
         if content["sum"] != _sum_of(files):
             raise ValueError
     except FileNotFoundError:
-        return [f"{CHECKSUMS} is missing, as after a partial copy; verify=False restores without it"]
+        return [f"{CHECKSUMS} is missing, as after a partial copy; restore_checkpoint has verify=False for this"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return [f"{CHECKSUMS} differs from what was written"]
     # By size, so that the processes read about the same number of bytes.

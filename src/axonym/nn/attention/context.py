@@ -26,7 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ...axis import Names
 from ...core import errors
 from ...core.jax_versions import set_apart
-from ...distribution.kept_shards import keeps_shards, kept_over, refuse_gathered, scope_of_shards
+from ...distribution.kept_shards import in_pipeline, kept_over, refuse_gathered, scope_of_shards
 from ...distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -125,7 +125,7 @@ def attend_along_sequence(
     kernel = _kernel(what, context, roles, placed, plan, names, tuple(terms), hops, exchanged)
     sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
     with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
-        if keeps_shards():
+        if in_pipeline():
             terms = _gathered(terms, _needed_whole(context, roles), sizes, placed.sequence)
         return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
@@ -186,9 +186,9 @@ def _roles_and_sharding(
         problems.append("the query has no positions")
     placed = None if problems else _placed(roles, mesh, found, operands, problems)
     alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
-    if optional and (problems or not alike or (has_manual(mesh) and not keeps_shards())):
+    if optional and (problems or not alike or (has_manual(mesh) and not in_pipeline())):
         return None
-    if keeps_shards():
+    if in_pipeline():
         for n in (*KPos, *roles.positions):
             refuse_gathered(what, "context", n)
         if not alike and any(n in found for n in (*KPos, *roles.positions)):
@@ -211,7 +211,7 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
 
     Inside `shard_map`, they are the manual mesh axes of the mapping; in a pipeline, where an axis stays sharded.
     """
-    if keeps_shards():
+    if in_pipeline():
         return {n: mapped_axes(n) for x in operands for n in x.names if kept_over(n) is not None}
     by_mapping = AxisType.Manual if has_manual(mesh) else AxisType.Auto
     found: dict[str, Axes] = {}
@@ -231,7 +231,7 @@ def _placed(
     others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
     axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
     if has_manual(mesh):
-        return SequenceSharding(mesh, (), (kept_over(queries) or ()) if keeps_shards() else sequence)
+        return SequenceSharding(mesh, (), (kept_over(queries) or ()) if in_pipeline() else sequence)
     placed = SequenceSharding(mesh, tuple(axes.items()), sequence)
     sizes = {n: s for x in operands for n, s in x.shape.items()}
     problems += [
