@@ -99,9 +99,12 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     results = events.run(needed.body, values, Around())
     # No result may need the operation that renames an axis, but its gradient.
     events.renamed(whole)
-    for own, x in zip(returned, results, strict=True):
+    for i, (own, x) in enumerate(zip(returned, results, strict=True)):
         if own is not None:
-            events.differ(Around().place(), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
+            dims = tuple(zip(own, (n for _, n in x.dims), strict=True))
+            if own not in names:  # an updated argument has its names
+                events.differ(Around().place(), x.dims, dims, at_end=True)
+            results[i] = dataclasses.replace(x, dims=dims, base=dims if x.base == x.dims else x.base)
     exchanged = events.close_dispatches()
     return NamedTrace(
         step_name(step), tuple(dict.fromkeys(events.found)), tuple(values), tuple(results), tuple(events.kept),
@@ -273,8 +276,13 @@ class _Events:
 
     # --- names that change ---
 
-    def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
-        """Record that the names of an array differ before and after."""
+    def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False, at_end: bool = False) -> None:
+        """Record that the names of an array differ before and after.
+
+        In code without names they are inferred, and no mapping places such an array by them.
+        """
+        if place.operation is None and not at_end:
+            return
         before, after = self._parted(before), self._parted(after)
         if any(None not in (a, b) and a != b and size > 1 for (a, size), (b, _) in zip(before, after, strict=True)):
             filled = tuple((b if b is not None else a, n) for (a, n), (b, _) in zip(before, after, strict=True))
