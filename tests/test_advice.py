@@ -32,6 +32,7 @@ from axonym import nn
 from axonym.core import errors, foreign_names
 from axonym.nn.attention import Causal, KVCache, combine_masks_or, dot_product_attention
 from axonym.quantization import quantize_weights
+from axonym.schedules import GPipe
 from tests.helpers import exports, modules, spec
 
 ROOT = Path(axn.__file__).parent
@@ -145,6 +146,17 @@ check_shard_invariance = functools.partial(axn.testing.check_shard_invariance, d
 COLUMNS = axn.shard(axn.ones({"batch": 4, "embed": 4}), {"embed": "model"}, mesh=EXPLICIT)
 SERIES = pandas.Series([1.0, 2.0], index=pandas.Index([0, 1], name="t"))
 LIFTED = axn.lift(lambda x: x.sum(), "i ->")
+
+
+def ring_in_a_pipeline(**options: Any) -> Any:
+    def layer(w: Any, x: Any) -> Any:
+        k = x.rename({"pos": "key_pos"})
+        return x + dot_product_attention(x * w, k, k, "key_pos", "embed", context="ring")
+
+    fold = nn.Stacked(axn.ones({"layers": 2}), axn.Axis("layers", 2)).fold_via(layer, schedule=GPipe(2, **options))
+    mapping = {"layers": "stage", "pos": "context", "key_pos": "context"}
+    x, mesh = axn.ones({"batch": 2, "pos": 4, "embed": 4}), axn.make_mesh({"stage": 2, "context": 4})
+    return axn.insight.explain(axn.named_jit(fold, mapping, in_placement=mapping), x, mesh=mesh, by="partitioner")
 
 
 def untyped_set(x: Any) -> None:
@@ -599,6 +611,13 @@ TABLE = [
         names={"int32": jnp.int32},
     ),
     # Experts, caches, quantization, contractions.
+    Advice(
+        "keep_sharded=[{…}]",
+        lambda: ring_in_a_pipeline(),
+        lambda report: "all-gather" not in {c.kind for c in report.collectives},
+        run="ring_in_a_pipeline(CODE)",
+        names={"ring_in_a_pipeline": lambda **options: ring_in_a_pipeline(**options)},
+    ),
     Advice(
         'exchange="all_to_all"',
         lambda: on(AUTO, lambda: expert_rows(exchange="ragged"), {"experts": "model"}),

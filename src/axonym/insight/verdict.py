@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import describe_bytes, suggestion
+from ..core.source_lines import Source
 from ._arguments import PlacedArgument
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes, described_seconds
@@ -213,7 +214,7 @@ def _merged(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
 
 
 def _costliest(report: Report) -> Iterator[str]:
-    total = sum(c.total_sent or 0 for c in report.collectives)
+    total = _sent(report.collectives)
     for c, sent in _merged(report.collectives)[:_COSTLIEST]:
         if total and sent / total >= SMALL:
             times = sum(one.times or 0 for one in report.collectives if alike(one) == alike(c))
@@ -434,7 +435,7 @@ def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
 
 def _moved(report: Report) -> _Check:
     """Find activations that are gathered, or moved to another axis, although a mapping shards them."""
-    total = sum(c.total_sent or 0 for c in report.collectives)
+    total = _sent(report.collectives)
     together: dict[tuple[tuple[str, ...], bool, Any, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
@@ -444,23 +445,25 @@ def _moved(report: Report) -> _Check:
     found = []
     for (names, gathered, source, reason), sent in together.items():
         if total and sent >= _MUCH * total:
-            said, at = described_axes(names), f" at {source}" if source else ""
+            said, at = described_axes(names), _at(source)
             share = f"{_percent(sent / total)} of the bytes sent"
             cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
-            if "a placement" in reason:
-                advice = f"add {said} to the placement{at}."
-            elif "code without names" in reason:
-                advice = f"write it with names, along another axis than {said}, or inside axonym.shard_map."
-            else:
-                advice = f"another axis than {said}, or an operation that does not need all of it."
-            found.append(Suspicion("look", cause, advice=advice))
+            found.append(Suspicion("look", cause, advice=_how_to_keep(said, at, reason)))
     told = all(c.reason or c.parameters for c in report.collectives if c.kind in ("all-gather", "all-to-all"))
     return found, "no large activation is gathered" if report.collectives and told else ""
 
 
+def _how_to_keep(axes: str, at: str, reason: str) -> str:
+    if "a placement" in reason:
+        return f"add {axes} to the placement{at}."
+    if "code without names" in reason:
+        return f"write it with names, along another axis than {axes}, or inside axonym.shard_map."
+    return f"another axis than {axes}, or an operation that does not need all of it."
+
+
 def _again(report: Report) -> _Check:
     """Find parameters that a loop sends again in each turn, rather than a part of them."""
-    total = sum(c.total_sent or 0 for c in report.collectives)
+    total = _sent(report.collectives)
     ranks = {x.path: len(x.axes) for x in report.placed}
     again = [
         c
@@ -470,7 +473,7 @@ def _again(report: Report) -> _Check:
     found = []
     for kind in dict.fromkeys(c.kind for c in again):
         same = [c for c in again if c.kind == kind]
-        sent = sum(c.total_sent or 0 for c in same)
+        sent = _sent(same)
         if sent >= _MUCH * total:
             what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
             times = max(c.times or 0 for c in same)
@@ -479,22 +482,22 @@ def _again(report: Report) -> _Check:
             cause = f"{what} sent again in each turn of a loop, {times} times, {share}: {paths}."
             advice = "if the loop is over microbatches, fewer and larger ones, or one all-reduce after the loop."
             found.append(Suspicion("look", cause, advice=advice))
-    told = all(
-        c.parameters or c.times == 1
-        for c in report.collectives
-        if "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
-    )
+    told = all(c.parameters or c.times == 1 for c in report.collectives if _may_be_of_a_parameter(c))
     return found, "no loop sends the same parameter again" if report.collectives and told else ""
 
 
+def _may_be_of_a_parameter(c: Collective) -> bool:
+    return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
+
+
 def _reasons(report: Report) -> _Check:
-    total = sum(c.total_sent or 0 for c in report.collectives)
+    total = _sent(report.collectives)
     unknown = [c for c in report.collectives if c.reason is None]
     sent = sum(c.total_sent or 0 for c in unknown)
     if not total or sent <= _MUCH * total:
         return (), "the cause of each large transfer is known" if total else ""
     c, most = _merged(unknown)[0]
-    at = f" at {c.source}" if c.source else ""
+    at = _at(c.source)
     in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
     largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
     cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {largest}."
@@ -505,6 +508,14 @@ def _certain(report: Report) -> _Check:
     if not report.uncertain:
         return (), ""
     return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
+
+
+def _sent(found: Sequence[Collective]) -> int:
+    return sum(c.total_sent or 0 for c in found)
+
+
+def _at(source: Source | None) -> str:
+    return f" at {source}" if source else ""
 
 
 def _percent(share: float) -> str:

@@ -36,9 +36,8 @@ class KeptAxes(Stages):
 
     def _keep(self) -> KeptShards:
         """Return which axes stay sharded in the layers, and why others do not."""
-        inside = {n for tree in self._trees[:3] for names in tree.names for n in names or ()}
         sharded = self._names_over([a for a in self._mesh.axis_names if a not in self._stages])
-        wanted = sorted({*map(name_of, self._schedule.keep_sharded)} & sharded & inside)
+        wanted = sorted({*map(name_of, self._schedule.keep_sharded)} & sharded)
         kept = self._choose(
             [(a,) for a in dict.fromkeys(a for n in wanted for a in mapped_axes(n))], self._check_layers
         )

@@ -127,16 +127,9 @@ class _ProgramPair:
         operands = [*map(self._differs, all_operands, own_operands)]
         results = [*map(self._differs, first.outvars, second.outvars)]
         sharded = any((*operands, *results))
-        if name.startswith("custom_") and not _is_known_function(first):
-            raise NeedsCompleteAxes(f"{_described(first)} has a derivative of its own.")
+        _refuse_own_derivative(first)
         if partial:
-            exact = not jnp.issubdtype(second.outvars[0].aval.dtype, jnp.inexact)
-            if (
-                exact
-                or sharded
-                or not _is_linear(name, own_operands, partial)
-                or _parameters(first) != _parameters(second)
-            ):
+            if sharded or not _is_linear(second, own_operands, partial) or _parameters(first) != _parameters(second):
                 raise refused
             return {0}
         if _keeps_shards(first, second, operands, results) if sharded else _parameters(first) == _parameters(second):
@@ -146,8 +139,16 @@ class _ProgramPair:
         raise refused
 
 
-def _is_linear(name: str, operands: Sequence[Any], partial: set[int]) -> bool:
+def _refuse_own_derivative(operation: Any) -> None:
+    if operation.primitive.name.startswith("custom_") and not _is_known_function(operation):
+        raise NeedsCompleteAxes(f"{_described(operation)} has a derivative of its own.")
+
+
+def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bool:
     """Return whether an operation of partial sums, and of numbers that are the same everywhere, gives partial sums."""
+    name = operation.primitive.name
+    if not jnp.issubdtype(operation.outvars[0].aval.dtype, jnp.inexact):  # a conversion to integers rounds
+        return False
     if name in ("mul", "div"):
         return partial == {0} or (name == "mul" and len(partial) == 1)
     return all(i in partial or _is_zero(x) for i, x in enumerate(operands))
