@@ -153,7 +153,8 @@ def ring_in_a_pipeline(**options: Any) -> Any:
         k = x.rename({"pos": "key_pos"})
         return x + dot_product_attention(x * w, k, k, "key_pos", "embed", context="ring")
 
-    fold = nn.Stacked(axn.ones({"layers": 2}), axn.Axis("layers", 2)).fold_via(layer, schedule=GPipe(2, **options))
+    weights: Any = axn.ones({"layers": 2})
+    fold = nn.Stacked(weights, axn.Axis("layers", 2)).fold_via(layer, schedule=GPipe(2, **options))
     mapping = {"layers": "stage", "pos": "context", "key_pos": "context"}
     x, mesh = axn.ones({"batch": 2, "pos": 4, "embed": 4}), axn.make_mesh({"stage": 2, "context": 4})
     return axn.insight.explain(axn.named_jit(fold, mapping, in_placement=mapping), x, mesh=mesh, by="partitioner")
