@@ -68,7 +68,10 @@ class Parts:
     """Whether gradients are summed over devices in each microbatch."""
 
 
-def step(parts: Parts = Parts()) -> Callable[..., Any]:
+AS_IT_IS = Parts()
+
+
+def step(parts: Parts = AS_IT_IS) -> Callable[..., Any]:
     """Make a training step."""
 
     def loss(w: Any, tokens: axn.NamedArray) -> jax.Array:
