@@ -109,8 +109,8 @@ def is_mapped() -> bool:
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate the mappings and annotations of settings in a with-block.
 
-    Such settings can come from other code. The axis environment, what a pipeline keeps sharded, and whether a function
-    is mapped or marked depend on the surrounding code, and stay as they are.
+    Such settings can come from other code. The axis environment, the kept shards of a pipeline, and the marks that a
+    function is mapped or traced for names depend on the surrounding code, and stay as they are.
     """
     before, here = (
         {name: None if s is None else getattr(s, name) or None for name in _OF_SURROUNDINGS}

@@ -56,7 +56,7 @@ def is_shard_of(name: str, local: int, size: int) -> bool:
 
 
 def in_pipeline() -> bool:
-    """Return whether code runs in a pipeline, so that the active mapping alone does not say what is sharded."""
+    """Return whether code runs in a pipeline, where axes are complete although the active mapping shards them."""
     return _active() is not None
 
 
@@ -75,13 +75,12 @@ def scope_of_shards(sizes: Mapping[str, int], fixed: str = "") -> contextlib.Abs
 _SCOPE = re.compile(r"of_all_shards\[(.*?)\]([^/)]*)")
 
 
-def sizes_in_scope(scope: str) -> dict[str, int] | None:
-    """Return what `scope_of_shards` wrote into a scope, the fixed part as a name; None outside of such a scope."""
+def read_scope(scope: str) -> tuple[dict[str, int], str] | None:
+    """Return the sizes and the fixed part that `scope_of_shards` wrote; None if an operation is not in its scope."""
     found = _SCOPE.search(scope)
     if found is None:
         return None
-    sizes = {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}
-    return {**sizes, found[2]: 0}
+    return {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}, found[2]
 
 
 def refuse_gathered(what: str, argument: str, name: str) -> None:

@@ -214,7 +214,7 @@ def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
 
 
 _Amount: TypeAlias = tuple[Branches, Any, int]
-"""What an operation takes: the branches that contain it, of what it takes, and how much."""
+"""The branches that contain an operation, the thing that it takes, such as flops, and the amount."""
 
 
 class _Sent(NamedTuple):

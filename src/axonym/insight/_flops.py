@@ -21,7 +21,7 @@ def of_product(result: Sizes, summed: Sizes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """How the kernel of a convolution moves along an axis."""
+    """The stride, padding and dilations of a convolution along one axis."""
 
     stride: int = 1
     before: int = 0

@@ -155,7 +155,7 @@ class NamedTrace:
     exchanged: frozenset[str]
     """The axes of experts, along which rows are exchanged."""
     spliced: bool
-    """Whether the products have constraints only: see `axonym.names.distribute`."""
+    """True if only products have sharding constraints, as `axonym.names.distribute` adds them."""
     joined: Mapping[str, tuple[str, ...]]
     """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
 

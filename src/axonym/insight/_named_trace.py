@@ -269,7 +269,7 @@ class _Events:
             self._again(around, ys, self.run(body, xs[1:], inner))
 
     def _again(self, around: Around, before: Sequence[Value], after: Sequence[Value]) -> None:
-        """Compare the names of what a loop or branch returns with those that it should have."""
+        """Compare the names of the results of a loop or branch with the expected names."""
         for x, y in zip(before, after, strict=False):
             if x.dims != y.dims:
                 self.differ(around.place(), y.dims, x.dims)
@@ -448,7 +448,7 @@ class _Events:
     # --- experts ---
 
     def _dispatched(self, dispatch: _scopes.ScopedOperation, around: Around, ys: list[Value]) -> None:
-        """Record a dispatch of rows to experts, and which names there are those of its rows."""
+        """Record a dispatch of rows to experts, and the names of the axes of its rows."""
         if dispatch not in self._dispatches:
             self._dispatches[dispatch] = dataclasses.replace(around.place(), operation=dispatch), set()
         for axes in _rows(dispatch):

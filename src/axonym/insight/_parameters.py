@@ -55,16 +55,17 @@ def with_parameters(
         results: the axes of the results of the step. An argument whose axes no result has is no parameter: the step
             does not return its gradient, nor an update.
     """
-    updated = [x for x in given if frozenset(x.axes) in results]
+    updated = {x: None for x in given if frozenset(x.axes) in results}
     by_line: dict[Source | None, list[GivenArray]] = {}
     for (_, line), arrays in uses.items():
         by_line.setdefault(line, []).extend(arrays)
     for c in collectives:
         # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
         around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), updated)
-        # An activation may have the axes of an argument.
-        only = updated if c.kind in ("all-reduce", "reduce-scatter") or not c.stored else given
-        found = next(filter(None, ([x for x in arrays if x in only and _is_carried(c, x)] for arrays in around)), [])
+        # An activation may have the axes of an argument; only parameters are stored sharded.
+        any_of = c.stored and c.kind not in ("all-reduce", "reduce-scatter")
+        carried = ([x for x in arrays if (any_of or x in updated) and _is_carried(c, x)] for arrays in around)
+        found = next(filter(None, carried), [])
         exact = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
         paths = tuple(dict.fromkeys(x.path for x in exact or found))
         parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
@@ -77,7 +78,7 @@ def with_parameters(
 
 
 _AT_MOST = 3
-"""How many parameters are listed where it is not known which one it is."""
+"""The largest number of candidates that are listed for one parameter."""
 
 
 def _is_carried(c: Collective, x: GivenArray) -> bool:

@@ -33,6 +33,11 @@ def described_seconds(t: float) -> str:
     return f"{t / 1e-9:.3g} ns"
 
 
+def phase_of(phase: str) -> str:
+    """Write a phase; work that is not differentiated may be anywhere in a step."""
+    return phase or "other"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with their cells aligned in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -352,7 +352,7 @@ class _Search:
         """The flops of all convolutions. Names do not tell what sharded ones send, so each device computes them all."""
         self._of_batch = of_batch
         self.left_out: dict[str, str] = {}
-        """What is not considered, and why."""
+        """The shardings that are not considered, each with the reason."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
         self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)

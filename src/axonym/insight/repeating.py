@@ -15,7 +15,7 @@ from ._lowered import Product
 from ._named_events import NamedTrace, Sum
 
 _LEAST = 1.5
-"""How often products are computed at least if they count as repeated: convolutions repeat a little at their edges."""
+"""The least number of computations of a product that counts as repeated: convolutions repeat a little at edges."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RepeatedWork:
     flops: int
     """The flops of each device in them."""
     copies: int
-    """How many devices compute the same."""
+    """The number of devices that compute the same part."""
     axes: tuple[str, ...]
     """The mesh axes along which they do; empty if it is not known which."""
 

@@ -19,6 +19,7 @@ from ._text import (
     described_seconds,
     in_order,
     markdown_table,
+    phase_of,
     rich_table,
     written_number,
     written_table,
@@ -27,7 +28,7 @@ from .chips import Chip
 from .collectives import Collective
 from .repeating import RepeatedWork
 from .timeline import MemoryTimeline, draw
-from .verdict import SMALL, Verdict, path_of, phase_of, verdict_of
+from .verdict import SMALL, Verdict, least_sent, path_of, verdict_of
 
 _SHOWN = 8
 """How many arguments are written."""
@@ -209,7 +210,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Return what binds, the costliest transfers, what is suspicious, and what was checked and is fine.
+        """Return the verdict: the limiting resource, the costliest transfers, suspicions, and checks that passed.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> report.verdict.suspicious
@@ -260,7 +261,7 @@ class Report:
         if markdown:
             parts += [f"### {title}\n\n{markdown_table(header, rows)}" for title, header, rows in self._sections()]
         else:
-            total = sum(c.total_sent or 0 for c in self.collectives)
+            total = least_sent(self.collectives)
             parts += [f"{_title(axes, found)}\n{_lines(found, total)}" for axes, found in self.by_axes().items()]
             parts += [] if (table := self._table_of_copies()) is None else [written_table(*table)]
             parts += [] if self.timeline is None else [written_table(*self.timeline._section())]
@@ -276,7 +277,7 @@ class Report:
 
     def _sections(self) -> Iterator[Section]:
         """Yield the tables: the bytes sent over each set of mesh axes, copies, and the arrays in memory at the peak."""
-        total = sum(c.total_sent or 0 for c in self.collectives)
+        total = least_sent(self.collectives)
         for axes, found in self.by_axes().items():
             yield _title(axes, found), _HEADER, [dataclasses.astuple(row) for row in _rows(found, total)]
         if (table := self._table_of_copies()) is not None:
@@ -356,7 +357,7 @@ def _rows(found: Sequence[Collective], total: int) -> list[_Row]:
         merged.setdefault(_row_of(c), []).append(c)
     rows, small = list[tuple[int, _Row]](), list[Collective]()
     for row, same in merged.items():
-        if all(c.total_sent is not None for c in same) and _least_sent(same) < SMALL * total:
+        if all(c.total_sent is not None for c in same) and least_sent(same) < SMALL * total:
             small += same
             continue
         times = row.times if same[0].times is None else f"{row.times} {_times(same)}".strip()
@@ -365,7 +366,7 @@ def _rows(found: Sequence[Collective], total: int) -> list[_Row]:
         rows.append((weight, dataclasses.replace(row, times=times)))
     ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
     if small:
-        kinds, size = ", ".join(dict.fromkeys(c.kind for c in small)), describe_bytes(_least_sent(small))
+        kinds, size = ", ".join(dict.fromkeys(c.kind for c in small)), describe_bytes(least_sent(small))
         one = _Row(kinds, "-", _times(small), f"{size} in all", "smaller ones", "-", "-", "-", "less than 1% each")
         ordered.append(one)
     return ordered
@@ -384,10 +385,6 @@ def _row_of(c: Collective) -> _Row:
         why=c.reason or "not known",
         times="not known" if c.times is None else "at most" if c.in_branch else "",
     )
-
-
-def _least_sent(found: Sequence[Collective]) -> int:
-    return sum(c.total_sent or 0 for c in found)
 
 
 def _times(found: Sequence[Collective]) -> str:

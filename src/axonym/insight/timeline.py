@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
-from ._text import Section, described_axes
+from ._text import Section, described_axes, phase_of
 from .collectives import Collective
 
 CollectivesByAxes: TypeAlias = Mapping[tuple[str, ...] | None, Sequence[Collective]]
@@ -91,7 +91,7 @@ class MemoryTimeline:
             times = f"{h.count} x " if h.count > 1 else ""
             size = f"{times}{describe_bytes(h.bytes // h.count)}"
             operation = h.operation or "no named operation"
-            rows.append((h.array, size, h.phase or "other", str(h.source or "-"), operation))
+            rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), operation))
         if rest := others[_SHOWN:]:
             count = sum(h.count for h in rest)
             rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
@@ -125,7 +125,7 @@ def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
     at = range(len(timeline.held))
     for phase in dict.fromkeys(timeline.phases):
         heights = [n / scale if p == phase else 0 for n, p in zip(timeline.held, timeline.phases, strict=True)]
-        axes.fill_between(at, heights, step="mid", color=_COLORS[phase], label=phase or "other", linewidth=0)
+        axes.fill_between(at, heights, step="mid", color=_COLORS[phase], label=phase_of(phase), linewidth=0)
     arguments = sum(h.bytes for h in timeline.at_peak if h.kind == "argument")
     axes.axhline(arguments / scale, color="black", linestyle="--", linewidth=0.8, label="arguments at the peak")
     axes.set(xlabel="instruction", ylabel=f"held by each device ({unit})", ylim=(0, None))

@@ -1,4 +1,4 @@
-"""The verdict on a step: what binds, the costliest transfers, what is suspicious, and what was checked and is fine.
+"""Judge a step: its limiting resource, its costliest transfers, suspicions with advice, and checks that passed.
 
 Text, Markdown and rich show the words that are made here.
 """
@@ -15,7 +15,7 @@ from ..core.errors import describe_bytes, suggestion
 from ..core.source_lines import Source
 from ._arguments import PlacedArgument
 from ._parameters import carried_axes, without_numbers
-from ._text import described_axes, described_seconds
+from ._text import described_axes, described_seconds, phase_of
 from .collectives import Collective
 from .repeating import RepeatedWork
 
@@ -23,7 +23,7 @@ Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
 
 _COSTLIEST = 3
-"""How many transfers the verdict has."""
+"""The number of transfers in a verdict."""
 SMALL = 0.01
 """The share of a total below which rows are folded, and work that is repeated is not said."""
 _MUCH = 0.05
@@ -51,7 +51,7 @@ class Suspicion:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a person needs to know of a step first.
+    """The summary of a report: limits, costliest transfers, suspicions with advice, and checks that passed.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> report.verdict.binds
@@ -59,14 +59,14 @@ class Verdict:
     """
 
     binds: str
-    """What binds, and by how much, in a sentence."""
+    """The resource that limits the step, in a sentence."""
     explanation: str
     costliest: tuple[str, ...]
     """The three costliest transfers, each with its share, its array, the path of the parameter, the reason and line."""
     suspicious: tuple[Suspicion, ...]
-    """What is suspicious, the most severe first."""
+    """The suspicions, the most severe first."""
     fine: tuple[str, ...]
-    """What was looked for and not found."""
+    """The checks that found nothing."""
 
     def sections(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield the title and the lines of each part that comes after the first two sentences.
@@ -176,7 +176,7 @@ def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tu
 
 
 def _most_over(report: Report) -> tuple[tuple[str, ...] | None, int]:
-    sums = {axes: sum(c.total_sent or 0 for c in found) for axes, found in report.by_axes().items()}
+    sums = {axes: least_sent(found) for axes, found in report.by_axes().items()}
     return max(sums.items(), key=lambda pair: pair[1])
 
 
@@ -214,7 +214,7 @@ def _merged(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
 
 
 def _costliest(report: Report) -> Iterator[str]:
-    total = _sent(report.collectives)
+    total = least_sent(report.collectives)
     for c, sent in _merged(report.collectives)[:_COSTLIEST]:
         if total and sent / total >= SMALL:
             times = sum(one.times or 0 for one in report.collectives if alike(one) == alike(c))
@@ -226,11 +226,6 @@ def _costliest(report: Report) -> Iterator[str]:
                 f"{_percent(sent / total)}: {c.kind} over {described_axes(c.axes)} of {c.array}{path}{within}, "
                 f"{times} x {describe_bytes(c.sent or 0)}, {phase_of(c.phase)}{where}: {c.reason or 'why is not known'}"
             )
-
-
-def phase_of(phase: str) -> str:
-    """Write a phase; work that is not differentiated may be anywhere in a step."""
-    return phase or "other"
 
 
 # --- what is suspicious: each check returns what it found, and what to say if it found nothing ---
@@ -435,7 +430,7 @@ def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
 
 def _moved(report: Report) -> _Check:
     """Find activations that are gathered, or moved to another axis, although a mapping shards them."""
-    total = _sent(report.collectives)
+    total = least_sent(report.collectives)
     together: dict[tuple[tuple[str, ...], bool, Any, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
@@ -463,7 +458,7 @@ def _how_to_keep(axes: str, at: str, reason: str) -> str:
 
 def _again(report: Report) -> _Check:
     """Find parameters that a loop sends again in each turn, rather than a part of them."""
-    total = _sent(report.collectives)
+    total = least_sent(report.collectives)
     ranks = {x.path: len(x.axes) for x in report.placed}
     again = [
         c
@@ -473,7 +468,7 @@ def _again(report: Report) -> _Check:
     found = []
     for kind in dict.fromkeys(c.kind for c in again):
         same = [c for c in again if c.kind == kind]
-        sent = _sent(same)
+        sent = least_sent(same)
         if sent >= _MUCH * total:
             what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
             times = max(c.times or 0 for c in same)
@@ -491,9 +486,9 @@ def _may_be_of_a_parameter(c: Collective) -> bool:
 
 
 def _reasons(report: Report) -> _Check:
-    total = _sent(report.collectives)
+    total = least_sent(report.collectives)
     unknown = [c for c in report.collectives if c.reason is None]
-    sent = sum(c.total_sent or 0 for c in unknown)
+    sent = least_sent(unknown)
     if not total or sent <= _MUCH * total:
         return (), "the cause of each large transfer is known" if total else ""
     c, most = _merged(unknown)[0]
@@ -510,7 +505,8 @@ def _certain(report: Report) -> _Check:
     return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
 
 
-def _sent(found: Sequence[Collective]) -> int:
+def least_sent(found: Sequence[Collective]) -> int:
+    """Return the bytes that a device sends at least: values decide about others."""
     return sum(c.total_sent or 0 for c in found)
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..distribution.kept_shards import sizes_in_scope
+from ..distribution.kept_shards import read_scope
 
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
@@ -37,7 +37,7 @@ _LOOPS = frozenset("scan while cond".split())
 _WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_erfc"}
 """Functions with their own derivatives, which act on each element, or along the axes that they reduce."""
 _PACKAGES = f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
-_SAYS_VARYING = frozenset(("pcast", "pvary", "sharding_constraint"))
+_CHANGES_NO_VALUE = frozenset(("pcast", "pvary", "sharding_constraint"))
 
 
 class NeedsCompleteAxes(Exception):
@@ -94,10 +94,13 @@ class _ProgramPair:
         """Check that operations which exchange shards get shards of the complete axes."""
         if any(not _is_literal(x) and x in sums for x in shards.exchanged):
             raise NeedsCompleteAxes("an operation that exchanges shards gets a sum over the axis.")
-        for of_whole, of_shards in itertools.zip_longest(whole.scopes, shards.scopes):
-            expected = {n: size * self._counts.get(n, 1) for n, size in (of_shards or {}).items()}
-            if of_whole != expected:
-                raise NeedsCompleteAxes(f"an operation gets {of_shards} of the complete axes {of_whole}.")
+        if len(whole.scopes) != len(shards.scopes):
+            raise NeedsCompleteAxes("an operation that exchanges shards runs only for some sizes of it.")
+        for (sizes, fixed), (own, own_fixed) in zip(whole.scopes, shards.scopes, strict=True):
+            if sizes != {n: size * self._counts.get(n, 1) for n, size in own.items()}:
+                raise NeedsCompleteAxes(f"an operation gets {own} of the complete axes {sizes}.")
+            if fixed != own_fixed:
+                raise NeedsCompleteAxes(f"an operation gets{own_fixed}, and{fixed} for the complete axis.")
 
     def _differs(self, whole: Any, shards: Any) -> set[int]:
         """Return the position of the axis of which one program has a shard; an array has one such axis at most."""
@@ -169,23 +172,25 @@ class _ComparedProgram:
 
     def __init__(self, jaxpr: Any):
         self._same: dict[Any, Any] = {}
-        self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[dict[str, int]]()
+        self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[tuple[dict[str, int], str]]()
         self.gets = list[set[Any]]()
         """The values that each exchange gets."""
         made = set[Any]()
         for operation in jaxpr.eqns:
-            sizes = sizes_in_scope(str(operation.source_info.name_stack))
+            scope = read_scope(str(operation.source_info.name_stack))
             name = operation.primitive.name
-            if name in _SAYS_VARYING or (name == "convert_element_type" and _is_literal(self.operands(operation)[0])):
+            if name in _CHANGES_NO_VALUE or (
+                name == "convert_element_type" and _is_literal(self.operands(operation)[0])
+            ):
                 # The two programs may differ in these, which change no value: their results stand for their operands.
                 # JAX converts a number where it has to make it device-varying.
                 self._same.update(zip(operation.outvars, self.operands(operation), strict=True))
-            elif sizes is None:
+            elif scope is None:
                 self.compared.append(operation)
             else:
                 self.exchanged += self.operands(operation)
-                if not self.scopes or self.scopes[-1] != sizes:
-                    self.scopes.append(sizes)
+                if not self.scopes or self.scopes[-1] != scope:
+                    self.scopes.append(scope)
                     self.gets.append(set())
                 self.gets[-1] |= {x for x in self.operands(operation) if not _is_literal(x) and x not in made}
                 made.update(operation.outvars)
