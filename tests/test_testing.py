@@ -79,6 +79,15 @@ def test_empty_results_are_compared() -> None:
     assert check_shard_invariance(lambda x: x["batch", :0], X, draws=6).compared == 6
 
 
+def test_weakly_typed_arguments_stay_weak(auto_mesh: Mesh) -> None:
+    """A reference that got strong copies would compute in other dtypes."""
+    weak, narrow = jnp.full((8, 2), 3), jnp.ones((8, 2), jnp.int8)
+    assert weak.weak_type
+    sharded = jax.device_put(weak, NamedSharding(auto_mesh, P("data")))
+    with jax.set_mesh(auto_mesh):
+        check_shard_invariance(lambda x, y: x + y, sharded, narrow, reference=lambda x, y: y + x, gradients=False)
+
+
 def test_random_draws_that_depend_on_the_device_are_found() -> None:
     def local_noise(x: axn.NamedArray, key: jax.Array) -> Any:
         def noisy(x: axn.NamedArray) -> Any:

@@ -29,7 +29,7 @@ from ..core.differences import SCALES, asymmetric, usual_sizes
 from ..core.tree_spec import ARRAYS, flatten_arrays
 from ..sharding.leaves import leaves_of
 from ..sharding.mapping import axis_mapping
-from ..sharding.shard import shard
+from ..sharding.shard import emptied, shard
 from ._diagnosis import Recording, diagnose
 from ._widening import WidenedProgram, wide_dtype
 
@@ -179,7 +179,11 @@ class _AsPlaced:
     def _alone(self, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        spec, x = getattr(getattr(x, "sharding", None), "spec", None), jnp.asarray(np.asarray(x))
+        spec = getattr(getattr(x, "sharding", None), "spec", None)
+        x = emptied(x)
+        # A weakly typed array stays weak, or it would promote the dtypes of others; a copy through NumPy is not weak.
+        weak = isinstance(x, jax.Array) and x.weak_type
+        x = jax.device_put(x, jax.devices()[0]) if weak else jnp.asarray(np.asarray(x))
         # On Explicit axes, the spec is part of the type, on one device too.
         explicit = spec is not None and self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
         return jax.device_put(x, spec) if explicit else x
