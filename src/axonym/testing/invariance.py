@@ -180,10 +180,9 @@ class _AsPlaced:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         spec = getattr(getattr(x, "sharding", None), "spec", None)
-        x = emptied(x)
-        # A weakly typed array stays weak, or it would promote the dtypes of others; a copy through NumPy is not weak.
-        weak = isinstance(x, jax.Array) and x.weak_type
-        x = jax.device_put(x, jax.devices()[0]) if weak else jnp.asarray(np.asarray(x))
+        weak, x = isinstance(x, jax.Array) and x.weak_type, jnp.asarray(np.asarray(emptied(x)))
+        if weak:  # as it was, or it would promote the dtypes of others
+            x = jnp.full(x.shape, x.dtype.type().item()).at[...].set(x)
         # On Explicit axes, the spec is part of the type, on one device too.
         explicit = spec is not None and self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
         return jax.device_put(x, spec) if explicit else x
