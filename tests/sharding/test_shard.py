@@ -83,10 +83,12 @@ def test_in_place_is_looked_up(x, mesh, monkeypatch) -> None:
         assert axn.shard(y) is y
         assert axn.shard(y, mesh=mesh) is y
         assert axn.shard(y, MAPPING) is axn.shard(y, MAPPING, mesh) is y
+        assert axn.shard(tree := {"layers": [y, y]}) is axn.shard(tree, MAPPING) is tree
         monkeypatch.undo()
         assert axn.shard(y, {name: [entry] for name, entry in MAPPING.items()}).array is y.array
         assert spec(axn.unshard(y, MAPPING)) == (None, None)
         assert spec(axn.shard(y, {"batch": "data"})) == ("data", None)
+        assert [spec(z) for z in axn.shard([y, axn.unshard(y)])] == [spec(y)] * 2
         with pytest.warns(UserWarning, match="Did you mean 'batch'"):
             axn.shard(axn.unshard(y), {"bacth": "data"})
         assert axn.shard(y, mesh=on_some(4, 1)).array.sharding.device_set == {*jax.devices()[:4]}

@@ -22,7 +22,7 @@ from ..core.processes import checksum, fail_together
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
-from ..named_array import NamedArray, raw, wrap_like
+from ..named_array import NamedArray, is_named_array, raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import as_mapping, check_direction, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
@@ -298,7 +298,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = as_seen_here(mesh)
     else:
         mesh = current_mesh()
-    if mesh is not None and not undo and _is_in_place(tree, placement, mesh, what):
+    if mesh is not None and not undo and _are_in_place(tree, placement, mesh, what):
         return tree
     if mesh is None and not shardings_in(placement):
         checked_prefix(placement, what)
@@ -315,8 +315,16 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
 
 
+def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
+    """Return whether all leaves of a tree are eager named arrays where a mapping, or the active one, puts them."""
+    if isinstance(tree, NamedArray):
+        return _is_in_place(tree, placement, mesh, what)
+    leaves = jax.tree.leaves(tree, is_leaf=is_named_array)
+    return bool(leaves) and all(_is_in_place(x, placement, mesh, what) for x in leaves)
+
+
 def _is_in_place(x: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
-    """Return whether an eager named array lies where a mapping, or the active one, puts it.
+    """Return the same for one array.
 
     Layers ask this at every call, so an answer is kept for all arrays of these names, sizes and sharding.
     """
