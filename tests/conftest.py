@@ -6,6 +6,7 @@ need several devices take a mesh fixture; they never skip.
 
 import gc
 import os
+import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time goes into compiling, here and in processes that tests start. The machine code need not be fast: the
@@ -100,19 +101,22 @@ FURTHER = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as `further`, and a sample as `quick`: the first case of the first two test functions of each module.
 
-    Modules begin with the basics. Slow tests do not count. A test may also be marked `quick` or `further` where it is
-    defined, as one call of every operation is.
+    Of the cases of a test function, half are `further`: the first always runs, and a checksum of their names chooses
+    among the others, so that it takes each kind of mesh about as often. Modules begin with the basics. Slow tests do not
+    count. A test may also be marked `quick` or `further` where it is defined, as one call of every operation is.
     """
     functions: dict[object, set[str]] = {}
+    has_run: set[str] = set()
     for item in items:
-        if item.nodeid.startswith(FURTHER):
+        case_of = item.nodeid.partition("[")[0]
+        if item.nodeid.startswith(FURTHER) or (case_of in has_run and zlib.crc32(item.nodeid.encode()) % 2):
             item.add_marker("further")
+        has_run.add(case_of)
         if item.nodeid.startswith(SLOW):
             continue
         seen = functions.setdefault(item.path, set())
-        function = item.nodeid.partition("[")[0]
-        if function not in seen and len(seen) < QUICK_FUNCTIONS:
-            seen.add(function)
+        if case_of not in seen and len(seen) < QUICK_FUNCTIONS:
+            seen.add(case_of)
             item.add_marker("quick")
 
 
