@@ -195,7 +195,8 @@ def halo_kernel(
         values = [None if n is None else next(aligned) for n in value_names]
         return _with_halo(x, position, blocks, widths, kinds, values, held)
 
-    return _kernels.make_kernel("halo", positional, (names, *given), names, same_sizes=False)
+    what = "boundary" if held else "halo"
+    return _kernels.make_kernel(what, positional, (names, *given), names, same_sizes=False)
 
 
 @_kernels.shared("names", "axis")
@@ -209,7 +210,7 @@ def edge_kernel(names: Names, axis: str, blocks: Blocks, widths: Widths, width: 
         x = jax.lax.slice_in_dim(x, widths[0], x.shape[position + 1] - widths[1], axis=position + 1)
         return _merge(_mirrored(x, position + 1, width, last), every)
 
-    return _kernels.make_kernel("halo", positional, (names,), names)
+    return _kernels.make_kernel("boundary", positional, (names,), names)
 
 
 @_kernels.shared("names")
