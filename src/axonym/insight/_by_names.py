@@ -316,7 +316,9 @@ class Account:
                 (n, size + (size - sizes.get(n or "", size)) * (self.layout.count(self.layout.used(n)) - 1))
                 for n, size in event.halo.dims
             )
-            self._exchange(event.place, "collective-permute", axes, dataclasses.replace(event.halo, dims=dims, base=dims))
+            self._exchange(
+                event.place, "collective-permute", axes, dataclasses.replace(event.halo, dims=dims, base=dims)
+            )
 
     def _together(self, event: Together) -> None:
         # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.

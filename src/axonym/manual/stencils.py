@@ -11,7 +11,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 from ..axis import Axis, AxisSelector, name_of
 from ..core import errors
 from ..core.jax_versions import is_staged
-from ..distribution.active_settings import active_mapping, activate, active_settings, changed
+from ..distribution.active_settings import activate, active_mapping, active_settings, changed
 from ..distribution.mesh_axes import axes_of_type, entry_of, has_manual, mesh_around
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops._blocks import WORDS, Blocks, Widths, blocks_of, edge_kernel, halo_kernel, neighbors_kernel
@@ -31,12 +31,11 @@ from ._axis_environment import axes_of_sharded, count, declared, possible_shardi
 _NONE: Widths = (0, 0)
 _ONE = Blocks()
 
-Boundary = Mapping[AxisSelector, Any]
+Boundary: TypeAlias = Mapping[Any, Any]
+"""For each axis, by its name or as an `Axis`, what is behind its ends."""
 
 
-def stencil(
-    fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, steps: int = 1
-) -> Callable[..., Any]:
+def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, steps: int = 1) -> Callable[..., Any]:
     """Return a function of fields that computes each element from its neighbors, which `fn` looks up by offsets.
 
     `fn` gets a look-up function for each field: `u()` is the field, and `u(x=-1, y=1)` has for each element the
@@ -131,7 +130,9 @@ def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:
 class _LookUp:
     """A field, in which a function looks up neighbors by their offsets."""
 
-    def __init__(self, what: str, place: int, names: Sequence[str], boundary: Mapping[str, Any], get: Callable[..., Any]):
+    def __init__(
+        self, what: str, place: int, names: Sequence[str], boundary: Mapping[str, Any], get: Callable[..., Any]
+    ):
         self._what, self._place, self._names, self._boundary, self._get = what, place, names, boundary, get
 
     def __call__(self, **offsets: int) -> NamedArray:
@@ -182,15 +183,22 @@ class _Fields:
         self.what, self.fields = what, [require_named(what, f) for f in fields]
         every = [boundary] * len(fields) if isinstance(boundary, Mapping) else list(boundary)
         if len(every) != len(fields):
-            raise ValueError(f"{what}: {len(every)} boundaries for {len(fields)} fields: pass one mapping for all, or each.")
+            raise ValueError(
+                f"{what}: {len(every)} boundaries for {len(fields)} fields: pass one mapping for all, or each."
+            )
         self.boundaries = [
-            {name_of(axis): _sides(what, axis, b) for axis, b in by_axis(what, "boundary", own, "{'x': 'edge'}").items()}
+            {
+                name_of(axis): _sides(what, axis, b)
+                for axis, b in by_axis(what, "boundary", own, "{'x': 'edge'}").items()
+            }
             for own in every
         ]
         known = {n for f in self.fields for n in f.names}
         for name in (n for own in self.boundaries for n in own):
             if name not in known:
                 raise ValueError(f"{what}: no field has axis {name!r}.{errors.suggestion(name, known)}")
+        self._widened: dict[tuple[int, str, int], tuple[NamedArray, Mapping[str, Widths]]] = {}
+        """For each array behind a boundary, by field, axis and end: with the widest halos that it was needed with."""
         self.blocks: dict[str, Blocks] = {}
         for f in self.fields:
             self.blocks = _blocks(what, f) | self.blocks
@@ -290,7 +298,7 @@ class _Fields:
     def apart(self, x: NamedArray, counted: Mapping[str, str]) -> NamedArray:
         """Split axes into blocks, which have an axis of their own, and elements of a block."""
         for n, name in counted.items():
-            x = x.unflatten_axis(n, (Axis(name, self.blocks[n].count), n))
+            x = x.unflatten_axis(n, (Axis(name, self.blocks[n].shards), n))
         return x
 
     def at(
@@ -306,8 +314,8 @@ class _Fields:
         own, widths = self.boundaries[i], {n: w for n, w in widths.items() if any(w)}
         if lacking := [n for n in widths if n not in own]:
             raise ValueError(
-                f"{self.what}: what is behind the ends of axis {lacking[0]!r} in field {i}? Add it to `boundary`, as in "
-                f"{{{lacking[0]!r}: 'edge'}}."
+                f"{self.what}: what is behind the ends of axis {lacking[0]!r} in field {i}? Add it to `boundary`, as "
+                f"in {{{lacking[0]!r}: 'edge'}}."
             )
         wide = set(widths) if held else set[str]()
         for n in self.in_order(own, widths):
@@ -322,7 +330,8 @@ class _Fields:
                 if isinstance(side, str) or not width:
                     values.append(None)
                 elif isinstance(side, NamedArray) or not callable(side):
-                    values.append(self.widened(side, {m: widths[m] for m in wide if m in getattr(side, "names", ())}, own))
+                    along = {m: widths[m] for m in own if m in wide and m in getattr(side, "names", ())}
+                    values.append(self.widened((i, n, last), side, along) if along else side)
                 else:
                     inside = widths[n] if held else _NONE
                     edge = edge_kernel(x.names, n, blocks, inside, width, bool(last)).apply(x.array)
@@ -345,13 +354,20 @@ class _Fields:
             return order
         return sorted(order, key=lambda n: n not in self.blocks)
 
-    def widened(self, value: Any, widths: Mapping[str, Widths], own: Mapping[str, Any]) -> Any:
-        """Give an array that is behind a boundary the halos of the field along its other axes."""
-        for n, w in widths.items():
-            kinds = ("periodic",) * 2 if own[n] == ("periodic",) * 2 else ("edge",) * 2
-            kernel = halo_kernel(value.names, n, (None, None), self.blocks.get(n, _ONE), w, kinds, False)
-            value = kernel.apply(value.array)
-        return value
+    def widened(self, place: tuple[int, str, int], value: NamedArray, widths: Mapping[str, Widths]) -> NamedArray:
+        """Return an array that is behind a boundary with the halos that the field has along its other axes."""
+        if place not in self._widened:
+            wide = value
+            for n, w in widths.items():
+                kind = "periodic" if "periodic" in self.boundaries[place[0]][n] else "edge"
+                kernel = halo_kernel(wide.names, n, (None, None), self.blocks.get(n, _ONE), w, (kind, kind), False)
+                wide = kernel.apply(wide.array)
+            self._widened[place] = wide, widths
+        wide, held = self._widened[place]
+        if held == widths:
+            return wide
+        held, kept = ([w.get(n, _NONE) for n in wide.names] for w in (held, widths))
+        return next(iter(self.at(wide, held, kept, [(0,) * len(held)]).values()))
 
     def checked(self, value: Any, edge: NamedArray) -> NamedArray:
         """Return what is behind a boundary, as a function computed it from the elements next to it."""
@@ -366,7 +382,7 @@ class _Fields:
     def check_width(self, x: NamedArray, n: str, blocks: Blocks, widths: Widths, sides: Sequence[Any]) -> None:
         size = x.axis_size(n) // blocks.local
         if max(w + (side == "reflect") for w, side in zip(widths, sides, strict=True)) > size:
-            over = f" on each of {blocks.count} devices along {' and '.join(blocks.axes)}" if blocks.count > 1 else ""
+            over = f" on each of {blocks.shards} devices along {' and '.join(blocks.axes)}" if blocks.shards > 1 else ""
             raise ValueError(
                 f"{self.what}: the halo of axis {n!r} has {widths[0]} elements before and {widths[1]} after, but the "
                 f"axis has {size}{over}. Shard it over fewer devices, or use fewer steps or a smaller depth."
@@ -401,9 +417,13 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
                 f"{errors.describe_shape(side.shape)}."
             )
         if not (isinstance(side, (str, NamedArray)) or callable(side) or np.ndim(side) == 0):
-            raise TypeError(f"{what}: the boundary of axis {name!r} cannot be {type(side).__name__}: name the array's axes.")
+            raise TypeError(
+                f"{what}: the boundary of axis {name!r} cannot be {type(side).__name__}: name the array's axes."
+            )
     if len(sides) != 2 or (sides[0] == "periodic") != (sides[1] == "periodic"):
-        raise ValueError(f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}.")
+        raise ValueError(
+            f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}."
+        )
     return sides
 
 

@@ -44,7 +44,7 @@ Widths = tuple[int, int]
 class Blocks(NamedTuple):
     """The blocks of one axis."""
 
-    count: int = 1
+    shards: int = 1
     axes: Axes = ()
     """The mesh axes over which they lie."""
     manual: bool = False
@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
     @property
     def local(self) -> int:
         """The number of blocks that an array has here."""
-        return 1 if self.manual else self.count
+        return 1 if self.manual else self.shards
 
 
 def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
@@ -104,11 +104,11 @@ def _merge(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
 def _passed(x: jax.Array, axis: int, blocks: Blocks, step: int) -> jax.Array:
     """Pass an array that each block has to the next block, or the one before; the last and the first are neighbors."""
     if blocks.manual:
-        return permute(x, blocks.axes, [(i, (i + step) % blocks.count) for i in range(blocks.count)])
-    if blocks.count == 1:
+        return permute(x, blocks.axes, [(i, (i + step) % blocks.shards) for i in range(blocks.shards)])
+    if blocks.shards == 1:
         return x
-    last = step % blocks.count
-    return jax.lax.concatenate(jax.lax.split(x, (blocks.count - last, last), axis)[::-1], axis)
+    last = step % blocks.shards
+    return jax.lax.concatenate(jax.lax.split(x, (blocks.shards - last, last), axis)[::-1], axis)
 
 
 def _mirrored(x: jax.Array, axis: int, width: int, last: bool, skipped: int = 0) -> jax.Array:
@@ -131,10 +131,10 @@ def _filled(x: jax.Array, axis: int, kind: str | None, value: Any, width: int, l
 
 def _is_end(x: jax.Array, axis: int, blocks: Blocks, last: bool) -> jax.Array:
     """Return for each block whether a boundary is at its end."""
-    end = blocks.count - 1 if last else 0
+    end = blocks.shards - 1 if last else 0
     if blocks.manual:
         return jax.lax.axis_index(blocks.axes) == end
-    shape = [blocks.count if i == axis else 1 for i in range(x.ndim)]
+    shape = [blocks.shards if i == axis else 1 for i in range(x.ndim)]
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) == end
 
 
@@ -151,20 +151,26 @@ def _with_halo(
     x = _split(x, every)
     part = functools.partial(jax.lax.slice_in_dim, axis=axis + 1)
     size, (before, after) = x.shape[axis + 1], widths
+    # Where each halo begins: if blocks have halos already, in them, and else in the block before or after.
+    starts = (0, size - after) if held else (size - before, 0)
+    sides = [part(x, start, start + width) for start, width in zip(starts, widths, strict=True)]
     if held:
-        sides = [part(x, 0, before), part(x, size - after, size)]
         x = part(x, before, size - after)
-    else:
-        ends = part(x, size - before, size), part(x, 0, after)
-        sides = [_passed(ends[0], axis, blocks, 1), _passed(ends[1], axis, blocks, -1)]
     # A trace that follows names sees what several devices do.
-    alone = blocks.count == 1 and not is_marking()
+    alone = blocks.shards == 1 and not is_marking()
     for i, (kind, width) in enumerate(zip(kinds, widths, strict=True)):
-        if width and kind != "periodic":
-            filled = _filled(x, axis + 1, kind, values[i], width, last=i == 1)
-            is_end = None if alone else _is_end(x, axis, blocks, last=i == 1)
-            sides[i] = filled if is_end is None else jnp.where(is_end, filled, sides[i])
-    return _merge(jax.lax.concatenate([sides[0], x, sides[1]], axis + 1), every)
+        if not width:
+            continue
+        filled = None if kind == "periodic" else _filled(x, axis + 1, kind, values[i], width, last=i == 1)
+        if filled is not None and alone:
+            sides[i] = filled
+            continue
+        if not held:
+            sides[i] = _passed(sides[i], axis, blocks, -1 if i else 1)
+        if filled is not None:
+            sides[i] = jnp.where(_is_end(x, axis, blocks, last=i == 1), filled, sides[i])
+    parts = [side for side, width in zip(sides, widths, strict=True) if width]
+    return _merge(jax.lax.concatenate([*parts[: bool(before)], x, *parts[bool(before) :]], axis + 1), every)
 
 
 # --- kernels ---
