@@ -83,7 +83,7 @@ def main() -> None:
 
         @jax.jit
         def advance(water: Water) -> Water:
-            return jax.lax.fori_loop(0, args.steps, lambda _, now: step(*now, open_faces), water)
+            return jax.lax.fori_loop(0, args.steps, lambda _, now: step(now[0], now[1], now[2], open_faces), water)
 
         h, u, v = advance(water)
         print(f"energy {float(energy(*water).array):.0f} before, {float(energy(h, u, v).array):.0f} after")

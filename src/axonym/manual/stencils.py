@@ -25,7 +25,8 @@ from ..distribution.active_settings import activate, active_mapping, active_sett
 from ..distribution.mesh_axes import axes_of_type, entry_of, has_manual, mesh_around
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops._blocks import WORDS, Blocks, Widths, blocks_of, edge_kernel, halo_kernel, neighbors_kernel
-from ..ops._operands import by_axis, require_named
+from ..ops._operands import by_axis, one_axis, require_named
+from ..ops.joining import stack
 from ._axis_environment import axes_of_sharded, count, declared, possible_shardings
 
 _NONE: Widths = (0, 0)
@@ -115,6 +116,39 @@ def map_overlap(
         return given.apply(fn, widths)
 
     return computed
+
+
+def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, *, center: bool = True) -> NamedArray:
+    """Return for each element along an axis the elements around it, along a new axis, which comes first.
+
+    Whatever is computed along the new axis is a rolling statistic. In jit the windows are not stored, but read from the
+    array. Along a sharded axis, devices receive from their neighbors what reaches into their windows.
+
+    Arguments:
+        window: the new axis, with the size of a window.
+        boundary: what is behind the ends of the axis, as for `stencil`; `jnp.nan` gives no value where a window is not
+            complete, and with it `nanmean` and the like give a value for what is there.
+        center: whether the element is in the middle of its window, after the middle if there is none, rather than last.
+
+    >>> x = axn.named([1.0, 2.0, 6.0, 0.0], "t")
+    >>> axn.rolling(x, "t", axn.Axis("window", 3), "edge").mean("window")
+    NamedArray(float32[t=4], [1.3333334 3. 2.6666667 2. ])
+    >>> axn.rolling(x, "t", axn.Axis("window", 2), 0.0, center=False).max("window")
+    NamedArray(float32[t=4], [1. 2. 6. 6.])
+    """
+    what = "rolling"
+    name, window = name_of(axis), one_axis(what, "window", window)
+    if name not in require_named(what, array).names:
+        raise ValueError(errors.missing_axes(what, [name], array.names, array.array.shape))
+    if not window.size:
+        raise ValueError(f"{what}: a window has at least one element, got {window}.")
+    first = -(window.size // 2) if center else 1 - window.size
+    given = _Fields(what, [array], {axis: boundary})
+
+    def windows(u: _LookUp) -> NamedArray:
+        return stack([u(**{name: first + i}) for i in range(window.size)], window)
+
+    return given.one_step(windows, _looked_up(windows, given))
 
 
 def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:

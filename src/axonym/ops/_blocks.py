@@ -23,6 +23,7 @@ from ..distribution.axis_marks import is_marking
 from ..distribution.mesh_axes import (
     Axes,
     entry_of,
+    has_manual,
     mesh_around,
     mesh_axes,
     padded,
@@ -64,7 +65,7 @@ def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding) and len(array.shape) == len(x.names):
         mesh, over = sharding.mesh, tuple(map(mesh_axes, padded(sharding.spec, len(x.names))))
-    elif mesh.empty:
+    elif mesh.empty or has_manual(mesh):
         return {}
     else:
         over = sharded_over(what, x.names, x.array, mesh, AxisType.Auto)
@@ -76,7 +77,7 @@ def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
 # --- raw arrays ---
 
 
-def _split(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
+def split(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
     """Split axes into blocks and elements of a block; None leaves an axis as it is."""
     if all(blocks is None for blocks in every):
         return x
@@ -87,16 +88,27 @@ def _split(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
         shape += [size] if blocks is None else [count, size // count]
         unconstrained = [PartitionSpec.UNCONSTRAINED]
         entries += unconstrained if blocks is None else [entry_of(blocks.axes if count > 1 else ()), *unconstrained]
-    x, types = x.reshape(shape), types_of(mesh_around())
+    return _constrained(x.reshape(shape), every, entries)
+
+
+def _constrained(x: jax.Array, every: Sequence[Blocks | None], entries: Sequence[Any]) -> jax.Array:
+    types = types_of(mesh_around())
     over = {a for blocks in every if blocks is not None and not blocks.manual for a in blocks.axes}
-    # Eagerly there may be no active mesh, and a reshape keeps the sharding.
+    # Eagerly there may be no active mesh, and operations keep the sharding.
     if over and all(types.get(a) == AxisType.Auto for a in over):
-        x = jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
     return x
 
 
-def _merge(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
-    """Undo `_split`."""
+def gathered(x: jax.Array, axis: int, every: Sequence[Blocks | None]) -> jax.Array:
+    """Return an array that is split into blocks along one axis, which all devices have; the others keep theirs."""
+    entries = [None if blocks is None else entry_of(blocks.axes) for blocks in every]
+    split = [blocks if i == axis else None for i, blocks in enumerate(every)]
+    return _constrained(x, split, [*entries[:axis], None, None, *entries[axis + 1 :]])
+
+
+def merge(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
+    """Undo `split`."""
     sizes = iter(x.shape)
     return x.reshape([next(sizes) if blocks is None else next(sizes) * next(sizes) for blocks in every])
 
@@ -138,17 +150,18 @@ def _is_end(x: jax.Array, axis: int, blocks: Blocks, last: bool) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) == end
 
 
-def _with_halo(
+def with_halo(
     x: jax.Array,
     axis: int,
     blocks: Blocks,
     widths: Widths,
     kinds: Sequence[str | None],
     values: Sequence[Any],
-    held: bool,
+    held: bool = False,
 ) -> jax.Array:
+    """Return an array with halos around the blocks of an axis; `halo_kernel` has the arguments."""
     every = [blocks if i == axis else None for i in range(x.ndim)]
-    x = _split(x, every)
+    x = split(x, every)
     part = functools.partial(jax.lax.slice_in_dim, axis=axis + 1)
     size, (before, after) = x.shape[axis + 1], widths
     # Where each halo begins: if blocks have halos already, in them, and else in the block before or after.
@@ -170,7 +183,7 @@ def _with_halo(
         if filled is not None:
             sides[i] = jnp.where(_is_end(x, axis, blocks, last=i == 1), filled, sides[i])
     parts = [side for side, width in zip(sides, widths, strict=True) if width]
-    return _merge(jax.lax.concatenate([*parts[: bool(before)], x, *parts[bool(before) :]], axis + 1), every)
+    return merge(jax.lax.concatenate([*parts[: bool(before)], x, *parts[bool(before) :]], axis + 1), every)
 
 
 # --- kernels ---
@@ -199,7 +212,7 @@ def halo_kernel(
     def positional(x, *operands):
         aligned = iter([_kernels.align(v, n, names) for v, n in zip(operands, given, strict=True)])
         values = [None if n is None else next(aligned) for n in value_names]
-        return _with_halo(x, position, blocks, widths, kinds, values, held)
+        return with_halo(x, position, blocks, widths, kinds, values, held)
 
     what = "boundary" if held else "halo"
     return _kernels.make_kernel(what, positional, (names, *given), names, same_sizes=False)
@@ -212,9 +225,9 @@ def edge_kernel(names: Names, axis: str, blocks: Blocks, widths: Widths, width: 
     every = [blocks if n == axis else None for n in names]
 
     def positional(x):
-        x = _split(x, every)
+        x = split(x, every)
         x = jax.lax.slice_in_dim(x, widths[0], x.shape[position + 1] - widths[1], axis=position + 1)
-        return _merge(_mirrored(x, position + 1, width, last), every)
+        return merge(_mirrored(x, position + 1, width, last), every)
 
     return _kernels.make_kernel("boundary", positional, (names,), names)
 
@@ -238,7 +251,7 @@ def neighbors_kernel(
 
     def positional(x):
         every = [b if any(h) and b.local > 1 else None for b, h in zip(blocks, held, strict=True)]
-        x, found = _split(x, every), []
+        x, found = split(x, every), []
         for offset in offsets:
             starts, ends, dimension = [], [], 0
             for each, h, k, o in zip(every, held, kept, offset, strict=True):
@@ -247,7 +260,7 @@ def neighbors_kernel(
                 starts.append(h[0] - k[0] + o)
                 ends.append(x.shape[dimension] - h[1] + k[1] + o)
                 dimension += 1
-            found.append(_merge(jax.lax.slice(x, starts, ends), every))
+            found.append(merge(jax.lax.slice(x, starts, ends), every))
         return tuple(found)
 
     return _kernels.make_kernel("neighbors", positional, (names,), (names,) * len(offsets))
