@@ -283,7 +283,7 @@ def heat() -> Picture:
         for line in range(1, 4):
             picture.path(f"M{left + 40 * line} {top}v80", "line")
         picture.path(f"M{left} {top + 40}h160M{left} {top}h160v80h-160z", "line")
-    picture.text(260, 126, "dark: above 40 degrees; lighter: above 10, and above 2", "muted", "middle")
+    picture.text(260, 126, "from inside to outside: above 40, 10 and 2 degrees", "muted", "middle")
 
     report = axn.insight.explain(step, hot, mesh=mesh, mapping=mapping, by="names")
     left, top, width, height = 160, 168, 200, 100

@@ -1,11 +1,9 @@
-"""Shallow water in a channel, on a staggered grid that several devices share; and what they send.
-
-    python examples/shallow_water.py --steps 400
+"""Shallow water in a channel, on a staggered grid that devices share: `python examples/shallow_water.py`.
 
 Water of depth `h` lies in the cells of a C grid. The velocity `u` lies on their left faces, and `v` on their lower
 faces, so a difference of neighbors is a slope at the face between them. The channel is periodic along `x`, and has
 walls at both ends of `y`: nothing flows through the lowest faces, where a mask makes `v` zero, nor through the faces
-behind the last cells, which are the boundary of `v`.
+behind the last cells, which are the boundary of `v`. With `--report`, it only says what a step sends.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def energy(h: NamedArray, u: NamedArray, v: NamedArray) -> NamedArray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, nargs=2, default=(64, 32), metavar=("X", "Y"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--report", action="store_true", help="only say what a step sends")

@@ -1,6 +1,4 @@
-"""Turbulence in two dimensions by a spectral method: Fourier transforms along axes that several devices share.
-
-    python examples/spectral.py --size 64 --steps 200
+"""Turbulence in two dimensions, with Fourier transforms along a sharded axis: `python examples/spectral.py`.
 
 The vorticity of a periodic flow is a field of waves. Each step goes from waves to values, multiplies velocities and
 slopes there, and goes back. A transform along a sharded axis exchanges it for another one, by two all-to-alls; the
@@ -71,7 +69,7 @@ def energy(w: NamedArray, size: int) -> NamedArray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()

@@ -20,7 +20,7 @@ from tests.helpers import spec
 MAPPING = {"x": "data"}
 DRAW = np.random.default_rng(0)
 X = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (64, 16)), "float32"), ("x", "c"))
-PLANES = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (16, 6, 10)), "float32"), ("x", "y", "z"))
+PLANES = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (16, 8, 10)), "float32"), ("x", "y", "z"))
 PLACES = axn.named(jnp.cumsum(jnp.asarray(DRAW.uniform(0.5, 1.5, 64), "float32")), "x")
 ROW, SHARD = 4 * 16, 4 * 64 * 16 // 4
 
@@ -63,12 +63,10 @@ CASES = {
     ),
     # The values one way, and complex ones the other.
     "fft": Along(lambda x: power(fft.fft(x, "x")), "all-to-all", 3 * SHARD),
-    # Along `y` at once; the 6 elements of `y` become 4, so the 10 of `z` are shared, padded to 12.
-    "rfft": Along(
-        lambda x: power(fft.rfft(x, {"x": "kx", "y": "ky"})), "all-to-all", 2 * 8 * 4 * 4 * 12, PLANES, False
-    ),
+    # Along `y` at once, where 5 terms are left; then the 10 elements of `z` are shared, padded to 12.
+    "rfft": Along(lambda x: power(fft.rfft(x, {"x": "kx", "y": "ky"})), "all-to-all", 2 * 8 * 4 * 5 * 12, True, False),
     "irfft": Along(
-        lambda x: fft.irfft(fft.rfft(x, ("x", "y")) * 2, ("x", "y")), "all-to-all", 4 * 8 * 4 * 4 * 12, True
+        lambda x: fft.irfft(fft.rfft(x, ("x", "y")) * 2, ("x", "y")), "all-to-all", 4 * 8 * 4 * 5 * 12, True
     ),
     "tridiagonal": Along(solve, "all-to-all", None),
 }
