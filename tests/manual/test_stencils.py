@@ -170,7 +170,8 @@ def test_transforms(mesh: Mesh) -> None:
         return jax.lax.scan(jax.checkpoint(lambda x, _: (smooth(x), None)), x, length=3)[0]
 
     def mapped(x: NamedArray) -> NamedArray:
-        return axn.vmap(smooth, "c")(x)
+        # Over a sharded axis.
+        return axn.vmap(axn.stencil(lambda u: u(x=-1) + 2 * u(x=1), {"x": (0.5, "edge")}), "y")(x)
 
     def changed(x: NamedArray) -> NamedArray:
         return jax.jvp(smooth, (x,), (x * x,))[1]

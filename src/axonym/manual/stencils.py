@@ -8,6 +8,7 @@ mesh axes and inside `shard_map` the code is the same.
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -152,7 +153,7 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
 
 
 def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:
-    before, after = given if isinstance(given, (tuple, list)) else (given, given)
+    before, after = map(operator.index, given if isinstance(given, (tuple, list)) else (given, given))
     if before < 0 or after < 0:
         raise ValueError(f"{what}: the halo of axis {name_of(axis)!r} cannot have {(before, after)} elements.")
     return before, after
@@ -353,7 +354,7 @@ class _Fields:
             )
         wide = set(widths) if held else set[str]()
         for n in self.in_order(own, widths):
-            if held and own[n] == ("periodic",) * 2:
+            if held and _is(own[n][0], "periodic"):
                 continue
             blocks = self.blocks.get(n, _ONE)
             if not held:
@@ -393,7 +394,7 @@ class _Fields:
         if place not in self._widened:
             wide = value
             for n, w in widths.items():
-                kind = "periodic" if "periodic" in self.boundaries[place[0]][n] else "edge"
+                kind = "periodic" if _is(self.boundaries[place[0]][n][0], "periodic") else "edge"
                 kernel = halo_kernel(wide.names, n, (None, None), self.blocks.get(n, _ONE), w, (kind, kind), False)
                 wide = kernel.apply(wide.array)
             self._widened[place] = wide, widths
@@ -415,7 +416,7 @@ class _Fields:
 
     def check_width(self, x: NamedArray, n: str, blocks: Blocks, widths: Widths, sides: Sequence[Any]) -> None:
         size = x.axis_size(n) // blocks.local
-        if max(w + (side == "reflect") for w, side in zip(widths, sides, strict=True)) > size:
+        if max(w + _is(side, "reflect") for w, side in zip(widths, sides, strict=True)) > size:
             over = f" on each of {blocks.shards} devices along {' and '.join(blocks.axes)}" if blocks.shards > 1 else ""
             raise ValueError(
                 f"{self.what}: the halo of axis {n!r} has {widths[0]} elements before and {widths[1]} after, but the "
@@ -433,6 +434,11 @@ def _groups(offsets: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
             groups = [g for g in groups if not g[0] & along]
             groups.append((along.union(*(g[0] for g in joined)), [*itertools.chain(*(g[1] for g in joined)), offset]))
     return [found for _, found in groups]
+
+
+def _is(side: Any, word: str) -> bool:
+    """Return whether a boundary is this word; it may be an array, which compares element by element."""
+    return isinstance(side, str) and side == word
 
 
 def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
@@ -454,7 +460,7 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
             raise TypeError(
                 f"{what}: the boundary of axis {name!r} cannot be {type(side).__name__}: name the array's axes."
             )
-    if len(sides) != 2 or (sides[0] == "periodic") != (sides[1] == "periodic"):
+    if len(sides) != 2 or _is(sides[0], "periodic") != _is(sides[1], "periodic"):
         raise ValueError(
             f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}."
         )
