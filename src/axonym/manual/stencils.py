@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -359,23 +359,35 @@ class _Fields:
             blocks = self.blocks.get(n, _ONE)
             if not held:
                 self.check_width(x, n, blocks, widths[n], own[n])
-            kinds, values = [], []
-            for last, (side, width) in enumerate(zip(own[n], widths[n], strict=True)):
-                kinds.append(side if isinstance(side, str) else None)
-                if isinstance(side, str) or not width:
-                    values.append(None)
-                elif isinstance(side, NamedArray) or not callable(side):
-                    along = {m: widths[m] for m in own if m in wide and m in getattr(side, "names", ())}
-                    values.append(self.widened((i, n, last), side, along) if along else side)
-                else:
-                    inside = widths[n] if held else _NONE
-                    edge = edge_kernel(x.names, n, blocks, inside, width, bool(last)).apply(x.array)
-                    values.append(self.checked(side(edge), edge))
+            values = [self.behind(i, x, n, last, widths, wide, held) for last in (0, 1)]
             arrays = [v.array if isinstance(v, NamedArray) else v for v in values if v is not None]
             names = tuple([None if v is None else getattr(v, "names", ()) for v in values])
-            x = halo_kernel(x.names, n, names, blocks, widths[n], tuple(kinds), held).apply(x.array, *arrays)
+            kinds = tuple([side if isinstance(side, str) else None for side in own[n]])
+            x = halo_kernel(x.names, n, names, blocks, widths[n], kinds, held).apply(x.array, *arrays)
             wide.add(n)
         return x
+
+    def behind(
+        self,
+        i: int,
+        x: NamedArray,
+        n: str,
+        last: int,
+        widths: Mapping[str, Widths],
+        wide: Collection[str],
+        held: bool,
+    ) -> Any:
+        """Return the array or number behind an end of an axis, if its boundary has no name; `wide` axes have halos."""
+        side, width = self.boundaries[i][n][last], widths[n][last]
+        if isinstance(side, str) or not width:
+            return None
+        if isinstance(side, NamedArray) or not callable(side):
+            along = {m: w for m, w in widths.items() if m in wide and m in getattr(side, "names", ())}
+            return self.widened((i, n, last), side, along) if along else side
+        edge = edge_kernel(x.names, n, self.blocks.get(n, _ONE), widths[n] if held else _NONE, width, bool(last)).apply(
+            x.array
+        )
+        return self.checked(side(edge), edge)
 
     def in_order(self, own: Mapping[str, Any], widths: Mapping[str, Widths]) -> list[str]:
         """Return the axes in the order of their boundaries, or sharded ones first if the order does not matter.
@@ -391,7 +403,7 @@ class _Fields:
 
     def widened(self, place: tuple[int, str, int], value: NamedArray, widths: Mapping[str, Widths]) -> NamedArray:
         """Return an array that is behind a boundary with the halos that the field has along its other axes."""
-        if place not in self._widened:
+        if place not in self._widened or self._widened[place][1].keys() != widths.keys():
             wide = value
             for n, w in widths.items():
                 kind = "periodic" if _is(self.boundaries[place[0]][n][0], "periodic") else "edge"
