@@ -16,8 +16,8 @@ A size given here is a request, not a statement about the array: the length of t
 `rfft` and `ihfft` pad or crop their input, and which `irfft` and `hfft` give their result. `rfft` and `ihfft` return
 the `n // 2 + 1` terms that are not redundant. Of several axes the last one named is the one that `rfft` shortens.
 
-To transform along a sharded axis, devices exchange it for another axis, by an all-to-all, and back. If there is no other
-one, or a length is requested, or `rfft` shortens it, it is all-gathered.
+To transform along a sharded axis, devices exchange it for another axis, by an all-to-all, and back. If there is no
+other one, or a length is requested, or `rfft` shortens it, it is all-gathered.
 """
 
 from __future__ import annotations
