@@ -35,6 +35,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
     "names_nnx.py": ("A Flax NNX transformer, unchanged", ""),
+    "shallow_water.py": ("Shallow water on a staggered grid", "--report"),
+    "spectral.py": ("Turbulence by Fourier transforms along a sharded axis", ""),
     "explain.py": ("What a mapping costs, before it runs", ""),
     "per_device.py": ("Per-device code", ""),
     "custom_partitioning.py": ("Operations with their own partitioning", ""),

@@ -251,6 +251,62 @@ def fsdp() -> Picture:
     return picture
 
 
+# --- fields ---
+
+
+def heat() -> Picture:
+    """The heat equation of the page about fields: three of its states, and what a device sends for a step."""
+    X, Y = axn.make_axes(x=32, y=16)
+    mesh, mapping = axn.make_mesh({"cols": 4, "rows": 2}), {"x": "cols", "y": "rows"}
+
+    def step(u: NamedArray) -> NamedArray:
+        spread = axn.stencil(lambda u: u(x=-1) + u(x=1) + u(y=-1) + u(y=1) - 4 * u(), {"x": "periodic", "y": 0.0})
+        return u + 0.2 * spread(u)
+
+    hot = axn.zeros((X, Y)).at["x", 8:16, "y", 4:8].set(100.0)
+    many = jax.jit(lambda u, n: jax.lax.fori_loop(0, n, lambda i, u: step(u), u))
+    picture = Picture("The temperature at three times, and what a device sends to its neighbors in a step", 520, 318)
+    cell = 5.0
+    for i, steps in enumerate((0, 20, 100)):
+        left, top = 6 + 174 * i, 28
+        picture.text(left + 80, 18, f"{steps} steps", "small", "middle")
+        picture.box(left, top, 32 * cell, 16 * cell, "empty")
+        # Bands of one color: cells above a temperature, from thin to dense.
+        values = np.asarray(many(hot, steps).rearrange(("y", "x")).array)
+        for level, shade in ((2, 4), (10, 5), (40, 7)):
+            for row, column in np.argwhere(values > level):
+                start = column == 0 or values[row, column - 1] <= level
+                if start:
+                    rest = values[row, column:] <= level
+                    length = int(np.argmax(rest)) if rest.any() else 32 - int(column)
+                    picture.box(left + cell * column, top + cell * row, cell * length, cell, f"d{shade}")
+        for line in range(1, 4):
+            picture.path(f"M{left + 40 * line} {top}v80", "line")
+        picture.path(f"M{left} {top + 40}h160M{left} {top}h160v80h-160z", "line")
+    picture.text(260, 126, "from inside to outside: above 40, 10 and 2 degrees", "muted", "middle")
+
+    report = axn.insight.explain(step, hot, mesh=mesh, mapping=mapping, by="names")
+    left, top, width, height = 160, 168, 200, 100
+    picture.box(left, top, width, height, "empty")
+    picture.path(f"M{left} {top}h{width}v{height}h{-width}z", "line")
+    x, y = ([c for c in report.collectives if axis in (c.axes or ())] for axis in ("cols", "rows"))
+    for c, (at, toward) in zip(x, ((left + width - 12, 1), (left, -1)), strict=True):
+        picture.box(at, top, 12, height, "d1")
+        middle, end = top + height / 2, left + width if toward > 0 else left
+        picture.path(f"M{end} {middle}h{44 * toward}m{-5 * toward} -4l{5 * toward} 4l{-5 * toward} 4", "line")
+        picture.text(end + 50 * toward, middle + 5, f"{c.sent} B", "small", "start" if toward > 0 else "end")
+    for c, (at, toward) in zip(y, ((top + height - 12, 1), (top, -1)), strict=True):
+        picture.box(left, at, width, 12, "d2")
+        middle, end = left + width / 2, top + height if toward > 0 else top
+        picture.path(f"M{middle} {end}v{18 * toward}m-4 {-5 * toward}l4 {5 * toward}l4 {-5 * toward}", "line")
+        picture.text(middle + 10, end + (16 if toward > 0 else -8), f"{c.sent} B", "small")
+    picture.text(left + width / 2, top + height / 2 + 5, "a shard: x=8, y=8", "small", "middle")
+    picture.text(
+        260, 312, "To each neighbor, a device sends the row or column of its shard beside it.", "muted", "middle"
+    )
+    return picture
+
+
 def peers() -> Picture:
     """Draw what a training step costs with each library, relative to plain JAX, as `docs/peers.py` has measured."""
     recorded = json.loads((FOLDER.parent.parent / "peers.json").read_text())["figures"]
@@ -328,6 +384,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "contraction": contraction,
     "fsdp": fsdp,
     "schedules": schedules,
+    "heat": heat,
     "peers": peers,
 }
 

@@ -455,6 +455,12 @@ TABLE = [
     ),
     # Placement.
     Advice(
+        "axonym.axis_mapping({{…}: {…}})",
+        lambda: on_mesh(AUTO, lambda: jax.jit(axn.stencil(lambda u: u(embed=1), {"embed": "edge"}))(X)),
+        lambda ns: ns["mapping"] == {"batch": "data"},
+        run="with CODE: mapping = axonym.current_mapping()",
+    ),
+    Advice(
         "{{…}: {…}}", lambda: on(AUTO, lambda: axn.axis_mapping({"data": "batch"})), lambda m: m == {"batch": "data"}
     ),
     Advice(

@@ -24,6 +24,7 @@ from .manual.collectives import (
     shift as shift,
 )
 from .manual.shard_map import shard_map as shard_map
+from .manual.stencils import map_overlap as map_overlap, rolling as rolling, stencil as stencil
 from .ref import NamedRef as NamedRef, freeze as freeze, get as get, new_ref as new_ref, swap as swap
 from .sharding.contexts import in_context as in_context
 from .sharding.jit import fsdp as fsdp, named_jit as named_jit

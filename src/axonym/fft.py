@@ -15,6 +15,9 @@ The `axis` argument of a transform says along which axes it runs, and may ask fo
 A size given here is a request, not a statement about the array: the length of the transform, to which `fft`, `ifft`,
 `rfft` and `ihfft` pad or crop their input, and which `irfft` and `hfft` give their result. `rfft` and `ihfft` return
 the `n // 2 + 1` terms that are not redundant. Of several axes the last one named is the one that `rfft` shortens.
+
+To transform along a sharded axis, devices exchange it for another axis, by an all-to-all, and back. If there is no
+other one, or a length is requested, or `rfft` shortens it, it is all-gathered.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
+from .ops._blocks import blocks_of
 from .ops._new_array import new_array
 from .ops._operands import at_least_float32, distinct, one_axis, require_named
+from .ops._pencils import pencils
 
 __all__ = ["fft", "fftfreq", "fftshift", "hfft", "ifft", "ifftshift", "ihfft", "irfft", "rfft", "rfftfreq"]
 
@@ -116,8 +122,49 @@ def _transform_kernel(
 def _transform(
     what: str, one: Any, several: Any, a: NamedArray, axis: Any, norm: str | None, from_half: bool = False
 ) -> NamedArray:
-    names = require_named(what, a).names
-    return _transform_kernel(what, one, several, from_half, names, _requests(what, axis), norm).apply(a.array)
+    requests = _requests(what, axis)
+
+    def transformed(x: NamedArray, requests: _Requests | None) -> NamedArray:
+        return _transform_kernel(what, one, several, from_half, x.names, requests, norm).apply(x.array)
+
+    sharded = _sharded(what, require_named(what, a), requests, several)
+    if not sharded:
+        return transformed(a, requests)
+    rest = tuple((key, wanted) for key, wanted in requests or () if name_of(key) not in sharded)
+    # A real transform begins with the axis that it shortens, and its inverse ends with it.
+    x = transformed(a, rest) if rest and not from_half else a
+    for n in sharded:
+        found = pencils(what, _inverse_along if what.startswith("i") else _along, [x], n, ("norm", norm))
+        x = transformed(x, ((n, None),)) if found is None else found
+    x = transformed(x, rest) if rest and from_half else x
+    return x.rename({n: name_of(new) for n, new in sharded.items() if new is not None})
+
+
+def _sharded(what: str, a: NamedArray, requests: _Requests | None, several: Any) -> dict[str, Any]:
+    """Return the sharded axes along which to transform on pencils, with their new axes.
+
+    Not the axis that a real transform shortens: its new size is odd if the old one is even, so it cannot be sharded.
+    """
+    blocks = blocks_of(what, a)
+    asked = {name_of(key): new for key, new in requests or ((n, None) for n in a.names[-1:])}
+    if several is None or not blocks or len(asked) < len(requests or asked) or not a.shape.keys() >= asked.keys():
+        return {}  # or an error, which the kernel raises
+    kept = [
+        n for n, new in asked.items() if n in blocks and (not isinstance(new, int)) and _size(new) in (None, a.shape[n])
+    ]
+    return {n: asked[n] for n in kept if "r" not in what or n != [*asked][-1]}
+
+
+def _size(new: Any) -> int | None:
+    return new.size if isinstance(new, Axis) else None
+
+
+def _along(x: jax.Array, axis: int, norm: str | None) -> jax.Array:
+    return jnp.fft.fft(at_least_float32(x), axis=axis, norm=norm)
+
+
+def _inverse_along(x: jax.Array, axis: int, norm: str | None) -> jax.Array:
+    return jnp.fft.ifft(at_least_float32(x), axis=axis, norm=norm)
 
 
 # --- transforms ---

@@ -25,7 +25,16 @@ from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
-from .ops._operands import as_float, check_new_axis, distinct, require_named, static_number
+from .ops._operands import (
+    as_float,
+    at_least_float32,
+    check_new_axis,
+    distinct,
+    require_named,
+    require_subset,
+    static_number,
+)
+from .ops._pencils import pencils
 
 __all__ = [
     "cholesky",
@@ -46,6 +55,7 @@ __all__ = [
     "slogdet",
     "solve",
     "svd",
+    "tridiagonal_solve",
 ]
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
@@ -428,6 +438,59 @@ def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = 
     require_named(what, a), require_named(what, b)
     kernel = _system_kernel(_lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (_number(rcond),))
     return kernel.apply(a.array, b.array)
+
+
+def tridiagonal_solve(
+    lower: NamedArray, diagonal: NamedArray, upper: NamedArray, b: NamedArray, axis: AxisSelector
+) -> NamedArray:
+    """Solve `lower[i] x[i - 1] + diagonal[i] x[i] + upper[i] x[i + 1] = b[i]` along an axis.
+
+    The axis may be sharded if `b` has another one with as many elements: devices then exchange shards of the one for
+    shards of the other, and back.
+
+    Arguments:
+        lower, diagonal, upper: the three diagonals along `axis`; they may have other axes of `b`. The first element of
+            `lower` and the last of `upper` are not used.
+        b: the right-hand side. The result has its axes.
+
+    >>> one = axn.ones({"x": 3})
+    >>> axn.linalg.tridiagonal_solve(-one, 2 * one, -one, axn.named([1., 0., 1.], "x"), "x")
+    NamedArray(float32[x=3], [1. 1. 1.])
+    """
+    what = "linalg.tridiagonal_solve"
+    diagonals = [require_named(what, x) for x in (lower, diagonal, upper)]
+    chosen = _kernels.one_selector(what, axis)
+    name, named_diagonals = name_of(chosen), zip(("lower", "diagonal", "upper"), diagonals, strict=True)
+    for label, x in named_diagonals:
+        require_subset(what, label, x.names, require_named(what, b).names)
+        if name in b.names and name not in x.names:
+            raise ValueError(f"{what}: `{label}` has no axis {name!r}, only {errors.describe_axes(x.names)}.")
+    if name in b.names and (found := pencils(what, _tridiagonal, [b, *diagonals], name)) is not None:
+        return found
+    kernel = _tridiagonal_kernel(b.names, tuple(x.names for x in diagonals), chosen)
+    return kernel.apply(b.array, *[x.array for x in diagonals])
+
+
+@_kernels.shared("names", "of_diagonals", "axis")
+def _tridiagonal_kernel(names: Names, of_diagonals: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
+    what = "linalg.tridiagonal_solve"
+    along = _kernels.select_one(what, names, axis)
+
+    def positional(b, *diagonals):
+        aligned = [_kernels.align(x, own, names) for x, own in zip(diagonals, of_diagonals, strict=True)]
+        return _tridiagonal(b, *aligned, axis=names.index(along))
+
+    return _kernels.make_along_kernel(
+        what, positional, (names, *of_diagonals), names, {along}, per_device=True, selection=axis
+    )
+
+
+def _tridiagonal(b: jax.Array, *diagonals: jax.Array, axis: int) -> jax.Array:
+    kind = jnp.result_type(b, *diagonals, 0.5)
+    b, *others = (jnp.moveaxis(at_least_float32(x.astype(kind)), axis, -1) for x in (b, *diagonals))
+    lower, diagonal, upper = (jnp.broadcast_to(x, b.shape) for x in others)
+    x = jax.lax.linalg.tridiagonal_solve(lower, diagonal, upper, b[..., None])[..., 0]
+    return jnp.moveaxis(x, -1, axis).astype(kind)
 
 
 def _lstsq(a: jax.Array, b: jax.Array, rcond: float | None) -> jax.Array:

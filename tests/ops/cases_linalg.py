@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import axonym as axn
-from tests.ops.case import Case, f
+from tests.ops.case import Case, f, of
 
 la = axn.linalg
 RC = ("row", "col")
@@ -321,7 +321,23 @@ DECOMPOSITIONS = [
     ),
 ]
 
+
+def _tridiagonal(lower: Any, upper: Any, b: Any) -> Any:
+    """Solve by a whole matrix for diagonals with axis row and `b` with axes (row, batch)."""
+    matrix = jnp.diag(lower[1:], -1) + 4 * jnp.eye(4) + jnp.diag(upper[:-1], 1)
+    return jnp.linalg.solve(matrix, b)
+
+
 SYSTEMS = [
+    Case(
+        "linalg.tridiagonal_solve",
+        (of("unit", "row"), of("unit", "row"), f("row", "batch")),
+        lambda lower, upper, b: la.tridiagonal_solve(lower, 4 * axn.ones_like(lower), upper, b, "row"),
+        _tridiagonal,
+        names=("row", "batch"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
     Case(
         "linalg.solve",
         (BATCHED, f("heads", "row", "batch")),

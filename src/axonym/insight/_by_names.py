@@ -26,6 +26,7 @@ from ._named_events import (
     NotKnown,
     Occurrence,
     Open,
+    Passed,
     PerDevice,
     Renamed,
     Sum,
@@ -285,6 +286,8 @@ class Account:
             self._together(event)
         elif isinstance(event, Renamed):
             self._renamed(event)
+        elif isinstance(event, Passed):
+            self._passed(event)
         elif isinstance(event, PerDevice):
             used = {a for n, _ in event.result.dims for a in self.layout.used(n)}
             if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
@@ -304,6 +307,18 @@ class Account:
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
                 what = f"{before} becomes {after}, which is sharded {sharded}"
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
+
+    def _passed(self, event: Passed) -> None:
+        if axes := self.layout.used(event.along):
+            # Each shard of another axis may have a halo already, which the trace shows only once.
+            sizes = {n: size for x in self.trace.arguments for n, size in x.base}
+            dims = tuple(
+                (n, size + (size - sizes.get(n or "", size)) * (self.layout.count(self.layout.used(n)) - 1))
+                for n, size in event.halo.dims
+            )
+            self._exchange(
+                event.place, "collective-permute", axes, dataclasses.replace(event.halo, dims=dims, base=dims)
+            )
 
     def _together(self, event: Together) -> None:
         # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.

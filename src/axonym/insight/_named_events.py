@@ -133,7 +133,17 @@ class PerDevice:
     result: Value
 
 
-Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """A halo: each device passes elements at the end of its shard of an axis to a neighbor."""
+
+    place: Occurrence
+    halo: Value
+    """The elements; along the axis itself they have no name."""
+    along: str
+
+
+Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Passed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,6 +47,7 @@ from ._named_events import (
     NotKnown,
     Occurrence,
     Open,
+    Passed,
     PerDevice,
     Renamed,
     Sum,
@@ -234,6 +235,8 @@ class _Events:
             self._dispatched(dispatch, around, ys)
         if inside is not None:
             inside(self, step, xs, ys, around)
+        elif _scopes.has_halo(around.place().operation) and step.name != MARK:
+            self._passed(step, xs, ys, around.place())
         elif step.name in _LAYOUT:
             return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
         elif (rule := _RULES.get(step.name)) is not None:
@@ -415,6 +418,19 @@ class _Events:
                     pairs = zip(x.dims, y.dims, strict=True)
                     self.differ(place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
             self._noted(place, xs, y)
+
+    def _passed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record a halo. It is joined with the elements of its block, and the gradient of this takes it off again."""
+        if place.operation is None or place.operation.name != "halo" or step.name not in ("concatenate", "split"):
+            return
+        whole, parts = (ys[0], xs) if step.name == "concatenate" else (xs[0], ys)
+        for part in parts:
+            for (name, large), (_, size) in zip(whole.dims, part.dims, strict=True):
+                kept = next((a.size for a in place.operation.operands[0] if a.name == name), None)
+                if name is not None and size not in (large, kept):
+                    dims = zip((n for n, _ in whole.dims), (n for _, n in part.dims), strict=True)
+                    dims = tuple((None if n == name else n, size) for n, size in dims)
+                    self.found.append(Passed(place, dataclasses.replace(part, dims=dims, base=dims), name))
 
     def _not_counted(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         self.uncounted.setdefault(step.name)

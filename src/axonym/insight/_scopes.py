@@ -246,6 +246,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         found = [a for a in _sharded(op, over) if a.name not in rows]
         if _covers(found, over):
             return f"sends rows to {_said(found)}, or results back"
+    if has_halo(op) and kind == "collective-permute" and _covers(found := _sharded(op, over), over):
+        return f"passes the halo of {_said(found)}, to neighbors"
     if kind in ("collective-permute", "all-to-all"):
         return _reason_of_move(op, kind, over, stored)
     return None
@@ -351,6 +353,11 @@ _KEEPS_SHARDS = {"dot", "where"}.union(
 def gathers_parameters(op: ScopedOperation) -> bool:
     """Return whether an operation gathers parameters itself: see `axonym.distribution.fsdp_ops`."""
     return op.name in _KEEPS_SHARDS - {"where"} | {"MoELinear"}
+
+
+def has_halo(op: ScopedOperation | None) -> bool:
+    """Return whether an operation passes halos, fills them at boundaries, or looks up neighbors in them."""
+    return op is not None and op.name in ("halo", "boundary", "neighbors")
 
 
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:

@@ -20,6 +20,7 @@ from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from . import _kernels, _prefixes
+from ._blockwise import apply_to_blocks, running_kernel
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import (
     apply_along,
@@ -278,9 +279,13 @@ nanargmin = _arg("nanargmin", jnp.nanargmin, "Return the index of the smallest e
 # --- along an axis ---
 
 
-def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
+def _cumulative(
+    name: str, fn: Callable[..., Any], of_totals: Any, combine: Any, summary: str, example: str, shown: str
+) -> Cumulative:
     def op(a, axis: AxisSelector, dtype=None):
-        return apply_along(fn, name, a, axis, dtype=dtype_key(dtype))
+        dtype = dtype_key(dtype)
+        kernel = apply_to_blocks(running_kernel, name, require_named(name, a), axis, fn, of_totals, combine, dtype)
+        return apply_along(fn, name, a, axis, dtype=dtype) if kernel is None else kernel.apply(a.array)
 
     doc = f"""{summary}
 
@@ -295,8 +300,8 @@ def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, s
 
 
 # fmt: off
-cumsum = _cumulative("cumsum", jnp.cumsum, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
-cumprod = _cumulative("cumprod", _prefixes.cumprod, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
-nancumsum = _cumulative("nancumsum", jnp.nancumsum, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
-nancumprod = _cumulative("nancumprod", _prefixes.nancumprod, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
+cumsum = _cumulative("cumsum", jnp.cumsum, jnp.cumsum, jnp.add, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
+cumprod = _cumulative("cumprod", _prefixes.cumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
+nancumsum = _cumulative("nancumsum", jnp.nancumsum, jnp.cumsum, jnp.add, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
+nancumprod = _cumulative("nancumprod", _prefixes.nancumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
 # fmt: on

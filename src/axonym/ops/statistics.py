@@ -18,6 +18,7 @@ from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
+from ._blockwise import apply_to_blocks, differences_kernel, slopes_kernel
 from ._op_types import publish
 from ._operands import (
     apply_along,
@@ -331,9 +332,11 @@ def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
     >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
     NamedArray(int32[x=2], [2 3])
     """
-    if operator.index(n) < 0:
+    n = operator.index(n)
+    if n < 0:
         raise ValueError(f"diff: `n` says how often to take the difference, got {n}.")
-    return apply_along(jnp.diff, "diff", array, axis, n=operator.index(n))
+    kernel = apply_to_blocks(differences_kernel, "diff", require_named("diff", array), axis, n, least=n) if n else None
+    return apply_along(jnp.diff, "diff", array, axis, n=n) if kernel is None else kernel.apply(array.array)
 
 
 def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric = 1.0) -> NamedArray:
@@ -346,7 +349,11 @@ def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric =
     """
     require_named("gradient", array)
     spacing, spacing_names = operand(spacing)
-    kernel = _gradient_kernel(array.names, _kernels.one_selector("gradient", axis), spacing_names)
+    kernel = None
+    if spacing_names in ((), (axis,)):
+        kernel = apply_to_blocks(slopes_kernel, "gradient", array, axis, spacing_names, least=2)
+    if kernel is None:
+        kernel = _gradient_kernel(array.names, _kernels.one_selector("gradient", axis), spacing_names)
     return kernel.apply(array.array, spacing)
 
 

@@ -1,0 +1,116 @@
+"""Operations along a sharded axis exchange halos, totals or shards, and never gather the axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym import NamedArray, fft
+from benchmarks.communication import bytes_moved
+from tests.helpers import spec
+
+MAPPING = {"x": "data"}
+DRAW = np.random.default_rng(0)
+X = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (64, 16)), "float32"), ("x", "c"))
+PLANES = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (16, 8, 10)), "float32"), ("x", "y", "z"))
+PLACES = axn.named(jnp.cumsum(jnp.asarray(DRAW.uniform(0.5, 1.5, 64), "float32")), "x")
+ROW, SHARD = 4 * 16, 4 * 64 * 16 // 4
+
+
+def power(x: NamedArray) -> NamedArray:
+    return axn.real(x) ** 2 + axn.imag(x) ** 2
+
+
+def solve(x: NamedArray) -> NamedArray:
+    one = axn.ones(x.resolve_axis("x"))
+    return axn.linalg.tridiagonal_solve(-one, 3 * one, -x / 2, x, "x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """An operation along `x`, and the bytes of the results of its collectives of one kind."""
+
+    call: Callable[[NamedArray], NamedArray]
+    kind: str
+    bytes: int | None
+    planes: bool = False
+    lies: bool = True
+
+    @property
+    def field(self) -> NamedArray:
+        return PLANES if self.planes else X
+
+
+CASES = {
+    "cumsum": Along(lambda x: axn.cumsum(x, "x"), "all-gather", 4 * ROW),
+    "nancumsum": Along(lambda x: axn.nancumsum(x, "x"), "all-gather", 4 * ROW),
+    "cumprod": Along(lambda x: axn.cumprod(x, "x"), "all-gather", 4 * ROW),
+    "gradient": Along(lambda x: axn.gradient(x, "x", spacing=0.5), "collective-permute", 2 * ROW),
+    "coordinates": Along(lambda x: axn.gradient(x, "x", spacing=PLACES), "collective-permute", 2 * ROW + 2 * 4),
+    "rolling": Along(
+        lambda x: axn.rolling(x, "x", axn.Axis("window", 5), "edge").mean("window"), "collective-permute", 4 * ROW
+    ),
+    "coarsened": Along(
+        lambda x: x.unflatten_axis("x", (axn.Axis("x", 16), axn.Axis("window", 4))).mean("window"), "none", 0
+    ),
+    # The values one way, and complex ones the other.
+    "fft": Along(lambda x: power(fft.fft(x, "x")), "all-to-all", 3 * SHARD),
+    # Along `y` at once, where 5 terms are left; then the 10 elements of `z` are shared, padded to 12.
+    "rfft": Along(lambda x: power(fft.rfft(x, {"x": "kx", "y": "ky"})), "all-to-all", 2 * 8 * 4 * 5 * 12, True, False),
+    "irfft": Along(
+        lambda x: fft.irfft(fft.rfft(x, ("x", "y")) * 2, ("x", "y")), "all-to-all", 4 * 8 * 4 * 5 * 12, True
+    ),
+    "tridiagonal": Along(solve, "all-to-all", None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_gathered(name: str, mesh: Mesh) -> None:
+    along = CASES[name]
+
+    def both(x: NamedArray) -> Any:
+        return along.call(x), jax.grad(lambda x: axn.sum(along.call(x) ** 2).array)(x)
+
+    wanted = jax.jit(both)(along.field)
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        x = axn.shard(along.field)
+        program = jax.jit(along.call).lower(x).compile()
+        moved = bytes_moved(program)
+        assert moved.keys() <= {along.kind}, moved
+        assert along.bytes in (None, sum(m.bytes for m in moved.values())), moved
+        found = program(x), along.call(x)
+        if along.lies:
+            assert "data" in spec(found[0])
+        for result in found:
+            assert result.names == wanted[0].names
+            np.testing.assert_allclose(result.array, wanted[0].array, rtol=2e-5, atol=1e-4)
+        slope = jax.jit(lambda x: both(x)[1])(x)
+        scale = np.abs(wanted[1].array).max()
+        np.testing.assert_allclose(slope.array, wanted[1].array, rtol=1e-4, atol=3e-6 * scale)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_differences_send_a_halo(n: int, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
+    wanted = jnp.diff(X.array, n=n, axis=0)
+    for mesh in (auto_mesh, explicit_mesh):
+        with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+            program = jax.jit(lambda x: axn.diff(x, "x", n=n).max()).lower(x := axn.shard(X)).compile()
+            np.testing.assert_allclose(axn.diff(x, "x", n=n).array, wanted, rtol=1e-4, atol=1e-5)
+        if mesh is auto_mesh:
+            moved = bytes_moved(program)
+            assert "all-gather" not in moved and moved["collective-permute"].bytes == n * ROW
+
+
+def test_what_has_no_other_axis_is_gathered_and_right(auto_mesh: Mesh) -> None:
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        x = axn.shard(PLACES)
+        for call in (lambda x: power(fft.fft(x, "x")), lambda x: power(fft.rfft(x, "x")), solve):
+            np.testing.assert_allclose(jax.jit(call)(x).array, call(PLACES).array, rtol=2e-5, atol=1e-2)
