@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with fail_together("The start") as agree:
                 agree_on(agree, settings="\n".join(settings.lines_of(config)))
                 prepared = Prepared(config, folder)
-                agree_on(agree, mapping=prepared.strategy.as_text())
+                texts = f"with the number {prepared.corpus.fingerprint}"
+                agree_on(agree, mapping=prepared.strategy.as_text(), texts=texts)
                 if jax.process_count() > 1:
                     agree_on(agree, **prepared.programs())
                 run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
@@ -177,7 +178,7 @@ class Training:
             saved.remove_unfinished()
             saved.check_room(abstract)
             latest = saved.latest() if self.config.resume else None
-            agree_on(agree, texts=f"with the number {fingerprint}", latest_checkpoints=str(latest))
+            agree_on(agree, latest_checkpoints=str(latest))
         if latest is not None:
             self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.storage)
             self.saved = self.step

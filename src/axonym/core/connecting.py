@@ -220,14 +220,18 @@ class _Meeting:
                 say_at = now + _SAY_AGAIN
                 _send(present, {"waiting": names, "problem": "", "missing": ""})
         _send(present, {"waiting": "", "problem": problem, "missing": "" if problem else names})
+        late = set(missing) if problem else set()  # who is told so, too
         closed = time.monotonic() + 5
-        while present and time.monotonic() < closed:
+        while (present or late) and time.monotonic() < closed:
             with contextlib.suppress(queue.Empty):
                 connection, hello = self.said.get(timeout=_LOOK)
-                if hello is not None:  # too late
+                if hello is None:
+                    present.pop(connection, None)
+                    connection.close()
+                else:
+                    late.discard(str(hello["process"]))
+                    present[connection] = hello
                     _send({connection: hello}, {"waiting": "", "problem": problem, "missing": ""})
-                present.pop(connection, None)
-                connection.close()
 
     def _twice(self, present: list[Any]) -> str:
         for index, n in collections.Counter(hello["process"] for hello in present).items():

@@ -36,8 +36,8 @@ from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement, listed
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
-from .orbax_output import quiet, remove_unfinished, wait_for_threads
 from .naming import is_number, require_representable, same_kind
+from .orbax_output import quiet, remove_unfinished, wait_for_threads
 from .sharded_reading import has_values, no_value, shardings_of
 
 T = TypeVar("T")
