@@ -29,9 +29,7 @@ def main() -> None:
         started = time.monotonic()
         told = []
         with mock.patch.object(connecting, "_log", told.append), mock.patch.multiple(connecting, _SAY_AFTER=0.3):
-            threads = [
-                threading.Thread(target=attempt, args=(name, address, i, found)) for i in numbers(name, index)
-            ]
+            threads = [threading.Thread(target=attempt, args=(name, address, i, found)) for i in numbers(name, index)]
             for thread in threads:
                 thread.start()
             for thread in threads:

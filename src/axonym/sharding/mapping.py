@@ -167,9 +167,9 @@ class ActiveSettings:
         block.__exit__(kind, error, trace)
         if waiting is not None and waiting.has_let_others_run() and error is None:
             raise RuntimeError(
-                f"{self._what}: this with-block contains an `await`. The tasks of an event loop share a thread, so other "
-                f"tasks ran under its settings, and this one maybe under theirs. Make each task from "
-                f"`axn.in_context(fn)`, where `fn` is its coroutine function."
+                f"{self._what}: this with-block contains an `await`. The tasks of an event loop share a thread, so "
+                "other tasks ran under its settings, and this one maybe under theirs. Make each task from "
+                "`axn.in_context(fn)`, where `fn` is its coroutine function."
             )
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
