@@ -87,6 +87,10 @@ class Checkpoints:
         except Exception as e:  # file systems, Orbax and TensorStore each have errors of their own
             if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
                 raise  # a device or another process is lost, which is no matter of files
+            if isinstance(e, FileNotFoundError) and jax.process_index() == 0:
+                for folder in (self.folder, self.folder.parent):  # deleted; Orbax may have made them again, empty
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
             last = self.latest()
             kept = "there is none before it" if last is None else f"{last} is complete"
             raise Problem(f"The checkpoint {path} could not be written, because {reason_of(e)}; {kept}.") from e

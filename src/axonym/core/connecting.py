@@ -60,7 +60,11 @@ def connect_processes(
         initialization_timeout: the seconds to wait for missing processes.
         options: further arguments of `jax.distributed.initialize`.
 
-    >>> axn.sharding.connect_processes("127.0.0.1:1234", 2, 0, same={"settings": "seed 1"})  # doctest: +SKIP
+    >>> try:
+    ...     axn.sharding.connect_processes("10.0.0.1:1234", num_processes=2, process_id=2, same={"settings": "seed=1"})
+    ... except ValueError as e:
+    ...     print(e)
+    connect_processes: process_id must be from 0 to 1, got 2.
     """
     versions = {
         "JAX": jax.__version__,
@@ -69,7 +73,7 @@ def connect_processes(
     }
     facts = {"versions": "\n".join(f"{name} {version}" for name, version in versions.items()), **(same or {})}
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    meets = address is not None and num_processes is not None and process_id is not None
+    has_met = False
     if address is not None and num_processes is not None and process_id is not None and num_processes > 1:
         if not 0 <= process_id < num_processes:
             raise ValueError(f"connect_processes: process_id must be from 0 to {num_processes - 1}, got {process_id}.")
@@ -80,6 +84,7 @@ def connect_processes(
             facts | {"numbers of processes": str(num_processes)},
             initialization_timeout,
         )
+        has_met = True
     jax.distributed.initialize(
         coordinator_address, num_processes, process_id, initialization_timeout=initialization_timeout, **options
     )
@@ -87,7 +92,7 @@ def connect_processes(
     if len(set(counts.values())) > 1:  # which all processes see
         devices = {i: {"numbers of devices": str(n)} for i, n in sorted(counts.items())}
         raise ValueError(difference("connect_processes", devices))
-    if not meets and jax.process_count() > 1:
+    if not has_met and jax.process_count() > 1:
         agree_on("connect_processes", facts)
 
 
@@ -191,8 +196,9 @@ class _Meeting:
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
-            hello = json.loads(lines.readline(_LINE))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as lines:
+            told = json.loads(lines.readline(_LINE))
+            hello = {"process": int(told["process"]), "id": told["id"], "who": told["who"], "same": dict(told["same"])}
             self.said.put((connection, hello))
             lines.read(1)
         self.said.put((connection, None))
@@ -234,7 +240,8 @@ class _Meeting:
                     _send({connection: hello}, {"waiting": "", "problem": problem, "missing": ""})
 
     def _twice(self, present: list[Any]) -> str:
-        for index, n in collections.Counter(hello["process"] for hello in present).items():
+        for index in sorted({hello["process"] for hello in present}):
+            n = len({hello["id"] for hello in present if hello["process"] == index})  # one may have connected again
             if n > 1:
                 users = sorted({hello["who"] for hello in present if hello["process"] == index})
                 return (
