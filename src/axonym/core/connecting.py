@@ -165,6 +165,8 @@ class _Meeting:
         self.count, self.stop = count, stop
         self.said: queue.Queue[tuple[socket.socket, Any]] = queue.Queue()
         """What came from each process; None after it has closed its connection."""
+        self.present: dict[socket.socket, Any] = {}
+        """The processes that wait for an answer, and what they told."""
         try:
             if socket.has_dualstack_ipv6():
                 self.listener = socket.create_server(
@@ -204,40 +206,44 @@ class _Meeting:
         self.said.put((connection, None))
 
     def _decide(self) -> None:
-        present: dict[socket.socket, Any] = {}
         say_at, stop = time.monotonic() + _SAY_AFTER, self.stop
         while True:
-            with contextlib.suppress(queue.Empty):
-                connection, hello = self.said.get(timeout=_LOOK)
-                present.pop(connection, None)
-                if hello is not None:
-                    present[connection] = hello
-            by_index = {hello["process"]: hello for hello in sorted(present.values(), key=lambda h: h["process"])}
+            self._listen()
+            by_index = {hello["process"]: hello for hello in self.present.values()}
             missing = [str(i) for i in range(self.count) if i not in by_index]
             names = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {self.count}" if missing else ""
-            now = time.monotonic()
-            problem = self._twice(list(present.values()))
-            if not problem and (text := difference("connect_processes", {i: h["same"] for i, h in by_index.items()})):
+            now, problem = time.monotonic(), self._twice(list(self.present.values()))
+            told = {i: hello["same"] for i, hello in sorted(by_index.items())}
+            if not problem and (text := difference("connect_processes", told)):
                 stop = min(stop, now + _OTHERS)
                 problem = text if now >= stop or not missing else ""
             if problem or not missing or now >= stop:
                 break
             if now > say_at:
                 say_at = now + _SAY_AGAIN
-                _send(present, {"waiting": names, "problem": "", "missing": ""})
-        _send(present, {"waiting": "", "problem": problem, "missing": "" if problem else names})
-        late = set(missing) if problem else set()  # who is told so, too
-        closed = time.monotonic() + 5
-        while (present or late) and time.monotonic() < closed:
-            with contextlib.suppress(queue.Empty):
-                connection, hello = self.said.get(timeout=_LOOK)
-                if hello is None:
-                    present.pop(connection, None)
-                    connection.close()
-                else:
-                    late.discard(str(hello["process"]))
-                    present[connection] = hello
-                    _send({connection: hello}, {"waiting": "", "problem": problem, "missing": ""})
+                _send(self.present, {"waiting": names, "problem": "", "missing": ""})
+        self._answer({"waiting": "", "problem": problem, "missing": "" if problem else names}, missing)
+
+    def _listen(self) -> Any:
+        """Take what came from a process, if something did, and return it."""
+        with contextlib.suppress(queue.Empty):
+            connection, hello = self.said.get(timeout=_LOOK)
+            self.present.pop(connection, None)
+            if hello is None:
+                connection.close()
+            else:
+                self.present[connection] = hello
+            return hello
+
+    def _answer(self, answer: Mapping[str, str], missing: list[str]) -> None:
+        """Answer all, and for a while those that come late to hear of a problem, until they have closed."""
+        _send(self.present, answer)
+        late = set(missing) if answer["problem"] else set()
+        stop = time.monotonic() + 5
+        while (self.present or late) and time.monotonic() < stop:
+            if (hello := self._listen()) is not None:
+                late.discard(str(hello["process"]))
+                _send({c: h for c, h in self.present.items() if h is hello}, answer)
 
     def _twice(self, present: list[Any]) -> str:
         for index in sorted({hello["process"] for hello in present}):

@@ -34,10 +34,10 @@ from ..ops.rearranging import rearrange
 from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement, listed
+from ._orbax_output import quiet, remove_unfinished, wait_for_threads
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import is_number, require_representable, same_kind
-from .orbax_output import quiet, remove_unfinished, wait_for_threads
 from .sharded_reading import has_values, no_value, shardings_of
 
 T = TypeVar("T")
@@ -120,6 +120,11 @@ class PendingCheckpoint:
 
     The thread cannot agree with other processes by itself: JAX pairs collectives by their order in each process. It
     asks, and the thread that calls `wait` exchanges that with the other processes.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pending: axn.state.PendingCheckpoint = axn.state.save_checkpoint_async(f"{folder}/100", {"step": 100})
+    ...     pending.wait()
     """
 
     def __init__(self, path: str, write: Callable[[ProcessAgreement], None]):
