@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import importlib.metadata
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ import platform
 import queue
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def connect_processes(
     """
     versions = {
         "JAX": jax.__version__,
-        "Axonym": sys.modules["axonym"].__version__,
+        "Axonym": _installed(),
         "Python": platform.python_version(),
     }
     facts = {"versions": "\n".join(f"{name} {version}" for name, version in versions.items()), **(same or {})}
@@ -96,6 +96,13 @@ def connect_processes(
         agree_on("connect_processes", facts)
 
 
+def _installed() -> str:
+    try:
+        return importlib.metadata.version("axonym")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source folder"
+
+
 def _meet(address: str, count: int, index: int, facts: Mapping[str, str], timeout: float) -> None:
     """Tell the first process what this one runs; raise an error if the processes differ, or one is missing."""
     host, _, port = address.rpartition(":")
@@ -103,7 +110,7 @@ def _meet(address: str, count: int, index: int, facts: Mapping[str, str], timeou
     meeting = None
     if index == 0:
         with contextlib.suppress(_InUse):  # maybe by another process with this number, which then says so
-            meeting = _Meeting(int(port), count, stop)
+            meeting = _Reception(int(port), count, stop)
     me = {"process": index, "id": secrets.token_hex(8), "who": f"process {os.getpid()} on {socket.gethostname()}"}
     try:
         answer = _ask(host.strip("[]"), int(port), json.dumps(me | {"same": dict(facts)}), count, stop)
@@ -158,7 +165,7 @@ class _InUse(Exception):
     """The port has a listener already."""
 
 
-class _Meeting:
+class _Reception:
     """The place where the first process listens to all, in threads, and answers them."""
 
     def __init__(self, port: int, count: int, stop: float):
