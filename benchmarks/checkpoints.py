@@ -1,10 +1,11 @@
-"""Measure the cost of checksums: saving and restoring checkpoints with and without them."""
+"""Measure checkpoints: the cost of checksums, and how long an asynchronous save blocks."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from unittest import mock
 import jax
 
 import axonym as axn
-from axonym.state import checkpoint, restore_checkpoint, save_checkpoint
+from axonym.state import checkpoint, restore_checkpoint, save_checkpoint, save_checkpoint_async
 
 from .harness import Row, timed_row
 
@@ -35,6 +36,14 @@ def rows() -> list[Row]:
         save_checkpoint(path, model)
         return path
 
+    def blocked() -> float:
+        """Return for how many seconds a step has to wait for a checkpoint."""
+        start = time.perf_counter()
+        pending = save_checkpoint_async(folder / str(next(number)), model)
+        seconds = time.perf_counter() - start
+        pending.wait()
+        return seconds
+
     saved = save()
 
     def restore() -> None:
@@ -45,10 +54,21 @@ def rows() -> list[Row]:
             lambda **_: fn()
         )
 
+    def until_saved() -> float:
+        start = time.perf_counter()
+        save()
+        return time.perf_counter() - start
+
     try:
+        ours, theirs = (min(fn() for _ in range(6)) for fn in (blocked, until_saved))
+        what = "a step waits for 64 MiB: asynchronous save, to a save"
+        waits = Row("checkpoints", what, f"{1000 * ours:.0f} ms", f"{1000 * theirs:.0f} ms", ours / theirs, 0.5)
         return [
-            timed_row("checkpoints", f"{name} 64 MiB with checksums", fn, without(fn), 1.4, repeats=4, rounds=3)
-            for name, fn in (("save", save), ("restore", restore))
+            waits,
+            *(
+                timed_row("checkpoints", f"{name} 64 MiB with checksums", fn, without(fn), 1.4, repeats=4, rounds=3)
+                for name, fn in (("save", save), ("restore", restore))
+            ),
         ]
     finally:
         shutil.rmtree(folder)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from training import at_once, hosts
 
@@ -39,9 +40,9 @@ from training import (
     strategies,
     table,
 )
-from training.interrupts import Interrupts
+from training.interrupts import Interrupts, in_any_process
 from training.metrics import Metrics
-from training.problems import Problem, in_a_line, reason_of
+from training.problems import Problem, agree_on, in_a_line, reason_of
 from training.progress import Reporter
 
 import axonym as axn
@@ -59,12 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = runs.to_resume(config) if config.resume else None
         if folder is not None:
             config = runs.with_settings_of(folder, config, arguments)
-        devices.start(config.hosts)
+        devices.start(config)
         with contextlib.ExitStack() as stack:
             with fail_together("The start") as agree:
-                agree({"settings": "\n".join(f"{name} {value}" for name, value in settings.as_json(config).items())})
+                agree_on(agree, settings="\n".join(settings.lines_of(config)))
                 prepared = Prepared(config, folder)
-                agree({"mapping": "" if prepared.plan is None else prepared.plan.as_json()})
+                texts = f"with the number {prepared.corpus.fingerprint}"
+                agree_on(agree, mapping=prepared.strategy.as_text(), texts=texts)
+                if jax.process_count() > 1:
+                    agree_on(agree, **prepared.programs())
                 run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
                 if jax.process_index() == 0:
                     stack.enter_context(lock.held(run.folder))
@@ -119,6 +123,12 @@ class Prepared:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 config.export.lstat()  # which fails now, and not in the end, for a name that no file can have
 
+    def programs(self) -> dict[str, Any]:
+        """What the devices will run, for a comparison with other processes: their code may differ."""
+        start, train, abstract = self.functions.start, self.functions.train, self.functions.abstract
+        with jax.set_mesh(self.mesh):
+            return {"the_first_state": start.lower(jax.random.key(0)), "the_step": train.lower(abstract, self.tokens)}
+
     def batch(self, texts: data.Texts, first: int) -> axn.NamedArray:
         """Make a batch of texts from the `first` on, each device its own shard."""
         compute = axn.sharding.sharding_for_axis((self.Batch, self.Pos), self.strategy.compute, self.mesh)
@@ -138,6 +148,8 @@ class Training:
         """What was tried and could not be done."""
         self.saved: int | None = None
         """The step of the latest checkpoint."""
+        self.is_deleted = self.restarts = False
+        """Whether the folder was deleted when a checkpoint was due, and whether to end for a host that comes back."""
 
     def run(self) -> int:
         """Train to the end, or until interrupted; the exit status."""
@@ -147,6 +159,8 @@ class Training:
             with Reporter(total, self.step, tokens) as self.reporter:
                 self.introduce()
                 self.train_until(total, interrupts)
+            if self.restarts:
+                return hosts.RESTART
             self.save_at_the_end()
         self.keep_pictures()
         if self.step < total:
@@ -164,7 +178,7 @@ class Training:
             saved.remove_unfinished()
             saved.check_room(abstract)
             latest = saved.latest() if self.config.resume else None
-            agree({"texts": f"with the number {fingerprint}", "latest checkpoints": str(latest)})
+            agree_on(agree, latest_checkpoints=str(latest))
         if latest is not None:
             self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.storage)
             self.saved = self.step
@@ -247,6 +261,13 @@ class Training:
                     self.evaluate()
                 if saves:
                     self.save_if_possible()
+                if (
+                    self.files.checkpoints.is_written()
+                    and self.finish_saving()
+                    and in_any_process(hosts.restart_is_wanted())
+                ):
+                    self.restarts = True
+                    return
                 began = time.perf_counter()
 
     def note(self, measured: Sequence[steps.Metrics], seconds: float | None) -> None:
@@ -256,6 +277,7 @@ class Training:
         finite = list(itertools.takewhile(lambda row: math.isfinite(row["loss"]), rows))
         self.try_to("write down the losses", self.metrics.add, *finite)
         if len(finite) < len(rows):
+            self.finish_saving()
             bad, latest = rows[len(finite)], self.files.checkpoints.latest()
             raise Problem(
                 f"The loss is {bad['loss']} at step {bad['step']}, so a lower --learning-rate may help; "
@@ -285,23 +307,46 @@ class Training:
 
     # --- saving ---
 
-    def save(self) -> None:
-        path = self.files.checkpoints.save(self.state, self.step, self.seen)
-        self.saved = self.step
+    def save_if_possible(self) -> None:
+        """On the way, a full disk is no reason to lose what was learned: there may be room again later."""
+        self.finish_saving()
+        try:
+            self.files.checkpoints.begin(self.state, self.step, self.seen)
+        except checkpoints.FolderDeleted:
+            if self.is_deleted:
+                raise
+            self.is_deleted = True
+            warn(f"The folder {self.files.folder} was deleted. Training stops if it is still missing at the next save.")
+        except Problem as e:
+            self.warn_of_save(e)
+
+    def finish_saving(self) -> bool:
+        """Complete the checkpoint that is being written, if there is one; whether it could be written."""
+        try:
+            saved = self.files.checkpoints.finish()
+        except Problem as e:
+            self.is_deleted = isinstance(e.__cause__, FileNotFoundError)
+            self.warn_of_save(e)
+            return False
+        self.complete(saved)
+        return saved is not None
+
+    def complete(self, saved: tuple[Path, int] | None) -> None:
+        """Note that a checkpoint was saved."""
+        if saved is None:
+            return
+        path, self.saved = saved
         if self.prepared.plan is not None:
             self.try_to("keep the plan with the checkpoint", self.prepared.plan.keep, path / self.files.plan.name)
 
-    def save_if_possible(self) -> None:
-        """On the way, a full disk is no reason to lose what was learned: there may be room again later."""
-        try:
-            self.save()
-        except Problem as e:
-            warn(f"{e} Training goes on, and the next checkpoint is tried in {self.config.saving.save_every} steps.")
+    def warn_of_save(self, problem: Problem) -> None:
+        warn(f"{problem} Training goes on, and the next checkpoint is tried in {self.config.saving.save_every} steps.")
 
     def save_at_the_end(self) -> None:
+        self.finish_saving()
         if self.saved != self.step:
             try:
-                self.save()
+                self.complete(self.files.checkpoints.save(self.state, self.step, self.seen))
             except Problem as e:
                 hint = f" When that is set right, go on from there: {self.command_to_resume()}"
                 raise Problem(f"{e}{hint if self.files.can_be_resumed() else ''}") from e

@@ -396,6 +396,15 @@ def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> Non
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2, keep_sharded=["pos"])), X)
         model = nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0))
         layer = lambda block, x: dataclasses.replace(block, exchange="all_to_all")(x) * axn.mean(block.up.weight)
+
+        def scaled(block: Any, x: Any) -> Any:
+            chosen, fn = axn.argmax(block.router(x), Scores), lambda up, rows, sizes: rows / sizes.axis_size("experts")
+            return nn.dispatch(fn, block.up, x, chosen, Experts)
+
+        mapping = {"layers": "stage", "batch": "context", "experts": "context"}
+        text = r"an operation gets numbers 1, and numbers 4 for the complete axis"
+        with axn.axis_mapping(mapping), pytest.raises(ValueError, match=text):
+            jax.eval_shape(model.fold_via(scaled, schedule=GPipe(2, keep_sharded=["experts"])), X)
         text = r"exchange='all_to_all': a pipeline around it gathers axis 'experts', so .*: its schedule lacks `keep"
         mapping = {"layers": "stage", "batch": "context", "experts": "context"}
         with axn.axis_mapping(mapping), pytest.raises(ValueError, match=text):

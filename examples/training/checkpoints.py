@@ -7,9 +7,7 @@ checkpoint before it is complete.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,6 +19,7 @@ import jax
 from axonym import state as files
 from axonym.sharding import MappingShardingRule, fail_together
 
+from .interrupts import in_any_process
 from .problems import Problem, in_a_line, reason_of
 
 T = TypeVar("T")
@@ -28,38 +27,73 @@ T = TypeVar("T")
 _UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 
+class FolderDeleted(Problem):
+    """Somebody has deleted the folder of a run."""
+
+
 class Checkpoints:
     """The checkpoints in a folder, of which the latest few are kept."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
+        self._pending: tuple[Path, int, files.PendingCheckpoint] | None = None
+        """The checkpoint that is being written, its path and its step."""
 
     def latest(self) -> Path | None:
         """The latest checkpoint that is complete."""
         found = files.latest_checkpoint(self.folder)
         return None if found is None else Path(found)
 
-    def save(self, state: Any, step: int, seen: int) -> Path:
-        """Write a checkpoint, then delete those that are too many. What fails is a problem, and deletes nothing."""
+    def begin(self, state: Any, step: int, seen: int) -> None:
+        """Begin to write a checkpoint, while training goes on; `finish` completes it."""
         path = self.folder / f"step-{step:06d}"
         with fail_together("save"):  # or those that see the folder would wait for the others
             if not self.folder.is_dir():
-                raise Problem(f"The checkpoint {path} could not be written, because the folder was deleted.")
-        try:
-            with _quiet():
-                files.save_checkpoint(path, {"state": state, "step": step, "seen": seen})
-        except Exception as e:  # file systems, Orbax and TensorStore each have errors of their own
-            if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
-                raise  # a device or another process is lost, which is no matter of files
-            self.remove_unfinished()
-            last = self.latest()
-            kept = "there is none before it" if last is None else f"{last} is complete"
-            raise Problem(f"The checkpoint {path} could not be written, because {reason_of(e)}; {kept}.") from e
+                raise FolderDeleted(f"The checkpoint {path} could not be written, because the folder was deleted.")
+        with self._problems(path):
+            tree = {"state": state, "step": step, "seen": seen}
+            self._pending = path, step, files.save_checkpoint_async(path, tree)
+
+    def save(self, state: Any, step: int, seen: int) -> tuple[Path, int] | None:
+        """Write a checkpoint; its path and step."""
+        self.begin(state, step, seen)
+        return self.finish()
+
+    def is_written(self) -> bool:
+        """Whether there is a checkpoint that `finish` need not wait for, in all processes, which all must ask."""
+        return self._pending is not None and not in_any_process(not self._pending[2].is_written())
+
+    def finish(self) -> tuple[Path, int] | None:
+        """Complete the checkpoint that is being written, then delete those that are too many; its path and step.
+
+        What fails is a problem, and deletes nothing.
+        """
+        if self._pending is None:
+            return None
+        path, step, pending = self._pending
+        self._pending = None
+        with self._problems(path):
+            pending.wait()
         if jax.process_index() == 0:
             before = (p for p in self.folder.glob("step-*") if _is_complete(p) and _step_of(p) <= step)
             for old in sorted(before, key=_step_of)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
-        return path
+        return path, step
+
+    @contextlib.contextmanager
+    def _problems(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:  # file systems, Orbax and TensorStore each have errors of their own
+            if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
+                raise  # a device or another process is lost, which is no matter of files
+            if isinstance(e, FileNotFoundError) and jax.process_index() == 0:
+                for folder in (self.folder, self.folder.parent):  # deleted; Orbax may have made them again, empty
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+            last = self.latest()
+            kept = "there is none before it" if last is None else f"{last} is complete"
+            raise Problem(f"The checkpoint {path} could not be written, because {reason_of(e)}; {kept}.") from e
 
     def restore(self, path: Path, abstract: T, storage: Mapping[str, Any]) -> tuple[T, int, int]:
         """A state on the active mesh, the step, and how much of the text was seen."""
@@ -67,8 +101,7 @@ class Checkpoints:
         # The mapping shards named arrays; arrays without names, such as the key, are replicated.
         placement = MappingShardingRule(storage) | jax.P()
         try:
-            with _quiet():
-                found = files.restore_checkpoint(path, template, placement)
+            found = files.restore_checkpoint(path, template, placement)
         except Exception as e:
             text = in_a_line(e)
             says = text.removeprefix(f"restore_checkpoint: {path} ")
@@ -109,33 +142,3 @@ def _is_complete(path: Path) -> bool:
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what Orbax tells of its workings out of the output; what goes wrong comes as an exception."""
-    logger = logging.getLogger("absl")
-    level, made = logger.level, asyncio.new_event_loop
-    logger.setLevel(logging.CRITICAL)
-    asyncio.new_event_loop = lambda: _waiting(made())
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        asyncio.new_event_loop = made
-
-
-def _waiting(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-    """Let a loop wait for what still runs in it before it closes.
-
-    When one of many writes fails, Orbax closes the loop, and TensorStore prints a traceback for each that ends later.
-    """
-    close = loop.close
-
-    def wait_and_close() -> None:
-        if not loop.is_closed() and (left := asyncio.all_tasks(loop)):
-            loop.run_until_complete(asyncio.wait(left, timeout=60))
-        close()
-
-    loop.close = wait_and_close
-    return loop

@@ -130,6 +130,8 @@ class Hosts:
     """With --distributed: when a host is lost, go on with the others from the latest checkpoint."""
     host_timeout: float = 30.0
     """With --distributed: after so many seconds without a sign of life a host is lost."""
+    start_timeout: int = 300
+    """With --distributed: how many seconds the hosts wait for each other at the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +191,12 @@ def parse(arguments: Sequence[str] | None, default: Config | None = None) -> Con
 def as_json(config: Config) -> dict[str, Any]:
     """The settings of a run, without those of a call."""
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_THE_CALL}
+
+
+def lines_of(config: Config) -> list[str]:
+    """The settings that all processes must have, each as on the command line."""
+    here = {field.name for field in dataclasses.fields(Hosts)} - {"elastic", "host_timeout"} | {"out", "export"}
+    return [f"{flag(name)} {value}" for name, value in _values(config).items() if name not in here]
 
 
 def load(path: Path) -> Config:
@@ -312,7 +320,7 @@ _POSITIVE = {
         "evaluate_batches",
         "sample_length",
     ),
-    *("top_k", "save_every", "keep", "simulated_devices", "host_timeout"),
+    *("top_k", "save_every", "keep", "simulated_devices", "host_timeout", "start_timeout"),
 }
 _NOT_NEGATIVE = {"experts", "seed", "warmup", "weight_decay", "samples", "temperature"}
 _LARGEST = 2**31 - 1

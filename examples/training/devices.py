@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .config import Hosts
+from axonym.sharding import connect_processes
+
+from .config import Config, lines_of
 from .hosts import connected
-from .problems import Problem
+from .problems import Problem, difference_in_a_line
 
 
-def start(hosts: Hosts) -> None:
-    """Make devices ready. This comes before anything else that JAX does."""
+def start(config: Config) -> None:
+    """Make devices ready, of hosts that have agreed. This comes before anything else that JAX does."""
+    hosts = config.hosts
     # The number of CPU devices is for machines that have nothing faster, and says nothing elsewhere.
     if jax.config.jax_num_cpu_devices != hosts.simulated_devices:  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -24,15 +28,30 @@ def start(hosts: Hosts) -> None:
                 f"JAX has started already, and not with {hosts.simulated_devices} simulated devices."
             ) from None
     if hosts.distributed:
+        _show_whom_hosts_wait_for()
         try:
-            jax.distributed.initialize(hosts.coordinator, hosts.processes, hosts.process_index)
-        except (RuntimeError, ValueError) as e:
+            connect_processes(
+                hosts.coordinator,
+                hosts.processes,
+                hosts.process_index,
+                same={"settings": "\n".join(lines_of(config))},
+                initialization_timeout=hosts.start_timeout,
+            )
+        except (RuntimeError, ValueError, OSError) as e:
+            if str(e).startswith("connect_processes: "):
+                raise Problem(difference_in_a_line(e)) from None
             raise Problem(
                 f"The hosts could not be connected: {e}; --coordinator, --processes and --process-index say how, where "
                 "it cannot be found out."
             ) from None
         token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
         connected(jax.process_index(), jax.process_count(), int(token))
+
+
+def _show_whom_hosts_wait_for() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("train_lm.py: %(message)s"))
+    logging.getLogger("axonym").addHandler(handler)
 
 
 def describe() -> str:

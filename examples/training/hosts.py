@@ -4,7 +4,8 @@ JAX cannot continue without one of its processes, and may abort the others. So t
 train: it starts one that does, and watches it. These supervisors communicate by files in the folder of the run, which
 all hosts share: each writes its own once a second. A host is lost when its process is killed, or when it has not
 written for a while. Then the others end their processes, and with `--elastic` they agree on who is left, and start new
-ones.
+ones. A host that was lost comes back with the same command: it waits until the others have
+saved a checkpoint, and all go on from there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -30,6 +32,10 @@ _CHANNEL = "TRAIN_LM_SUPERVISOR"
 """The environment variable with the file descriptor by which a process reaches its supervisor."""
 _LOOK, _BEAT = 0.25, 1.0
 """Seconds from one look at the process and the other hosts to the next, and from one sign of life to the next."""
+_SLOW = 5.0
+"""After so many seconds without a sign of life of its process, a host is named."""
+RESTART = 75
+"""The exit status of a process that has saved a checkpoint, so that a host can come back."""
 
 
 # --- in the process that trains ---
@@ -39,18 +45,35 @@ def is_supervised() -> bool:
     return _CHANNEL in os.environ
 
 
+_WANTED = threading.Event()
+
+
+def restart_is_wanted() -> bool:
+    """Whether the supervisor wants this process to end after its next checkpoint."""
+    return _WANTED.is_set()
+
+
 def connected(index: int, count: int, token: int) -> None:
     """Tell the supervisor, if there is one, which process this is; and end when the supervisor does."""
     if is_supervised():
         channel = socket.socket(fileno=int(os.environ[_CHANNEL]))
         channel.sendall(json.dumps([index, count, token]).encode())
-        threading.Thread(target=_end_with_supervisor, args=(channel,), daemon=True).start()
+        for work in (_end_with_supervisor, _give_signs_of_life):
+            threading.Thread(target=work, args=(channel,), daemon=True).start()
 
 
 def _end_with_supervisor(channel: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        channel.recv(1)
+        while channel.recv(1):
+            _WANTED.set()
     os._exit(1)
+
+
+def _give_signs_of_life(channel: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(_BEAT)
+            channel.sendall(b" ")
 
 
 # --- in the supervisor ---
@@ -68,6 +91,8 @@ def supervise_if_distributed(arguments: Sequence[str]) -> None:
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--coordinator", default="")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process-index", type=int)
     parser.add_argument("--host-timeout", type=float, default=30.0)
     flags = [re.sub("^--[a-z_]+", lambda found: found[0].replace("_", "-"), argument) for argument in arguments]
     try:
@@ -86,20 +111,28 @@ class _Hosts:
         self.members = list(range(count))
         self.generation = 0
         self.lost: dict[int, str] = {}
-        """Why a host is lost; one that is stays so."""
+        """Why a host is lost. It stays so until it is started again, with another id."""
         self.told: dict[int, dict[str, Any]] = {}
+        self._id = secrets.token_hex(8)
         self._heard = dict.fromkeys(self.members, time.monotonic())
         self._beat, self._written = 0, 0.0
         folder.mkdir(parents=True, exist_ok=True)
-        if index == 0:  # what earlier starts have left
-            for other in folder.parent.iterdir():
-                if other != folder:
+
+    def remove_earlier(self) -> None:
+        """Delete what earlier starts have left."""
+        if self.index == 0:
+            for other in self.folder.parent.iterdir():
+                if other != self.folder:
                     shutil.rmtree(other, ignore_errors=True)
 
-    def tell(self, state: str, process: int, why: str = "") -> None:
-        """Write how this host is: it `runs`, `waits` for a plan, has `failed`, `ended`, or is `lost`."""
+    def tell(self, state: str, process: int, why: str = "", silent: int = 0) -> None:
+        """Write how this host is: it `runs`, `waits` for a plan, has `failed`, `ended`, or is `lost`.
+
+        `silent` is for how many seconds its process gave no sign of life.
+        """
         mine = {"host": socket.gethostname(), "process": process, "generation": self.generation, "state": state}
-        mine |= {"why": why, "lost": {str(i): text for i, text in self.lost.items()}}
+        mine |= {"id": self._id, "members": self.members, "silent": silent, "why": why}
+        mine["lost"] = {str(i): [text, self.id_of(i)] for i, text in self.lost.items()}
         before, now = self.told.get(self.index, {}), time.monotonic()
         if before != mine | {"beat": self._beat} or now > self._written + _BEAT:
             self._beat, self._written = self._beat + 1, now
@@ -109,13 +142,16 @@ class _Hosts:
     def listen(self) -> None:
         """Read how the others are, and which hosts are lost."""
         now = time.monotonic()
-        for i in self.others():
-            found = _read(self.folder / f"{i}.json")
+        for i in range(self.count):
+            found = None if i == self.index else _read(self.folder / f"{i}.json")
             if found is not None and found != self.told.get(i):
+                if found["id"] != self.id_of(i):
+                    self.lost.pop(i, None)  # it was started again
                 self.told[i], self._heard[i] = found, now
         for i in self.others():
             told = self.told.get(i, {})
-            self.lost = {int(j): why for j, why in told.get("lost", {}).items()} | self.lost
+            lost = {int(j): why for j, (why, of) in told.get("lost", {}).items() if of == self.id_of(int(j))}
+            self.lost = lost | self.lost
             if self.state(i) == "lost":
                 self.lost.setdefault(i, told["why"])
             elif self.state(i) != "ended" and now > self._heard[i] + self.timeout:
@@ -123,6 +159,9 @@ class _Hosts:
 
     def others(self) -> list[int]:
         return [i for i in self.members if i != self.index]
+
+    def id_of(self, i: int) -> str:
+        return self._id if i == self.index else self.told.get(i, {}).get("id", "")
 
     def state(self, i: int) -> str:
         return self.told[i]["state"] if i in self.told else "runs"
@@ -133,18 +172,44 @@ class _Hosts:
     def plan(self, address: str, lock: Path) -> dict[str, Any] | None:
         """Return which hosts go on, and where they meet, once all that are left wait for it: the first one decides."""
         path = self.folder / f"plan-{self.generation}.json"
+        waiting = self.waiting(self.generation)
         left = [i for i in self.members if i not in self.lost and self.state(i) != "ended"]
-        waiting = [i for i in left if self.state(i) == "waits" and self.told[i]["generation"] == self.generation]
-        if left == waiting and left[0] == self.index and not path.exists():
-            # So many that what could be divided by the number in the beginning can be divided by theirs.
-            most = max(n for n in range(1, len(left) + 1) if self.count % n == 0)
+        if set(left) <= set(waiting) and waiting[0] == self.index and not path.exists():
             _remove_lock(lock, [(told["host"], told["process"]) for told in self.told.values()])
-            _write(path, {"hosts": left[:most], "coordinator": f"{address}:{_free_port()}"})
+            hosts = waiting[: self.most(len(waiting))]
+            _write(path, {"hosts": hosts, "coordinator": f"{address}:{_free_port()}"})
         return _read(path)
+
+    def waiting(self, generation: int) -> list[int]:
+        """Return the hosts that wait for the plan of a generation, also those that come back."""
+        now = time.monotonic()
+        alive = [i for i in range(self.count) if i == self.index or now < self._heard[i] + self.timeout]
+        alive = [i for i in alive if i not in self.lost and self.state(i) == "waits"]
+        return [i for i in alive if self.told[i]["generation"] == generation]
+
+    def most(self, n: int) -> int:
+        """Return how many of `n` hosts can go on: what their number in the beginning divides, theirs must divide."""
+        return max(m for m in range(1, n + 1) if self.count % m == 0)
+
+    def more_could_run(self) -> bool:
+        """Return whether hosts wait to come back, and enough of them."""
+        return self.most(len({*self.members, *self.waiting(self.generation + 1)})) > len(self.members)
 
     def go_on_as(self, members: Sequence[int]) -> None:
         self.members = list(members)
-        self._heard = dict.fromkeys(self.members, time.monotonic())
+        self._heard = dict.fromkeys(range(self.count), time.monotonic())
+
+    def join(self) -> bool:
+        """Go on as a host that is started again, if the others give signs of life: then a run goes on without it."""
+        self.listen()
+        before, stop = dict(self.told), time.monotonic() + 3 * _BEAT
+        while before and time.monotonic() < stop:
+            time.sleep(_LOOK)
+            self.listen()
+            if alive := [told for i, told in self.told.items() if told != before.get(i)]:
+                self.members, self.generation = alive[0]["members"], alive[0]["generation"]
+                return True
+        return False
 
 
 class _Supervisor:
@@ -154,12 +219,32 @@ class _Supervisor:
         self.arguments, self.options = list(arguments), options
         self.hosts: _Hosts | None = None
         """Unknown until the process is connected."""
-        self.announced: set[int] = set()
+        self.announced: dict[int, str] = {}
+        self.slow: set[int] = set()
+        self.pid = 0
+        """The number of the latest process of this host."""
 
     def run(self) -> int:
         """Run processes until training ends; the exit status."""
         more: list[str] = []
+        self.hosts = self.run_that_goes_on()
         while True:
+            if self.hosts is not None:  # another start than the first one of all
+                self.announce(self.hosts)
+                plan = self.agree(self.hosts) if self.options.elastic else None
+                if plan is None:
+                    return 1
+                hosts: list[int] = plan["hosts"]
+                if self.hosts.index not in hosts:
+                    _say(f"Training goes on without this host: with {len(hosts)}, which divides {self.hosts.count}.")
+                    return 0
+                if self.hosts.index == hosts[0]:
+                    _say(f"Training goes on from the latest checkpoint on {len(hosts)} of {self.hosts.count} hosts.")
+                self.hosts.go_on_as(hosts)
+                more = ["--coordinator", plan["coordinator"], "--processes", str(len(hosts))]
+                more += ["--process-index", str(hosts.index(self.hosts.index))]
+                if (self.options.out / "config.json").is_file():
+                    more.append("--resume")
             self.start(more)
             status = self.watch()
             self.end()
@@ -167,21 +252,18 @@ class _Supervisor:
                 sys.stderr.buffer.write(b"".join(self.held))
                 sys.stderr.flush()
                 return 128 - status if status is not None and status < 0 else status or 0
-            self.announce(self.hosts)
-            plan = self.agree(self.hosts) if self.options.elastic else None
-            if plan is None:
-                return 1
-            hosts: list[int] = plan["hosts"]
-            if self.hosts.index not in hosts:
-                _say(f"Training goes on without this host: with {len(hosts)}, which divides {self.hosts.count}.")
-                return 0
-            if self.hosts.index == hosts[0]:
-                _say(f"Training goes on from the latest checkpoint on {len(hosts)} of {self.hosts.count} hosts.")
-            self.hosts.go_on_as(hosts)
-            more = ["--coordinator", plan["coordinator"], "--processes", str(len(hosts))]
-            more += ["--process-index", str(hosts.index(self.hosts.index))]
-            if (self.options.out / "config.json").is_file():
-                more.append("--resume")
+
+    def run_that_goes_on(self) -> _Hosts | None:
+        """Return the hosts of a run that goes on without this one, which has been started again."""
+        options = self.options
+        if not options.elastic or options.process_index is None or options.processes is None:
+            return None
+        for folder in (options.out / "hosts").glob("*"):
+            hosts = _Hosts(folder, options.process_index, options.processes, options.host_timeout)
+            if hosts.join():
+                _say(f"Training goes on without this host, {hosts.index}. It comes back after the next checkpoint.")
+                return hosts
+        return None
 
     def start(self, more: Sequence[str]) -> None:
         self.channel, its = socket.socketpair()
@@ -197,6 +279,8 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
         self.held: list[bytes] = []
+        self.pid, self.is_asked = self.worker.pid, False
+        self.heard: float | None = None
         self.printer = threading.Thread(target=_print, args=(self.worker.stderr, self.held), daemon=True)
         self.printer.start()
 
@@ -217,9 +301,17 @@ class _Supervisor:
                     return status
                 time.sleep(_LOOK)
                 continue
+            if status == RESTART:
+                return None
             hosts, state = self.hosts, _state(status)
-            hosts.tell(state, self.worker.pid, "" if status is None else f"its process was ended by signal {-status}")
+            why = "" if status is None else f"its process was ended by signal {-status}"
+            hosts.tell(state, self.worker.pid, why, self.silent_for())
             hosts.listen()
+            self.name_slow(hosts)
+            if self.options.elastic and not self.is_asked and hosts.more_could_run():
+                self.is_asked = True
+                with contextlib.suppress(OSError):
+                    self.channel.send(b"r")
             if state == "lost":
                 _say(f"The process of this host, {hosts.name(hosts.index)}, was ended by signal {-(status or 0)}.")
             if state in ("lost", "ended"):
@@ -242,21 +334,43 @@ class _Supervisor:
             index, count, token = json.loads(self.channel.recv(1000))
         except (BlockingIOError, ValueError):  # not yet, or it has ended
             return None
-        return _Hosts(self.options.out / "hosts" / str(token), index, count, self.options.host_timeout)
+        self.heard = time.monotonic()
+        hosts = _Hosts(self.options.out / "hosts" / str(token), index, count, self.options.host_timeout)
+        hosts.remove_earlier()
+        return hosts
+
+    def silent_for(self) -> int:
+        """For how many seconds the process gave no sign of life since its first one; 0 if these are few."""
+        now = time.monotonic()
+        with contextlib.suppress(OSError):
+            if self.channel.recv(1000):
+                self.heard = now
+        return 0 if self.heard is None or now < self.heard + _SLOW else int(now - self.heard)
+
+    def name_slow(self, hosts: _Hosts) -> None:
+        slow = {i for i in hosts.members if hosts.told.get(i, {}).get("silent")}
+        for i in sorted(slow - self.slow):
+            _say(f"Host {hosts.name(i)} is slow: its process gave no sign of life for {_SLOW:g} seconds.")
+        self.slow = slow
 
     def announce(self, hosts: _Hosts) -> None:
-        for i in sorted(hosts.lost.keys() - self.announced):
-            _say(f"Host {hosts.name(i)} was lost: {hosts.lost[i]}.")
-            self.announced.add(i)
+        for i, why in sorted(hosts.lost.items()):
+            if self.announced.get(i) != hosts.id_of(i):
+                _say(f"Host {hosts.name(i)} was lost: {why}.")
+                self.announced[i] = hosts.id_of(i)
 
     def agree(self, hosts: _Hosts) -> dict[str, Any] | None:
-        """Wait for the plan of those that are left; None if they count this one as lost."""
+        """Wait for the plan of those that go on; None if they count this one as lost, or end without it."""
         hosts.generation += 1
+        comes_back = self.pid == 0
         while True:
-            hosts.tell("waits", self.worker.pid)
+            hosts.tell("waits", self.pid)
             hosts.listen()
             self.announce(hosts)
             if hosts.index in hosts.lost:
+                return None
+            if comes_back and all(hosts.state(i) in ("ended", "failed") for i in hosts.members):
+                _say("Training has ended without this host.")
                 return None
             if (plan := hosts.plan(_address(self.options.coordinator), self.options.out / "lock.json")) is not None:
                 return plan

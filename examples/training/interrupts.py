@@ -43,11 +43,7 @@ class Interrupts:
 
     def agreed(self) -> bool:
         """Whether to stop. Several processes stop at the same step, so all must ask at the same steps."""
-        if jax.process_count() == 1:
-            return self.noted
-        from jax.experimental import multihost_utils
-
-        return bool(np.any(multihost_utils.process_allgather(np.array(self.noted))))
+        return in_any_process(self.noted)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.noted:
@@ -66,3 +62,12 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+def in_any_process(flag: bool) -> bool:
+    """Whether a flag is set in any process. All must ask at the same steps."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))

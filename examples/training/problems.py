@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 class Problem(Exception):
@@ -27,6 +28,20 @@ def reason_of(error: BaseException) -> str:
 def listed(problems: Sequence[str]) -> str:
     """Several problems in a line."""
     return "; ".join(problems)
+
+
+def difference_in_a_line(error: Exception) -> str:
+    """What differs between processes, in one line."""
+    first, *more = str(error).removeprefix("connect_processes: ").splitlines()
+    return " ".join([first, "; ".join(line.strip() for line in more)]).strip()
+
+
+def agree_on(agree: Callable[[Mapping[str, Any]], None], **same: Any) -> None:
+    """Compare texts and programs between processes; a problem if they differ."""
+    try:
+        agree({name.replace("_", " "): x for name, x in same.items()})
+    except ValueError as e:
+        raise Problem(difference_in_a_line(e)) from None
 
 
 def in_a_line(text: object) -> str:

@@ -35,8 +35,10 @@ class State(eqx.Module):
 class Functions:
     """The functions of a run, compiled when they are first called."""
 
-    start: Callable[[jax.Array], State]
-    train: Callable[[State, NamedArray], tuple[State, Metrics]]
+    start: Any
+    """The state that training begins with, of a random key."""
+    train: Any
+    """The state after a step and its metrics, of the state before and a batch."""
     evaluate: Callable[[llama.Llama, NamedArray], jax.Array]
     abstract: State
     """The state without values, for what must know it before it is made."""

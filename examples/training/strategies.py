@@ -37,6 +37,10 @@ class Strategy:
     microbatches: int = 1
     """Where layers are sharded over stages: how many microbatches the batch of a device is cut into."""
 
+    def as_text(self) -> str:
+        """What must be the same in every process."""
+        return "\n".join(f"{name} {json.dumps(x, sort_keys=True)}" for name, x in dataclasses.asdict(self).items())
+
     def schedule(self) -> axn.schedules.OneFOneB | None:
         """The schedule of the stages; None if there are none."""
         return axn.schedules.OneFOneB(self.microbatches, axis="batch") if self.compute.get("layers") else None

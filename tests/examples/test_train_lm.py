@@ -149,12 +149,12 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The disk is full when the first checkpoint is due, and Ctrl-C comes a step later."""
-    out, taken, write = tmp_path / "run", 0, train_lm.checkpoints.files.save_checkpoint
+    out, taken, write = tmp_path / "run", 0, train_lm.checkpoints.files.save_checkpoint_async
 
-    def full_at_first(path: str, tree: Any) -> None:
+    def full_at_first(path: str, tree: Any) -> Any:
         if tree["step"] == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, tree)
+        return write(path, tree)
 
     def note(self: Any, *args: Any) -> None:
         nonlocal taken
@@ -164,7 +164,7 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
             signal.raise_signal(signal.SIGINT)
 
     noted = train_lm.Training.note
-    monkeypatch.setattr(train_lm.checkpoints.files, "save_checkpoint", full_at_first)
+    monkeypatch.setattr(train_lm.checkpoints.files, "save_checkpoint_async", full_at_first)
     monkeypatch.setattr(train_lm.Training, "note", note)
     before = signal.getsignal(signal.SIGINT)
     assert train(text, out, "--mapping", "fsdp+tensor") == train_lm.INTERRUPTED
@@ -226,6 +226,7 @@ try:
     kept.save(many, 2, 16)
 except Problem as e:
     print(e)
+assert not list(Path(sys.argv[2]).glob("step-000002*"))
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 def kill(event, arguments):
@@ -241,12 +242,11 @@ def test_last_save_fails(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """A checkpoint that cannot be written is a problem, and deletes nothing."""
 
     def full(path: str, tree: Any) -> None:
-        (Path(path).parent / "step-000002.orbax-checkpoint-tmp").mkdir()
         raise ValueError("RESOURCE_EXHAUSTED: Error writing local file\nand much more")
 
     kept = Checkpoints(tmp_path, keep=1)
     kept.save({"x": np.zeros(4)}, 1, 8)
-    monkeypatch.setattr(train_lm.checkpoints.files, "save_checkpoint", full)
+    monkeypatch.setattr(train_lm.checkpoints.files, "save_checkpoint_async", full)
     with pytest.raises(
         Problem, match=r"step-000002 could not be written, because the disk is full; .*1 is complete\.$"
     ):

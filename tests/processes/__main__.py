@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from axonym.sharding import fail_together
+from axonym.sharding import connect_processes, fail_together
 from tests.processes import DEVICES
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)  # most of the time goes into compiling
-    jax.distributed.initialize(initialization_timeout=60, shutdown_timeout_seconds=10)
+    connect_processes(initialization_timeout=60, shutdown_timeout_seconds=10)
     rank, found = jax.process_index(), (jax.process_count(), jax.local_device_count())
     assert found == (DEVICES // int(devices), int(devices)), found
     failed = False

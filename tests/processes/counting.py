@@ -21,7 +21,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from axonym.sharding import connect_processes
 from examples.training import lock
+from examples.training.interrupts import in_any_process
 
 STEPS = 40
 
@@ -31,10 +33,11 @@ def main() -> None:
     for name, kind in (("coordinator", str), ("processes", int), ("process-index", int), ("out", Path)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS)
     options, _ = parser.parse_known_args()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(options.coordinator, options.processes, options.process_index)
+    connect_processes(options.coordinator, options.processes, options.process_index)
     token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
     hosts.connected(jax.process_index(), jax.process_count(), int(token))
     steps: Path = options.out / "steps.txt"
@@ -45,11 +48,13 @@ def main() -> None:
             (options.out / "config.json").write_text("{}")
         multihost_utils.sync_global_devices("there is a file")
         done = len(steps.read_text().splitlines())
-        for step in range(done + 1, STEPS + 1):
+        for step in range(done + 1, options.steps + 1):
             total = int(multihost_utils.process_allgather(np.ones(())).sum())
             if first:
                 with steps.open("a") as file:
                     print(step, total, file=file)
+            if in_any_process(hosts.restart_is_wanted()):
+                sys.exit(hosts.RESTART)
             time.sleep(0.1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Ended, counting, free_port, run, slices, training
+from tests.processes import ROOT, Ended, counting, free_port, run, slices, training
 
 _Hosts = training.train_lm.hosts._Hosts
 
@@ -24,6 +25,7 @@ STEPS = 12
 LIMIT = 400
 SCRIPT = Path(training.train_lm.__file__)
 HOST = socket.gethostname()
+PATHS = {"PYTHONPATH": os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), str(ROOT)) if p)}
 
 
 def flags(folder: Path, devices: int) -> list[str]:
@@ -81,8 +83,9 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def kill(processes: Processes) -> None:
-        wait_for(lambda: latest(out) >= 4)
-        processes[0].kill()
+        unfinished = "checkpoints/*.orbax-checkpoint-tmp"
+        wait_for(lambda: latest(out) >= 4 and (any(out.glob(unfinished)) or latest(out) >= 8))
+        processes[0].kill()  # in a save, which is no failure to write a checkpoint
 
     ended = train(tmp_path, 2, kill, "--elastic")
     assert ended.statuses == [-signal.SIGKILL, 0], ended.printed
@@ -202,5 +205,40 @@ def test_who_goes_on(tmp_path: Path) -> None:
     hosts[3].timeout = -1
     hosts[3].listen()
     assert set(hosts[3].lost) == {0, 1, 2, 4}
-    _Hosts(tmp_path / "2", 0, 2, timeout=1)
+    _Hosts(tmp_path / "2", 0, 2, timeout=1).remove_earlier()
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.further
+def test_a_lost_host_comes_back(tmp_path: Path) -> None:
+    """A host whose process stops is named as slow; one that is lost, and started again, goes on with the others."""
+    out = tmp_path / "run"
+
+    def stop_and_lose(processes: Processes) -> None:
+        wait_for(lambda: steps(out))
+        slow = process(out, 1)
+        os.kill(slow, signal.SIGSTOP)
+        wait_for(lambda: "is slow" in (tmp_path / "printed-1.txt").read_text())
+        os.kill(slow, signal.SIGCONT)
+        at = len(steps(out))
+        wait_for(lambda: len(steps(out)) > at)
+        os.kill(process(out, 0), signal.SIGKILL)
+        processes[0].wait()
+        wait_for(lambda: any(n == 1 for _, n in steps(out)))
+        with (tmp_path / "again.txt").open("wb") as output:
+            again = Popen(processes[0].args, stdout=output, stderr=output, env=os.environ | PATHS)  # pyright: ignore
+        wait_for(lambda: again.poll() is not None)
+
+    ended = count(tmp_path, 2, stop_and_lose, "--elastic", "--host-timeout", "60", "--steps", "60")
+    assert ended.statuses == [128 + signal.SIGKILL, 0], ended.printed
+    assert said(ended, 1) == [
+        f"Host 1 ({HOST}) is slow: its process gave no sign of life for 5 seconds.",
+        f"Host 0 ({HOST}) was lost: its process was ended by signal 9.",
+        "Training goes on from the latest checkpoint on 1 of 2 hosts.",
+    ]
+    again = (tmp_path / "again.txt").read_text()
+    assert "train_lm.py: Training goes on without this host, 0. It comes back after the next checkpoint." in again
+    assert "train_lm.py: Training goes on from the latest checkpoint on 2 of 2 hosts." in again
+    counted = steps(out)
+    assert [step for step, _ in counted] == list(range(1, 61))
+    assert [n for n, _ in itertools.groupby(n for _, n in counted)] == [2, 1, 2]

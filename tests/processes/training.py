@@ -185,3 +185,24 @@ def check_bytes_of_the_text(folder: Path) -> None:
     assert read == Batch.size * Pos.size // jax.process_count()
     expected = [texts.text[np.arange(16) + texts.start_of(5 + i)] for i in range(8)]
     np.testing.assert_array_equal(axn.to_host(tokens).array, expected)
+
+
+def check_hosts_that_differ(folder: Path) -> None:
+    """In code, down to a constant, in a mapping, or in a text: each ends with one line, before anything is computed."""
+    rank, steps = jax.process_index(), train_lm.steps
+    own = folder / str(rank)  # hosts have files of their own under the same names
+    own.mkdir()
+    for name in ("the step", "mapping", "texts"):
+        mapping = {"batch": "data"} | ({"mlp": None} if rank and name == "mapping" else {})
+        (own / "mapping.json").write_text(json.dumps({"mesh": {"data": -1}, "mapping": mapping}))
+        (own / "text.txt").write_text("0123456789" * 300 + str(rank if name == "texts" else 0))
+        arguments = ["--out", str(folder / "run"), "--simulated-devices", str(jax.local_device_count()), *SMALL]
+        arguments += ["--data", "text.txt", "--mapping", "mapping.json", "--steps", str(STEPS)]
+        constant = functools.partial(steps.optax.adamw, eps=1e-7 * (1 + rank))
+        changed = mock.patch.object(steps.optax, "adamw", constant) if name == "the step" else contextlib.nullcontext()
+        with changed, contextlib.chdir(own), contextlib.redirect_stderr(io.StringIO()) as said:
+            assert train_lm.main(arguments) == 1
+        expected = f"train_lm.py: The start: {name} must be the same in every process, but differ: process 0: "
+        assert said.getvalue().startswith(expected) and said.getvalue().count("\n") == 1, said.getvalue()
+        assert "; process 1: " in said.getvalue()
+        assert not list((folder / "run").glob("checkpoints/*"))

@@ -122,21 +122,27 @@ def test_tasks_keep_their_own(mesh: Mesh) -> None:
     asyncio.run(main())
 
 
-def test_tasks_without_it_see_each_other(auto_mesh: Mesh) -> None:
-    """The limit that the documentation speaks of: it is that of JAX's own mesh."""
+def test_tasks_without_it_see_each_other() -> None:
+    """Which is an error at the end of the block: JAX has one mesh and one context for each thread."""
 
-    async def enters() -> None:
-        with axn.set_mesh(auto_mesh), axn.axis_mapping(MAPPINGS[0]):
-            await asyncio.sleep(0.01)
+    async def enters(seconds: float) -> None:
+        with axn.axis_mapping(MAPPINGS[0]):
+            with axn.axis_mapping(MAPPINGS[1]):  # does not wait
+                pass
+            await asyncio.sleep(seconds)
 
     async def main() -> Any:
-        task = asyncio.create_task(enters())
+        task = asyncio.create_task(enters(0.01))
         await asyncio.sleep(0)
         seen = here()
-        await task
+        with pytest.raises(RuntimeError, match=r"^axis_mapping: .* `await`.*`axn\.in_context\(fn\)`"):
+            await task
+        with pytest.raises(TimeoutError):  # another error is not replaced
+            await asyncio.wait_for(enters(60), 0.01)
         return seen
 
-    assert asyncio.run(main()) == (MAPPINGS[0], auto_mesh.abstract_mesh)
+    assert asyncio.run(main()) == (MAPPINGS[0], None)
+    asyncio.run(enters(0))  # alone
 
 
 def test_tasks_that_fail_or_are_cancelled(auto_mesh: Mesh) -> None:

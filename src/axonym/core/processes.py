@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ import numpy as np
 class ProcessAgreement(Protocol):
     """Wait for all processes; raise the same error in each if one of them failed or has different data."""
 
-    def __call__(self, same: Mapping[str, str] | None = None) -> None: ...
+    def __call__(self, same: Mapping[str, str | jax.stages.Lowered] | None = None) -> None: ...
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def fail_together(what: str) -> Iterator[ProcessAgreement]:
 
     All processes must enter the block. A process that fails skips the rest of the block, so a collective in it must not
     come after something that can fail in some processes only, unless they have agreed in between: the block gets a
-    function for that. It also takes texts, by their keys, that must be the same in every process.
+    function for that. It also takes texts and lowered programs, by their keys, that must be the same in every process.
 
     With one process this does nothing.
 
@@ -46,10 +47,10 @@ def fail_together(what: str) -> Iterator[ProcessAgreement]:
         return
     over = False
 
-    def agree(same: Mapping[str, str] | None = None) -> None:
+    def agree(same: Mapping[str, str | jax.stages.Lowered] | None = None) -> None:
         nonlocal over
         try:
-            _agree(what, None, same or {})
+            agree_on(what, same or {})
         except BaseException:
             over = True
             raise
@@ -61,6 +62,20 @@ def fail_together(what: str) -> Iterator[ProcessAgreement]:
             _agree(what, error, {})
         raise
     _agree(what, None, {})
+
+
+def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
+    """Raise an error in all processes if one of them has other texts or programs, or has failed."""
+    _agree(what, None, {key: x if isinstance(x, str) else _text_of_program(x) for key, x in same.items()})
+
+
+_ADDRESS = re.compile(r'(?<=backend_config = ")[0-9]+(?=")')
+"""Where the rule of a custom partitioning lies in the memory of a process."""
+
+
+def _text_of_program(lowered: jax.stages.Lowered) -> str:
+    """Return the text of a program, without what depends on the process; JAX leaves out names of files by itself."""
+    return _ADDRESS.sub("", lowered.as_text())
 
 
 def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:
@@ -76,7 +91,7 @@ def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> N
     told = [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), summaries[:, 1], strict=True)]
     failed = {i: one["error"] for i, one in enumerate(told) if one["error"] is not None}
     if not failed:
-        raise ValueError(_different(what, [one["same"] for one in told]))
+        raise ValueError(difference(what, {i: one["same"] for i, one in enumerate(told)}))
     first = next(iter(failed.values()))
     if error is not None and (
         not isinstance(error, Exception) or (len(failed) == len(told) and all(e == first for e in failed.values()))
@@ -130,19 +145,19 @@ def _text(told: Mapping[str, Any]) -> str:
     return "it was interrupted" if interrupted else told["text"]
 
 
-def _different(what: str, told: list[Mapping[str, str]]) -> str:
-    """Describe which texts differ between processes, and the lines that only some of them have."""
+def difference(what: str, told: Mapping[int, Mapping[str, str]]) -> str:
+    """Describe which texts differ between processes, and the lines that only some have; "" if none differs."""
     parts = []
-    for key in dict.fromkeys(key for one in told for key in one):
-        texts = [one.get(key, "") for one in told]
-        if len(set(texts)) == 1:
+    for key in dict.fromkeys(key for one in told.values() for key in one):
+        texts = {i: one.get(key, "") for i, one in told.items()}
+        if len(set(texts.values())) == 1:
             continue
         # Lines that all processes have would hide the lines that differ.
-        everywhere = set.intersection(*(set(text.splitlines()) for text in texts))
+        everywhere = set.intersection(*(set(text.splitlines()) for text in texts.values()))
         groups: dict[str, list[int]] = {}
-        for i, text in enumerate(texts):
-            own = [line for line in text.splitlines() if line not in everywhere]
+        for i, text in texts.items():
+            own = [line.strip() for line in text.splitlines() if line not in everywhere]
             groups.setdefault("; ".join(own[:3]) + (" ..." if len(own) > 3 else ""), []).append(i)
         seen = "".join(f"\n  process {', '.join(map(str, ids))}: {own or 'none'}" for own, ids in groups.items())
         parts.append(f"{key} must be the same in every process, but differ:{seen}")
-    return f"{what}: " + "\n".join(parts)
+    return f"{what}: " + "\n".join(parts) if parts else ""

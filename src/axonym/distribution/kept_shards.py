@@ -9,6 +9,7 @@ before it relies on that. The operations that exchange something run in a scope,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -69,18 +70,23 @@ def scope_of_shards(sizes: Mapping[str, int], fixed: str = "") -> contextlib.Abs
     """
     kept = _active()
     found = [f"{n}={size}" for n, size in sizes.items() if kept is not None and n in kept.names]
-    return jax.named_scope(f"of_all_shards[{','.join(found)}]{fixed}") if found else contextlib.nullcontext()
+    if not found:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"of_all_shards[{','.join(found)}]{fixed}#{next(_NUMBERS)}")
 
 
-_SCOPE = re.compile(r"of_all_shards\[(.*?)\]([^/)]*)")
+_NUMBERS = itertools.count()
+"""Each scope has a number of its own, or two in a row of the same sizes would look like one."""
+_SCOPE = re.compile(r"of_all_shards\[(.*?)\]([^/)#]*)#(\d+)")
 
 
-def read_scope(scope: str) -> tuple[dict[str, int], str] | None:
-    """Return the sizes and the fixed part that `scope_of_shards` wrote; None if an operation is not in its scope."""
+def read_scope(scope: str) -> tuple[dict[str, int], str, int] | None:
+    """Return the sizes, the fixed part and the number that `scope_of_shards` wrote; None outside of its scopes."""
     found = _SCOPE.search(scope)
     if found is None:
         return None
-    return {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}, found[2]
+    sizes = {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}
+    return sizes, found[2], int(found[3])
 
 
 def refuse_gathered(what: str, argument: str, name: str) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
-from ..distribution.kept_shards import refuse_gathered, scope_of_shards
+from ..distribution.kept_shards import in_pipeline, refuse_gathered, scope_of_shards
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -163,11 +164,20 @@ class _Dispatch:
         sizes = dict(zip(self._row_names, self._expert.shape, strict=True))
         sizes[self._experts.name] = held[0][0].shape[held[0][1].index(self._experts.name)]
         scope = operation_scope("dispatch", in_names, self._row_names, operands)
-        with scope_of_shards(sizes), jax.named_scope(scope):
+        with scope_of_shards(sizes, self._numbers(params, sizes[self._experts.name])), jax.named_scope(scope):
             mesh = mesh_around(operands)
             run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)
         return wrap(y, (*self._row_names, *self._result))
+
+    def _numbers(self, params: Sequence[jax.Array], experts: int) -> str:
+        """Return the floating point numbers that `fn` uses; in a pipeline, they must not depend on sizes of shards."""
+        if not in_pipeline():
+            return ""
+        rows = self._expert.size * (self._experts.size // experts)  # as if each device had sent all of its own
+        x = jax.ShapeDtypeStruct((rows, *self._x.shape[len(self._own_rows) :]), self._x.dtype)
+        used = jax.make_jaxpr(self._of_experts)(list(params), x, jax.ShapeDtypeStruct((experts,), jnp.int32))
+        return f" numbers {'_'.join(sorted({f'{x:.9g}' for x in _float_numbers(used)}))}"
 
     def _among_shards(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
         """Run the dispatch inside `shard_map`, where the operands are shards.
@@ -319,6 +329,26 @@ class _Dispatch:
         self._result = y.names[1:]
         errors.distinct("dispatch", (*self._row_names, *self._result))
         return y.array
+
+
+def _float_numbers(program: Any) -> Iterator[float]:
+    """Yield the floating point numbers in a program. Integers are left out: indices depend on sizes rightly."""
+    spread = dict[Any, Any]()  # numbers that fill an array
+    for operation in getattr(program, "jaxpr", program).eqns:
+        name, result = operation.primitive.name, operation.outvars[0] if operation.outvars else None
+        for x in operation.invars:
+            value = x.val if hasattr(x, "val") else spread.get(x)
+            if value is None or np.ndim(value):
+                continue
+            if name == "broadcast_in_dim":
+                spread[result] = value
+            dtype = operation.params["new_dtype"] if name == "convert_element_type" else x.aval.dtype
+            if jnp.issubdtype(dtype, jnp.floating):
+                yield float(value)
+        for parameter in operation.params.values():
+            for inner in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _float_numbers(inner)
 
 
 _NARROW = (jnp.bfloat16, jnp.float16)

@@ -151,8 +151,9 @@ def arange(
         with scope_of_shards({names[0]: sizes[0]}):
             before = sizes[0] * jax.lax.axis_index(over) if over else np.int32(0)
             count = wrap(_count_from(before, np.int32(1), sizes, None), names)
+        start, step = scalar("arange", "start", start), scalar("arange", "step", step)
         found: Any = start + step * count
-        return found if dtype is None else found.astype(dtype)
+        return found.astype(jnp.result_type(start, step) if dtype is None else dtype)
     if type(start) is int and type(step) is int and start == 0 and step == 1:
         return new_array("arange", _count, names, sizes, shape=sizes, dtype=dtype)
     start, step = scalar("arange", "start", start), scalar("arange", "step", step)

@@ -96,7 +96,7 @@ class _ProgramPair:
             raise NeedsCompleteAxes("an operation that exchanges shards gets a sum over the axis.")
         if len(whole.scopes) != len(shards.scopes):
             raise NeedsCompleteAxes("an operation that exchanges shards runs only for some sizes of it.")
-        for (sizes, fixed), (own, own_fixed) in zip(whole.scopes, shards.scopes, strict=True):
+        for (sizes, fixed, _), (own, own_fixed, _) in zip(whole.scopes, shards.scopes, strict=True):
             if sizes != {n: size * self._counts.get(n, 1) for n, size in own.items()}:
                 raise NeedsCompleteAxes(f"an operation gets {own} of the complete axes {sizes}.")
             if fixed != own_fixed:
@@ -172,7 +172,7 @@ class _ComparedProgram:
 
     def __init__(self, jaxpr: Any):
         self._same: dict[Any, Any] = {}
-        self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[tuple[dict[str, int], str]]()
+        self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[tuple[dict[str, int], str, int]]()
         self.gets = list[set[Any]]()
         """The values that each exchange gets."""
         made = set[Any]()

@@ -156,7 +156,7 @@ class Stages:
             raise ValueError(
                 f"{what}: the {self._Layers.size} layers of axis {self._Layers.name!r} cannot be divided among the "
                 f"{self._count} stages of {errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
-                f"{rounds}."
+                f"{rounds}. Store more layers, which are skipped."
             )
         check_stages(self._schedule, self._count)
         for names, x, spec in zip(self._trees[1].names, self._arrays[1], self._specs[1], strict=True):

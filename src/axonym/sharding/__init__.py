@@ -1,5 +1,6 @@
 """Shard the arrays of trees: mappings, meshes, placements, rules, and compiled functions that apply them."""
 
+from ..core.connecting import connect_processes as connect_processes
 from ..core.processes import fail_together as fail_together
 from .annotations import (
     sharding_annotations as sharding_annotations,

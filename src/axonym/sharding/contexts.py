@@ -52,7 +52,11 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
 
         @functools.wraps(fn)
         async def task(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return await _CoroutineInContext(fn(*args, **kwargs), taken)
+            token = active_settings.TASK_KEEPS_ITS_OWN.set(True)
+            try:
+                return await _CoroutineInContext(fn(*args, **kwargs), taken)
+            finally:
+                active_settings.TASK_KEEPS_ITS_OWN.reset(token)
 
         return task  # pyright: ignore[reportReturnType]
 

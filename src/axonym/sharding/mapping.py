@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
@@ -116,7 +117,33 @@ class EnteredBlocks(threading.local):
     """The with-blocks of one object that this thread is in: others may use the object at the same time."""
 
     def __init__(self):
-        self.blocks: list[contextlib.AbstractContextManager[Any]] = []
+        self.blocks: list[tuple[contextlib.AbstractContextManager[Any], _Waiting | None]] = []
+
+
+class _Waiting:
+    """Finds out whether an event loop has run other tasks since this was made."""
+
+    def __init__(self, loop: Any):
+        self._loop, self._has_waited = loop, False
+        self._handle = loop.call_soon(self._note)  # which runs if this task waits
+
+    @staticmethod
+    def here() -> _Waiting | None:
+        """Return a new one inside a task that does not keep its own settings, or else None."""
+        asyncio = sys.modules.get("asyncio")
+        if asyncio is None or active_settings.TASK_KEEPS_ITS_OWN.get():
+            return None
+        try:
+            return _Waiting(asyncio.get_running_loop())
+        except RuntimeError:  # no loop
+            return None
+
+    def _note(self) -> None:
+        self._has_waited = True
+
+    def has_let_others_run(self) -> bool:
+        self._handle.cancel()
+        return self._has_waited and len(sys.modules["asyncio"].all_tasks(self._loop)) > 1
 
 
 class ActiveSettings:
@@ -133,10 +160,17 @@ class ActiveSettings:
     def __enter__(self) -> None:
         block = self._active()
         block.__enter__()
-        self._entered.blocks.append(block)
+        self._entered.blocks.append((block, _Waiting.here()))
 
-    def __exit__(self, *raised: Any) -> None:
-        self._entered.blocks.pop().__exit__(*raised)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        block, waiting = self._entered.blocks.pop()
+        block.__exit__(kind, error, trace)
+        if waiting is not None and waiting.has_let_others_run() and error is None:
+            raise RuntimeError(
+                f"{self._what}: this with-block contains an `await`. The tasks of an event loop share a thread, so "
+                "other tasks ran under its settings, and this one maybe under theirs. Make each task from "
+                "`axn.in_context(fn)`, where `fn` is its coroutine function."
+            )
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):

@@ -11,10 +11,15 @@ Orbax is an optional dependency, `axonym[checkpoint]`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import functools
 import math
 import os
+import queue
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,6 +34,7 @@ from ..ops.rearranging import rearrange
 from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement, listed
+from ._orbax_output import quiet, remove_unfinished, wait_for_threads
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import is_number, require_representable, same_kind
@@ -57,51 +63,203 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
     ...     axn.state.restore_checkpoint(f"{folder}/100", {"w": axn.zeros({"embed": 2}), "step": 0})
     {'step': 100, 'w': NamedArray(float32[embed=2], [1. 1.])}
     """
-    orbax = _orbax("save_checkpoint")
     with fail_together("save_checkpoint") as agree:
-        path = str(as_folder(path))
-        arrays, about = {}, {}
-        for leaf in leaves_of(tree)[0]:
-            key = _key(leaf)
-            if key in about:
-                raise ValueError(
-                    f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
-                )
-            array = raw(leaf.value)
-            if is_number(array):
-                about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
-            elif is_jax_array_like(array):
-                if isinstance(array, jax.ShapeDtypeStruct):
-                    raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
-                if not isinstance(array, jax.Array):
-                    require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
-                about[key] = _about(leaf, array)
-                data = jax.random.key_data(array) if _is_key(array) else _as_jax_array(leaf.path, array)
-                if (wider := _stored_as(data.dtype)) != data.dtype:
-                    about[key]["stored"], data = wider.name, data.astype(wider)
-                if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
-                    arrays[key] = data
-        if as_folder(path).exists():
-            raise FileExistsError(
-                f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint "
-                "its own name, such as the step number."
-            )
+        path, about, arrays = _described(path, tree)
         agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
+    with _all_or_nothing(path), fail_together("save_checkpoint") as agree:
+        _write(path, about, arrays, agree)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(path: str) -> Iterator[None]:
+    """Remove what is left of a checkpoint if it cannot be written, once all processes know that."""
+    try:
+        with quiet():
+            yield
+    except BaseException:
+        if jax.process_index() == 0:
+            remove_unfinished(as_folder(path))
+        raise
+
+
+def save_checkpoint_async(path: str | os.PathLike[str], tree: Any) -> PendingCheckpoint:
+    """Write a tree to a checkpoint while training goes on.
+
+    This returns once it is under way to copy the shards to host memory, which needs room for one copy of them there.
+    The tree may be donated or changed afterwards. A thread writes the files. See `save_checkpoint` for all else.
+
+    Call `wait` of the result before the next checkpoint, and before the program ends: only then is it known that the
+    checkpoint could be written. With several processes, all of them must call `wait` at the same place, and the
+    checkpoint appears when they do.
+
+    Arguments:
+        path: the folder, which must not exist yet.
+        tree: any tree. Leaves that are neither arrays nor numbers are left out.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pending = axn.state.save_checkpoint_async(f"{folder}/100", {"w": axn.ones({"embed": 2})})
+    ...     # Here, training goes on.
+    ...     pending.wait()
+    ...     axn.state.restore_checkpoint(f"{folder}/100", {"w": axn.zeros({"embed": 2})})
+    {'w': NamedArray(float32[embed=2], [1. 1.])}
+    """
+    with fail_together("save_checkpoint") as agree:
+        path, about, arrays = _described(path, tree)
+        agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
+        copies = {key: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) for key, x in arrays.items()}
+    pending = PendingCheckpoint(path, functools.partial(_write, path, about, copies))
+    if jax.process_count() > 1:
+        with _all_or_nothing(path), fail_together("save_checkpoint") as agree:
+            pending._agree_once(agree)  # that there is a folder to write to
+    return pending
+
+
+class PendingCheckpoint:
+    """A checkpoint that a thread is writing; `save_checkpoint_async` returns one.
+
+    The thread cannot agree with other processes by itself: JAX pairs collectives by their order in each process. It
+    asks, and the thread that calls `wait` exchanges that with the other processes.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pending: axn.state.PendingCheckpoint = axn.state.save_checkpoint_async(f"{folder}/100", {"step": 100})
+    ...     pending.wait()
+    """
+
+    def __init__(self, path: str, write: Callable[[ProcessAgreement], None]):
+        self._path = path
+        self._asks: queue.SimpleQueue[Mapping[str, Any] | BaseException | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._written, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, args=(write,), daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Return whether this process has written its shards, or failed, so that `wait` takes no time.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pending = axn.state.save_checkpoint_async(f"{folder}/100", {"step": 100})
+        ...     pending.wait()
+        ...     pending.is_written()
+        True
+        """
+        return self._written.is_set()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete; raise an error if it could not be written.
+
+        With several processes, all of them must call this method, and they all raise the error.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pending = axn.state.save_checkpoint_async(f"{folder}/100", {"step": 100})
+        ...     pending.wait()
+        ...     axn.state.verify(f"{folder}/100")
+        """
+        if self._over:
+            return
+        self._over = True
+        with _all_or_nothing(self._path), fail_together("save_checkpoint") as agree:
+            while self._agree_once(agree):
+                pass
+
+    def _run(self, write: Callable[[ProcessAgreement], None]) -> None:
+        try:
+            with quiet():
+                write(self._agree if jax.process_count() > 1 else lambda same=None: None)
+            self._asks.put(None)
+        except BaseException as error:
+            self._asks.put(error)
+        self._written.set()
+
+    def _agree(self, same: Mapping[str, Any] | None = None) -> None:
+        self._asks.put(same or {})
+        self._written.set()
+        if (error := self._answers.get()) is not None:
+            raise error
+
+    def _agree_once(self, agree: ProcessAgreement) -> bool:
+        """Do what the thread asks for next; return False if it has ended."""
+        asked = self._asks.get()
+        self._written.clear()
+        if isinstance(asked, BaseException):
+            raise asked
+        if asked is None:
+            self._written.set()
+            return False
+        try:
+            agree(asked)
+        except BaseException as error:
+            self._answers.put(error)
+            self._thread.join()
+            raise
+        self._answers.put(None)
+        return True
+
+
+def _described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax.Array]]:
+    """Return the absolute path, what is stored about each leaf, and the arrays, all by keys; check that they can be."""
+    _orbax("save_checkpoint")
+    path = str(as_folder(path))
+    arrays, about = {}, {}
+    for leaf in leaves_of(tree)[0]:
+        key = _key(leaf)
+        if key in about:
+            raise ValueError(
+                f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
+            )
+        array = raw(leaf.value)
+        if is_number(array):
+            about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
+        elif is_jax_array_like(array):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
+            if not isinstance(array, jax.Array):
+                require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
+            about[key] = _about(leaf, array)
+            data = jax.random.key_data(array) if _is_key(array) else _as_jax_array(leaf.path, array)
+            if (wider := _stored_as(data.dtype)) != data.dtype:
+                about[key]["stored"], data = wider.name, data.astype(wider)
+            if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
+                arrays[key] = data
+    if as_folder(path).exists():
+        raise FileExistsError(
+            f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint "
+            "its own name, such as the step number."
+        )
+    return path, about, arrays
+
+
+def _write(path: str, about: Any, arrays: Mapping[str, jax.Array], agree: ProcessAgreement) -> None:
+    """Write a checkpoint; with several processes, they agree where one of them could fail."""
+    orbax = _orbax("save_checkpoint")
+    try:
         if jax.process_count() > 1:
             _save_from_all(orbax, path, about, arrays, agree)
         else:
-            handler = orbax.CompositeCheckpointHandler(about=orbax.JsonCheckpointHandler(), arrays=_writer(orbax))
-            finalize = handler.finalize
+            _save_alone(orbax, path, about, arrays)
+    except Exception as e:
+        wait_for_threads()
+        if isinstance(e, ValueError) and "RESOURCE_EXHAUSTED" in str(e):  # what TensorStore knows about it is long
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from None
+        raise
 
-            # After Orbax has merged its files, and before it renames the folder.
-            def finalize_with_checksums(folder: Any) -> None:
-                finalize(folder)
-                write_checksums(folder)
 
-            handler.finalize = finalize_with_checksums
-            with orbax.Checkpointer(handler) as checkpointer:
-                parts = {"arrays": orbax.args.PyTreeSave(arrays)} if arrays else {}
-                checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about), **parts))
+def _save_alone(orbax: Any, path: str, about: Any, arrays: Mapping[str, jax.Array]) -> None:
+    handler = orbax.CompositeCheckpointHandler(about=orbax.JsonCheckpointHandler(), arrays=_writer(orbax))
+    finalize = handler.finalize
+
+    # After Orbax has merged its files, and before it renames the folder.
+    def finalize_with_checksums(folder: Any) -> None:
+        finalize(folder)
+        write_checksums(folder)
+
+    handler.finalize = finalize_with_checksums
+    with orbax.Checkpointer(handler) as checkpointer:
+        parts = {"arrays": orbax.args.PyTreeSave(arrays)} if arrays else {}
+        checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about), **parts))
 
 
 _SHARED = 2**20
@@ -194,13 +352,13 @@ def restore_checkpoint(
     P('data',)
     """
     orbax = _orbax("restore_checkpoint")
-    path = str(as_folder(path))
     folder = as_folder(path)
+    path = str(folder)
     if not _is_complete(folder):
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
     if verify and (damage := damage_of(folder, jax.process_index(), jax.process_count())):
         raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
-    with _reader(orbax) as checkpointer:
+    with quiet(), _reader(orbax) as checkpointer:
         about = _read(checkpointer, path, orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")

@@ -1,0 +1,270 @@
+"""Connect several processes that have agreed that they run the same.
+
+JAX connects processes whatever they run. If they differ, their first common program computes nonsense, or waits for
+ever; and where one is missing, the others wait in silence. So before JAX connects them, they meet at the address where
+JAX will: each tells the first one what it runs, and all get the same answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from .processes import agree_on, difference
+
+_SAY_AFTER, _SAY_AGAIN = 10.0, 60.0
+_LOOK = 0.1
+_OTHERS = 2.0
+"""Seconds that a difference waits for further processes, so that the message shows which one is the odd one."""
+_LINE = 2**24
+"""The most bytes that a process may tell."""
+
+
+def connect_processes(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    same: Mapping[str, str] | None = None,
+    initialization_timeout: int = 300,
+    **options: Any,
+) -> None:
+    """Connect several processes, as `jax.distributed.initialize` does, if they run the same.
+
+    Call it in place of `jax.distributed.initialize`. The processes compare their versions of JAX, Axonym and Python,
+    their numbers of devices, and the texts in `same`. If these differ, or if two processes have one number, all of
+    them raise the same ValueError, which names the processes and the difference. While a process is missing, the
+    others log whom they wait for, and in the end raise a TimeoutError. On a cluster that tells JAX its processes, they
+    compare once JAX has connected them.
+
+    Arguments:
+        coordinator_address: host and port of the first process; by default, and for the next two, what JAX detects.
+        num_processes: the number of processes.
+        process_id: the number of this one.
+        same: texts by their keys, such as settings, that must be the same in every process.
+        initialization_timeout: the seconds to wait for missing processes.
+        options: further arguments of `jax.distributed.initialize`.
+
+    >>> try:
+    ...     axn.sharding.connect_processes("10.0.0.1:1234", num_processes=2, process_id=2, same={"settings": "seed=1"})
+    ... except ValueError as e:
+    ...     print(e)
+    connect_processes: process_id must be from 0 to 1, got 2.
+    """
+    versions = {
+        "JAX": jax.__version__,
+        "Axonym": _installed(),
+        "Python": platform.python_version(),
+    }
+    facts = {"versions": "\n".join(f"{name} {version}" for name, version in versions.items()), **(same or {})}
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    has_met = False
+    if address is not None and num_processes is not None and process_id is not None and num_processes > 1:
+        if not 0 <= process_id < num_processes:
+            raise ValueError(f"connect_processes: process_id must be from 0 to {num_processes - 1}, got {process_id}.")
+        _meet(
+            address,
+            num_processes,
+            process_id,
+            facts | {"numbers of processes": str(num_processes)},
+            initialization_timeout,
+        )
+        has_met = True
+    jax.distributed.initialize(
+        coordinator_address, num_processes, process_id, initialization_timeout=initialization_timeout, **options
+    )
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:  # which all processes see
+        devices = {i: {"numbers of devices": str(n)} for i, n in sorted(counts.items())}
+        raise ValueError(difference("connect_processes", devices))
+    if not has_met and jax.process_count() > 1:
+        agree_on("connect_processes", facts)
+
+
+def _installed() -> str:
+    try:
+        return importlib.metadata.version("axonym")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source folder"
+
+
+def _meet(address: str, count: int, index: int, facts: Mapping[str, str], timeout: float) -> None:
+    """Tell the first process what this one runs; raise an error if the processes differ, or one is missing."""
+    host, _, port = address.rpartition(":")
+    stop = time.monotonic() + timeout
+    meeting = None
+    if index == 0:
+        with contextlib.suppress(_InUse):  # maybe by another process with this number, which then says so
+            meeting = _Reception(int(port), count, stop)
+    me = {"process": index, "id": secrets.token_hex(8), "who": f"process {os.getpid()} on {socket.gethostname()}"}
+    try:
+        answer = _ask(host.strip("[]"), int(port), json.dumps(me | {"same": dict(facts)}), count, stop)
+    finally:
+        if meeting is not None:
+            meeting.end()
+    if answer["missing"]:
+        raise TimeoutError(f"connect_processes: {answer['missing']} did not start within {timeout:g} s.")
+    if answer["problem"]:
+        raise ValueError(answer["problem"])
+
+
+def _ask(host: str, port: int, told: str, count: int, stop: float) -> Any:
+    """Tell the first process something, and wait for its answer to all."""
+    say_at = time.monotonic() + _SAY_AFTER
+    while True:
+        strange = False
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5) as s:
+            s.sendall(told.encode() + b"\n")
+            s.settimeout(max(1.0, stop - time.monotonic()) + 10)
+            with s.makefile("rb") as lines:
+                for line in lines:
+                    try:
+                        answer = json.loads(line)
+                        waiting, _ = answer["waiting"], answer["problem"]
+                    except (ValueError, KeyError, TypeError):
+                        strange = True
+                        break
+                    if not waiting:
+                        return answer
+                    say_at = time.monotonic() + _SAY_AGAIN
+                    _log(f"Waiting for {waiting}.")
+        now = time.monotonic()
+        if now > say_at:
+            if strange:
+                raise ValueError(
+                    f"connect_processes: {host}:{port} is in use by another program, or by processes that have started "
+                    "already. Choose another port, or end them."
+                )
+            say_at = now + _SAY_AGAIN
+            _log(f"Waiting for process 0 of {count}, which the others reach at {host}:{port}.")
+        if now > stop:
+            return {"missing": f"process 0 of {count}, which the others reach at {host}:{port},", "problem": ""}
+        time.sleep(_LOOK)
+
+
+def _log(text: str) -> None:
+    logging.getLogger("axonym").warning(text)  # without any setting of logging, this prints the text alone
+
+
+class _InUse(Exception):
+    """The port has a listener already."""
+
+
+class _Reception:
+    """The place where the first process listens to all, in threads, and answers them."""
+
+    def __init__(self, port: int, count: int, stop: float):
+        self.count, self.stop = count, stop
+        self.said: queue.Queue[tuple[socket.socket, Any]] = queue.Queue()
+        """What came from each process; None after it has closed its connection."""
+        self.present: dict[socket.socket, Any] = {}
+        """The processes that wait for an answer, and what they told."""
+        try:
+            if socket.has_dualstack_ipv6():
+                self.listener = socket.create_server(
+                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=count
+                )
+            else:
+                self.listener = socket.create_server(("", port), backlog=count)
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise _InUse from None
+            raise
+        self.accepter = threading.Thread(target=self._accept, daemon=True)
+        self.decider = threading.Thread(target=self._decide, daemon=True)
+        self.accepter.start()
+        self.decider.start()
+
+    def end(self) -> None:
+        """Wait until all have the answer, so that JAX finds the port free."""
+        self.decider.join(10)
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # or a thread that accepts would keep it open
+        self.listener.close()
+        self.accepter.join(10)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.listener.accept()
+                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as lines:
+            told = json.loads(lines.readline(_LINE))
+            hello = {"process": int(told["process"]), "id": told["id"], "who": told["who"], "same": dict(told["same"])}
+            self.said.put((connection, hello))
+            lines.read(1)
+        self.said.put((connection, None))
+
+    def _decide(self) -> None:
+        say_at, stop = time.monotonic() + _SAY_AFTER, self.stop
+        while True:
+            self._listen()
+            by_index = {hello["process"]: hello for hello in self.present.values()}
+            missing = [str(i) for i in range(self.count) if i not in by_index]
+            names = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {self.count}" if missing else ""
+            now, problem = time.monotonic(), self._twice(list(self.present.values()))
+            told = {i: hello["same"] for i, hello in sorted(by_index.items())}
+            if not problem and (text := difference("connect_processes", told)):
+                stop = min(stop, now + _OTHERS)
+                problem = text if now >= stop or not missing else ""
+            if problem or not missing or now >= stop:
+                break
+            if now > say_at:
+                say_at = now + _SAY_AGAIN
+                _send(self.present, {"waiting": names, "problem": "", "missing": ""})
+        self._answer({"waiting": "", "problem": problem, "missing": "" if problem else names}, missing)
+
+    def _listen(self) -> Any:
+        """Take what came from a process, if something did, and return it."""
+        with contextlib.suppress(queue.Empty):
+            connection, hello = self.said.get(timeout=_LOOK)
+            self.present.pop(connection, None)
+            if hello is None:
+                connection.close()
+            else:
+                self.present[connection] = hello
+            return hello
+
+    def _answer(self, answer: Mapping[str, str], missing: list[str]) -> None:
+        """Answer all, and for a while those that come late to hear of a problem, until they have closed."""
+        _send(self.present, answer)
+        late = set(missing) if answer["problem"] else set()
+        stop = time.monotonic() + 5
+        while (self.present or late) and time.monotonic() < stop:
+            if (hello := self._listen()) is not None:
+                late.discard(str(hello["process"]))
+                _send({c: h for c, h in self.present.items() if h is hello}, answer)
+
+    def _twice(self, present: list[Any]) -> str:
+        for index in sorted({hello["process"] for hello in present}):
+            n = len({hello["id"] for hello in present if hello["process"] == index})  # one may have connected again
+            if n > 1:
+                users = sorted({hello["who"] for hello in present if hello["process"] == index})
+                return (
+                    f"connect_processes: {n} processes have the number {index}: {' and '.join(users)}. Each of "
+                    f"{self.count} needs a number of its own."
+                )
+        return ""
+
+
+def _send(connections: Mapping[socket.socket, Any], answer: Mapping[str, str]) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(json.dumps(answer).encode() + b"\n")
