@@ -38,8 +38,8 @@ from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
 from . import _scopes
 from ._arguments import step_name
+from ._branches import Branches
 from ._named_events import (
-    Branches,
     Dims,
     Event,
     Lookup,

@@ -17,13 +17,14 @@ from ..distribution.mesh_axes import NO_MESH, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
+from ._figures import Bounds
 from ._lowered import products
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import distributed, explain
-from .report import Bounds, Report
+from .report import Report
 
 Over = str | tuple[str, ...]
 
@@ -50,7 +51,7 @@ class PlannedMapping:
     """The bytes that each device sends."""
     uncertain: int
     by: str = "names"
-    """Its source: `names`, or `shardy` where names are not enough."""
+    """Its source: `names`, or `partitioner` where names are not enough."""
     verified: Report | None = None
     """The partitioner's report, if it was asked for one."""
     raw: bool = False
@@ -125,7 +126,7 @@ class MappingPlan:
     """The mappings that do not fit, the smallest first."""
     considered: int
     asked: int
-    """The number of these mappings whose cost Shardy computed."""
+    """The number of these mappings whose cost the partitioner computed."""
     left_out: Mapping[str, str]
     """The kinds of mappings that were not considered, each with the reason."""
     cautions: tuple[str, ...] = ()
@@ -158,7 +159,7 @@ class MappingPlan:
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
-            notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
+            notes.append("not compiled: by names alone" if self.best.by == "names" else "partitioned, not compiled")
         notes.append("times and memory are lower bounds: measure the first few")
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
@@ -221,12 +222,12 @@ def plan(
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
     independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes where names do
     not determine the communication, such as axes of experts, of a sequence, or of layers that run as a pipeline, it
-    uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
-    step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
+    uses the partitioner, like `explain` with `by="partitioner"`: only for a few mappings, since each takes as long as
+    lowering the step twice. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
     known, such as kernels of Pallas, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree in
-    the three digits shown are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that
+    the three digits shown are ordered by their sum. Anything that
     runs only for some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
@@ -238,7 +239,7 @@ def plan(
         chips: the number of chips.
         chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
-        ask: the largest number of mappings to run Shardy on.
+        ask: the largest number of mappings to partition the step for.
         verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
             can simulate. Its figures order these; if other mappings then come first, as many of them are explained too.
 
@@ -416,7 +417,7 @@ class _Search:
                         yield mesh, compute, {name: "data"} | used
 
     def ask(self, chips: int, fn: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
-        """Plan with Shardy the mappings whose communication names do not determine, few devices along an axis first."""
+        """Plan with the partitioner the mappings whose communication names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, chips + 1) if chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
         experts = [n for n in self.refused if n in self.trace.exchanged]
@@ -471,7 +472,7 @@ class _Search:
         args: Sequence[Any],
         limit: int,
     ) -> Iterator[PlannedMapping]:
-        """Plan a mapping with Shardy, if it divides the axes and fits into memory."""
+        """Plan a mapping with the partitioner, if it divides the axes and fits into memory."""
         layout = Layout(mesh, compute, storage, self.trace.joined)
         try:
             check_sizes(layout, self.trace.arguments)
@@ -481,19 +482,15 @@ class _Search:
             return
         mapping = (storage, compute) if storage else compute
         try:
-            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
-        except (NotImplementedError, TypeError, ValueError) as e:
+            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="partitioner", chip=self.chip)
+        except (TypeError, ValueError) as e:
             self.left_out[self.of_refused(compute)] = str(e)
             return
         sent, bounds = report.total_sent(), report.bounds
         if sent is None or bounds is None or report.flops is None:
             self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
             return
-        slowest = max(bounds.links, key=bounds.links.__getitem__, default=("model",))
-        uncertain = report.uncertain / self.chip.link_bandwidth
-        links = {**bounds.links, slowest: bounds.links.get(slowest, 0.0) + uncertain}
-        bounds = dataclasses.replace(bounds, links=links)
-        yield PlannedMapping(mesh, compute, storage, bounds, memory, report.flops, sent, report.uncertain, "shardy")
+        yield PlannedMapping(mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner")
 
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]

@@ -135,7 +135,7 @@ def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
 def _draw_sent(axes: Any, found: CollectivesByAxes) -> None:
     """Draw a bar for each set of mesh axes, with a part for each kind of collective."""
     kinds = list(dict.fromkeys(c.kind for same in found.values() for c in same))
-    sums = {kind: [sum(c.total_sent or 0 for c in s if c.kind == kind) for s in found.values()] for kind in kinds}
+    sums = {kind: [sum(c.mean_sent or 0 for c in s if c.kind == kind) for s in found.values()] for kind in kinds}
     scale, unit = _unit(max(map(sum, zip(*sums.values(), strict=True))))
     below: Sequence[float] = [0.0] * len(found)
     for i, (kind, values) in enumerate(sums.items()):

@@ -9,18 +9,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..core.errors import describe_bytes, suggestion
 from ..core.source_lines import Source
 from ._arguments import PlacedArgument
+from ._figures import Bounds, Figures
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes, described_seconds, phase_of
 from .collectives import Collective
 from .repeating import RepeatedWork
-
-Report: TypeAlias = Any
-"""A report: its module uses this one, and imports point one way."""
 
 _COSTLIEST = 3
 """The number of transfers in a verdict."""
@@ -86,7 +84,7 @@ class Verdict:
             yield "checked, and fine", [", ".join(self.fine)]
 
 
-def verdict_of(report: Report) -> Verdict:
+def verdict_of(report: Figures) -> Verdict:
     """Judge a report."""
     checks = [
         _fits(report), _mapping(report), _mesh_axes(report), _repeated(report), _copies(report), _moved(report),
@@ -108,7 +106,7 @@ def verdict_of(report: Report) -> Verdict:
 # --- what binds ---
 
 
-def _binds(report: Report) -> tuple[str, str]:
+def _binds(report: Figures) -> tuple[str, str]:
     """Say what binds, and explain it."""
     bounds, wasted = report.bounds, repeated_share(report)
     again = f"{_percent(wasted)} of the compute is repeated" if wasted >= SMALL else ""
@@ -141,7 +139,7 @@ def _binds(report: Report) -> tuple[str, str]:
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
 
 
-def _without_times(report: Report, again: str) -> tuple[str, str]:
+def _without_times(report: Figures, again: str) -> tuple[str, str]:
     """Say what is sent where no chip gives times."""
     if not report.collectives:
         return "Nothing is sent between devices.", f"{again}." if again else ""
@@ -158,7 +156,7 @@ def _without_times(report: Report, again: str) -> tuple[str, str]:
     )
 
 
-def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tuple[str, str]:
+def _compute_binds(bounds: Bounds, compute: float, least: str, wasted: float) -> tuple[str, str]:
     if wasted >= SMALL:
         shared = described_seconds(compute * (1 - wasted))
         return (
@@ -175,8 +173,8 @@ def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tu
     return "Compute binds.", more
 
 
-def _most_over(report: Report) -> tuple[tuple[str, ...] | None, int]:
-    sums = {axes: least_sent(found) for axes, found in report.by_axes().items()}
+def _most_over(report: Figures) -> tuple[tuple[str, ...] | None, int]:
+    sums = {axes: known_sent(found) for axes, found in report.by_axes().items()}
     return max(sums.items(), key=lambda pair: pair[1])
 
 
@@ -185,7 +183,7 @@ def _short(c: Collective) -> str:
     return f"{c.kind}{where}{f', {c.source}' if c.source else ''}: {c.reason or 'why is not known'}"
 
 
-def repeated_share(report: Report) -> float:
+def repeated_share(report: Figures) -> float:
     """Return the share of the compute that devices could leave to others."""
     return sum(work.needless for work in report.repeated) / report.flops if report.flops else 0.0
 
@@ -208,13 +206,13 @@ def _merged(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
     sums: dict[Any, int] = {}
     one: dict[Any, Collective] = {}
     for c in collectives:
-        sums[alike(c)] = sums.get(alike(c), 0) + (c.total_sent or 0)
+        sums[alike(c)] = sums.get(alike(c), 0) + (c.mean_sent or 0)
         one.setdefault(alike(c), c)
     return sorted(((one[key], n) for key, n in sums.items()), key=lambda pair: -pair[1])
 
 
-def _costliest(report: Report) -> Iterator[str]:
-    total = least_sent(report.collectives)
+def _costliest(report: Figures) -> Iterator[str]:
+    total = known_sent(report.collectives)
     for c, sent in _merged(report.collectives)[:_COSTLIEST]:
         if total and sent / total >= SMALL:
             times = sum(one.times or 0 for one in report.collectives if alike(one) == alike(c))
@@ -233,7 +231,7 @@ def _costliest(report: Report) -> Iterator[str]:
 _Check = tuple[Sequence[Suspicion], str]
 
 
-def _fits(report: Report) -> _Check:
+def _fits(report: Figures) -> _Check:
     memory, bounds = report.memory, report.bounds
     if memory is None or bounds is None or bounds.capacity is None:
         return (), ""
@@ -246,14 +244,14 @@ def _fits(report: Report) -> _Check:
     return [Suspicion("fix", cause, advice=_how_to_hold_less(report))], ""
 
 
-def _how_to_hold_less(report: Report) -> str:
+def _how_to_hold_less(report: Figures) -> str:
     memory = report.memory
     if memory is not None and memory.temporaries > memory.arguments:
         return "gradient checkpointing, or a smaller batch on each device: temporaries are the largest part."
     return "storing parameters sharded over more mesh axes, with axonym.fsdp: arguments are the largest part."
 
 
-def _unknown(report: Report) -> dict[str, tuple[str, ...]]:
+def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
     """Return the names of the mappings that no array has, with their mesh axes."""
     both = {**report.parameter_mapping, **report.mapping}
     return {
@@ -263,7 +261,7 @@ def _unknown(report: Report) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _mapping(report: Report) -> _Check:
+def _mapping(report: Figures) -> _Check:
     found = []
     for name, over in _unknown(report).items():
         hint = suggestion(name, set(report.axes) - report.mapping.keys()) or suggestion(name, report.axes)
@@ -286,7 +284,7 @@ def _mapping(report: Report) -> _Check:
     )
 
 
-def _idle(report: Report) -> list[str] | None:
+def _idle(report: Figures) -> list[str] | None:
     """Return the mesh axes that nothing uses; None if that is not known."""
     devices = math.prod(report.mesh.values())
     known = all(math.prod(report.mesh[a] for axes in x.over for a in axes) * x.copies == devices for x in report.placed)
@@ -297,12 +295,12 @@ def _idle(report: Report) -> list[str] | None:
     return [a for a, n in report.mesh.items() if n > 1 and a not in used]
 
 
-def _explained(report: Report) -> set[str]:
+def _explained(report: Figures) -> set[str]:
     """Return the mesh axes whose copies and repeated work follow from another remark."""
     return {a for over in _unknown(report).values() for a in over}.union(_idle(report) or ())
 
 
-def _mesh_axes(report: Report) -> _Check:
+def _mesh_axes(report: Figures) -> _Check:
     misspelt = {a for over in _unknown(report).values() for a in over}
     idle, found = _idle(report), list[Suspicion]()
     if over := [a for a in idle or () if a not in misspelt]:
@@ -317,7 +315,7 @@ def _mesh_axes(report: Report) -> _Check:
     return found, "each mesh axis is used" if idle == [] and math.prod(report.mesh.values()) > 1 else ""
 
 
-def _repeated(report: Report) -> _Check:
+def _repeated(report: Figures) -> _Check:
     said = _explained(report)
     found = []
     by_axes: dict[tuple[str, ...], list[Any]] = {}
@@ -333,11 +331,11 @@ def _repeated(report: Report) -> _Check:
     return found, fine if repeated_share(report) < SMALL else ""
 
 
-def _share(report: Report, work: Sequence[RepeatedWork]) -> float:
+def _share(report: Figures, work: Sequence[RepeatedWork]) -> float:
     return sum(w.needless for w in work) / report.flops if report.flops else 0.0
 
 
-def _of_repeated(report: Report, work: Sequence[RepeatedWork]) -> Iterator[str]:
+def _of_repeated(report: Figures, work: Sequence[RepeatedWork]) -> Iterator[str]:
     if (share := _share(report, work)) >= SMALL:
         first = work[0]
         along = f" along {described_axes(first.axes)}" if first.axes else ""
@@ -348,7 +346,7 @@ def _of_repeated(report: Report, work: Sequence[RepeatedWork]) -> Iterator[str]:
         )
 
 
-def _axes_to_shard(report: Report, work: Sequence[RepeatedWork], *over: str) -> str:
+def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) -> str:
     """Advise to shard axes of repeated operations over the mesh axes that repeat them.
 
     These are axes of their first operands, such as the batch, if none of them is sharded, and else axes of parameters.
@@ -380,7 +378,7 @@ def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
-def _copies(report: Report) -> _Check:
+def _copies(report: Figures) -> _Check:
     """Find parameters, and what an optimizer keeps of them. Batches have copies wherever a mesh axis is not theirs."""
     said, total = _explained(report), sum(x.bytes for x in report.placed)
     sent = {path for c in report.collectives for path in c.parameters}
@@ -395,7 +393,7 @@ def _copies(report: Report) -> _Check:
     return found, "no large argument is held in copies" if several and not large else ""
 
 
-def _held_in_copies(report: Report, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
+def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
     size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
     cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
     cause += f", over {described_axes(over)}" if over else ""
@@ -419,7 +417,7 @@ def _listed(arrays: Sequence[PlacedArgument]) -> str:
     return ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
 
 
-def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
+def _of_copies(report: Figures, over: Sequence[str]) -> Iterator[str]:
     total = sum(x.bytes for x in report.placed)
     arrays = [x for x in report.placed if set(x.replicated_over) & set(over) and x.bytes > _MUCH * total]
     if arrays:
@@ -428,15 +426,15 @@ def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
         yield f"{_percent(share)} of the bytes of arguments are held in {copies} copies: {_listed(arrays)}."
 
 
-def _moved(report: Report) -> _Check:
+def _moved(report: Figures) -> _Check:
     """Find activations that are gathered, or moved to another axis, although a mapping shards them."""
-    total = least_sent(report.collectives)
+    total = known_sent(report.collectives)
     together: dict[tuple[tuple[str, ...], bool, Any, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
         if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
             key = names, bool(c.gathered), c.source, c.reason or "why is not known"
-            together[key] = together.get(key, 0) + (c.total_sent or 0)
+            together[key] = together.get(key, 0) + (c.mean_sent or 0)
     found = []
     for (names, gathered, source, reason), sent in together.items():
         if total and sent >= _MUCH * total:
@@ -456,9 +454,9 @@ def _how_to_keep(axes: str, at: str, reason: str) -> str:
     return f"another axis than {axes}, or an operation that does not need all of it."
 
 
-def _again(report: Report) -> _Check:
+def _again(report: Figures) -> _Check:
     """Find parameters that a loop sends again in each turn, rather than a part of them."""
-    total = least_sent(report.collectives)
+    total = known_sent(report.collectives)
     ranks = {x.path: len(x.axes) for x in report.placed}
     again = [
         c
@@ -468,7 +466,7 @@ def _again(report: Report) -> _Check:
     found = []
     for kind in dict.fromkeys(c.kind for c in again):
         same = [c for c in again if c.kind == kind]
-        sent = least_sent(same)
+        sent = known_sent(same)
         if sent >= _MUCH * total:
             what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
             times = max(c.times or 0 for c in same)
@@ -485,10 +483,10 @@ def _may_be_of_a_parameter(c: Collective) -> bool:
     return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
 
 
-def _reasons(report: Report) -> _Check:
-    total = least_sent(report.collectives)
+def _reasons(report: Figures) -> _Check:
+    total = known_sent(report.collectives)
     unknown = [c for c in report.collectives if c.reason is None]
-    sent = least_sent(unknown)
+    sent = known_sent(unknown)
     if not total or sent <= _MUCH * total:
         return (), "the cause of each large transfer is known" if total else ""
     c, most = _merged(unknown)[0]
@@ -499,15 +497,15 @@ def _reasons(report: Report) -> _Check:
     return [Suspicion("look", cause, advice="names for the arrays there: see axonym.names.")], ""
 
 
-def _certain(report: Report) -> _Check:
+def _certain(report: Figures) -> _Check:
     if not report.uncertain:
         return (), ""
     return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
 
 
-def least_sent(found: Sequence[Collective]) -> int:
-    """Return the bytes that a device sends at least: values decide about others."""
-    return sum(c.total_sent or 0 for c in found)
+def known_sent(found: Sequence[Collective]) -> int:
+    """Return the bytes that a device sends, apart from exchanges of which values decide how often they run."""
+    return sum(c.mean_sent or 0 for c in found)
 
 
 def _at(source: Source | None) -> str:
