@@ -266,10 +266,9 @@ class Account:
         """Return the flops if each conditional takes the branch with the fewest."""
         return None if self.flops is None else least(self._counted)["flops"]
 
-    def bounds(self, chip: Chip, memory: Memory | None, more_flops: int = 0) -> Bounds:
+    def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
         """Return lower bounds on time."""
-        flops = None if self.least_flops is None else self.least_flops + more_flops
-        return bounds_on(chip, self.exchanges, memory, flops)
+        return bounds_on(chip, self.exchanges, memory, self.least_flops)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -329,7 +328,9 @@ class Account:
         sizes = [size for _, size in result.base]
         try:
             target = self._must_lie(event)
-            final, sums = policy.add_up(parts, _placed(result.base, layout.used), sizes, layout, target, event.flops)
+            final, sums = policy.add_up(
+                parts, _placed(result.base, layout.used), sizes, layout, target, bool(event.flops)
+            )
         except Undecided as undecided:
             self.open.setdefault(f"{undecided}{_within(place)}", place)
             return
@@ -356,7 +357,7 @@ class Account:
     def _count_flops(self, event: Sum) -> None:
         used = distinct(a for n, _ in event.axes for a in self.layout.used(n))
         times = event.place.times
-        each = 2 * math.prod(size for _, size in event.axes) // self.layout.count(used)
+        each = event.flops // self.layout.count(used)
         mean_flops = mean(each * (times or 1), event.place.branches)
         self.flops = None if times is None or self.flops is None else self.flops + mean_flops
         self._counted.append((event.place.branches, "flops", each * (times or 1)))

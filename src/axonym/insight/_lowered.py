@@ -24,7 +24,6 @@ class Product:
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
     """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
-    convolves: bool
 
 
 _SAME = {
@@ -103,7 +102,7 @@ class _ProductWalk:
         flops = 0 if op.name == "stablehlo.gather" else _flops_of(op, shapes)
         flops = flops * self._copies(scope) // _scopes.groups(scope)
         arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
-        return Product(scope, frames, None if times is None else flops * times, arguments, "convolution" in op.name)
+        return Product(scope, frames, None if times is None else flops * times, arguments)
 
     def _copies(self, scope: str) -> int:
         """Return how many devices a per-device operation needs, of which each has a part of the work.

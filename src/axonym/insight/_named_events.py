@@ -69,8 +69,8 @@ class Sum:
     summed: Dims
     axes: Dims
     """The axes of all operands together."""
-    flops: bool
-    """True if the operation is a product, which has flops."""
+    flops: int
+    """The flops of the operation on all devices together, if it is a product or a convolution."""
 
 
 @dataclasses.dataclass(frozen=True)
