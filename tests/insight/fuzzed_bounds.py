@@ -1,4 +1,4 @@
-"""Compare what names say of random steps with the partitioned program: `python -m tests.insight.fuzzed_bounds --steps 200`.
+"""Compare what names say of random steps with the program: `python -m tests.insight.fuzzed_bounds --steps 200`.
 
 The steps are not those of the examples: bfloat16, layers without bias, heads that do not divide, vmapped losses, loops,
 branches, segment sums and scans. What is said must be within its own error, and a bound must be below what is compiled.
@@ -130,7 +130,9 @@ def drawn(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any, str]:
 
     def arguments() -> tuple[Any, ...]:
         Embed, Mlp = axes("embed", "mlp")
-        layer = lambda a, b: nn.Linear.init(a, b, key=jax.random.key(0), use_bias=bias, dtype=dtype)
+        layer = lambda a, b: jax.tree.map(
+            lambda x: x.astype(dtype), nn.Linear.init(a, b, key=jax.random.key(0), use_bias=bias)
+        )
         w = {"up": layer(Embed, Mlp), "down": layer(Mlp, Embed), "q": ones("embed", "heads", "head_size", dtype=dtype)}
         return w, ones("batch", "pos", "embed", dtype=dtype)
 
@@ -180,7 +182,9 @@ def wrong(seed: int) -> str | None:
 
 
 def _distributed(step: Any, mapping: Any) -> Any:
-    return axn.fsdp(step, *mapping) if isinstance(mapping, tuple) else axn.named_jit(step, mapping, in_placement=mapping)
+    return (
+        axn.fsdp(step, *mapping) if isinstance(mapping, tuple) else axn.named_jit(step, mapping, in_placement=mapping)
+    )
 
 
 def main() -> int:

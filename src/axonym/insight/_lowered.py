@@ -7,7 +7,8 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..core.source_lines import Frame
 from . import _flops, _scopes
@@ -35,19 +36,30 @@ _SAME = {
 _PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 
 
-def products(lowered: Any, mesh: Mapping[str, int]) -> tuple[Product, ...]:
-    """Return the products of a lowered function, in the order of the program; none if its module cannot be read."""
+class LoweredStep(NamedTuple):
+    """What a lowered step tells before it is partitioned."""
+
+    products: tuple[Product, ...] = ()
+    """The products, in the order of the program."""
+    converted: Mapping[int, str] = MappingProxyType({})
+    """By number, the arguments that a placement constrains before they are converted to a smaller dtype, and this."""
+
+
+def read_step(lowered: Any, mesh: Mapping[str, int]) -> LoweredStep:
+    """Read a lowered function; nothing is known if its module cannot be read."""
     # Modules have no public interface for reading.
     with contextlib.suppress(AttributeError, ImportError, KeyError, IndexError, TypeError, ValueError):
-        return tuple(_ProductWalk(lowered.compiler_ir("stablehlo"), mesh).products)
-    return ()
+        walk = _Walk(lowered.compiler_ir("stablehlo"), mesh)
+        return LoweredStep(tuple(walk.products), walk.converted)
+    return LoweredStep()
 
 
-class _ProductWalk:
+class _Walk:
     """Walks through a module in the order in which its operations run."""
 
     def __init__(self, module: Any, mesh: Mapping[str, int]):
         self.products: list[Product] = []
+        self.converted: dict[int, str] = {}
         self._mesh = mesh
         self._functions: dict[str, Any] = {}
         self._given: dict[Any, Any] = {}
@@ -66,6 +78,8 @@ class _ProductWalk:
             op = operation.operation
             if op.name in _PRODUCTS:
                 self.products.append(self._product(op, times))
+            elif op.name == "sdy.sharding_constraint":
+                self._placed(op)
             elif op.name == "stablehlo.while":
                 body, turns = op.regions[1].blocks[0], _turns_of(op)
                 ends = _last(body).operands
@@ -90,6 +104,17 @@ class _ProductWalk:
         self._around.append(op)
         self._block(block, times)
         self._around.pop()
+
+    def _placed(self, op: Any) -> None:
+        """Record whether an argument is converted to a smaller dtype after a placement."""
+        users = [use.owner for use in op.results[0].uses]
+        dtypes = {str(user.results[0].type.element_type) for user in users if user.name == "stablehlo.convert"}
+        number = self._argument(op.operands[0]) if len(dtypes) == 1 == len(users) else None
+        if number is not None:
+            (dtype,), given = dtypes, str(op.operands[0].type.element_type)
+            same = given == str(self._main.arguments[number].type.element_type)
+            if same and _bits(dtype) < _bits(given):
+                self.converted[number] = dtype
 
     def _called(self, call: Any) -> Any:
         return self._functions[str(call.attributes["callee"]).lstrip("@").strip('"')].regions[0].blocks[0]
@@ -184,3 +209,9 @@ def _constant(value: Any) -> int | None:
     constant = getattr(value.owner, "name", "") == "stablehlo.constant"
     found = re.match(r"dense<(-?\d+)>", str(value.owner.attributes["value"])) if constant else None
     return int(found[1]) if found else None
+
+
+def _bits(dtype: str) -> int:
+    """Return the size of an element of a type such as `bf16` or `f8E4M3FN`."""
+    found = re.match(r"\D+(\d+)", dtype)
+    return int(found[1]) if found else 0

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from ..core.source_lines import Frame
 from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
-from ._arguments import ArgumentNames
+from ._arguments import ArgumentNames, GivenArray
 from ._branches import NOTE, Branches, least, mean
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory, bounds_on
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
-from ._lowered import products
+from ._lowered import read_step
 from ._parameters import used_by, with_parameters
 from .chips import Chip
 from .collectives import Collective
@@ -72,7 +76,9 @@ def report_on(
     memory: Memory | None,
     compiled_step: Any,
     chip: Chip | None,
+    donates: bool,
 ) -> Report:
+    """Report on a compiled program; `donates` says whether the step says itself which arguments it donates."""
     constraints, collectives = Constraints(lowered), list[Collective]()
     count = _Count(program, platform)
     custom_calls: set[str] = set()
@@ -89,16 +95,18 @@ def report_on(
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
     shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
-    mappings, found = _mappings(compiled_step), products(lowered, mesh or {})
+    mappings, found = _mappings(compiled_step), read_step(lowered, mesh or {})
     kept = [names.find(scope) for scope, _ in shards]
-    uses = used_by(found, lambda n: kept[n] if n < len(kept) else None)
+    uses = used_by(found.products, lambda n: kept[n] if n < len(kept) else None)
+    late = {x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted}
+    of_results = _axes_of(lowered.out_info)
     of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
     return Report(
         step,
         platform,
         mesh or {},
         by,
-        tuple(with_parameters(collectives, uses, names.arrays, _axes_of(lowered.out_info))),
+        tuple(_converted(c, late) for c in with_parameters(collectives, uses, names.arrays, of_results)),
         memory,
         count.flops,
         None if chip is None else bounds_on(chip, collectives, memory, count.least_flops),
@@ -106,12 +114,32 @@ def report_on(
         timeline=course,
         arguments=names.added_up((scope, shape.bytes) for scope, shape in shards),
         placed=tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh or {}, mappings)),
-        repeated=tuple(repeated(found, count.products, mesh)) if mesh else (),
+        repeated=tuple(repeated(found.products, count.products, mesh)) if mesh else (),
         mapping=mappings[0],
         parameter_mapping=mappings[1],
         axes=tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
         least_flops=count.least_flops,
+        undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
     )
+
+
+def _converted(c: Collective, late: Mapping[str, str]) -> Collective:
+    """Add to a gather of parameters the dtype to which a step converts them after that."""
+    dtypes = {late.get(path) for path in c.parameters} if c.kind == "all-gather" else set[str | None]()
+    return dataclasses.replace(c, converted=dtypes.pop()) if len(dtypes) == 1 else c
+
+
+def _undonated(kept: Sequence[GivenArray | None], donated: Collection[int], results: Any) -> tuple[str, ...]:
+    """Return the paths of arguments that are not donated, for which there are results of the same sizes and dtype."""
+    free = Counter[Any]((tuple(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(results))
+    keys = [None if x is None else (x.sizes, x.itemsize) for x in kept]
+    free.subtract(keys[n] for n in donated if n < len(keys))
+    found = []
+    for n, (x, key) in enumerate(zip(kept, keys, strict=True)):
+        if x is not None and key is not None and n not in donated and free[key] > 0:
+            free[key] -= 1
+            found.append(x.path)
+    return tuple(found)
 
 
 def _notes(

@@ -105,7 +105,19 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
-        return report_on(step_name(fn), program, lowered, names, found, platform, by, memory, compiled_step, chip)
+        return report_on(
+            step_name(fn),
+            program,
+            lowered,
+            names,
+            found,
+            platform,
+            by,
+            memory,
+            compiled_step,
+            chip,
+            fn is compiled_step,
+        )
 
 
 def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
