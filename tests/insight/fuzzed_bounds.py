@@ -109,7 +109,7 @@ def drawn(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any, str]:
     draw = random.Random(seed)
     parts, mapping = draw.sample(PARTS, draw.choice([1, 2, 2])), draw.choice(MAPPINGS)
     dtype, bias = draw.choice([jnp.float32, jnp.float32, jnp.bfloat16]), draw.random() < 0.5
-    trained, raw_loss = draw.random() < 0.7, draw.random() < 0.3
+    trained, vmapped = draw.random() < 0.7, draw.random() < 0.3 and not {each, each_raw, until}.intersection(parts)
 
     def apply(w: Any, x: axn.NamedArray) -> axn.NamedArray:
         for part in parts:
@@ -117,7 +117,7 @@ def drawn(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any, str]:
         return x
 
     def loss(w: Any, x: axn.NamedArray) -> jax.Array:
-        if raw_loss:
+        if vmapped:
             each = axn.vmap(lambda x: axn.mean(axn.square(apply(w, x))), "batch")(x)
             return axn.mean(each).scalar().astype(jnp.float32)
         return axn.mean(axn.square(apply(w, x))).scalar().astype(jnp.float32)
@@ -136,7 +136,7 @@ def drawn(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any, str]:
         w = {"up": layer(Embed, Mlp), "down": layer(Mlp, Embed), "q": ones("embed", "heads", "head_size", dtype=dtype)}
         return w, ones("batch", "pos", "embed", dtype=dtype)
 
-    words = [p.__name__ for p in parts] + [jnp.dtype(dtype).name] + ["bias"] * bias + ["vmapped loss"] * raw_loss
+    words = [p.__name__ for p in parts] + [jnp.dtype(dtype).name] + ["bias"] * bias + ["vmapped loss"] * vmapped
     return step, jax.eval_shape(arguments), mapping, f"{', '.join(words)} under {mapping}"
 
 

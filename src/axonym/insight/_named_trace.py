@@ -260,6 +260,7 @@ class _Events:
         tests, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
         carry = xs[tests + consts :]
         inner = dataclasses.replace(around, times=None, within=next(self._numbers))
+        self.run(step.bodies[0], [*xs[:tests], *carry], inner)
         self._again(around, carry, self.run(step.bodies[1], xs[tests:], inner))
 
     def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:

@@ -88,10 +88,7 @@ class Verdict:
 
 def verdict_of(report: Figures) -> Verdict:
     """Judge a report."""
-    checks = [
-        _fits(report), _mapping(report), _mesh_axes(report), _moved(report), _repeated(report), _again(report), _copies(report),
-        _converted(report), _donated(report), _kept(report), _reasons(report), _certain(report),
-    ]  # fmt: skip
+    checks = [check(report) for check in _CHECKS]
     findings = [finding for found, _ in checks for finding in found]
     fine = tuple(text for found, text in checks if text and not found)
     order = ("fix", "look", "note")
@@ -639,3 +636,9 @@ def _at(source: Source | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1g}%"
+
+
+_CHECKS = (
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _copies, _converted, _donated, _kept, _reasons, _certain,
+)  # fmt: skip
+"""The checks, in the order in which findings of equal severity are listed."""
