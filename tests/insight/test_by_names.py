@@ -298,11 +298,13 @@ def test_a_table_under_another_name() -> None:
     assert sent(early) == sent(true) and early.flops == true.flops and early.uncertain == 0
 
 
-def test_flops_of_convolutions_are_not_known() -> None:
-    x, kernel = jax.ShapeDtypeStruct((2, 2, 4), "float32"), jax.ShapeDtypeStruct((2, 2, 3), "float32")
-    convolve = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME")
-    report = axn.insight.explain(convolve, x, kernel, mapping={}, mesh=cases.mesh_of(data=8), by="names")
-    assert report.flops is None and "conv_general_dilated are not counted" in str(report)
+def test_flops_of_grouped_convolutions() -> None:
+    x, kernel = (jax.ShapeDtypeStruct(n, "float32") for n in ((2, 4, 9), (6, 2, 3)))
+    convolve = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (2,), "SAME", feature_group_count=2)
+    gradients = lambda x, kernel: jax.grad(lambda *args: convolve(*args).sum(), (0, 1))(x, kernel)
+    for function in (convolve, gradients):
+        early, true = both((function, x, kernel), {})
+        assert early.flops == true.flops and early.flops
 
 
 def test_any_mesh_will_do() -> None:

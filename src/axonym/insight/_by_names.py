@@ -33,7 +33,7 @@ from ._named_events import (
     Use,
     Value,
 )
-from ._parameters import used_by_names, with_parameters
+from ._parameters import kind_of, used_by_names, with_parameters
 from .chips import Chip
 from .collectives import Collective, sent_by
 from .repeating import repeated_by_names
@@ -135,19 +135,18 @@ def by_names(
     layout = Layout(mesh, compute, storage, trace.joined)
     account = Account(trace, layout)
     found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, layout)
-    results = {frozenset(n for n, _ in x.dims) for x in trace.results}
+    results = {kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results}
     names = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
     names |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
-    placed = (
-        x.on_devices(layout.local(value.dims, layout.over(value.dims)), mesh, (compute, storage))
-        for x, value in zip(given, trace.arguments, strict=True)
-    )
+    shards = [layout.local(value.dims, layout.over(value.dims)) for value in trace.arguments]
+    sizes = {x.path: own for x, own in zip(given, shards, strict=True)}
+    placed = (x.on_devices(own, mesh, (compute, storage)) for x, own in zip(given, shards, strict=True))
     return Report(
         trace.name,
         "any platform",
         dict(mesh),
         "names",
-        tuple(with_parameters(found, used_by_names(trace, given), given, results)),
+        tuple(with_parameters(found, used_by_names(trace, given), given, sizes, results)),
         memory,
         account.flops,
         None if chip is None else account.bounds(chip, memory),

@@ -215,7 +215,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
         count=1,
         bytes=buffer.shape.bytes,
         phase=phase,
-        operation=None if operation is None else str(operation),
+        operation=str(operation or maker.scope.rpartition("/")[2].rstrip(")") or maker.opcode),
         source=source(program.frames(maker)),
     )
 

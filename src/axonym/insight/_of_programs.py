@@ -22,7 +22,7 @@ from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory, bounds_on
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
 from ._lowered import read_step
-from ._parameters import used_by, with_parameters
+from ._parameters import Kind, kind_of, used_by, with_parameters
 from .chips import Chip
 from .collectives import Collective
 from .repeating import repeated
@@ -99,14 +99,15 @@ def report_on(
     kept = [names.find(scope) for scope, _ in shards]
     uses = used_by(found.products, lambda n: kept[n] if n < len(kept) else None)
     late = {x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted}
-    of_results = _axes_of(lowered.out_info)
+    sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
+    carried = with_parameters(collectives, uses, names.arrays, sizes, _kinds_of(lowered.out_info))
     of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
     return Report(
         step,
         platform,
         mesh or {},
         by,
-        tuple(_converted(c, late) for c in with_parameters(collectives, uses, names.arrays, of_results)),
+        tuple(_converted(c, late) for c in carried),
         memory,
         count.flops,
         None if chip is None else bounds_on(chip, collectives, memory, count.least_flops),
@@ -175,9 +176,10 @@ def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Ent
     return own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())
 
 
-def _axes_of(results: Any) -> set[frozenset[str | None]]:
-    """Return the names of the axes of each array in the results of a step."""
-    return {frozenset(n if n != "_" else None for n in leaf.names or (None,)) for leaf in leaves_of(results)[0]}
+def _kinds_of(results: Any) -> set[Kind]:
+    """Return the kind of each array in the results of a step."""
+    leaves = leaves_of(results)[0]
+    return {kind_of([n for n in x.names or () if n != "_"], x.shape or ()) for x in leaves}
 
 
 def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) -> MemoryTimeline | None:

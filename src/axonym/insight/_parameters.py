@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..core.source_lines import Source, source
 from . import _scopes
@@ -16,6 +17,14 @@ from .collectives import Collective
 
 Place = tuple[str | None, Source | None]
 """A named operation and its line, in all passes of a step."""
+
+
+Kind = frozenset[str] | tuple[int, ...]
+"""The names of the axes of an array, or its sizes if it has none."""
+
+
+def kind_of(names: Iterable[str | None], sizes: Sequence[int]) -> Kind:
+    return frozenset(n for n in names if n is not None) or tuple(sizes)
 
 
 def used_by(products: Iterable[Product], found: Callable[[int], GivenArray | None]) -> dict[Place, list[GivenArray]]:
@@ -45,17 +54,19 @@ def with_parameters(
     collectives: Iterable[Collective],
     uses: dict[Place, list[GivenArray]],
     given: Sequence[GivenArray],
-    results: Collection[frozenset[str | None]],
+    shards: Mapping[str, Sequence[int]],
+    results: Collection[Kind],
 ) -> Iterator[Collective]:
     """Add to collectives the paths of the parameters that they carry, as far as known.
 
     Arguments:
         uses: the arguments that operations use.
         given: all arguments.
-        results: the axes of the results of the step. An argument whose axes no result has is no parameter: the step
-            does not return its gradient, nor an update.
+        shards: by the paths of arguments, the sizes of their shards.
+        results: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
+            return its gradient, nor an update.
     """
-    updated = {x: None for x in given if frozenset(x.axes) in results}
+    updated = {x: None for x in given if kind_of(x.axes, x.sizes) in results}
     by_line: dict[Source | None, list[GivenArray]] = {}
     for (_, line), arrays in uses.items():
         by_line.setdefault(line, []).extend(arrays)
@@ -64,9 +75,16 @@ def with_parameters(
         around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), updated)
         # An activation may have the axes of an argument; only parameters are stored sharded.
         any_of = c.stored and c.kind not in ("all-reduce", "reduce-scatter")
-        carried = ([x for x in arrays if (any_of or x in updated) and _is_carried(c, x)] for arrays in around)
+        carried = (
+            [x for x in arrays if (any_of or x in updated) and _is_carried(c, x, shards.get(x.path, x.sizes))]
+            for arrays in around
+        )
         found = next(filter(None, carried), [])
-        exact = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
+        whole = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
+        exact = [
+            x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sorted(_sizes_in(c.array))
+        ]
+        exact = exact or whole
         paths = tuple(dict.fromkeys(x.path for x in exact or found))
         parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
         reason = c.reason
@@ -81,7 +99,7 @@ _AT_MOST = 3
 """The largest number of candidates that are listed for one parameter."""
 
 
-def _is_carried(c: Collective, x: GivenArray) -> bool:
+def _is_carried(c: Collective, x: GivenArray, shard: Sequence[int]) -> bool:
     """Return whether a collective may carry an argument, a slice of it along one axis, or its gradient."""
     if c.kind in ("all-reduce", "reduce-scatter") and c.phase != "backward":
         return False
@@ -91,7 +109,7 @@ def _is_carried(c: Collective, x: GivenArray) -> bool:
         more = own - set(names)
         return own >= set(names) and len(more) <= 1 and not more & set(c.named_axes)
     # A lifted function calls the axes of its own arrays `0 of held array 2`.
-    return not own and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes)
+    return not own and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes, shard)
 
 
 def _sizes_in(array: str) -> list[int]:
@@ -99,11 +117,13 @@ def _sizes_in(array: str) -> list[int]:
     return [int(n) for n in re.findall(r"(?:^|=|,)(\d+)(?=,|$)", found[1])] if found else []
 
 
-def _fit(local: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a shard of an array of some sizes, in any order, may have others."""
-    pairs = list(zip(sorted(n for n in local if n > 1), sorted(n for n in sizes if n > 1), strict=False))
-    ranks = len([n for n in local if n > 1]), len([n for n in sizes if n > 1])
-    return ranks[0] == ranks[1] > 0 and all(n % own == 0 for own, n in pairs) and sum(n != own for own, n in pairs) <= 2
+def _fit(sizes: Sequence[int], whole: Sequence[int], shard: Sequence[int]) -> bool:
+    """Return whether an array, with axes in any order, may be a shard of another, complete along some axes."""
+    own = [n for n in sizes if n > 1]
+    pairs = [(a, b) for a, b in zip(shard, whole, strict=True) if b > 1]
+    pairs = pairs if len(pairs) == len(own) else [(a, b) for a, b in pairs if a > 1]
+    orders = itertools.permutations(pairs) if 0 < len(own) == len(pairs) < 7 else ()
+    return any(all(n % a == 0 == b % n for n, (a, b) in zip(own, order, strict=True)) for order in orders)
 
 
 def carried_axes(c: Collective) -> tuple[str, ...]:

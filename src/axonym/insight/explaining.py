@@ -97,6 +97,7 @@ def explain(
                 f"explain: by='partitioner' is for CPUs, and the devices here are {platform!r}: set JAX_PLATFORMS=cpu."
             )
         lowered = compiled_step.lower(*args, **kwargs)
+        lowered = getattr(lowered, "lowered", lowered)  # Flax wraps JAX's
         if by == "compiled":
             compiled = _compiling.compiled(lowered)
             text, memory = compiled.as_text(), _memory(compiled)

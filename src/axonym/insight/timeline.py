@@ -36,7 +36,8 @@ class HeldArray:
     """The bytes of all of them together."""
     phase: str
     """When they are made: `forward`, `backward` or `recomputed`; empty if they are not differentiated."""
-    operation: str | None
+    operation: str
+    """The named operation that makes them, or else the name that JAX or the compiler has for it."""
     source: Source | None
 
 
@@ -90,8 +91,7 @@ class MemoryTimeline:
         for h in others[:_SHOWN]:
             times = f"{h.count} x " if h.count > 1 else ""
             size = f"{times}{describe_bytes(h.bytes // h.count)}"
-            operation = h.operation or "no named operation"
-            rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), operation))
+            rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), h.operation))
         if rest := others[_SHOWN:]:
             count = sum(h.count for h in rest)
             rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))

@@ -234,7 +234,7 @@ def _why(group: Sequence[Collective]) -> str:
     """Write the reasons of a group of transfers."""
     reasons = [c.reason for c in group if c.reason]
     if len(group) > 1:
-        reasons = [re.sub(r"^the gradient of (\[.*\]|.+ is summed over)", "", r).strip() for r in reasons]
+        reasons = [re.sub(r"^the gradient of (\[[^\]]*\] |.+ is (?=summed over))", "", r) for r in reasons]
     reasons = list(dict.fromkeys(filter(None, reasons)))
     more = f"; and {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
     return f"{reasons[0]}{more}" if reasons else "why is not known"
