@@ -163,7 +163,7 @@ BUGS: dict[str, Bug] = {
     ),
     "parameters are not stored sharded": Bug(
         COMPUTE,
-        ("of the bytes of arguments are held in 4 copies, over data: .*w/table.* So: .*gradients are all-reduced",),
+        ("of the bytes of arguments are held in 4 copies, over data: .*w/table.*gradients are all-reduced",),
     ),
     "only the table is stored sharded": Bug(
         ({"vocab": ("data", "model")}, COMPUTE),
@@ -228,7 +228,7 @@ BUGS: dict[str, Bug] = {
     "parameters are converted after they are gathered": Bug(
         FSDP,
         ("Parameters are gathered as f32 at performance_bugs.py.*converted to bf16: .*w/", "Try: convert them to bf16"),
-        Parts(weights=lambda w: axn.tree.map(lambda x: axn.shard(x, COMPUTE).astype(jnp.bfloat16), w)),
+        Parts(weights=lambda w: axn.tree.map(lambda x: x.astype(jnp.bfloat16), axn.shard(w, COMPUTE))),
         by=PARTITIONED,
     ),
     "it does not fit": Bug(FSDP, ("This does not fit", "Try: "), chip=SMALL),
