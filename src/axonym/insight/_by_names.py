@@ -33,7 +33,7 @@ from ._named_events import (
     Use,
     Value,
 )
-from ._parameters import kind_of, used_by_names, with_parameters
+from ._parameters import kind_of, updated, used_by_names, with_parameters
 from .chips import Chip
 from .collectives import Collective, sent_by
 from .repeating import repeated_by_names
@@ -135,7 +135,7 @@ def by_names(
     layout = Layout(mesh, compute, storage, trace.joined)
     account = Account(trace, layout)
     found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, layout)
-    results = {kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results}
+    kinds = {kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results}
     names = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
     names |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
     shards = [layout.local(value.dims, layout.over(value.dims)) for value in trace.arguments]
@@ -146,7 +146,7 @@ def by_names(
         "any platform",
         dict(mesh),
         "names",
-        tuple(with_parameters(found, used_by_names(trace, given), given, sizes, results)),
+        tuple(with_parameters(found, used_by_names(trace, given), given, sizes, kinds)),
         memory,
         account.flops,
         None if chip is None else account.bounds(chip, memory),
@@ -159,6 +159,7 @@ def by_names(
         parameter_mapping=storage,
         axes=tuple(sorted(n for n in names if n is not None)),
         least_flops=account.least_flops,
+        updated=tuple(x.path for x in updated(given, kinds)),
     )
 
 

@@ -123,6 +123,8 @@ class Figures:
     """The names of the axes of all arrays in the step."""
     least_flops: int | None = None
     """The flops if each conditional takes the branch with the fewest. Bounds on time are made of these."""
+    updated: tuple[str, ...] = ()
+    """The paths of the arguments of which the step returns an update, or the gradient."""
     undonated: tuple[str, ...] | None = None
     """The paths of the arguments that are not donated although results may take their place; None if not known."""
 

@@ -22,7 +22,7 @@ from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory, bounds_on
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
 from ._lowered import read_step
-from ._parameters import Kind, kind_of, used_by, with_parameters
+from ._parameters import Kind, kind_of, updated, used_by, with_parameters
 from .chips import Chip
 from .collectives import Collective
 from .repeating import repeated
@@ -100,7 +100,8 @@ def report_on(
     uses = used_by(found.products, lambda n: kept[n] if n < len(kept) else None)
     late = {x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted}
     sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
-    carried = with_parameters(collectives, uses, names.arrays, sizes, _kinds_of(lowered.out_info))
+    kinds = _kinds_of(lowered.out_info)
+    carried = with_parameters(collectives, uses, names.arrays, sizes, kinds)
     of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
     return Report(
         step,
@@ -120,6 +121,7 @@ def report_on(
         parameter_mapping=mappings[1],
         axes=tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
         least_flops=count.least_flops,
+        updated=tuple(x.path for x in updated(names.arrays, kinds)),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
     )
 

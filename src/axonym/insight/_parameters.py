@@ -27,6 +27,11 @@ def kind_of(names: Iterable[str | None], sizes: Sequence[int]) -> Kind:
     return frozenset(n for n in names if n is not None) or tuple(sizes)
 
 
+def updated(given: Iterable[GivenArray], results: Collection[Kind]) -> Iterator[GivenArray]:
+    """Yield the arguments of which a step may return an update or the gradient, given the kinds of its results."""
+    return (x for x in given if kind_of(x.axes, x.sizes) in results)
+
+
 def used_by(products: Iterable[Product], found: Callable[[int], GivenArray | None]) -> dict[Place, list[GivenArray]]:
     """Return the arguments that each operation uses; `found` gives the argument with a number."""
     uses: dict[Place, list[GivenArray]] = {}
@@ -66,17 +71,21 @@ def with_parameters(
         results: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
             return its gradient, nor an update.
     """
-    updated = {x: None for x in given if kind_of(x.axes, x.sizes) in results}
+    parameters_of_step = dict.fromkeys(updated(given, results))
     by_line: dict[Source | None, list[GivenArray]] = {}
     for (_, line), arrays in uses.items():
         by_line.setdefault(line, []).extend(arrays)
     for c in collectives:
         # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
-        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), updated)
+        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), parameters_of_step)
         # An activation may have the axes of an argument; only parameters are stored sharded.
         any_of = c.stored and c.kind not in ("all-reduce", "reduce-scatter")
         carried = (
-            [x for x in arrays if (any_of or x in updated) and _is_carried(c, x, shards.get(x.path, x.sizes))]
+            [
+                x
+                for x in arrays
+                if (any_of or x in parameters_of_step) and _is_carried(c, x, shards.get(x.path, x.sizes))
+            ]
             for arrays in around
         )
         found = next(filter(None, carried), [])
@@ -91,8 +100,21 @@ def with_parameters(
         if parameters and c.kind in ("all-reduce", "reduce-scatter") and (reason is None or "held array" in reason):
             over = f" over {described_axes(c.axes)}" if c.axes else ""
             reason = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, parameters)))} is summed{over}"
+        if parameters and c.kind == "all-gather" and reason is None:
+            reason = _complete(c, next(x for x in exact or found), shards)
         array = re.sub(r"\d+ of held array \d+=", "", c.array) if parameters else c.array
         yield dataclasses.replace(c, array=array, parameters=parameters, reason=reason)
+
+
+def _complete(c: Collective, x: GivenArray, shards: Mapping[str, Sequence[int]]) -> str | None:
+    """Say which axes of a parameter a gather completes, from the sizes."""
+    sizes = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
+    names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_in(c.array)]
+    return (
+        f"{' and '.join(names)} is stored sharded over {described_axes(c.axes)}, and all of it is used"
+        if names
+        else None
+    )
 
 
 _AT_MOST = 3
@@ -108,8 +130,9 @@ def _is_carried(c: Collective, x: GivenArray, shard: Sequence[int]) -> bool:
     if names and own:
         more = own - set(names)
         return own >= set(names) and len(more) <= 1 and not more & set(c.named_axes)
-    # A lifted function calls the axes of its own arrays `0 of held array 2`.
-    return not own and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes, shard)
+    # A lifted function calls the axes of its own arrays `0 of held array 2`. Loops take slices in code without names.
+    whole = not own or (c.kind == "all-gather" and not c.phase)
+    return whole and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes, shard)
 
 
 def _sizes_in(array: str) -> list[int]:

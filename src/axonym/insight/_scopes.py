@@ -365,7 +365,7 @@ def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
 
 
 def _said(found: Sequence[NamedAxis]) -> str:
-    return " and ".join(f"{a.name}, which is sharded over {_listed(a.compute)}" for a in found)
+    return " and ".join(f"{a.name}, which is sharded over {_listed(a.compute)}" if a.compute else a.name for a in found)
 
 
 def _covers(found: Sequence[NamedAxis], mesh_axes: Collection[str]) -> bool:

@@ -231,13 +231,15 @@ def _lines(group: Sequence[Collective]) -> str:
 
 
 def _why(group: Sequence[Collective]) -> str:
-    """Write the reasons of a group of transfers."""
-    reasons = [c.reason for c in group if c.reason]
-    if len(group) > 1:
-        reasons = [re.sub(r"^the gradient of (\[[^\]]*\] |.+ is (?=summed over))", "", r) for r in reasons]
-    reasons = list(dict.fromkeys(filter(None, reasons)))
-    more = f"; and {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
-    return f"{reasons[0]}{more}" if reasons else "why is not known"
+    """Write the reason for most of the bytes in a group of transfers."""
+    sent: dict[str, int] = {}
+    for c in group:
+        reason = c.reason or "why is not known"
+        if len(group) > 1:
+            reason = re.sub(r"^the gradient of (\[[^\]]*\] |.+ is (?=summed over))", "", reason)
+        sent[reason] = sent.get(reason, 0) + (c.mean_sent or 0)
+    more = f"; and {counted(len(sent) - 1, 'other reason')}" if len(sent) > 1 else ""
+    return f"{max(sent, key=lambda reason: sent[reason])}{more}"
 
 
 def _costliest(report: Figures) -> Iterator[str]:
@@ -453,12 +455,43 @@ def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
+def _placements(report: Figures) -> _Check:
+    """Find parameters that lie otherwise than a mapping says, or than others with the same axes and the same name."""
+    stored: dict[tuple[str, tuple[str, ...]], list[PlacedArgument]] = {}
+    alike: dict[Any, list[PlacedArgument]] = {}
+    taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
+    for x in report.placed:
+        if x.path in report.updated and None not in x.axes:
+            alike.setdefault((x.path.rpartition("/")[2], frozenset(x.axes)), []).append(x)
+            for n, over in zip(x.axes, x.over, strict=True):
+                said = [m.get(n or "") for m in (report.mapping, report.parameter_mapping)]
+                if over and not any(said) and taken.intersection(over) and not report.parameter_mapping:
+                    stored.setdefault((n or "", over), []).append(x)
+    found = []
+    for (n, over), arrays in stored.items():
+        cause = f"{_some(list(dict.fromkeys(without_numbers(x.path) for x in arrays)))} came sharded over "
+        cause += f"{described_axes(over)} along {n}, which no mapping says, and other axes are sharded over it."
+        so = "The compiler may sum or move activations instead of gathering parameters."
+        found.append(Suspicion("look", cause, (so,), "axonym.fsdp, with this as the parameter mapping."))
+    pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
+    if pairs:
+        (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
+        cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes and are sharded otherwise."
+        found.append(Suspicion("look", cause, ("An update moves one to the other.",), "one placement for both."))
+    return found, ""
+
+
+def _differ(a: PlacedArgument, b: PlacedArgument) -> bool:
+    """Return whether two arrays with the same axes are sharded over different mesh axes, and none is replicated."""
+    first, second = (dict(zip(x.axes, x.over, strict=True)) for x in (a, b))
+    return first != second and any(first.values()) and any(second.values())
+
+
 def _copies(report: Figures) -> _Check:
     """Find parameters, and what an optimizer keeps of them. Batches have copies wherever a mesh axis is not theirs."""
     said, total = _explained(report), sum(x.bytes for x in report.placed)
     misspelt = {a for over in _unknown(report).values() for a in over}
-    sent = _sent_paths(report)
-    parameters = {x.axes for x in report.placed if x.path in sent}
+    parameters = {x.axes for x in report.placed if x.path in (*report.updated, *_sent_paths(report))}
     large = [x for x in report.placed if x.copies > 1 and x.bytes > _MUCH * total]
     groups: dict[tuple[tuple[str, ...], int], list[PlacedArgument]] = {}
     for x in large:
@@ -639,6 +672,6 @@ def _percent(share: float) -> str:
 
 
 _CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _copies, _converted, _donated, _kept, _reasons, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _placements, _copies, _converted, _donated, _kept, _reasons, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""
