@@ -476,7 +476,7 @@ def _placements(report: Figures) -> _Check:
     pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
     if pairs:
         (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
-        cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes and are sharded otherwise."
+        cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
         found.append(Suspicion("look", cause, ("An update moves one to the other.",), "one placement for both."))
     return found, ""
 
@@ -672,6 +672,7 @@ def _percent(share: float) -> str:
 
 
 _CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _placements, _copies, _converted, _donated, _kept, _reasons, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _placements, _copies, _converted, _donated, _kept,
+    _reasons, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""
