@@ -25,7 +25,7 @@ MAPPINGS: dict[str, Any] = {
 }
 OFF = 1.05
 """How far what is sent may be off."""
-TIMES = {"names": 0.25, "shardy": 0.4, "partitioner": 0.8}
+TIMES = {"names": 0.25, "partitioner": 0.8}
 """The share of the time of compiling to the end that a tier may take."""
 
 
@@ -50,7 +50,7 @@ def rows() -> list[Row]:
             times = f"{seconds:.2f} s", f"{longest:.2f} s"
             found.append(Row("insight", f"{name}: time", *times, seconds / longest, limit))
     planned, seconds = _timed(lambda: plan(step, model, tokens, chips=8, verify=0))
-    # Most mappings are told by names alone; Shardy is asked of the best of them, and takes most of the time.
+    # Most mappings are told by names alone; the partitioner is asked of a few others, and takes most of the time.
     count, compiling = planned.considered, planned.considered * longest
     what = f"plan, {count} mappings: time, against compiling {count} programs"
     found.append(Row("insight", what, f"{seconds:.2f} s", f"{compiling:.0f} s", seconds / compiling, 0.1))

@@ -66,7 +66,7 @@ def test_the_plan_is_of_the_step_that_trains(planned: Planned) -> None:
 
 @pytest.mark.further
 def test_more_questions_find_no_better_plan(planned: Planned) -> None:
-    """The script asks Shardy for fewer mappings than `plan` does by default."""
+    """The script partitions the step for fewer mappings than `plan` does by default."""
     best = insight.plan(*planned.args, chips=8, chip="v5e").best
     assert (best.mesh, best.mapping) == (planned.plan.best.mesh, planned.plan.best.mapping)
 

@@ -32,11 +32,12 @@ def counted(text: str, mesh: jax.sharding.Mesh) -> dict[Any, int]:
                     found[key] += WIDTH[dtype] * math.prod(_numbers(dims))
             branches = re.findall(r"branch_computations=\{(.*?)\}", line)
             for called in re.findall(
-                r"(?: calls| to_apply|body|true_computation|false_computation)=%([\w.-]+)", line
+                r"(?: calls| to_apply|body|condition|true_computation|false_computation)=%([\w.-]+)", line
             ) + [name for listed in branches for name in re.findall(r"%([\w.-]+)", listed)]:
                 times = re.search(r'known_trip_count":\{"n":"(\d+)"', line) if "body=" in line else None
+                tests = int(times is not None and f"condition=%{called}" in line)  # the last one ends the loop
                 for key, value in total(called).items():
-                    found[key] += value * (int(times[1]) if times else 1)
+                    found[key] += value * (int(times[1]) + tests if times else 1)
         return found
 
     return {k: v for k, v in total("entry").items() if v}

@@ -162,11 +162,12 @@ BUGS: dict[str, Bug] = {
         ({**STORED, "embed": None, "embde": "data"}, COMPUTE), ("embde", "Did you mean 'embed'")
     ),
     "parameters are not stored sharded": Bug(
-        COMPUTE, ("of the bytes of arguments are held in 4 copies, over data: .*w/table", "the gradient of")
+        COMPUTE,
+        ("of the bytes of arguments are held in 4 copies, over data: .*w/table.*gradients are all-reduced",),
     ),
     "only the table is stored sharded": Bug(
         ({"vocab": ("data", "model")}, COMPUTE),
-        ("held in 4 copies, over data: .*w/layers/\\*/up",),
+        ("held in 4 copies, over data: .*w/layers/\\*/up.*Sharded over data: only w/head, w/table",),
         by=PARTITIONED,
     ),
     "the state of the optimizer is replicated": Bug(
@@ -226,15 +227,12 @@ BUGS: dict[str, Bug] = {
     ),
     "parameters are converted after they are gathered": Bug(
         FSDP,
-        ("all-gather over data of f32", "w/"),
-        Parts(weights=lambda w: axn.tree.map(lambda x: axn.shard(x, COMPUTE).astype(jnp.bfloat16), w)),
+        ("Parameters are gathered as f32 at performance_bugs.py.*converted to bf16: .*w/", "Try: convert them to bf16"),
+        Parts(weights=lambda w: axn.tree.map(lambda x: x.astype(jnp.bfloat16), axn.shard(w, COMPUTE))),
         by=PARTITIONED,
     ),
     "it does not fit": Bug(FSDP, ("This does not fit", "Try: "), chip=SMALL),
 }
-
-NOT_FOUND = {"parameters are converted after they are gathered"}
-"""Bugs that reports do not show at first glance."""
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def expected(parameters: int) -> dict[str, int]:
 def test_the_bytes_of_each_argument(step: Any, mapping: Any, parameters: int, kind: AxisType) -> None:
     args, kwargs = given()
     mesh = cases.mesh_of(kind, data=4, model=2)
-    for by in ("compiled", "partitioner", "shardy"):
+    for by in ("compiled", "partitioner"):
         report = axn.insight.explain(step, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
         assert dict(report.arguments) == expected(parameters), by
         if report.memory is not None:

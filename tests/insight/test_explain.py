@@ -236,8 +236,16 @@ def test_a_mesh_without_devices_takes_those_of_the_machine() -> None:
     small = AbstractMesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
     report = axn.insight.explain(step, weights(), batch(), mapping=FSDP_AND_TENSOR, mesh=small, by="partitioner")
     assert report.mesh == {"data": 4, "model": 2} and len(report.collectives) == 6
-    large = AbstractMesh((16,), ("data",), (AxisType.Auto,))
-    with pytest.raises(ValueError, match="has 16 devices and this process 8"):
+    large = AbstractMesh((8, 4), ("data", "model"), (AxisType.Auto,) * 2)
+    near, far = (
+        axn.insight.explain(step, weights(), batch(), mapping=FSDP_AND_TENSOR, mesh=large, by=by)
+        for by in ("partitioner", "names")
+    )
+    assert near.mesh == {"data": 8, "model": 4} and near.total_sent() == far.total_sent() and near.flops == far.flops
+    placed = jax.ShapeDtypeStruct((64, 64), "float32", sharding=jax.NamedSharding(large, P("data")))
+    (found,) = axn.insight.explain(jax.jit(jnp.sum), placed, mesh=large, by="partitioner").collectives
+    assert found.axes == ("data",)
+    with pytest.raises(ValueError, match="has 32 devices and this process 8"):
         axn.insight.explain(step, weights(), batch(), mesh=large)
 
 

@@ -76,7 +76,7 @@ def test_asynchronous_collectives_and_branches() -> None:
     )
     program = HloProgram(text, 2)
     (visit,) = [v for v in program.visits() if v.instruction.opcode == "all-gather-start"]
-    assert visit.in_branch and visit.times == 1
+    assert visit.branches and visit.times == 1
     assert visit.instruction.shapes == (HloShape("f32", (4,)), HloShape("f32", (8,)))
     assert [shapes for _, shapes in program.operands(visit)] == [(HloShape("f32", (4,)),)]
     assert program.frames(visit.instruction)[0].line == 3

@@ -19,7 +19,7 @@ from axonym.insight._text import described_seconds
 from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
 from tests.insight import cases
-from tests.insight.test_by_names import MASKS, TENSOR, attention_step, language_model
+from tests.insight.test_by_names import MASKS, TENSOR, attention_step, both, language_model
 from tests.insight.test_explain import batch, step, weights
 
 
@@ -148,7 +148,7 @@ def test_a_plan_for_many_devices() -> None:
 
 
 @pytest.mark.parametrize(("pos", "texts", "over", "ask"), [(2048, 2, {"pos", "key_pos"}, 2), (32, 16, {"layers"}, 8)])
-def test_shardy_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: set[str], ask: int) -> None:
+def test_the_partitioner_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: set[str], ask: int) -> None:
     """A sequence is sharded if it is long and the batch small, and layers if they run as a pipeline."""
     schedule = axn.schedules.OneFOneB(8, axis="batch") if "layers" in over else None
 
@@ -160,10 +160,10 @@ def test_shardy_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: 
     tokens = jax.eval_shape(lambda: axn.zeros({"batch": texts, "pos": pos}, "int32"))
     found = plan(train, model, tokens, chips=8, chip="v5e", ask=ask, verify=1)
     best = found.best
-    assert found.asked == ask and best.by == "shardy" and over <= best.compute.keys() and best.verified is not None
+    assert found.asked == ask and best.by == "partitioner" and over <= best.compute.keys() and best.verified is not None
     true = best.verified.total_sent()
     assert true is not None and abs(true - best.sent) <= best.uncertain
-    assert f"sharding {', '.join(sorted(over))}" not in found.left_out and "  shardy  " in str(found)
+    assert f"sharding {', '.join(sorted(over))}" not in found.left_out and "  partitioner  " in str(found)
     unasked = plan(train, model, tokens, chips=8, chip="v5e", ask=0, verify=0)
     assert best.seconds < unasked.best.seconds and any("sharding" in what for what in unasked.left_out)
 
@@ -188,8 +188,8 @@ def small_mixture() -> tuple[Any, ...]:
 def test_experts_are_sharded_where_that_is_the_best_of_all_by_the_true_program() -> None:
     case = small_mixture()
     found = plan(*case, chips=8, chip="v5e", ask=8, verify=0)
-    assert found.best.by == "shardy" and found.best.compute["experts"] == "model"
-    assert {p.by for p in found.found} == {"names", "shardy"} and "sharding experts" not in found.left_out
+    assert found.best.by == "partitioner" and found.best.compute["experts"] == "model"
+    assert {p.by for p in found.found} == {"names", "partitioner"} and "sharding experts" not in found.left_out
     true = []
     for p in found.found:
         mesh = AbstractMesh(tuple(p.mesh.values()), tuple(p.mesh), axis_types=(AxisType.Auto,) * len(p.mesh))
@@ -202,19 +202,40 @@ def test_experts_are_sharded_where_that_is_the_best_of_all_by_the_true_program()
     assert seconds == least and total < 1.001 * least_total
 
 
-def test_a_step_with_convolutions() -> None:
-    """Names do not tell what sharded convolutions send, so Shardy is asked for these."""
+def u_net() -> tuple[Any, ...]:
+    """Return the step of a U-Net: convolutions, a maximum of windows, a transposed convolution and a skip."""
+    window = axn.make_axes(height=2, width=2)
 
-    def convolved(w: Any, x: Any) -> Any:
-        kernel = nn.Conv.init("length", axn.Axis("batch", 16), axn.Axis("out", 8), kernel_size=3, key=jax.random.key(0))
-        return step(w, x), kernel(axn.rename(x, {"embed": "length"}))
+    def layer(of: Any, a: int, b: int, size: int, **more: Any) -> Any:
+        channels = axn.Axis("channels", a), axn.Axis("channels", b)
+        options = {"kernel_size": size, "padding": "SAME", "key": jax.random.key(0)} | more
+        return of.init(("height", "width"), *channels, **options)
 
-    found = plan(convolved, weights(), batch(), chips=8, ask=1, verify=0)
-    whole = next(p for p in found.found if not p.compute)
-    report = axn.insight.explain(
-        convolved, weights(), batch(), mapping={}, mesh=axn.make_mesh({"data": 8}), by="shardy"
-    )
-    assert whole.flops == report.flops and found.asked == 1
+    def init() -> Any:
+        ends = {"first": layer(nn.Conv, 4, 8, 3), "last": layer(nn.Conv, 16, 4, 3)}
+        return ends | {"down": layer(nn.Conv, 8, 16, 3), "up": layer(nn.ConvTranspose, 16, 8, 2, stride=2)}
+
+    def apply(w: Any, x: axn.NamedArray) -> axn.NamedArray:
+        skip = nn.relu(w["first"](x))
+        up = w["up"](axn.tanh(w["down"](nn.max_pool(skip, window, stride=2))))
+        return w["last"](axn.concatenate([skip, up], "channels"))
+
+    def train(w: Any, x: axn.NamedArray) -> Any:
+        value, gradients = jax.value_and_grad(lambda w: axn.mean(axn.square(apply(w, x) - x)).scalar())(w)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients)
+
+    sizes = {"batch": 16, "channels": 4, "height": 8, "width": 8}
+    return train, *jax.eval_shape(lambda: (init(), axn.ones(sizes)))
+
+
+def test_a_u_net() -> None:
+    """Names tell what convolutions compute and send unless a sharded axis has windows along it."""
+    case = u_net()
+    found = plan(*case, chips=8, chip="v5e", ask=0, verify=0)
+    assert found.best.compute == {"batch": "data"} and "sharding height" in found.left_out
+    for mapping in ({"batch": "data"}, {"batch": ("data", "model")}):
+        early, true = both(case, mapping)
+        assert early.total_sent() == true.total_sent() and early.flops == true.flops and early.uncertain == 0
 
 
 def test_a_step_whose_flops_are_not_known() -> None:

@@ -63,7 +63,7 @@ SUMS = {"sums over batch, which is sharded over data", "sums over mlp, which is 
 @KINDS
 def test_explain(step: Any, params: Any, names: Any) -> None:
     free = axn.names.distribute(step, names=names)
-    for by in ("compiled", "partitioner", "shardy", "names"):
+    for by in ("compiled", "partitioner", "names"):
         report = explain(free, params, X, mapping=COMPUTE, mesh=mesh(), by=by)
         assert {c.reason for c in report.collectives} >= SUMS, report
         # Each device has a fourth of the rows and half of the large axis. Nothing needs the gradient of x.

@@ -6,15 +6,16 @@ result, it says the name of that axis. It runs in a process of its own, since it
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jaxlib.mlir.passmanager import PassManager
 
 import axonym as axn
-from axonym.insight._shardy import sharded_program
 from axonym.names._sources import names_of_leaves
 from tests.names.models import EQUAL, MODELS
 
@@ -34,9 +35,20 @@ def by_shardy(fn: Any, args: tuple[Any, ...], names: Any) -> list[tuple[tuple[st
 
     placed = [sharded(x, own) if hasattr(x, "shape") else x for x, own in zip(leaves, given, strict=True)]
     lowered = jax.jit(fn).trace(*structure.unflatten(placed)).lower(lowering_platforms=("cpu",))
-    program = sharded_program(lowered)
-    results = program._functions["main"].regions[0].blocks[0].operations
-    return [program.over(x) for x in results[len(results) - 1].operation.operands]
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        PassManager.parse("builtin.module(inline,symbol-dce,sdy-propagation-pipeline)").run(module.operation)
+    functions = [f for f in module.body.operations if f.operation.name == "func.func"]
+    (main,) = [f for f in functions if f.name.value == "main"]
+    return [over(result, own) for result, own in zip(main.attributes["res_attrs"], main.type.results, strict=True)]
+
+
+def over(attributes: Any, result: Any) -> tuple[tuple[str, ...], ...]:
+    """Read the mesh axes of a result, such as `#sdy.sharding<@mesh, [{"a"}, {}]>`."""
+    if "sdy.sharding" not in attributes:
+        return ((),) * len(result.shape)
+    axes = re.findall(r"\{([^{}]*)\}", str(attributes["sdy.sharding"]))
+    return tuple(tuple(re.findall(r'"([^"]+)"', one)) for one in axes)
 
 
 def main(models: list[str]) -> None:

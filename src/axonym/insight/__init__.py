@@ -9,6 +9,7 @@ keep with the tests. From the command line, `python -m axonym.insight` explains 
 
 from ..core.source_lines import Source as Source
 from ._arguments import PlacedArgument as PlacedArgument
+from ._figures import Bounds as Bounds, Memory as Memory
 from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip
 from .collectives import Collective as Collective
@@ -18,7 +19,7 @@ from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
 from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan
 from .repeating import RepeatedWork as RepeatedWork
-from .report import Bounds as Bounds, Memory as Memory, Report as Report
+from .report import Report as Report
 from .snapshots import snapshot as snapshot
 from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline
 from .verdict import Suspicion as Suspicion, Verdict as Verdict

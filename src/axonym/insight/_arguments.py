@@ -148,6 +148,9 @@ class ArgumentNames:
         listed = re.fullmatch(r"(\w+)\[(\d+)\]", scope)
         if listed and listed[1] in self._lists:
             return self.arrays[self._lists[listed[1]][int(listed[2])]]
+        if flax := re.fullmatch(r"(\w+)\.states\[0\]\[(\d+)\]", scope):  # a module, which `nnx.jit` flattens
+            own = [x for x in self.arrays if x.argument == flax[1]]
+            return own[int(flax[2])] if int(flax[2]) < len(own) else None
         number = self._by_scope.get(_plain(scope))
         return None if number is None else self.arrays[number]
 

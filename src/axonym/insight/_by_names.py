@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from ..core.errors import describe_axes
 from ..core.source_lines import source
@@ -17,9 +16,10 @@ from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes, mapped_axes
 from . import _scopes
-from ._arguments import added_up
+from ._arguments import GivenArray, added_up
+from ._branches import NOTE, Branches, least, mean
+from ._figures import Bounds, Memory, bounds_on
 from ._named_events import (
-    Branches,
     Dims,
     Lookup,
     NamedTrace,
@@ -34,21 +34,11 @@ from ._named_events import (
     Use,
     Value,
 )
+from ._parameters import kind_of, updated, used_by_names, with_parameters
 from .chips import Chip
 from .collectives import Collective, sent_by
-from .report import Bounds, Memory, Report, bounds_on
-
-NOTES: tuple[str, ...] = (
-    "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "
-    "combine some, leave some out, or send another dtype",
-    "only some temporaries are counted: arrays that loops keep for the backward pass, and the largest product",
-)
-
-
-OF_GROUPS = (
-    "flops of grouped products, such as experts', count each row with the matrix of its group: this is the most, since "
-    "rows in no group take none"
-)
+from .repeating import repeated_by_names
+from .report import Report
 
 
 class Layout(Mappings):
@@ -125,8 +115,8 @@ class CountedExchange:
         return None if self.sent is None or times is None else self.sent * times
 
     @property
-    def in_branch(self) -> bool:
-        return bool(self.place.branches)
+    def branches(self) -> Branches:
+        return self.place.branches
 
 
 def by_names(
@@ -134,38 +124,70 @@ def by_names(
     mesh: Mapping[str, int],
     compute: Mapping[str, Entry],
     storage: Mapping[str, Entry],
-    chip: Chip | None = None,
-    names: Sequence[str] = (),
+    chip: Chip | None,
+    given: Sequence[GivenArray],
 ) -> Report:
     """Report the cost of a traced step under a compute and a parameter mapping.
 
     Arguments:
         chip: the chip for which to compute lower bounds on time.
-        names: for each array in the arguments of the step, the name of its argument.
+        given: the arrays in the arguments of the step.
     """
-    account = Account(trace, Layout(mesh, compute, storage, trace.joined))
-    notes = [*NOTES]
+    layout = Layout(mesh, compute, storage, trace.joined)
+    account = Account(trace, layout)
+    found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, layout)
+    kinds = {kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results}
+    names = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
+    names |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
+    shards = [layout.local(value.dims, layout.over(value.dims)) for value in trace.arguments]
+    sizes = {x.path: own for x, own in zip(given, shards, strict=True)}
+    placed = (x.on_devices(own, mesh, (compute, storage)) for x, own in zip(given, shards, strict=True))
+    return Report(
+        trace.name,
+        "any platform",
+        dict(mesh),
+        "names",
+        tuple(with_parameters(found, used_by_names(trace, given), given, sizes, kinds)),
+        memory,
+        account.flops,
+        None if chip is None else account.bounds(chip, memory),
+        tuple(_notes(account)),
+        account.uncertain,
+        arguments=added_up(zip([x.argument for x in given], _of_arguments(trace, layout), strict=True)),
+        placed=tuple(placed),
+        repeated=tuple(repeated_by_names(trace, layout)),
+        mapping=compute,
+        parameter_mapping=storage,
+        axes=tuple(sorted(n for n in names if n is not None)),
+        least_flops=account.least_flops,
+        updated=tuple(x.path for x in updated(given, kinds)),
+    )
+
+
+def _notes(account: Account) -> Iterator[str]:
+    """Note what is not known, or may be otherwise."""
+    trace = account.trace
+    yield (
+        "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "
+        "combine some, leave some out, or send another dtype"
+    )
+    yield "only some temporaries are counted: arrays that loops keep for the backward pass, and the largest product"
     if trace.unnamed:
         have = "product has" if trace.unnamed == 1 else "products have"
-        notes.append(f"{trace.unnamed} {have} axes without names, which are taken to be replicated")
+        yield f"{trace.unnamed} {have} axes without names, which are taken to be replicated"
     if trace.uncounted:
-        notes.append(f"flops are not known, because the flops of {', '.join(trace.uncounted)} are not counted")
+        yield f"flops are not known, because the flops of {', '.join(trace.uncounted)} are not counted"
     if trace.grouped:
-        notes.append(OF_GROUPS)
+        yield (
+            "flops of grouped products, such as experts', count each row with the matrix of its group: this is the "
+            "most, since rows in no group take none"
+        )
     if account.saved:
-        notes.append(
-            f"a compiler may save up to {account.saved:,} of the flops, of constants and of repeated operations"
-        )
+        yield f"a compiler may save up to {account.saved:,} of the flops, of constants and of repeated operations"
     if any(len(e.axes) > 1 and e.kind == "all-gather" for e in account.exchanges):
-        notes.append(
-            "an array gathered over several mesh axes may be gathered over one after the other, at the same bytes"
-        )
-    found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, account.layout)
-    limits = None if chip is None else account.bounds(chip, memory)
-    return Report(
-        trace.name, "any platform", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes),
-        account.uncertain, arguments=added_up(zip(names, _of_arguments(trace, account.layout), strict=True)),
-    )  # fmt: skip
+        yield "an array gathered over several mesh axes may be gathered over one after the other, at the same bytes"
+    if any(e.branches for e in account.exchanges) or account.flops != account.least_flops:
+        yield NOTE
 
 
 def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
@@ -214,34 +236,6 @@ def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
     )
 
 
-_Amount: TypeAlias = tuple[Branches, Any, int]
-"""The branches that contain an operation, the thing that it takes, such as flops, and the amount."""
-
-
-class _Sent(NamedTuple):
-    """The bytes that a device sends over some mesh axes."""
-
-    axes: Axes
-    total_sent: int
-    in_branch: bool = False
-
-
-def _least(amounts: Iterable[_Amount]) -> dict[Any, int]:
-    """Add up amounts of several things; of the branches of a conditional, add the least amount of each thing."""
-    total: Counter[Any] = Counter()
-    conditionals: dict[tuple[int, int], dict[int, list[_Amount]]] = {}
-    for branches, what, amount in amounts:
-        if branches:
-            (number, of, i), *inside = branches
-            conditionals.setdefault((number, of), {}).setdefault(i, []).append((tuple(inside), what, amount))
-        else:
-            total[what] += amount
-    for (_, of), found in conditionals.items():
-        least = functools.reduce(Counter.__and__, (Counter(_least(own)) for own in found.values()))
-        total += least if len(found) == of else Counter()
-    return total
-
-
 class Account:
     """The collectives and the flops of a step under a mapping."""
 
@@ -252,7 +246,7 @@ class Account:
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
         self.flops: int | None = None if trace.uncounted else 0
-        self._counted: list[_Amount] = []
+        self._counted: list[tuple[Branches, str, int]] = []
         """The flops of each product."""
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
@@ -268,12 +262,14 @@ class Account:
         if self.open:
             raise _refusal(self.open)
 
-    def bounds(self, chip: Chip, memory: Memory | None, more_flops: int = 0) -> Bounds:
-        """Return lower bounds on time: of the branches of a conditional, those that take least."""
-        sent = [(e.place.branches, e.axes, e.total_sent) for e in self.exchanges if e.total_sent is not None]
-        links = [_Sent(axes, size) for axes, size in _least(sent).items()]
-        flops = None if self.flops is None else _least(self._counted).get("flops", 0) + more_flops
-        return bounds_on(chip, links, memory, flops)
+    @property
+    def least_flops(self) -> int | None:
+        """Return the flops if each conditional takes the branch with the fewest."""
+        return None if self.flops is None else least(self._counted)["flops"]
+
+    def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
+        """Return lower bounds on time."""
+        return bounds_on(chip, self.exchanges, memory, self.least_flops)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -347,7 +343,9 @@ class Account:
         sizes = [size for _, size in result.base]
         try:
             target = self._must_lie(event)
-            final, sums = policy.add_up(parts, _placed(result.base, layout.used), sizes, layout, target, event.flops)
+            final, sums = policy.add_up(
+                parts, _placed(result.base, layout.used), sizes, layout, target, bool(event.flops)
+            )
         except Undecided as undecided:
             self.open.setdefault(f"{undecided}{_within(place)}", place)
             return
@@ -374,8 +372,9 @@ class Account:
     def _count_flops(self, event: Sum) -> None:
         used = distinct(a for n, _ in event.axes for a in self.layout.used(n))
         times = event.place.times
-        each = 2 * math.prod(size for _, size in event.axes) // self.layout.count(used)
-        self.flops = None if times is None or self.flops is None else self.flops + each * times
+        each = event.flops // self.layout.count(used)
+        mean_flops = mean(each * (times or 1), event.place.branches)
+        self.flops = None if times is None or self.flops is None else self.flops + mean_flops
         self._counted.append((event.place.branches, "flops", each * (times or 1)))
         self.saved += each * (times or 1) if event.place.avoidable else 0
 
@@ -517,7 +516,7 @@ class Account:
             devices=count,
             along_all=True,
             times=place.times,
-            in_branch=bool(place.branches),
+            branches=place.branches,
             array=f"{_short(x)}[{shown}]",
             place=(0, 1),
             size=found.size // count if found.kind == "reduce-scatter" else found.size,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..core.source_lines import Frame, source
 from . import _scopes
+from ._branches import Branches
 from ._constraints import Constraints
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
@@ -37,7 +38,7 @@ class Exchange:
     along_all: bool
     """False if a group has only some of the devices along these mesh axes."""
     times: int | None
-    in_branch: bool
+    branches: Branches
     origin: Origin
     carried: Sequence[tuple[Origin, HloShape, HloShape]]
     """For each array that it carries: the producer of the operand, and the operand and the result on each device."""
@@ -60,7 +61,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             devices=exchange.devices,
             along_all=exchange.along_all,
             times=exchange.times,
-            in_branch=exchange.in_branch,
+            branches=exchange.branches,
             array=(f"{pieces} x " if pieces > 1 else "") + _described(found.shape, array),
             place=(i, len(exchange.carried)),
             size=pieces * result.bytes,
@@ -214,7 +215,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
         count=1,
         bytes=buffer.shape.bytes,
         phase=phase,
-        operation=None if operation is None else str(operation),
+        operation=str(operation or maker.scope.rpartition("/")[2].rstrip(")") or maker.opcode),
         source=source(program.frames(maker)),
     )
 

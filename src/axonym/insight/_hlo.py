@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.source_lines import Frame
+from ._branches import Branches
 
 COLLECTIVES = frozenset(
     {
@@ -38,6 +39,14 @@ _COMMENT = re.compile(r"/\*index=\d+\*/")
 
 _PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "convert", "reshape"})
 """Instructions that say less about the origin of an array than the producer of their operand."""
+
+_CALLED = {
+    "while": ("condition", "body"),
+    "fusion": ("calls",),
+    "async-start": ("calls",),
+    "call": ("to_apply",),
+}
+"""The attributes of instructions that name computations, which run whenever the instruction does."""
 
 _NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
 """Matches the scope of a named operation: see `_scopes`."""
@@ -115,8 +124,8 @@ class Visit:
     """The computation that it is in."""
     times: int | None
     """How often it runs; None if that depends on values."""
-    in_branch: bool
-    """Whether it runs in only one branch of a condition."""
+    branches: Branches
+    """The branches of conditionals around it."""
 
 
 class HloProgram:
@@ -142,7 +151,7 @@ class HloProgram:
         contains the collective and the number of their chain; it is visited once.
         """
         chains: set[str] = set()
-        for visit in self._visits(self.entry, 1, False):
+        for visit in self._visits(self.entry, 1, (), itertools.count()):
             chain = re.search(r'chain_id="(\d+)"', visit.instruction.attributes)
             if chain is None or chain[1] not in chains:
                 yield visit
@@ -252,22 +261,22 @@ class HloProgram:
         """Return the lines that an instruction comes from, the innermost first."""
         return self._frames.of(instruction.metadata)
 
-    def _visits(self, name: str, times: int | None, in_branch: bool) -> Iterator[Visit]:
+    def _visits(self, name: str, times: int | None, around: Branches, numbers: Iterator[int]) -> Iterator[Visit]:
+        """Yield the instructions of a computation; `numbers` tell conditionals apart."""
         for instruction in self.computations[name].values():
-            yield Visit(instruction, name, times, in_branch)
-            if instruction.opcode == "while":
+            yield Visit(instruction, name, times, around)
+            called = [(instruction.computation(attribute), times) for attribute in _CALLED.get(instruction.opcode, ())]
+            if instruction.opcode == "while" and times is not None:
                 turns = self._trip_count(name, instruction)
-                inside = None if times is None or turns is None else times * turns
-                tests = None if times is None or turns is None else times * (turns + 1)  # the last test ends the loop
-                yield from self._visits(instruction.computation("condition") or "", tests, in_branch)
-                yield from self._visits(instruction.computation("body") or "", inside, in_branch)
-            elif instruction.opcode == "conditional":
-                for branch in branches(instruction):
-                    yield from self._visits(branch, times, True)
-            elif instruction.opcode in ("fusion", "async-start"):
-                yield from self._visits(instruction.computation("calls") or "", times, in_branch)
-            elif instruction.opcode == "call":
-                yield from self._visits(instruction.computation("to_apply") or "", times, in_branch)
+                inside = None if turns is None else times * turns
+                tests = None if turns is None else times * (turns + 1)  # the last test ends the loop
+                called = [(called[0][0], tests), (called[1][0], inside)]
+            for computation, often in called:
+                yield from self._visits(computation or "", often, around, numbers)
+            if instruction.opcode == "conditional":
+                found, number = branches(instruction), next(numbers)
+                for i, branch in enumerate(found):
+                    yield from self._visits(branch, times, (*around, (number, len(found), i)), numbers)
 
     def _trip_count(self, around: str, loop: Instruction) -> int | None:
         """Return how often the body of a loop runs; None if that depends on values.

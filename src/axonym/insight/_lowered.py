@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..core.source_lines import Frame
-from . import _scopes
+from . import _flops, _scopes
 from ._constraints import frames_of, scope_of
-from ._shardy import flops_of, turns_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Product:
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
     """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
-    convolves: bool
 
 
 _SAME = {
@@ -37,19 +36,30 @@ _SAME = {
 _PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 
 
-def products(lowered: Any, mesh: Mapping[str, int]) -> tuple[Product, ...]:
-    """Return the products of a lowered function, in the order of the program; none if its module cannot be read."""
+class LoweredStep(NamedTuple):
+    """What a lowered step tells before it is partitioned."""
+
+    products: tuple[Product, ...] = ()
+    """The products, in the order of the program."""
+    converted: Mapping[int, str] = MappingProxyType({})
+    """By number, the arguments that a placement constrains before they are converted to a smaller dtype, and this."""
+
+
+def read_step(lowered: Any, mesh: Mapping[str, int]) -> LoweredStep:
+    """Read a lowered function; nothing is known if its module cannot be read."""
     # Modules have no public interface for reading.
     with contextlib.suppress(AttributeError, ImportError, KeyError, IndexError, TypeError, ValueError):
-        return tuple(_ProductWalk(lowered.compiler_ir("stablehlo"), mesh).products)
-    return ()
+        walk = _Walk(lowered.compiler_ir("stablehlo"), mesh)
+        return LoweredStep(tuple(walk.products), walk.converted)
+    return LoweredStep()
 
 
-class _ProductWalk:
+class _Walk:
     """Walks through a module in the order in which its operations run."""
 
     def __init__(self, module: Any, mesh: Mapping[str, int]):
         self.products: list[Product] = []
+        self.converted: dict[int, str] = {}
         self._mesh = mesh
         self._functions: dict[str, Any] = {}
         self._given: dict[Any, Any] = {}
@@ -68,9 +78,11 @@ class _ProductWalk:
             op = operation.operation
             if op.name in _PRODUCTS:
                 self.products.append(self._product(op, times))
+            elif op.name == "sdy.sharding_constraint":
+                self._placed(op)
             elif op.name == "stablehlo.while":
-                body, turns = op.regions[1].blocks[0], turns_of(op)
-                ends = body.operations[len(body.operations) - 1].operation.operands
+                body, turns = op.regions[1].blocks[0], _turns_of(op)
+                ends = _last(body).operands
                 same = [(x, start) for x, start, end in zip(body.arguments, op.operands, ends, strict=True) if x == end]
                 self._given.update(same)
                 self._block(body, None if times is None or turns is None else times * turns)
@@ -93,6 +105,17 @@ class _ProductWalk:
         self._block(block, times)
         self._around.pop()
 
+    def _placed(self, op: Any) -> None:
+        """Record whether an argument is converted to a smaller dtype after a placement."""
+        users = [use.owner for use in op.results[0].uses]
+        dtypes = {str(user.results[0].type.element_type) for user in users if user.name == "stablehlo.convert"}
+        number = self._argument(op.operands[0]) if len(dtypes) == 1 == len(users) else None
+        if number is not None:
+            (dtype,), given = dtypes, str(op.operands[0].type.element_type)
+            same = given == str(self._main.arguments[number].type.element_type)
+            if same and _bits(dtype) < _bits(given):
+                self.converted[number] = dtype
+
     def _called(self, call: Any) -> Any:
         return self._functions[str(call.attributes["callee"]).lstrip("@").strip('"')].regions[0].blocks[0]
 
@@ -101,10 +124,10 @@ class _ProductWalk:
         scope = "/".join(filter(None, map(scope_of, locations)))
         frames = tuple(f for location in reversed(locations) for f in frames_of(location))
         shapes = [tuple(x.type.shape) for x in (*list(op.operands)[:2], op.results[0])]
-        flops = 0 if op.name == "stablehlo.gather" else flops_of(op, shapes)
+        flops = 0 if op.name == "stablehlo.gather" else _flops_of(op, shapes)
         flops = flops * self._copies(scope) // _scopes.groups(scope)
         arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
-        return Product(scope, frames, None if times is None else flops * times, arguments, "convolution" in op.name)
+        return Product(scope, frames, None if times is None else flops * times, arguments)
 
     def _copies(self, scope: str) -> int:
         """Return how many devices a per-device operation needs, of which each has a part of the work.
@@ -131,8 +154,64 @@ class _ProductWalk:
             elif owner.name == "func.call":
                 block = self._called(owner)
                 self._given.update(zip(block.arguments, owner.operands, strict=True))
-                results = block.operations[len(block.operations) - 1].operation.operands
+                results = _last(block).operands
                 value = results[value.result_number]
             else:
                 return None
         return None
+
+
+def _flops_of(op: Any, shapes: Sequence[Sequence[int]]) -> int:
+    """Return the flops of a product or convolution, whose two operands and result have some sizes."""
+    left, _, result = shapes
+    if op.name == "stablehlo.dot_general":
+        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
+        summed = [left[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+        return _flops.of_product(result, summed)
+    numbers = re.sub(r".*<(.*)>", r"\1", str(op.attributes["dimension_numbers"]))
+    labels = re.sub(r"[\s,\[\]]", "", numbers).replace("x", "_")
+    spatial = sum(label.isdecimal() for label in labels.partition("_")[0])
+
+    def of(name: str, otherwise: int) -> list[int]:
+        return [int(n) for n in op.attributes[name]] if name in op.attributes else [otherwise] * spatial
+
+    padding = [int(n) for n in op.attributes["padding"]][::2] if "padding" in op.attributes else [0] * spatial
+    windows = [*map(_flops.Window, of("window_strides", 1), padding, of("lhs_dilation", 1), of("rhs_dilation", 1))]
+    return _flops.of_convolution(labels, shapes, windows)
+
+
+def _turns_of(loop: Any) -> int | None:
+    """Return how often a loop that counts from one constant to another runs; None for other loops."""
+    test, body = (region.blocks[0] for region in loop.regions)
+    compare, step = _last(test).operands[0].owner, _last(body)
+    if getattr(compare, "name", "") != "stablehlo.compare" or " LT" not in str(
+        compare.attributes["comparison_direction"]
+    ):
+        return None
+    counter, end = compare.operands
+    at = next((i for i, argument in enumerate(test.arguments) if argument == counter), None)
+    if at is None or getattr(add := step.operands[at].owner, "name", "") != "stablehlo.add":
+        return None
+    by = [_constant(x) for x in add.operands if x != body.arguments[at]]
+    start, stop = _constant(loop.operands[at]), _constant(end)
+    return None if len(by) != 1 or not by[0] or None in (start, stop) else -((start - stop) // by[0])  # pyright: ignore
+
+
+def _last(block: Any) -> Any:
+    """Return the operation that ends a block, whose operands are its results."""
+    return block.operations[len(block.operations) - 1].operation
+
+
+def _constant(value: Any) -> int | None:
+    """Return the whole number that all elements of a constant are."""
+    while getattr(value.owner, "name", "") in ("stablehlo.broadcast_in_dim", "stablehlo.convert"):
+        value = value.owner.operands[0]
+    constant = getattr(value.owner, "name", "") == "stablehlo.constant"
+    found = re.match(r"dense<(-?\d+)>", str(value.owner.attributes["value"])) if constant else None
+    return int(found[1]) if found else None
+
+
+def _bits(dtype: str) -> int:
+    """Return the size of an element of a type such as `bf16` or `f8E4M3FN`."""
+    found = re.match(r"\D+(\d+)", dtype)
+    return int(found[1]) if found else 0

@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..core.source_lines import Frame, frames_of
 from . import _scopes
+from ._branches import Branches
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""
-
-Branches: TypeAlias = tuple[tuple[int, int, int], ...]
-"""The branches around an operation, each by the number of its conditional, of how many it is one, and which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +69,8 @@ class Sum:
     summed: Dims
     axes: Dims
     """The axes of all operands together."""
-    flops: bool
-    """True if the operation is a product, which has flops."""
+    flops: int
+    """The flops of the operation on all devices together, if it is a product or a convolution."""
 
 
 @dataclasses.dataclass(frozen=True)

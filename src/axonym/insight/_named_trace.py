@@ -36,10 +36,10 @@ from ..names._walk import Body, steps_of
 from ..names.distributing import DistributedFunction
 from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
-from . import _scopes
+from . import _flops, _scopes
 from ._arguments import step_name
+from ._branches import Branches
 from ._named_events import (
-    Branches,
     Dims,
     Event,
     Lookup,
@@ -263,6 +263,7 @@ class _Events:
         tests, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
         carry = xs[tests + consts :]
         inner = dataclasses.replace(around, times=None, within=next(self._numbers))
+        self.run(step.bodies[0], [*xs[:tests], *carry], inner)
         self._again(around, carry, self.run(step.bodies[1], xs[tests:], inner))
 
     def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
@@ -362,13 +363,44 @@ class _Events:
         if any(n is None and size > 1 for n, size in (*kept, *summed)):
             self.unnamed += 1
         self._noted(place, xs, y, product=True)
-        self.found.append(Sum(place, y, self._summed(place, summed), (*kept, *summed), True))
+        axes = (*kept, *summed)
+        self.found.append(Sum(place, y, self._summed(place, summed), axes, 2 * math.prod(n for _, n in axes)))
+
+    def _convolved(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record a convolution: a product along its channels, with windows that names say nothing of."""
+        numbers, (left, right), y = step.params["dimension_numbers"], xs, ys[0]
+        (_, channel, *spatial), (_, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
+        (batch, feature, *places) = numbers.out_spec
+        grouped = step.params["feature_group_count"] * step.params["batch_group_count"] > 1
+        along = [*(left.dims[i] for i in spatial), *(right.dims[i] for i in window), *(y.dims[i] for i in places)]
+        self._open(place, step.name, [*along, *(left.dims[channel], y.dims[feature], y.dims[batch])[: 3 * grouped]])
+        sizes = (
+            (left.dims[i][1], right.dims[j][1], y.dims[k][1]) for i, j, k in zip(spatial, window, places, strict=True)
+        )
+        windows = zip(
+            step.params["window_strides"],
+            (before for before, _ in step.params["padding"]),
+            step.params["lhs_dilation"],
+            step.params["rhs_dilation"],
+            strict=True,
+        )
+        met = math.prod(_flops.Window(*w).seen(*size) for w, size in zip(windows, sizes, strict=True))
+        kept, summed = (y.dims[batch], y.dims[feature]), (right.dims[inner] if grouped else left.dims[channel],)
+        if not grouped:
+            self.differ(place, summed, (right.dims[inner],))
+        self._noted(place, xs, y, product=True)
+        flops = 2 * met * math.prod(n for _, n in (*kept, *summed))
+        self.found.append(Sum(place, y, self._summed(place, summed), (*kept, *summed), flops))
+
+    def _windowed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        windows = step.params["window_dimensions"]
+        self._open(place, step.name, [d for d, n in zip(xs[0].dims, windows, strict=True) if n > 1])
 
     def _reduced(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         (x,), axes = xs, step.params["axes"]
         # The compiler does not sum an array along an axis that broadcasting added.
         gone = tuple(d for d in (x.dims[i] for i in axes) if d in x.base)
-        self.found.append(Sum(place, ys[0], self._summed(place, gone), x.dims, False))
+        self.found.append(Sum(place, ys[0], self._summed(place, gone), x.dims, 0))
 
     def _looked_up(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record a look-up; of complete rows of a table along one axis, its cost is known."""
@@ -565,7 +597,7 @@ _LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", 
 _LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 """Primitives whose results are their operands in another layout."""
 
-_UNCOUNTED = {"conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"}
+_UNCOUNTED = {"shard_map", "pallas_call", "custom_partitioning"}
 """Primitives that may multiply, and whose flops are not known."""
 
 _SILENT = {"iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "stack"}
@@ -577,8 +609,11 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys((f"reduce_{what}" for what in ("sum", "max", "min", "prod", "and", "or")), _Events._reduced),
     **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Events._sliced),
     **dict.fromkeys(_UNCOUNTED, _Events._not_counted),
+    **dict.fromkeys((f"reduce_window{what}" for what in ("", "_max", "_min", "_sum")), _Events._windowed),
+    **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _Events._windowed),
     **dict.fromkeys(("pure_callback", "io_callback"), _Events._called_back),
     "dot_general": _Events._product,
+    "conv_general_dilated": _Events._convolved,
     "ragged_dot_general": _Events._grouped_product,
     "gather": _Events._looked_up,
     "scatter-add": _Events._updated,

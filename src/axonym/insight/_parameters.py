@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..core.source_lines import Source, source
 from . import _scopes
@@ -16,6 +17,19 @@ from .collectives import Collective
 
 Place = tuple[str | None, Source | None]
 """A named operation and its line, in all passes of a step."""
+
+
+Kind = frozenset[str] | tuple[int, ...]
+"""The names of the axes of an array, or its sizes if it has none."""
+
+
+def kind_of(names: Iterable[str | None], sizes: Sequence[int]) -> Kind:
+    return frozenset(n for n in names if n is not None) or tuple(sizes)
+
+
+def updated(given: Iterable[GivenArray], results: Collection[Kind]) -> Iterator[GivenArray]:
+    """Yield the arguments of which a step may return an update or the gradient, given the kinds of its results."""
+    return (x for x in given if kind_of(x.axes, x.sizes) in results)
 
 
 def used_by(products: Iterable[Product], found: Callable[[int], GivenArray | None]) -> dict[Place, list[GivenArray]]:
@@ -45,43 +59,69 @@ def with_parameters(
     collectives: Iterable[Collective],
     uses: dict[Place, list[GivenArray]],
     given: Sequence[GivenArray],
-    results: Collection[frozenset[str | None]],
+    shards: Mapping[str, Sequence[int]],
+    results: Collection[Kind],
 ) -> Iterator[Collective]:
     """Add to collectives the paths of the parameters that they carry, as far as known.
 
     Arguments:
         uses: the arguments that operations use.
         given: all arguments.
-        results: the axes of the results of the step. An argument whose axes no result has is no parameter: the step
-            does not return its gradient, nor an update.
+        shards: by the paths of arguments, the sizes of their shards.
+        results: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
+            return its gradient, nor an update.
     """
-    updated = {x: None for x in given if frozenset(x.axes) in results}
+    parameters_of_step = dict.fromkeys(updated(given, results))
     by_line: dict[Source | None, list[GivenArray]] = {}
     for (_, line), arrays in uses.items():
         by_line.setdefault(line, []).extend(arrays)
     for c in collectives:
         # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
-        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), updated)
+        around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), parameters_of_step)
         # An activation may have the axes of an argument; only parameters are stored sharded.
         any_of = c.stored and c.kind not in ("all-reduce", "reduce-scatter")
-        carried = ([x for x in arrays if (any_of or x in updated) and _is_carried(c, x)] for arrays in around)
+        carried = (
+            [
+                x
+                for x in arrays
+                if (any_of or x in parameters_of_step) and _is_carried(c, x, shards.get(x.path, x.sizes))
+            ]
+            for arrays in around
+        )
         found = next(filter(None, carried), [])
-        exact = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
+        whole = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
+        exact = [
+            x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sorted(_sizes_in(c.array))
+        ]
+        exact = exact or whole
         paths = tuple(dict.fromkeys(x.path for x in exact or found))
         parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
         reason = c.reason
         if parameters and c.kind in ("all-reduce", "reduce-scatter") and (reason is None or "held array" in reason):
             over = f" over {described_axes(c.axes)}" if c.axes else ""
             reason = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, parameters)))} is summed{over}"
+        if parameters and c.kind == "all-gather" and reason is None:
+            reason = _complete(c, next(x for x in exact or found), shards)
         array = re.sub(r"\d+ of held array \d+=", "", c.array) if parameters else c.array
         yield dataclasses.replace(c, array=array, parameters=parameters, reason=reason)
+
+
+def _complete(c: Collective, x: GivenArray, shards: Mapping[str, Sequence[int]]) -> str | None:
+    """Say which axes of a parameter a gather completes, from the sizes."""
+    sizes = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
+    names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_in(c.array)]
+    return (
+        f"{' and '.join(names)} is stored sharded over {described_axes(c.axes)}, and all of it is used"
+        if names
+        else None
+    )
 
 
 _AT_MOST = 3
 """The largest number of candidates that are listed for one parameter."""
 
 
-def _is_carried(c: Collective, x: GivenArray) -> bool:
+def _is_carried(c: Collective, x: GivenArray, shard: Sequence[int]) -> bool:
     """Return whether a collective may carry an argument, a slice of it along one axis, or its gradient."""
     if c.kind in ("all-reduce", "reduce-scatter") and c.phase != "backward":
         return False
@@ -90,8 +130,9 @@ def _is_carried(c: Collective, x: GivenArray) -> bool:
     if names and own:
         more = own - set(names)
         return own >= set(names) and len(more) <= 1 and not more & set(c.named_axes)
-    # A lifted function calls the axes of its own arrays `0 of held array 2`.
-    return not own and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes)
+    # A lifted function calls the axes of its own arrays `0 of held array 2`. Loops take slices in code without names.
+    whole = not own or (c.kind == "all-gather" and not c.phase)
+    return whole and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes, shard)
 
 
 def _sizes_in(array: str) -> list[int]:
@@ -99,11 +140,13 @@ def _sizes_in(array: str) -> list[int]:
     return [int(n) for n in re.findall(r"(?:^|=|,)(\d+)(?=,|$)", found[1])] if found else []
 
 
-def _fit(local: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a shard of an array of some sizes, in any order, may have others."""
-    pairs = list(zip(sorted(n for n in local if n > 1), sorted(n for n in sizes if n > 1), strict=False))
-    ranks = len([n for n in local if n > 1]), len([n for n in sizes if n > 1])
-    return ranks[0] == ranks[1] > 0 and all(n % own == 0 for own, n in pairs) and sum(n != own for own, n in pairs) <= 2
+def _fit(sizes: Sequence[int], whole: Sequence[int], shard: Sequence[int]) -> bool:
+    """Return whether an array, with axes in any order, may be a shard of another, complete along some axes."""
+    own = [n for n in sizes if n > 1]
+    pairs = [(a, b) for a, b in zip(shard, whole, strict=True) if b > 1]
+    pairs = pairs if len(pairs) == len(own) else [(a, b) for a, b in pairs if a > 1]
+    orders = itertools.permutations(pairs) if 0 < len(own) == len(pairs) < 7 else ()
+    return any(all(n % a == 0 == b % n for n, (a, b) in zip(own, order, strict=True)) for order in orders)
 
 
 def carried_axes(c: Collective) -> tuple[str, ...]:

@@ -90,8 +90,10 @@ def operation(scope: str) -> ScopedOperation | None:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the names of all axes in the scopes of a program."""
-    found = {term for match in _SCOPE.findall(text) for terms in match[1:] for term in terms.split(";")}
+    """Return the names of all axes in the scopes of a program, which are in its locations."""
+    # On lists of a thousand devices, the pattern for scopes takes a minute.
+    scopes = {match for scope in set(re.findall(r'loc\("([^"]*)"', text)) for match in _SCOPE.findall(scope)}
+    found = {term for match in scopes for terms in match[1:] for term in terms.split(";")}
     axes = (_AXIS.fullmatch(axis) for term in found for axis in term.split(",") if axis)
     # A kernel renames axes of its operands that are the same in the model: `mlp of the weight`.
     return {match[1].partition(" of ")[0] for match in axes if match and " of held array " not in match[1]}
@@ -370,7 +372,7 @@ def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
 
 
 def _said(found: Sequence[NamedAxis]) -> str:
-    return " and ".join(f"{a.name}, which is sharded over {_listed(a.compute)}" for a in found)
+    return " and ".join(f"{a.name}, which is sharded over {_listed(a.compute)}" if a.compute else a.name for a in found)
 
 
 def _covers(found: Sequence[NamedAxis], mesh_axes: Collection[str]) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 
 from ..core.errors import describe_bytes
 from ..core.source_lines import Source
+from ._branches import Branches, mean
 from ._text import described_axes
 
 
@@ -31,8 +32,9 @@ class Collective:
     """Whether a group has all devices along these mesh axes, rather than some."""
     times: int | None
     """How often it runs in a call; None if that depends on values."""
-    in_branch: bool
-    """Whether it runs only if a condition has a certain value. It is counted."""
+    branches: Branches
+    """The branches of conditionals around it, each by the number of its conditional, of how many it is one, and which
+    one."""
     array: str
     """The array as it is on each device: the result of an `all-gather` or `all-to-all`, the operand of the others. With
     the names of its axes if they are known."""
@@ -64,16 +66,38 @@ class Collective:
     """The scopes around it, as JAX writes them."""
     parameters: tuple[str, ...] = ()
     """The paths of the arguments of which it carries one, or the gradient of one; empty if it is none, or not known."""
+    converted: str | None = None
+    """The smaller dtype to which the step converts the array after a placement gathers it, if it does."""
 
     @property
     def total_sent(self) -> int | None:
-        """Return the bytes that each device sends in a call; None if that depends on values.
+        """Return the bytes that each device sends in a call that takes its branch; None if values decide.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> [c.total_sent for c in report.collectives]
         []
         """
         return None if self.sent is None or self.times is None else self.sent * self.times
+
+    @property
+    def in_branch(self) -> bool:
+        """Return whether it runs only if a condition has a certain value.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> [c.in_branch for c in report.collectives]
+        []
+        """
+        return bool(self.branches)
+
+    @property
+    def mean_sent(self) -> int | None:
+        """Return the bytes that each device sends in a call if each branch of a conditional runs equally often.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> [c.mean_sent for c in report.collectives]
+        []
+        """
+        return None if self.total_sent is None else mean(self.total_sent, self.branches)
 
     def __str__(self) -> str:
         times = "some" if self.times is None else str(self.times)

@@ -140,7 +140,7 @@ def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]
 
 
 def _sent(collectives: Sequence[Collective]) -> str:
-    totals = [c.total_sent for c in collectives]
+    totals = [c.mean_sent for c in collectives]
     unknown = "" if None not in totals else " at least"
     return describe_bytes(sum(t or 0 for t in totals)) + unknown
 

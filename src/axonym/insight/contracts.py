@@ -17,10 +17,11 @@ from ..core.tree_spec import flatten_arrays
 from ..distribution import active_settings
 from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
+from ._figures import Memory
 from ._text import parsed_bytes
 from .collectives import Collective
 from .explaining import Mappings, explain, quickest_exact
-from .report import Memory, Report
+from .report import Report
 
 
 class BrokenContract(AssertionError):

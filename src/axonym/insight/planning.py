@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,18 +11,17 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, describe_bytes
-from ..distribution.active_settings import activate
-from ..distribution.mesh_axes import NO_MESH, entry_of
+from ..distribution.mesh_axes import entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
-from ._lowered import products
+from ._figures import Bounds
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
-from .explaining import distributed, explain
-from .report import Bounds, Report
+from .explaining import explain
+from .report import Report
 
 Over = str | tuple[str, ...]
 
@@ -50,7 +48,7 @@ class PlannedMapping:
     """The bytes that each device sends."""
     uncertain: int
     by: str = "names"
-    """Its source: `names`, or `shardy` where names are not enough."""
+    """Its source: `names`, or `partitioner` where names are not enough."""
     verified: Report | None = None
     """The partitioner's report, if it was asked for one."""
     raw: bool = False
@@ -125,7 +123,7 @@ class MappingPlan:
     """The mappings that do not fit, the smallest first."""
     considered: int
     asked: int
-    """The number of these mappings whose cost Shardy computed."""
+    """The number of these mappings whose cost the partitioner computed."""
     left_out: Mapping[str, str]
     """The kinds of mappings that were not considered, each with the reason."""
     cautions: tuple[str, ...] = ()
@@ -158,7 +156,7 @@ class MappingPlan:
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
-            notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
+            notes.append("not compiled: by names alone" if self.best.by == "names" else "partitioned, not compiled")
         notes.append("times and memory are lower bounds: measure the first few")
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
@@ -221,13 +219,13 @@ def plan(
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
     independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes where names do
     not determine the communication, such as axes of experts, of a sequence, or of layers that run as a pipeline, it
-    uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
-    step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
-    known, such as kernels of Pallas, is refused.
+    uses the partitioner, like `explain` with `by="partitioner"`: only for a few mappings, since each takes about twice
+    as long as lowering the step. The remaining mappings are not considered, and the result says so. A step with
+    operations whose flops are not known, such as kernels of Pallas, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree in
-    the three digits shown are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that
-    runs only for some values does not count: all experts are assumed to get equally many rows.
+    the three digits shown are ordered by their sum. Of the branches of a conditional, the one that takes least counts;
+    all experts are assumed to get equally many rows.
 
     Arguments:
         fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
@@ -238,7 +236,7 @@ def plan(
         chips: the number of chips.
         chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
-        ask: the largest number of mappings to run Shardy on.
+        ask: the largest number of mappings to partition the step for.
         verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
             can simulate. Its figures order these; if other mappings then come first, as many of them are explained too.
 
@@ -252,11 +250,16 @@ def plan(
     chip, limit = known_chip(chip, "plan"), parsed_bytes(memory) if isinstance(memory, str) else memory
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
-    trace, convolved = _counted(fn, args)
+    trace = named_trace(fn, args, {})
+    if trace.uncounted:
+        raise ValueError(
+            f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
+            "not counted. Compare mappings that you choose, with `compare`."
+        )
     raw = isinstance(fn, DistributedFunction)
     of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
     parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
-    search = _Search(trace, chip, _names(of_model), _names(of_batch), parameters, convolved)
+    search = _Search(trace, chip, _names(of_model), _names(of_batch), parameters)
     found = list(search.run(chips))
     asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
@@ -282,19 +285,6 @@ def plan(
         trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
         dict(search.left_out), tuple(_cautions(search, chips, fitting[0])),
     )  # fmt: skip
-
-
-def _counted(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[NamedTrace, int]:
-    """Trace a step by names; return the flops of its convolutions, which names do not count, beside it."""
-    trace, convolved = named_trace(fn, args, {}), 0
-    if set(trace.uncounted) == {"conv_general_dilated"}:
-        trace, convolved = dataclasses.replace(trace, uncounted=()), _flops_of_convolutions(fn, args)
-    if trace.uncounted:
-        raise ValueError(
-            f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
-            "not counted. Compare mappings that you choose, with `compare`."
-        )
-    return trace, convolved
 
 
 def _cautions(search: _Search, chips: int, first: PlannedMapping) -> Iterator[str]:
@@ -345,11 +335,8 @@ class _Search:
         of_model: Sequence[str],
         of_batch: Sequence[str],
         parameters: Sequence[set[str]],
-        convolved: int = 0,
     ):
         self.trace, self.chip = trace, chip
-        self._convolved = convolved
-        """The flops of all convolutions. Names do not tell what sharded ones send, so each device computes them all."""
         self._of_batch = of_batch
         self.left_out: dict[str, str] = {}
         """The shardings that are not considered, each with the reason."""
@@ -416,7 +403,7 @@ class _Search:
                         yield mesh, compute, {name: "data"} | used
 
     def ask(self, chips: int, fn: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
-        """Plan with Shardy the mappings whose communication names do not determine, few devices along an axis first."""
+        """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, chips + 1) if chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
         experts = [n for n in self.refused if n in self.trace.exchanged]
@@ -458,7 +445,8 @@ class _Search:
             for event in self.trace.events:
                 if isinstance(event, Renamed):
                     pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
-                    found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
+                    new = {m for p in pairs if known in p for m in p}
+                    found += [n for n in new if n not in found and not n.endswith("'")]  # a part of an axis
         given = {n for x in self.trace.arguments for n in x.names}
         return [name, *(n for n in found[1:] if n not in given)]
 
@@ -471,7 +459,7 @@ class _Search:
         args: Sequence[Any],
         limit: int,
     ) -> Iterator[PlannedMapping]:
-        """Plan a mapping with Shardy, if it divides the axes and fits into memory."""
+        """Plan a mapping with the partitioner, if it divides the axes and fits into memory."""
         layout = Layout(mesh, compute, storage, self.trace.joined)
         try:
             check_sizes(layout, self.trace.arguments)
@@ -481,28 +469,23 @@ class _Search:
             return
         mapping = (storage, compute) if storage else compute
         try:
-            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
-        except (NotImplementedError, TypeError, ValueError) as e:
+            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="partitioner", chip=self.chip)
+        except (TypeError, ValueError) as e:
             self.left_out[self.of_refused(compute)] = str(e)
             return
         sent, bounds = report.total_sent(), report.bounds
         if sent is None or bounds is None or report.flops is None:
             self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
             return
-        slowest = max(bounds.links, key=bounds.links.__getitem__, default=("model",))
-        uncertain = report.uncertain / self.chip.link_bandwidth
-        links = {**bounds.links, slowest: bounds.links.get(slowest, 0.0) + uncertain}
-        bounds = dataclasses.replace(bounds, links=links)
-        yield PlannedMapping(mesh, compute, storage, bounds, memory, report.flops, sent, report.uncertain, "shardy")
+        yield PlannedMapping(mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner")
 
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
     ) -> PlannedMapping:
-        flops = None if account.flops is None else account.flops + self._convolved
-        bounds = account.bounds(self.chip, None, self._convolved)
+        bounds = account.bounds(self.chip, None)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
         memory = _kept(self.trace, account.layout)
-        return PlannedMapping(mesh, compute, storage, bounds, memory, flops, sent, account.uncertain)
+        return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
 
 
 def _mesh(data: int, model: int) -> dict[str, int]:
@@ -530,14 +513,6 @@ def _kept(trace: NamedTrace, layout: Layout) -> int:
         and any({*e.result.names} < names and len(names - {*e.result.names}) == 1 for names in stacked)
     )  # fmt: skip
     return max(memory.arguments, memory.results) + memory.temporaries + max(again.values(), default=0) + gradients
-
-
-def _flops_of_convolutions(fn: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Count the flops of all convolutions of a step."""
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no mesh is active")
-        lowered = distributed(fn, None).trace(*args).lower(lowering_platforms=("cpu",))
-    return sum(p.flops or 0 for p in products(lowered, {}) if p.convolves)
 
 
 def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:

@@ -93,7 +93,7 @@ def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
         if isinstance(event, Sum) and event.flops:
             used = distinct(a for n, _ in event.axes for a in layout.used(n))
             idle = tuple(a for a, n in layout.mesh.items() if n > 1 and a not in used)
-            each = 2 * math.prod(size for _, size in event.axes) // layout.count(used) * (event.place.times or 1)
+            each = event.flops // layout.count(used) * (event.place.times or 1)
             place = event.place
             key = (str(place.operation) if place.operation else None, place.phase, source(place.frames)), idle
             found[key] = found.get(key, 0) + each

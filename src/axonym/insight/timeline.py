@@ -36,7 +36,8 @@ class HeldArray:
     """The bytes of all of them together."""
     phase: str
     """When they are made: `forward`, `backward` or `recomputed`; empty if they are not differentiated."""
-    operation: str | None
+    operation: str
+    """The named operation that makes them, or else the name that JAX or the compiler has for it."""
     source: Source | None
 
 
@@ -90,8 +91,7 @@ class MemoryTimeline:
         for h in others[:_SHOWN]:
             times = f"{h.count} x " if h.count > 1 else ""
             size = f"{times}{describe_bytes(h.bytes // h.count)}"
-            operation = h.operation or "no named operation"
-            rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), operation))
+            rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), h.operation))
         if rest := others[_SHOWN:]:
             count = sum(h.count for h in rest)
             rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
@@ -135,7 +135,7 @@ def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
 def _draw_sent(axes: Any, found: CollectivesByAxes) -> None:
     """Draw a bar for each set of mesh axes, with a part for each kind of collective."""
     kinds = list(dict.fromkeys(c.kind for same in found.values() for c in same))
-    sums = {kind: [sum(c.total_sent or 0 for c in s if c.kind == kind) for s in found.values()] for kind in kinds}
+    sums = {kind: [sum(c.mean_sent or 0 for c in s if c.kind == kind) for s in found.values()] for kind in kinds}
     scale, unit = _unit(max(map(sum, zip(*sums.values(), strict=True))))
     below: Sequence[float] = [0.0] * len(found)
     for i, (kind, values) in enumerate(sums.items()):

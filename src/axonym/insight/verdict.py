@@ -9,18 +9,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-from ..core.errors import describe_bytes, suggestion
+from ..core.errors import counted, describe_bytes, suggestion
 from ..core.source_lines import Source
 from ._arguments import PlacedArgument
+from ._figures import Bounds, Figures
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes, described_seconds, phase_of
 from .collectives import Collective
 from .repeating import RepeatedWork
-
-Report: TypeAlias = Any
-"""A report: its module uses this one, and imports point one way."""
 
 _COSTLIEST = 3
 """The number of transfers in a verdict."""
@@ -28,6 +26,8 @@ SMALL = 0.01
 """The share of a total below which rows are folded, and work that is repeated is not said."""
 _MUCH = 0.05
 """The share from which repeated work, copies, and transfers without a reason are worth a remark."""
+_MOST = 0.4
+"""The share of the bytes sent from which gradients of replicated parameters are wasteful rather than usual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +86,9 @@ class Verdict:
             yield "checked, and fine", [", ".join(self.fine)]
 
 
-def verdict_of(report: Report) -> Verdict:
+def verdict_of(report: Figures) -> Verdict:
     """Judge a report."""
-    checks = [
-        _fits(report), _mapping(report), _mesh_axes(report), _repeated(report), _copies(report), _moved(report),
-        _again(report), _reasons(report), _certain(report),
-    ]  # fmt: skip
+    checks = [check(report) for check in _CHECKS]
     findings = [finding for found, _ in checks for finding in found]
     fine = tuple(text for found, text in checks if text and not found)
     order = ("fix", "look", "note")
@@ -108,7 +105,7 @@ def verdict_of(report: Report) -> Verdict:
 # --- what binds ---
 
 
-def _binds(report: Report) -> tuple[str, str]:
+def _binds(report: Figures) -> tuple[str, str]:
     """Say what binds, and explain it."""
     bounds, wasted = report.bounds, repeated_share(report)
     again = f"{_percent(wasted)} of the compute is repeated" if wasted >= SMALL else ""
@@ -132,16 +129,15 @@ def _binds(report: Report) -> tuple[str, str]:
         times = f"{bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})"
         least = f"{least}, {times}"
     axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
-    own = _merged([c for c in report.collectives if c.axes == axes])
+    over = [c for c in report.collectives if c.axes == axes]
     sentences = [least]
-    if own:
-        share = _percent(own[0][1] / max(1, sum(n for _, n in own)))
-        sentences.append(f"{share} of the bytes over {described_axes(axes)}: {_short(own[0][0])}")
+    if own := _grouped(over):
+        sentences.append(f"{_percent(known_sent(own[0]) / max(1, known_sent(over)))} of its bytes: {_short(own[0])}")
     sentences += [again] if again else []
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
 
 
-def _without_times(report: Report, again: str) -> tuple[str, str]:
+def _without_times(report: Figures, again: str) -> tuple[str, str]:
     """Say what is sent where no chip gives times."""
     if not report.collectives:
         return "Nothing is sent between devices.", f"{again}." if again else ""
@@ -158,7 +154,7 @@ def _without_times(report: Report, again: str) -> tuple[str, str]:
     )
 
 
-def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tuple[str, str]:
+def _compute_binds(bounds: Bounds, compute: float, least: str, wasted: float) -> tuple[str, str]:
     if wasted >= SMALL:
         shared = described_seconds(compute * (1 - wasted))
         return (
@@ -175,17 +171,16 @@ def _compute_binds(bounds: Any, compute: float, least: str, wasted: float) -> tu
     return "Compute binds.", more
 
 
-def _most_over(report: Report) -> tuple[tuple[str, ...] | None, int]:
-    sums = {axes: least_sent(found) for axes, found in report.by_axes().items()}
+def _most_over(report: Figures) -> tuple[tuple[str, ...] | None, int]:
+    sums = {axes: known_sent(found) for axes, found in report.by_axes().items()}
     return max(sums.items(), key=lambda pair: pair[1])
 
 
-def _short(c: Collective) -> str:
-    where = f" in {c.operation}" if c.operation else ""
-    return f"{c.kind}{where}{f', {c.source}' if c.source else ''}: {c.reason or 'why is not known'}"
+def _short(group: Sequence[Collective]) -> str:
+    return f"{group[0].kind} of {_carried(group)}{_lines(group)}: {_why(group)}"
 
 
-def repeated_share(report: Report) -> float:
+def repeated_share(report: Figures) -> float:
     """Return the share of the compute that devices could leave to others."""
     return sum(work.needless for work in report.repeated) / report.flops if report.flops else 0.0
 
@@ -193,38 +188,70 @@ def repeated_share(report: Report) -> float:
 # --- transfers ---
 
 
-def alike(c: Collective) -> Any:
-    """Return a key that is equal for the transfers of repeated layers, and for equal ones."""
-    return c.kind, c.axes, c.array, c.phase, c.operation, c.source, c.reason, path_of(c)
-
-
 def path_of(c: Collective) -> str:
     """Write the parameter that a collective carries, or that it carries the gradient of; empty if there is none."""
     return " or ".join(dict.fromkeys(map(without_numbers, c.parameters)))
 
 
-def _merged(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
-    """Return one of each kind of transfer, and the bytes that all of them send, the largest first."""
-    sums: dict[Any, int] = {}
-    one: dict[Any, Collective] = {}
+def _grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
+    """Put transfers together that a reader takes for one, the largest first.
+
+    These are parameters that are gathered, gradients of parameters that are summed, and sums of arrays with the same
+    axes. Other transfers of activations have causes of their own.
+    """
+    found: dict[Any, list[Collective]] = {}
     for c in collectives:
-        sums[alike(c)] = sums.get(alike(c), 0) + (c.total_sent or 0)
-        one.setdefault(alike(c), c)
-    return sorted(((one[key], n) for key, n in sums.items()), key=lambda pair: -pair[1])
+        sums = "reduce" in c.kind and "held array" not in c.array
+        key = (c.array.partition("[")[0],) if c.parameters else (c.array,) if sums else (c.array, c.source, c.reason)
+        found.setdefault((c.kind, c.axes, bool(c.parameters), key), []).append(c)
+    return sorted((sorted(g, key=lambda c: -(c.mean_sent or 0)) for g in found.values()), key=lambda g: -known_sent(g))
 
 
-def _costliest(report: Report) -> Iterator[str]:
-    total = least_sent(report.collectives)
-    for c, sent in _merged(report.collectives)[:_COSTLIEST]:
-        if total and sent / total >= SMALL:
-            times = sum(one.times or 0 for one in report.collectives if alike(one) == alike(c))
-            gradient = "the gradient of " if c.kind in ("all-reduce", "reduce-scatter") else ""
-            path = f" ({gradient}{path_of(c)})" if c.parameters else ""
-            within = f" in {c.operation.partition('[')[0]}" if c.operation and not c.parameters else ""
-            where = f", {c.source}" if c.source else ""
+def _carried(group: Sequence[Collective]) -> str:
+    """Write what a group of transfers carries."""
+    first, paths = group[0], list(dict.fromkeys(map(path_of, group)))
+    gradient = "reduce" in first.kind
+    if not first.parameters:
+        operations = {c.operation.partition("[")[0] for c in group if c.operation}
+        return first.array + (f" in {operations.pop()}" if len(operations) == 1 else "")
+    if len(paths) == 1:
+        return f"{first.array} ({'the gradient of ' * gradient}{paths[0]})"
+    dtype = first.array.partition("[")[0]
+    return f"{dtype} {'gradients of ' * gradient}parameters ({_some(paths)})"
+
+
+def _some(words: Sequence[str], most: int = 4) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def _lines(group: Sequence[Collective]) -> str:
+    """Write where a group of transfers comes from."""
+    lines = list(dict.fromkeys(str(c.source) for c in group if c.source))
+    return (f", {lines[0]}" if lines else "") + (f" and {counted(len(lines) - 1, 'more line')}" if lines[1:] else "")
+
+
+def _why(group: Sequence[Collective]) -> str:
+    """Write the reason for most of the bytes in a group of transfers."""
+    sent: dict[str, int] = {}
+    for c in group:
+        reason = c.reason or "why is not known"
+        if len(group) > 1:
+            reason = re.sub(r"^the gradient of (\[[^\]]*\] |.+ is (?=summed over))", "", reason)
+        sent[reason] = sent.get(reason, 0) + (c.mean_sent or 0)
+    more = f"; and {counted(len(sent) - 1, 'other reason')}" if len(sent) > 1 else ""
+    return f"{max(sent, key=lambda reason: sent[reason])}{more}"
+
+
+def _costliest(report: Figures) -> Iterator[str]:
+    total = known_sent(report.collectives)
+    for group in _grouped(report.collectives)[:_COSTLIEST]:
+        if total and known_sent(group) / total >= SMALL:
+            times, sizes = sum(c.times or 0 for c in group), {c.sent or 0 for c in group}
+            size = describe_bytes(sizes.pop()) if len(sizes) == 1 else f"up to {describe_bytes(max(sizes))}"
+            phases = " and ".join(dict.fromkeys(phase_of(c.phase) for c in group))
             yield (
-                f"{_percent(sent / total)}: {c.kind} over {described_axes(c.axes)} of {c.array}{path}{within}, "
-                f"{times} x {describe_bytes(c.sent or 0)}, {phase_of(c.phase)}{where}: {c.reason or 'why is not known'}"
+                f"{_percent(known_sent(group) / total)}: {group[0].kind} over {described_axes(group[0].axes)} of "
+                f"{_carried(group)}, {times} x {size}, {phases}{_lines(group)}: {_why(group)}"
             )
 
 
@@ -233,7 +260,7 @@ def _costliest(report: Report) -> Iterator[str]:
 _Check = tuple[Sequence[Suspicion], str]
 
 
-def _fits(report: Report) -> _Check:
+def _fits(report: Figures) -> _Check:
     memory, bounds = report.memory, report.bounds
     if memory is None or bounds is None or bounds.capacity is None:
         return (), ""
@@ -246,14 +273,50 @@ def _fits(report: Report) -> _Check:
     return [Suspicion("fix", cause, advice=_how_to_hold_less(report))], ""
 
 
-def _how_to_hold_less(report: Report) -> str:
+def _how_to_hold_less(report: Figures) -> str:
+    """Name the largest part of the memory, and what makes it smaller."""
     memory = report.memory
-    if memory is not None and memory.temporaries > memory.arguments:
-        return "gradient checkpointing, or a smaller batch on each device: temporaries are the largest part."
-    return "storing parameters sharded over more mesh axes, with axonym.fsdp: arguments are the largest part."
+    assert memory is not None, "it does not fit"
+    beside = memory.results - memory.aliased
+    parts = {
+        f"gradient checkpointing, or a smaller batch on each device: temporaries are the largest part, "
+        f"{describe_bytes(memory.temporaries)}": memory.temporaries,
+        f"storing parameters sharded over more mesh axes, with axonym.fsdp: arguments are the largest part, "
+        f"{describe_bytes(memory.arguments)}": memory.arguments,
+    }
+    advice = max(parts, key=parts.__getitem__)
+    again = report.undonated is None or report.undonated
+    donate = f", and donating arguments (donate_args), beside which {describe_bytes(beside)} of results are held"
+    return f"{advice}{donate if again and beside > _MUCH * memory.total else ''}."
 
 
-def _unknown(report: Report) -> dict[str, tuple[str, ...]]:
+def _donated(report: Figures) -> _Check:
+    """Find arguments that the step updates but does not donate, so that both are held."""
+    sizes = {x.path: x.bytes for x in report.placed}
+    held = sum(sizes.get(path, 0) for path in report.undonated or ())
+    total = report.timeline.peak if report.timeline else report.memory.total if report.memory else sum(sizes.values())
+    if held <= _MUCH * total:
+        return (), "results take the place of the arguments that they update" if report.undonated == () else ""
+    largest = sorted(dict.fromkeys(map(without_numbers, report.undonated or ())))
+    cause = f"Results are held beside the arguments that they update, which are not donated: {_some(largest)}."
+    so = f"With donation, a device holds {describe_bytes(held)} less."
+    names = sorted({path.partition("/")[0] for path in report.undonated or ()})
+    return [Suspicion("note", cause, (so,), f"donate_args for {_some(names)}, if the caller needs them no more.")], ""
+
+
+def _kept(report: Figures) -> _Check:
+    """Find a forward pass that keeps most of the memory for the backward pass."""
+    if report.timeline is None or not any(report.timeline.phases):
+        return (), ""
+    kept = sum(h.bytes for h in report.timeline.kept_for_backward)
+    if kept <= report.timeline.peak / 2:
+        return (), "the backward pass does not keep most of the memory"
+    cause = f"{_percent(kept / report.timeline.peak)} of the peak is kept for the backward pass: "
+    cause += f"{report.timeline._kept()}."
+    return [Suspicion("note", cause, advice="gradient checkpointing, which computes some of it again.")], ""
+
+
+def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
     """Return the names of the mappings that no array has, with their mesh axes."""
     both = {**report.parameter_mapping, **report.mapping}
     return {
@@ -263,7 +326,7 @@ def _unknown(report: Report) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _mapping(report: Report) -> _Check:
+def _mapping(report: Figures) -> _Check:
     found = []
     for name, over in _unknown(report).items():
         hint = suggestion(name, set(report.axes) - report.mapping.keys()) or suggestion(name, report.axes)
@@ -286,7 +349,7 @@ def _mapping(report: Report) -> _Check:
     )
 
 
-def _idle(report: Report) -> list[str] | None:
+def _idle(report: Figures) -> list[str] | None:
     """Return the mesh axes that nothing uses; None if that is not known."""
     devices = math.prod(report.mesh.values())
     known = all(math.prod(report.mesh[a] for axes in x.over for a in axes) * x.copies == devices for x in report.placed)
@@ -297,12 +360,12 @@ def _idle(report: Report) -> list[str] | None:
     return [a for a, n in report.mesh.items() if n > 1 and a not in used]
 
 
-def _explained(report: Report) -> set[str]:
+def _explained(report: Figures) -> set[str]:
     """Return the mesh axes whose copies and repeated work follow from another remark."""
     return {a for over in _unknown(report).values() for a in over}.union(_idle(report) or ())
 
 
-def _mesh_axes(report: Report) -> _Check:
+def _mesh_axes(report: Figures) -> _Check:
     misspelt = {a for over in _unknown(report).values() for a in over}
     idle, found = _idle(report), list[Suspicion]()
     if over := [a for a in idle or () if a not in misspelt]:
@@ -317,38 +380,50 @@ def _mesh_axes(report: Report) -> _Check:
     return found, "each mesh axis is used" if idle == [] and math.prod(report.mesh.values()) > 1 else ""
 
 
-def _repeated(report: Report) -> _Check:
-    said = _explained(report)
-    found = []
-    by_axes: dict[tuple[str, ...], list[Any]] = {}
-    for work in report.repeated:
-        by_axes.setdefault(work.axes, []).append(work)
-    for axes, work in by_axes.items():
-        if _share(report, work) >= SMALL and not (axes and set(axes) <= said):
-            severity = "fix" if _share(report, work) >= _MUCH else "look"
-            (cause,) = _of_repeated(report, work)
-            found.append(Suspicion(severity, cause, advice=_axes_to_shard(report, work, *axes)))
+def _repeated(report: Figures) -> _Check:
+    said, lines = _explained(report), {lost.source for lost in _lost(report)} - {None}
+    work = [w for w in report.repeated if not (w.axes and set(w.axes) <= said) and w.source not in lines]
+    found = [_of_work(report, work)] if _share(report, work) >= SMALL else []
     fine = "no product is repeated outside of code per device"
     fine = fine if report.flops and math.prod(report.mesh.values()) > 1 else ""
     return found, fine if repeated_share(report) < SMALL else ""
 
 
-def _share(report: Report, work: Sequence[RepeatedWork]) -> float:
+def _of_work(report: Figures, work: Sequence[RepeatedWork]) -> Suspicion:
+    severity = "fix" if _share(report, work) >= _MUCH else "look"
+    axes = max((w.axes for w in work), key=lambda axes: _share(report, [w for w in work if w.axes == axes]))
+    advice = _axes_to_shard(report, [w for w in work if w.axes == axes], *axes)
+    over = f" over {described_axes(axes)}" if axes else ""
+    first = next(w for w in work if w.axes == axes)
+    return Suspicion(
+        severity,
+        "".join(_of_repeated(report, work)),
+        advice=advice or f"keep an axis of {first.operation or 'its operands'} sharded{over}, where it is computed.",
+    )
+
+
+def _share(report: Figures, work: Sequence[RepeatedWork]) -> float:
     return sum(w.needless for w in work) / report.flops if report.flops else 0.0
 
 
-def _of_repeated(report: Report, work: Sequence[RepeatedWork]) -> Iterator[str]:
+def _of_repeated(report: Figures, work: Sequence[RepeatedWork]) -> Iterator[str]:
+    """Say how much of the compute is repeated, how often, and where that begins."""
     if (share := _share(report, work)) >= SMALL:
-        first = work[0]
-        along = f" along {described_axes(first.axes)}" if first.axes else ""
+        first, along = work[0], dict[tuple[int, str], list[RepeatedWork]]()
+        for w in work:
+            over = f" along {described_axes(w.axes)}" if w.axes else ""
+            along.setdefault((w.copies, over), []).append(w)
+        parts = [f"{copies} devices{over}" for copies, over in along]
+        if len(along) > 1:
+            parts = [f"{p} ({_percent(_share(report, own))})" for p, own in zip(parts, along.values(), strict=True)]
         at = f", at {first.source}" if first.source else ""
         yield (
-            f"{_percent(share)} of the compute is repeated: {first.copies} devices{along} do the same, first in "
+            f"{_percent(share)} of the compute is repeated: {' and '.join(parts)} do the same, first in "
             f"{first.operation or 'a product without names'}{at}."
         )
 
 
-def _axes_to_shard(report: Report, work: Sequence[RepeatedWork], *over: str) -> str:
+def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) -> str:
     """Advise to shard axes of repeated operations over the mesh axes that repeat them.
 
     These are axes of their first operands, such as the batch, if none of them is sharded, and else axes of parameters.
@@ -380,33 +455,84 @@ def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
-def _copies(report: Report) -> _Check:
+def _placements(report: Figures) -> _Check:
+    """Find parameters that lie otherwise than a mapping says, or than others with the same axes and the same name."""
+    stored: dict[tuple[str, tuple[str, ...]], list[PlacedArgument]] = {}
+    alike: dict[Any, list[PlacedArgument]] = {}
+    taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
+    for x in report.placed:
+        if x.path in report.updated and None not in x.axes:
+            alike.setdefault((x.path.rpartition("/")[2], frozenset(x.axes)), []).append(x)
+            for n, over in zip(x.axes, x.over, strict=True):
+                said = [m.get(n or "") for m in (report.mapping, report.parameter_mapping)]
+                if over and not any(said) and taken.intersection(over) and not report.parameter_mapping:
+                    stored.setdefault((n or "", over), []).append(x)
+    found = []
+    for (n, over), arrays in stored.items():
+        cause = f"{_some(list(dict.fromkeys(without_numbers(x.path) for x in arrays)))} came sharded over "
+        cause += f"{described_axes(over)} along {n}, which no mapping says, and other axes are sharded over it."
+        so = "The compiler may sum or move activations instead of gathering parameters."
+        found.append(Suspicion("look", cause, (so,), "axonym.fsdp, with this as the parameter mapping."))
+    pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
+    if pairs:
+        (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
+        cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
+        found.append(Suspicion("look", cause, ("An update moves one to the other.",), "one placement for both."))
+    return found, ""
+
+
+def _differ(a: PlacedArgument, b: PlacedArgument) -> bool:
+    """Return whether two arrays with the same axes are sharded over different mesh axes, and none is replicated."""
+    first, second = (dict(zip(x.axes, x.over, strict=True)) for x in (a, b))
+    return first != second and any(first.values()) and any(second.values())
+
+
+def _copies(report: Figures) -> _Check:
     """Find parameters, and what an optimizer keeps of them. Batches have copies wherever a mesh axis is not theirs."""
     said, total = _explained(report), sum(x.bytes for x in report.placed)
-    sent = {path for c in report.collectives for path in c.parameters}
-    parameters = {x.axes for x in report.placed if x.path in sent}
+    misspelt = {a for over in _unknown(report).values() for a in over}
+    parameters = {x.axes for x in report.placed if x.path in (*report.updated, *_sent_paths(report))}
     large = [x for x in report.placed if x.copies > 1 and x.bytes > _MUCH * total]
     groups: dict[tuple[tuple[str, ...], int], list[PlacedArgument]] = {}
     for x in large:
-        if x.axes in parameters and not (x.replicated_over and set(x.replicated_over) <= said):
+        over = {*x.replicated_over}
+        if x.axes in parameters and not (over and over <= said) and not over & misspelt:
             groups.setdefault((x.replicated_over, x.copies), []).append(x)
     found = [_held_in_copies(report, over, arrays, total) for (over, _), arrays in groups.items()]
     several = report.placed and math.prod(report.mesh.values()) > 1
     return found, "no large argument is held in copies" if several and not large else ""
 
 
-def _held_in_copies(report: Report, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
+def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
+    """Describe replicated parameters, with the sums of gradients that follow from it."""
     size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
+    along = f" over {described_axes(over)}" if over else ""
     cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
-    cause += f", over {described_axes(over)}" if over else ""
-    so = f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."
+    cause += f",{along}: {_listed(arrays)}." if over else f": {_listed(arrays)}."
+    stored = [x for x in report.placed if over and set(over) <= {a for axes in x.over for a in axes}]
+    sent = _sent_paths(report)
+    if stored := [x for x in stored if x.path in sent]:
+        cause += f" Sharded{along}: only {_listed(stored)}."
+    so = [f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."]
+    paths = {x.path for x in arrays}
+    sums = [
+        c for c in report.collectives
+        if c.kind == "all-reduce" and set(c.axes or ()) <= set(over) and paths.intersection(c.parameters)
+    ]  # fmt: skip
+    share = known_sent(sums) / max(1, known_sent(report.collectives))
+    if share >= _MUCH:
+        so.append(f"Their gradients are all-reduced{along}, {_percent(share)} of the bytes sent.")
     free = [
         {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
         for x in arrays
     ]
     common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
     advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
-    return Suspicion("note", f"{cause}: {_listed(arrays)}.", (so,), advice)
+    return Suspicion("look" if share >= _MOST else "note", cause, tuple(so), advice)
+
+
+def _sent_paths(report: Figures) -> set[str]:
+    return {path for c in report.collectives for path in c.parameters}
 
 
 def _listed(arrays: Sequence[PlacedArgument]) -> str:
@@ -415,11 +541,10 @@ def _listed(arrays: Sequence[PlacedArgument]) -> str:
     for x in arrays:
         path = without_numbers(x.path)
         sizes[path] = sizes.get(path, 0) + x.bytes
-    paths = sorted(sizes, key=lambda path: -sizes[path])
-    return ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+    return _some(sorted(sizes, key=lambda path: -sizes[path]), 6)
 
 
-def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
+def _of_copies(report: Figures, over: Sequence[str]) -> Iterator[str]:
     total = sum(x.bytes for x in report.placed)
     arrays = [x for x in report.placed if set(x.replicated_over) & set(over) and x.bytes > _MUCH * total]
     if arrays:
@@ -428,24 +553,52 @@ def _of_copies(report: Report, over: Sequence[str]) -> Iterator[str]:
         yield f"{_percent(share)} of the bytes of arguments are held in {copies} copies: {_listed(arrays)}."
 
 
-def _moved(report: Report) -> _Check:
-    """Find activations that are gathered, or moved to another axis, although a mapping shards them."""
-    total = least_sent(report.collectives)
-    together: dict[tuple[tuple[str, ...], bool, Any, str], int] = {}
+class _Lost(NamedTuple):
+    """Axes that are gathered, or moved to another axis, although a mapping shards them."""
+
+    names: tuple[str, ...]
+    source: Source | None
+    gathered: bool
+    reason: str
+    sent: int
+
+
+def _lost(report: Figures) -> list[_Lost]:
+    """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent."""
+    total = known_sent(report.collectives)
+    together: dict[tuple[tuple[str, ...], Source | None, bool, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
         if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
-            key = names, bool(c.gathered), c.source, c.reason or "why is not known"
-            together[key] = together.get(key, 0) + (c.total_sent or 0)
-    found = []
-    for (names, gathered, source, reason), sent in together.items():
-        if total and sent >= _MUCH * total:
-            said, at = described_axes(names), _at(source)
-            share = f"{_percent(sent / total)} of the bytes sent"
-            cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
-            found.append(Suspicion("look", cause, advice=_how_to_keep(said, at, reason)))
+            key = names, c.source, bool(c.gathered), c.reason or "why is not known"
+            together[key] = together.get(key, 0) + (c.mean_sent or 0)
+    return [_Lost(*key, sent) for key, sent in together.items() if total and sent >= _MUCH * total]
+
+
+def _moved(report: Figures) -> _Check:
+    total, found = known_sent(report.collectives), []
+    for names, source, gathered, reason, sent in _lost(report):
+        said, at = described_axes(names), _at(source)
+        share = f"{_percent(sent / total)} of the bytes sent"
+        cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
+        work = [w for w in report.repeated if source is not None and w.source == source]
+        found.append(Suspicion("look", cause, tuple(_of_repeated(report, work)), _how_to_keep(said, at, reason)))
     told = all(c.reason or c.parameters for c in report.collectives if c.kind in ("all-gather", "all-to-all"))
     return found, "no large activation is gathered" if report.collectives and told else ""
+
+
+def _converted(report: Figures) -> _Check:
+    """Find parameters that a placement gathers before the step converts them to a smaller dtype."""
+    late = [c for c in report.collectives if c.converted]
+    sent = known_sent(late)
+    if not late or sent < _MUCH * known_sent(report.collectives):
+        return (), ""
+    paths = list(dict.fromkeys(map(path_of, late)))
+    share = f"{_percent(sent / known_sent(report.collectives))} of the bytes sent"
+    dtype = late[0].array.partition("[")[0]
+    cause = f"Parameters are gathered as {dtype}{_at(late[0].source)}, {share}, and only then converted to "
+    cause += f"{late[0].converted}: {_some(paths)}."
+    return [Suspicion("look", cause, advice=f"convert them to {late[0].converted} before the placement.")], ""
 
 
 def _how_to_keep(axes: str, at: str, reason: str) -> str:
@@ -456,9 +609,9 @@ def _how_to_keep(axes: str, at: str, reason: str) -> str:
     return f"another axis than {axes}, or an operation that does not need all of it."
 
 
-def _again(report: Report) -> _Check:
+def _again(report: Figures) -> _Check:
     """Find parameters that a loop sends again in each turn, rather than a part of them."""
-    total = least_sent(report.collectives)
+    total = known_sent(report.collectives)
     ranks = {x.path: len(x.axes) for x in report.placed}
     again = [
         c
@@ -468,7 +621,7 @@ def _again(report: Report) -> _Check:
     found = []
     for kind in dict.fromkeys(c.kind for c in again):
         same = [c for c in again if c.kind == kind]
-        sent = least_sent(same)
+        sent = known_sent(same)
         if sent >= _MUCH * total:
             what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
             times = max(c.times or 0 for c in same)
@@ -485,13 +638,13 @@ def _may_be_of_a_parameter(c: Collective) -> bool:
     return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
 
 
-def _reasons(report: Report) -> _Check:
-    total = least_sent(report.collectives)
+def _reasons(report: Figures) -> _Check:
+    total = known_sent(report.collectives)
     unknown = [c for c in report.collectives if c.reason is None]
-    sent = least_sent(unknown)
+    sent = known_sent(unknown)
     if not total or sent <= _MUCH * total:
         return (), "the cause of each large transfer is known" if total else ""
-    c, most = _merged(unknown)[0]
+    (c, *_), most = (largest := _grouped(unknown)[0]), known_sent(largest)
     at = _at(c.source)
     in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
     largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
@@ -499,15 +652,15 @@ def _reasons(report: Report) -> _Check:
     return [Suspicion("look", cause, advice="names for the arrays there: see axonym.names.")], ""
 
 
-def _certain(report: Report) -> _Check:
+def _certain(report: Figures) -> _Check:
     if not report.uncertain:
         return (), ""
     return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
 
 
-def least_sent(found: Sequence[Collective]) -> int:
-    """Return the bytes that a device sends at least: values decide about others."""
-    return sum(c.total_sent or 0 for c in found)
+def known_sent(found: Sequence[Collective]) -> int:
+    """Return the bytes that a device sends, apart from exchanges of which values decide how often they run."""
+    return sum(c.mean_sent or 0 for c in found)
 
 
 def _at(source: Source | None) -> str:
@@ -516,3 +669,10 @@ def _at(source: Source | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1g}%"
+
+
+_CHECKS = (
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _placements, _copies, _converted, _donated, _kept,
+    _reasons, _certain,
+)  # fmt: skip
+"""The checks, in the order in which findings of equal severity are listed."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from ..core.differences import SCALES, asymmetric
 from ..core.tree_spec import PROGRAM_ARRAYS
@@ -24,9 +24,8 @@ from ._hlo import HloProgram, HloShape, OwnPartitioning, UnknownForm
 from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed
-from ._topologies import moved_to
 from .differing import FirstDifference, Trace, described, first_difference
-from .explaining import active, distributed, mesh_of
+from .explaining import active, distributed, mesh_of, on_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +85,7 @@ def verify(
     meshes = [x.sharding.mesh for x in arguments if isinstance(getattr(x, "sharding", None), NamedSharding)]
     known = next((m for m in (mesh, current_mesh(), *meshes) if m is not None), None)
     with active(known if isinstance(known, AbstractMesh) else mesh, repeated=True):
-        here = current_mesh()
-        if any(isinstance(m, AbstractMesh) for m in meshes) and isinstance(here, Mesh):
-            args, kwargs = moved_to(here, (args, kwargs))
+        args, kwargs = on_devices((args, kwargs))
         compiled = distributed(step, mapping)
         lowered = compiled.lower(*args, **kwargs)
         devices = _compiling.device_count(lowered)

@@ -1,0 +1,43 @@
+"""Amounts in the branches of conditionals, of which one runs: the least amount is a bound, the mean an estimate."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import TypeAlias, TypeVar
+
+Branches: TypeAlias = tuple[tuple[int, int, int], ...]
+"""The branches around an operation, each by the number of its conditional, of how many it is one, and which."""
+
+Thing = TypeVar("Thing", bound=Hashable)
+
+NOTE = (
+    "collectives and flops in a branch run only if it is taken: each branch is taken to run equally often, and bounds "
+    "count the one that takes least"
+)
+
+
+def mean(amount: int, branches: Branches) -> int:
+    """Return the mean of an amount over the branches that may run, as if each ran equally often."""
+    return amount // math.prod(of for _, of, _ in branches)
+
+
+def least(amounts: Iterable[tuple[Branches, Thing, int]]) -> Counter[Thing]:
+    """Add up amounts of several things; of the branches of a conditional, add the least amount of each thing.
+
+    Each amount comes with the branches around the operation that takes it, and the thing, such as flops.
+    """
+    total = Counter[Thing]()
+    conditionals: dict[tuple[int, int], dict[int, list[tuple[Branches, Thing, int]]]] = {}
+    for branches, what, amount in amounts:
+        if branches:
+            (number, of, i), *inside = branches
+            conditionals.setdefault((number, of), {}).setdefault(i, []).append((tuple(inside), what, amount))
+        else:
+            total[what] += amount
+    for (_, of), found in conditionals.items():
+        if len(found) == of:  # otherwise a branch takes nothing
+            total += functools.reduce(Counter.__and__, map(least, found.values()))
+    return total
