@@ -1,24 +1,29 @@
 """Compare the cost model of `axonym.insight` with published training runs: `python -m benchmarks published`.
 
-A transformer's products and exchanges have closed forms, from which the model works out a bound and an estimate for each
-run in `published_runs.toml`. What `axonym.insight.plan` counts in a transformer is compared with these forms.
+A transformer's products and exchanges have closed forms, from which the model works out a bound and an estimate for
+each run in `published_runs.toml`. What `axonym.insight.plan` counts in a transformer is compared with these forms.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+import axonym as axn
+from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model, explain
 from axonym.insight.cost_model import Part, Product, Sent
+from examples.models import llama
 
 from .harness import Row
+from .llama import step
 
 Run = Mapping[str, Any]
 
@@ -42,7 +47,7 @@ NAMES = {"query_proj": "q", "key_proj": "k", "value_proj": "v", "out_proj": "out
 CHIP = {"h100-500w": "h100", "h100-a3": "h100"}
 NETWORK = {"h100-a3": 25e9}
 """Where a cluster has another network than is usual for its chips, or its chips other rates: from the runs' notes."""
-SLOWER = {"h100-500w": {"memory_bandwidth": 2400e9}}
+SLOWER: dict[str, Any] = {"h100-500w": {"memory_bandwidth": 2400e9}}
 
 
 LOGITS = 20
@@ -86,7 +91,7 @@ def stack(run: Run) -> str:
 
 def chip_of(run: Run) -> Chip:
     """The chip of a run, with what its stack does."""
-    name = run["chip"]
+    name: str = run["chip"]
     chip = dataclasses.replace(CHIPS[CHIP.get(name, name)], **SLOWER.get(name, {}))
     if STACKS[run["id"].split("-")[0]].overlaps:
         return chip
@@ -154,7 +159,9 @@ def parts_of(run: Run, model: Transformer) -> list[Part]:
     tokens = rows / micro * seq
     products = model.products(tokens, tensor)
     core = Product(4 * tokens * seq * model.queries / tensor / 2, 1, core=True)
-    touched = 2.0 * tokens * (12 * model.embed + 2 * model.queries + 2 * model.keys + (model.gates + 2) * model.mlp) / tensor
+    touched = (
+        2.0 * tokens * (12 * model.embed + 2 * model.queries + 2 * model.keys + (model.gates + 2) * model.mlp) / tensor
+    )
     kept = KEPT[run["remat"]] | {NAMES.get(n, n) for n in run.get("offload", ())}
     again = [p for name, p in products.items() if name not in {*kept, "down"}]
     again += [core] if "core" not in kept else []
@@ -168,7 +175,11 @@ def parts_of(run: Run, model: Transformer) -> list[Part]:
         return (gather, scatter) if tensor > 1 else ()
 
     def parameters(kind: str, size: float, what: str, axis: str = "fsdp", count: int = 1) -> tuple[Sent, ...]:
-        return (Sent(kind, (axis,), size, what, ahead=True, count=count),) if run[{"fsdp": "fsdp", "data": "dp"}[axis]] > 1 else ()
+        return (
+            (Sent(kind, (axis,), size, what, ahead=True, count=count),)
+            if run[{"fsdp": "fsdp", "data": "dp"}[axis]] > 1
+            else ()
+        )
 
     gathered = parameters("all-gather", weights, "gathering parameters") if zero == 3 else ()
     scattered = parameters("reduce-scatter", weights * setting.gradients / 2, "summing gradients") if zero == 3 else ()
@@ -258,3 +269,91 @@ def regret(run: Run, model: Transformer) -> float:
     """How much longer the published best of a sweep takes than the shortest of the sweep, by the estimates."""
     own = times(run, model)[1]
     return own / min(own, *(times(other, model)[1] for other in sweep(run, model))) - 1
+
+
+# --- what `plan` counts ---
+
+COUNTED = "llama3.1-8b", "llama2-70b", "llama3.1-70b", "llama3.1-405b"
+
+
+def counted(model: Mapping[str, Any], devices: int = 64, seq: int = 2048) -> tuple[float, float]:
+    """What names tell of the flops and the bytes of a step of the Llama of the examples, over its closed forms.
+
+    Parameters are in float32 and stored sharded; each device has one text, and computes each layer again.
+    """
+    axes = {"Vocab": "vocab", "Embed": "embed", "Layers": "layers", "Mlp": "mlp", "KVHeads": "kv_heads",
+            "HeadSize": "head_size"}  # fmt: skip
+    given = {field: axn.Axis(name, model[name]) for field, name in axes.items()}
+    group = axn.Axis("group", model["heads"] // model["kv_heads"])
+    config = llama.Config(**given, Group=group)  # pyright: ignore[reportArgumentType]
+    state = jax.eval_shape(lambda key: llama.Llama.init(config, key=key), jax.random.key(0))
+    tokens = jax.eval_shape(lambda: axn.zeros({"batch": devices, "pos": seq}, "int32"))
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    report = explain(step, state, tokens, mapping=({"embed": "data"}, {"batch": "data"}), mesh=mesh, by="names")
+    form = Transformer(model)
+    again = 2 * (form.layer - form.embed * form.mlp) + 4 * form.queries * seq
+    flops = form.flops(seq, seq) + seq * form.layers * again
+    # Twice gathered and once scattered in the layers; then the head, and the rows of the table that are looked up.
+    sent = 4 * (3 * form.layers * form.layer + 2 * form.vocab * form.embed + 2 * seq * form.embed)
+    assert report.flops is not None
+    return report.flops / flops, (report.total_sent() or 0) / (sent * (devices - 1) / devices)
+
+
+# --- the bars ---
+
+
+def within(ratios: Iterable[float], share: float) -> float:
+    """The share of ratios that are within a share of 1."""
+    found = list(ratios)
+    return sum(abs(q - 1) <= share for q in found) / len(found)
+
+
+def rows() -> list[Row]:
+    """How far the cost model is off; all limits are bars that it has to hold."""
+    models, runs = read()
+    ratios: dict[str, list[float]] = {}
+    bounds, ours, regrets = [], [], []
+    for run in runs:
+        model = Transformer(models[run["model"]])
+        (least, seconds), true = times(run, model), measured(run, model)
+        bounds.append(least / true)
+        ratios.setdefault(stack(run), []).append(seconds / true)
+        if chip_of(run).torus:
+            ours.append(seconds / true)
+        if run["id"].startswith("nanotron"):
+            regrets.append(regret(run, model))
+    # One number for a stack, from its other runs.
+    left_out = [
+        q / statistics.median(found[:i] + found[i + 1 :])
+        for found in ratios.values()
+        if len(found) > 1
+        for i, q in enumerate(found)
+    ]
+
+    def row(what: str, shown: str, bar: str, value: float, limit: float) -> Row:
+        return Row("published", what, shown, bar, value, limit)
+
+    def far(what: str, found: list[float], share: float, most: float) -> Row:
+        own = within(found, share)
+        return row(f"{what}: within {share:.0%}", f"{own:.1%} of {len(found)}", f"bar: {most:.0%}", 1 - own, 1 - most)
+
+    below, median = sum(b <= 1 for b in bounds), statistics.median(regrets)
+    what = f"regret of the published best of {len(regrets)} sweeps, median"
+    rows = [
+        row("bounds below the measured times", f"{below} of {len(bounds)}", "bar: all", max(bounds), 1),
+        far("estimates for TPUs, uncalibrated", ours, 0.10, 0.75),
+        far("estimates for TPUs, uncalibrated", ours, 0.25, 1.0),
+        far("estimates by one number a stack, from its other runs", left_out, 0.10, 0.75),
+        far("estimates by one number a stack, from its other runs", left_out, 0.20, 0.92),
+        row(what, f"{median:.1%}", "bar: 8%", median, 0.08),
+    ]
+    for name, found in ratios.items():
+        middle = statistics.median(found)
+        shown = f"{middle:.2f}, from {min(found):.2f} to {max(found):.2f}"
+        rows.append(row(f"estimate over measured, {name}: median of {len(found)}", shown, "no bar", 0, 1))
+    for name in COUNTED:
+        flops, sent = counted(models[name])
+        for what, ratio, bar in (("flops", flops, 0.01), ("bytes", sent, 0.05)):
+            what = f"{what} of {name} by names, over the closed form"
+            rows.append(row(what, f"{ratio:.4f}", f"bar: {bar:.0%}", abs(ratio - 1), bar))
+    return rows

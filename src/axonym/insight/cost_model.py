@@ -15,10 +15,11 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from ._text import described_seconds
 from .chips import Chip, known_chip
 
 Amount: TypeAlias = Any
@@ -88,10 +89,12 @@ class Torus:
         chip, shape = known_chip(chip, "Torus"), tuple(shape)
         longest = sorted(chip.pod, reverse=True)
         if not chip.torus or len(shape) > chip.torus:
-            raise ValueError(f"Torus: chips of {chip.name} are linked in {chip.torus} dimensions, got the shape {shape}.")
+            raise ValueError(
+                f"Torus: chips of {chip.name} are linked in {chip.torus} dimensions, got the shape {shape}."
+            )
         if any(n > most for n, most in zip(sorted(shape, reverse=True), longest, strict=False)):
             raise ValueError(
-                f"Torus: the largest slice of {chip.name} is {_times(chip.pod)}, got {_times(shape)}. Use several slices: "
+                f"Torus: the largest slice of {chip.name} is {_times(chip.pod)}, got {_times(shape)}. Use several: "
                 f'Torus("{chip.name}", shape, slices=2).'
             )
         for name, value in (("chip", chip), ("shape", shape), ("slices", slices)):
@@ -208,7 +211,7 @@ class Islands:
         [8.0, 2.0]
         """
         chip, inside, distance, count = self.chip, 1.0, 1, 1
-        for a, n in reversed(placed.mesh.items()):
+        for a, n in reversed(tuple(placed.mesh.items())):
             if a in axes:
                 inside, count = inside * min(max(self.size / distance, 1.0), n), count * n
             distance *= n
@@ -233,7 +236,9 @@ def topologies_of(chips: int | str | Topology, chip: Chip | str) -> list[Topolog
         of = known_chip(name, "plan")
         slices = int(parts.pop().removesuffix("slices")) if parts[-1].endswith("slices") else 1
         if not all(n.isdecimal() for n in parts):
-            raise ValueError(f"plan: a topology is written as 'v5p:8x8x8', 'v5p:8x8x8x2slices' or 'h100:64', got {chips!r}.")
+            raise ValueError(
+                f"plan: a topology is written as 'v5p:8x8x8', 'v5p:8x8x8x2slices' or 'h100:64', got {chips!r}."
+            )
         sizes = tuple(map(int, parts))
         return [Torus(of, sizes, slices) if of.torus else Islands(of, math.prod(sizes))]
     of = known_chip(chip, "plan")
@@ -241,7 +246,9 @@ def topologies_of(chips: int | str | Topology, chip: Chip | str) -> list[Topolog
         return [Islands(of, chips)]
     most = math.prod(of.pod)
     slices = next((n for n in range(1, chips + 1) if chips % n == 0 and chips // n <= most), 1)
-    shapes = [s for s in _shapes(chips // slices, of.torus) if all(a <= b for a, b in zip(s, sorted(of.pod), strict=True))]
+    shapes = [
+        s for s in _shapes(chips // slices, of.torus) if all(a <= b for a, b in zip(s, sorted(of.pod), strict=True))
+    ]
     usual = [s for s in shapes if all(n <= 4 or n % 4 == 0 for n in s)]
     if not shapes:
         raise ValueError(
@@ -269,7 +276,10 @@ def _shapes(chips: int, dims: int) -> list[tuple[int, ...]]:
     if dims == 1:
         return [(chips,)]
     found = [
-        tuple(sorted((n, *rest))) for n in range(1, chips + 1) if chips % n == 0 for rest in _shapes(chips // n, dims - 1)
+        tuple(sorted((n, *rest)))
+        for n in range(1, chips + 1)
+        if chips % n == 0
+        for rest in _shapes(chips // n, dims - 1)
     ]
     return sorted(dict.fromkeys(found), key=lambda s: s[-1] / s[0])
 
@@ -324,17 +334,18 @@ def _spans(table: Sequence[Sequence[int]]) -> tuple[Spans, ...]:
 
 # --- exchanges ---
 
+
 @dataclasses.dataclass(frozen=True)
 class Rate:
     """What an exchange of a kind takes on a route."""
 
-    per_byte: float
+    per_byte: Amount
     """Seconds for each byte of the complete array."""
-    launch: float
+    launch: Amount
     """Seconds for each exchange."""
-    hides: float
+    hides: Amount
     """The share that computing hides, beside that of the chip."""
-    busy: Mapping[str, float]
+    busy: Mapping[str, Amount]
     """For each resource, the seconds for each byte that it is busy at least."""
 
 
@@ -385,7 +396,7 @@ class Sent:
     what: str
     """The name of its term, such as `gathering parameters`."""
     ahead: bool = False
-    """Whether computing need not wait for it: parameters are gathered a layer ahead, and gradients needed at the end."""
+    """Whether computing need not wait for it: parameters are gathered a layer ahead, gradients needed at the end."""
     count: Amount = 1
     """How many exchanges these are: each is launched."""
 
@@ -401,6 +412,8 @@ class Part:
     """The bytes that it reads and writes, beside products."""
     offloaded: Amount = 0.0
     """The bytes that go to the memory of the host, or come from there."""
+    forward: bool = True
+    """Whether it is not in the backward pass, nor recomputed for it."""
     waits: bool = False
     """Whether a device waits for this part of another one, as stages of a pipeline do at the beginning and the end."""
 
@@ -432,11 +445,16 @@ class Estimate:
         >>> axn.insight.Estimate({"products": np.array([2.0, 3.0])}).at(1).seconds
         3.0
         """
-        return Estimate({name: float(np.broadcast_to(t, np.shape(self.seconds))[row]) for name, t in self.terms.items()})
+        return Estimate(
+            {name: float(np.broadcast_to(t, np.shape(self.seconds))[row]) for name, t in self.terms.items()}
+        )
 
 
-Rates: TypeAlias = Mapping[tuple[str, tuple[str, ...]], Rate]
-"""What each kind of exchange takes over each set of mesh axes."""
+class Rates(Protocol):
+    """What each kind of exchange takes over each set of mesh axes."""
+
+    def __getitem__(self, key: tuple[str, tuple[str, ...]], /) -> Rate: ...
+
 
 HALF = 120
 """The least size of a product at which it reaches half of what large ones do. From products on Ironwood, fitted:
@@ -457,7 +475,11 @@ def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
     """Return the seconds of one turn of a part, in terms."""
     reached = chip.reached
     peak = chip.flops * reached.products
-    terms: dict[str, Amount] = {"products": 0.0, "attention": 0.0, "reading and writing": part.touched / chip.memory_bandwidth}
+    terms: dict[str, Amount] = {
+        "products": 0.0,
+        "attention": 0.0,
+        "reading and writing": part.touched / chip.memory_bandwidth,
+    }
     for p in part.products:
         if p.core:
             terms["attention"] = terms["attention"] + p.flops / (peak * reached.cores)
@@ -506,17 +528,11 @@ def bound(parts: Sequence[Part], rates: Rates, chip: Chip, touched: Amount = 0.0
     return functools.reduce(np.maximum, bounds(parts, rates, chip, touched).values())
 
 
-def stacked(rates: Sequence[Rates]) -> dict[tuple[str, tuple[str, ...]], Rate]:
-    """Join what exchanges take on several meshes into arrays, with an element for each."""
-    found = {}
-    for key in rates[0]:
-        each = [r[key] for r in rates]
-        resources = {name for r in each for name in r.busy}
-        found[key] = Rate(
-            *(np.array([getattr(r, field) for r in each]) for field in ("per_byte", "launch", "hides")),  # pyright: ignore
-            busy={name: np.array([r.busy.get(name, 0.0) for r in each]) for name in resources},  # pyright: ignore
-        )
-    return found
+def stacked(rates: Sequence[Rate]) -> Rate:
+    """Join what an exchange takes on several meshes into arrays, with an element for each."""
+    resources = {name for r in rates for name in r.busy}
+    per_byte, launch, hides = (np.array([getattr(r, of) for r in rates]) for of in ("per_byte", "launch", "hides"))
+    return Rate(per_byte, launch, hides, {name: np.array([r.busy.get(name, 0.0) for r in rates]) for name in resources})
 
 
 def why_first(first: Estimate, second: Estimate) -> str:
@@ -526,13 +542,12 @@ def why_first(first: Estimate, second: Estimate) -> str:
     scale = max((abs(d) for d in differences.values()), default=0.0)
     ordered = sorted(differences.items(), key=lambda pair: -abs(pair[1]))
     shown = [(n, d) for n, d in ordered[:3] if scale and abs(d) >= 0.05 * scale]
-    from ._text import described_seconds
 
     def said(pairs: Sequence[tuple[str, float]]) -> str:
         return " and ".join(f"{described_seconds(abs(d))} of {n}" for n, d in pairs)
 
     more, less = [p for p in shown if p[1] > 0], [p for p in shown if p[1] < 0]
     if not shown or not more:
-        return "The first and the second take the same, by these estimates."
-    text = f"The second takes {said(more)} more than the first"
+        return "by these estimates, it takes as long as the first."
+    text = f"it takes {said(more)} more than the first"
     return f"{text}, and {said(less)} less." if less else f"{text}."
