@@ -319,8 +319,19 @@ def _merged(sent: Iterable[Sent]) -> tuple[Sent, ...]:
 
 
 def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
-    """Replace the exchanges of parts by those of a report, of Shardy or the partitioner."""
-    found = [dataclasses.replace(p, sent=()) for p in parts]
+    """Replace the exchanges of parts by those of a report, of Shardy or the partitioner, and their flops by its sum.
+
+    Stages of a pipeline compute while they wait for others, so these flops are among those of the report.
+    """
+    own = [p for p in parts if not p.waits]
+    flops = sum(float(product.flops) * p.times for p in own for product in p.products)
+    scale = (report.flops or flops) / flops if flops else 1.0
+    found = [
+        dataclasses.replace(
+            p, products=tuple(dataclasses.replace(x, flops=x.flops * scale) for x in p.products), sent=()
+        )
+        for p in own
+    ]
     for c in report.collectives:
         if not c.axes or not c.sent:
             continue
@@ -330,9 +341,7 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         weight = 0.5 if c.in_branch else 1.0
         one = _named_exchange(c.kind, c.axes, size * weight, gradient, parameter or bool(c.stored))
         place = _Place(c.times or 1, c.phase not in ("backward", "recomputed"))
-        like = next(
-            (i for i, p in enumerate(found) if not p.waits and (p.times, p.forward) == place and p.products), None
-        )
+        like = next((i for i, p in enumerate(found) if (p.times, p.forward) == place and p.products), None)
         if like is None:
             found.append(Part(place.times, sent=(one,), forward=place.forward))
         else:

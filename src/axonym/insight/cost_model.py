@@ -286,40 +286,25 @@ def _shapes(chips: int, dims: int) -> list[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=4096)
 def _placed(shape: tuple[int, ...], slices: int, sizes: tuple[int, ...], most: int) -> list[tuple[Spans, ...]]:
-    """Return the spans of mesh axes of some sizes: at most some, those that share the fewest dimensions first."""
-    dims = [*shape, slices]
+    """Return the spans of mesh axes of some sizes: at most some, those that share the fewest dimensions first.
 
-    def fill(left: tuple[int, ...], number: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Yield for each mesh axis from one on, the counts of chips that it takes of each dimension."""
-        if number == len(sizes):
-            yield ()
-            return
-        for counts in _factors(sizes[number], left):
-            rest = tuple(a // b for a, b in zip(left, counts, strict=True))
-            yield from ((counts, *more) for more in fill(rest, number + 1))
-
-    tables: dict[Any, tuple[Any, tuple[tuple[int, ...], ...]]] = {}
-    for table in fill(tuple(dims), 0):
-        alike = tuple(sorted((dims[d], d == len(shape), tuple(row[d] for row in table)) for d in range(len(dims))))
+    Mesh axes take what is left of the dimensions, in all orders of these, from the last mesh axis or from the first.
+    """
+    dims = (*shape, slices)
+    tables: dict[Any, tuple[int, tuple[tuple[int, ...], ...]]] = {}
+    for order, first in itertools.product(itertools.permutations(range(len(dims))), (False, True)):
+        left, table = [*dims], [[1] * len(dims) for _ in sizes]
+        for i in range(len(sizes)) if first else reversed(range(len(sizes))):
+            needed = sizes[i]
+            for d in order:
+                table[i][d] = math.gcd(needed, left[d])
+                needed, left[d] = needed // table[i][d], left[d] // table[i][d]
+        if any(n > 1 for n in left):
+            continue
+        alike = tuple(sorted((dims[d], d == len(shape), *(row[d] for row in table)) for d in range(len(dims))))
         parts = sum(n > 1 for row in table for n in row)
-        # Which mesh axis goes over the network is what matters most; each way is kept.
-        over = tuple(row[-1] for row in table)
-        tables.setdefault(alike, ((parts, over), table))
-    ordered = sorted(tables.values(), key=lambda pair: pair[0])
-    fewest = {over: parts for (parts, over), _ in reversed(ordered)}
-    kept = [table for (parts, over), table in ordered if parts == fewest[over]][:most]
-    return [_spans(table) for table in kept]
-
-
-def _factors(size: int, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a size as a product of divisors of several numbers."""
-    if not left:
-        if size == 1:
-            yield ()
-        return
-    for n in range(1, min(size, left[0]) + 1):
-        if size % n == 0 and left[0] % n == 0:
-            yield from ((n, *rest) for rest in _factors(size // n, left[1:]))
+        tables.setdefault(alike, (parts, tuple(map(tuple, table))))
+    return [_spans(table) for _, table in sorted(tables.values())[:most]]
 
 
 def _spans(table: Sequence[Sequence[int]]) -> tuple[Spans, ...]:

@@ -223,8 +223,9 @@ class MappingPlan:
             notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
         notes.append(
             f"all {counted(self.considered, 'combination')} of these were considered, of which {self.pruned} cannot "
-            "be better, by their bounds; times are estimates, and `at least` and memory lower bounds: measure the first few"
+            "be better, by their bounds"
         )
+        notes.append("times are estimates, and `at least` and memory lower bounds: measure the first few")
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
