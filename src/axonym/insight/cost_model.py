@@ -430,9 +430,7 @@ class Estimate:
         >>> axn.insight.Estimate({"products": np.array([2.0, 3.0])}).at(1).seconds
         3.0
         """
-        return Estimate(
-            {name: float(np.broadcast_to(t, np.shape(self.seconds))[row]) for name, t in self.terms.items()}
-        )
+        return Estimate({name: float(t[row] if np.ndim(t) else t) for name, t in self.terms.items()})
 
 
 class Rates(Protocol):
@@ -453,7 +451,10 @@ def estimate(parts: Sequence[Part], rates: Rates, chip: Chip) -> Estimate:
         for name, seconds in _terms(part, rates, chip).items():
             name = "waiting of stages" if part.waits else name
             terms[name] = terms.get(name, 0.0) + seconds * part.times
-    return Estimate(terms)
+    found = Estimate(terms)
+    if np.any((more := bound(parts, rates, chip) - found.seconds) > 0):
+        terms["waiting for links"] = np.maximum(0.0, more)  # several exchanges hide behind the same computing
+    return found
 
 
 def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
