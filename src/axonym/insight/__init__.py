@@ -11,10 +11,11 @@ from ..core.source_lines import Source as Source
 from ._arguments import PlacedArgument as PlacedArgument
 from ._figures import Bounds as Bounds, Memory as Memory
 from .blaming import Blame as Blame, blame as blame
-from .chips import CHIPS as CHIPS, Chip as Chip
+from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
 from .collectives import Collective as Collective
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
+from .cost_model import Estimate as Estimate, Islands as Islands, Torus as Torus
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
 from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan

@@ -7,8 +7,53 @@ from types import MappingProxyType
 
 
 @dataclasses.dataclass(frozen=True)
+class Reached:
+    """The shares of a chip's published rates that training steps reach, and the latencies of exchanges.
+
+    The shares are guesses, one for a kind of chip, not fitted to single runs: `python -m benchmarks published` prints
+    how far the estimates that they lead to are from published runs.
+
+    >>> axn.insight.CHIPS["v5p"].reached.products
+    0.8
+    """
+
+    products: float = 0.75
+    """Of the peak flops, in large products."""
+    cores: float = 0.55
+    """Of that, in products of activations with each other, as in the core of attention."""
+    links: float = 0.9
+    """Of the bandwidth of links within a torus or an island."""
+    network: float = 0.8
+    """Of the bandwidth of the network between islands or slices."""
+    ahead: float = 0.8
+    """Of the time of exchanges that computing need not wait for, such as of parameters: how much computing hides."""
+    ahead_network: float = 0.8
+    """The same, of exchanges over the network between slices."""
+    waited: float = 0.6
+    """Of the time of exchanges whose results the next product needs: how much computing hides."""
+    launch: float = 8.4e-6
+    """Seconds to start an exchange."""
+    hop: float = 3.4e-6
+    """Seconds from a chip to the next one within a torus or an island."""
+    network_hop: float = 14e-6
+    """Seconds from a chip to one in another island or slice."""
+
+
+# Of links: https://jax-ml.github.io/scaling-book/tpus ("we can achieve about 90%") and, for NVLink, /gpus (370 of 450
+# GB/s). Hops of a torus: https://jax-ml.github.io/scaling-book/sharding. The launch is the constant of all-gathers on
+# Ironwood: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood/collectives; the network between
+# slices reaches a third there, microbenchmarks/trillium/collectives. The latencies of GPUs are those of NCCL's protocol
+# "Simple": https://github.com/NVIDIA/nccl, src/graph/tuning.cc. All other shares are guesses.
+_TPU = Reached(
+    products=0.8, cores=0.6, links=0.9, network=0.33, ahead=0.9, ahead_network=0.25, waited=0.5, launch=13e-6, hop=1e-6,
+    network_hop=14e-6,
+)  # fmt: skip
+_GPU = Reached(products=0.72, cores=0.5, links=0.8)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
-    """The peak rates and the memory of a chip, as published by its maker.
+    """The peak rates and the memory of a chip, as published by its maker, and how chips are linked.
 
     >>> axn.insight.CHIPS["v5e"].memory_bandwidth
     819000000000.0
@@ -25,16 +70,58 @@ class Chip:
     """Bytes that it sends to other chips in a second, over all its links: half of the bandwidth of both directions."""
     source: str
     """The page that the figures are from."""
+    torus: int = 0
+    """The number of dimensions of the torus of chips in a pod; 0 if chips are in islands, each linked to all others."""
+    pod: tuple[int, ...] = ()
+    """The largest torus."""
+    wraps: int = 4
+    """A dimension of a torus wraps around if it is a multiple of 4 and so are the others; with 16, if it is that."""
+    island: int = 0
+    """The number of chips in an island; 0 if all are in one."""
+    network: float = 6.25e9
+    """Bytes that it sends in a second over the network to other islands or slices."""
+    host: float = 16e9
+    """Bytes that it sends in a second to the memory of its host."""
+    reached: Reached = dataclasses.field(default_factory=Reached)
+    """The shares of these rates that steps reach."""
+
+    @property
+    def link(self) -> float:
+        """Return the bytes that one link sends in one direction in a second.
+
+        >>> axn.insight.CHIPS["v5p"].link
+        100000000000.0
+        """
+        return self.link_bandwidth / (2 * self.torus) if self.torus else self.link_bandwidth
+
+
+def _tpu(name: str, flops: float, memory: int, bandwidth: float, links: float, pod: tuple[int, ...], network: float,
+         host: float = 16e9, **reached: float) -> Chip:  # fmt: skip
+    """Return a TPU. The network's share of a chip is from its page, where that says it, or from the scaling book."""
+    return Chip(
+        name, flops, memory, bandwidth, links, f"https://cloud.google.com/tpu/docs/{name}", len(pod), pod,
+        4 if len(pod) == 3 else 16, 0, network, host, dataclasses.replace(_TPU, **reached),
+    )  # fmt: skip
+
+
+def _gpu(name: str, flops: float, memory: int, bandwidth: float, links: float, network: float, source: str) -> Chip:
+    return Chip(name, flops, memory, bandwidth, links, source, 0, (), 0, 8, network, 55e9, _GPU)
 
 
 CHIPS = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            Chip("v5e", 197e12, 16 * 10**9, 819e9, 200e9, "https://cloud.google.com/tpu/docs/v5e"),
-            Chip("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, "https://cloud.google.com/tpu/docs/v5p"),
-            Chip("v6e", 918e12, 32 * 10**9, 1600e9, 400e9, "https://cloud.google.com/tpu/docs/v6e"),
-            Chip("h100", 989e12, 80 * 10**9, 3350e9, 450e9, "https://www.nvidia.com/en-us/data-center/h100/"),
+            # v4's links: 45 GB/s usable each, https://jax-ml.github.io/scaling-book/tpus, as the bandwidth of hosts.
+            _tpu("v4", 275e12, 32 * 2**30, 1200e9, 300e9, (16, 16, 16), 6.25e9),
+            _tpu("v5e", 197e12, 16 * 10**9, 819e9, 200e9, (16, 16), 3.125e9, products=0.88),
+            _tpu("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, (16, 20, 28), 6.25e9),
+            # Matrix units of 256 x 256, which a head of 128 features fills by half.
+            _tpu("v6e", 918e12, 32 * 10**9, 1638e9, 400e9, (16, 16), 12.5e9, 32e9, products=0.72, cores=0.4),
+            # https://www.nvidia.com/en-us/data-center/dgx-h100 and dgx-a100: one network card for each GPU.
+            _gpu("a100", 312e12, 80 * 10**9, 2039e9, 300e9, 25e9, "https://www.nvidia.com/en-us/data-center/a100/"),
+            _gpu("h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9, "https://www.nvidia.com/en-us/data-center/h100/"),
+            _gpu("h200", 989e12, 141 * 10**9, 4800e9, 450e9, 50e9, "https://www.nvidia.com/en-us/data-center/h200/"),
         )
     }
 )

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+import numpy as np
 
 from ..core.errors import counted, describe_bytes
-from ..distribution.mesh_axes import entry_of
-from ..names.distributing import DistributedFunction
-from ..sharding.leaves import leaves_of
-from ._by_names import Account, Layout, check_sizes, memory_of
+from ..distribution.mesh_axes import Axes
+from ._accounts import Meshes, Stages
 from ._figures import Bounds
-from ._named_events import NamedTrace, NotKnown, Renamed, Sum
-from ._named_trace import named_trace
+from ._searching import Found, Ranked, Search, Step, abstract
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
-from .chips import Chip, known_chip
+from .chips import Chip
+from .cost_model import Estimate, Placement, Topology, Torus, topologies_of, why_first
 from .explaining import explain
 from .report import Report
 
@@ -53,6 +51,16 @@ class PlannedMapping:
     """The partitioner's report, if it was asked for one."""
     raw: bool = False
     """True if the step is a function of raw arrays, made by `axonym.names.distribute`."""
+    estimate: Estimate = dataclasses.field(default_factory=lambda: Estimate({}))
+    """The time of a step, estimated, in terms: by this, mappings are ordered."""
+    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The values chosen of the arguments of the step's builder, by their keys."""
+    topology: Topology | None = None
+    placed: Placement | None = None
+    """The place of the mesh axes on the topology that the estimate is for."""
+    peak: int | None = None
+    """The bytes that each device holds at most, as compiled, if the arguments that it updates are donated; None if it
+    was not compiled."""
 
     @property
     def seconds(self) -> float:
@@ -87,6 +95,10 @@ class PlannedMapping:
         step = axn.named_jit(step, compute, in_placement=compute)
         """
         lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r})", f"compute = {dict(self.compute)!r}"]
+        if where := self.place():
+            lines.insert(1, f"# {where}")
+        if self.choices:
+            lines.append(f"step = build({', '.join(f'{n}={_written(n, key)}' for n, key in self.choices.items())})")
         if self.raw:
             lines += [f"storage = {dict(self.storage)!r}"] if self.storage else []
             stored = ", storage" if self.storage else ""
@@ -97,10 +109,34 @@ class PlannedMapping:
             lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
         return "\n".join(lines)
 
+    def place(self) -> str:
+        """Say which dimensions of a torus each mesh axis is along; empty if there is no choice.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> axn.insight.plan(step, w, x, chips=2).best.place()
+        ''
+        """
+        if not isinstance(self.topology, Torus) or self.placed is None or len(self.mesh) < 2:
+            return ""
+        along = []
+        for a in self.mesh:
+            parts = [
+                (
+                    "slices"
+                    if dim < 0
+                    else f"dimension {dim}"
+                    + (f" ({n} of {self.topology.shape[dim]})" if n != self.topology.shape[dim] else "")
+                )
+                for dim, n, _ in self.placed.spans.get(a, ())
+            ]
+            along.append(f"{a} along {' and '.join(parts)}")
+        return f"on {self.topology}: {', '.join(along)}"
+
     def _order(self) -> tuple[float, float, int]:
-        """Return the sort key of plans: if their bounds are shown alike, their sum decides."""
-        total = sum(t for t in (self.bounds.compute, *self.bounds.links.values()) if t is not None)
-        return _as_shown(self.seconds), total, len(self.mesh) + len(self.compute) + len(self.storage)
+        """Return the sort key of plans: if their estimates are shown alike, their bounds decide."""
+        complexity = len(self.mesh) + len(self.compute) + len(self.storage)
+        return _as_shown(self.estimate.seconds), _as_shown(self.seconds), complexity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +154,7 @@ class MappingPlan:
     chip: Chip
     memory: int
     found: tuple[PlannedMapping, ...]
-    """The mappings that fit into the memory, by the time they take."""
+    """The mappings that fit into memory as far as known, by the time they are estimated to take; at most 64."""
     too_large: tuple[PlannedMapping, ...]
     """The mappings that do not fit, the smallest first."""
     considered: int
@@ -128,10 +164,17 @@ class MappingPlan:
     """The kinds of mappings that were not considered, each with the reason."""
     cautions: tuple[str, ...] = ()
     """Warnings about the best one, which are printed first."""
+    pruned: int = 0
+    """The number of mappings considered that cannot be best: they take longer than the first one is estimated to, even
+    by their bounds, or do not fit."""
+    not_fitting: int = 0
+    """The number of those that do not fit."""
+    topologies: tuple[Topology, ...] = ()
+    """The topologies that were considered."""
 
     @property
     def best(self) -> PlannedMapping:
-        """Return the mapping that takes the least time.
+        """Return the mapping that is estimated to take the least time.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -150,17 +193,44 @@ class MappingPlan:
         """
         header, *rows = self._table()
         return "\n\n".join(
-            [self._title(), *self.cautions, markdown_table(header, rows), f"```python\n{self.best.code()}\n```"]
+            [
+                self._title(),
+                *self.cautions,
+                markdown_table(header, rows),
+                self.why(),
+                f"```python\n{self.best.code()}\n```",
+            ]
         )
+
+    def why(self) -> str:
+        """Say by which terms of the estimates the first mapping is better than the second.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> axn.insight.plan(step, w, x, chips=2).why().startswith("The second ")
+        True
+        """
+        rows = self._by_mapping()
+        if len(rows) < 2:
+            return "There is no second one."
+        (first, _), (second, _), *_ = rows
+        parts = _listed(second.mesh, "="), _listed(second.choices, "="), _listed(second.compute)
+        what = ", ".join(filter(None, parts))
+        return f"The second ({what}): {why_first(first.estimate, second.estimate)}"
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
             notes.append("not compiled: by names alone" if self.best.by == "names" else "partitioned, not compiled")
-        notes.append("times and memory are lower bounds: measure the first few")
+        notes.append(
+            f"all {counted(self.considered, 'combination')} of these were considered, of which {self.pruned} cannot "
+            "be better, by their bounds"
+        )
+        notes.append("times are estimates, and `at least` and memory lower bounds: measure the first few")
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
+            self.why(),
             self.best.code(),
         ]
         return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
@@ -172,33 +242,35 @@ class MappingPlan:
         """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
         groups: dict[Any, list[PlannedMapping]] = {}
         for p in self.found:
-            groups.setdefault((frozenset(p.compute.items()), frozenset(p.storage.items())), []).append(p)
+            key = frozenset(p.compute.items()), frozenset(p.storage.items()), frozenset(p.choices.items())
+            groups.setdefault(key, []).append(p)
         return [(first, len(others)) for first, *others in groups.values()]
 
     def _title(self) -> str:
-        large = (
-            f", {len(self.too_large)} of which need{'s' * (len(self.too_large) == 1)} more memory"
-            if self.too_large
-            else ""
-        )
+        few = self.not_fitting == 1
+        large = f", {self.not_fitting} of which need{'s' * few} more memory" if self.not_fitting else ""
         return (
             f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
             f"{counted(self.considered, 'mesh and mapping', 'meshes and mappings')}{large}"
         )
 
     def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "at least", "bottleneck", "sent", "memory", "flops", "source",
-                  "partitioner"]  # fmt: skip
+        header = ["mesh", "compute", "and stored by", "about", "at least", "bottleneck", "sent", "memory", "flops",
+                  "source", "partitioner"]  # fmt: skip
+        chosen = any(p.choices for p in self.found)
+        if chosen:
+            header.insert(1, "choices")
         rows = []
         for p, others in self._by_mapping()[:8]:
             verified = "-" if p.verified is None else _agreement(p)
             own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
             flops = "not known" if p.flops is None else written_number(p.flops)
             mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
+            memory = describe_bytes(p.memory) if p.peak is None else f"{describe_bytes(p.peak)}, compiled"
             rows.append(
-                [mesh, _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent),
-                 describe_bytes(p.memory), flops, p.by, verified]
+                [mesh, *([_listed(p.choices, "=")] if chosen else []), _listed(p.compute), _listed(own) or "as used",
+                 described_seconds(p.estimate.seconds), described_seconds(p.seconds), p.bounds.bottleneck,
+                 describe_bytes(p.sent), memory, flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
 
@@ -207,25 +279,31 @@ def plan(
     fn: Callable[..., Any],
     model: Any,
     *batch: Any,
-    chips: int,
+    chips: int | str | Topology,
     chip: Chip | str = "v5p",
     memory: int | str | None = None,
     ask: int = 12,
     verify: int = 3,
+    choices: Mapping[str, Mapping[str, Any] | Sequence[Any]] | None = None,
 ) -> MappingPlan:
     """Search for the mesh and the mappings under which a training step fits into memory and takes the least time.
 
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
-    independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes where names do
-    not determine the communication, such as axes of experts, of a sequence, or of layers that run as a pipeline, it
-    uses the partitioner, like `explain` with `by="partitioner"`: only for a few mappings, since each takes about twice
-    as long as lowering the step. The remaining mappings are not considered, and the result says so. A step with
-    operations whose flops are not known, such as kernels of Pallas, is refused.
+    independently (tensor parallelism), and of these together, on all meshes of up to three axes, and on the places of
+    these on the topology of the chips. For axes where names do not determine the communication, such as axes of
+    experts, of a sequence, or of layers that run as a pipeline, it uses the partitioner, like `explain` with
+    `by="partitioner"`: only for a few mappings, since each takes about twice as long as lowering the step. The
+    remaining mappings are not considered, and the result says so. A step with operations whose flops are not known,
+    such as kernels of Pallas, is refused.
 
-    The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree in
-    the three digits shown are ordered by their sum. Of the branches of a conditional, the one that takes least counts;
-    all experts are assumed to get equally many rows.
+    Mappings are ordered by an estimate of the time of a step, to the three digits shown: the sum of its products, and
+    of that part of its exchanges that computing does not hide. Of the branches of a conditional, the one that takes
+    least counts in bounds; all experts are assumed to get equally many rows.
+
+    With `choices`, `fn` is a builder: `fn(**choices)` returns the step, or the step and its arguments. A choice named
+    `stages` divides the layers over that many stages of a pipeline, along a mesh axis `stage`, with as many
+    microbatches as a choice named `microbatches` or `accumulate` says.
 
     Arguments:
         fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
@@ -233,12 +311,16 @@ def plan(
             function of raw arrays.
         model: its first argument, which determines the axes of the model. May be abstract.
         *batch: its other arguments. Axes that the model lacks are axes of the batch.
-        chips: the number of chips.
-        chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
+        chips: the number of chips, whose topologies are all tried; or one topology: a `Torus`, `Islands`, or the name
+            of one, such as `"v5p:8x8x8"`, `"v5e:16x16x2slices"` or `"h100:64"`.
+        chip: the kind of chip, if `chips` is a number: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
         ask: the largest number of mappings to partition the step for.
         verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
             can simulate. Its figures order these; if other mappings then come first, as many of them are explained too.
+            The first is compiled to the end, and is not the first if it does not fit.
+        choices: for each argument of the builder, its values, or its values by names to show. All combinations are
+            traced, at most 64.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -247,47 +329,200 @@ def plan(
     compute = {'batch': 'data'}
     step = axn.named_jit(step, compute, in_placement=compute)
     """
-    chip, limit = known_chip(chip, "plan"), parsed_bytes(memory) if isinstance(memory, str) else memory
-    limit = chip.memory if limit is None else limit
-    args = (model, *batch)
-    trace = named_trace(fn, args, {})
-    if trace.uncounted:
-        raise ValueError(
-            f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
-            "not counted. Compare mappings that you choose, with `compare`."
+    topologies = topologies_of(chips, chip)
+    chip, count = topologies[0].chip, topologies[0].chips
+    limit = parsed_bytes(memory) if isinstance(memory, str) else memory
+    planner = _Planner(topologies, chip.memory if limit is None else limit)
+    planner.add_all(fn, (model, *batch), choices or {})
+    planner.ask(ask)
+    return planner.result(verify if jax.default_backend() == "cpu" and jax.device_count() >= count else 0)
+
+
+_MOST_TRACED = 64
+"""The largest number of combinations of choices."""
+
+_MOST_KEPT = 64
+"""The largest number of mappings in a plan, beside the number considered."""
+
+
+class _Planner:
+    """Finds the mappings of a plan."""
+
+    def __init__(self, topologies: Sequence[Topology], limit: int):
+        self._topologies, self._limit = topologies, limit
+        self._chip, self._chips = topologies[0].chip, topologies[0].chips
+        self._meshes: dict[Any, Meshes] = {}
+        self._searches: dict[Any, Search] = {}
+        """The searches, by what was chosen."""
+        self._ranked: list[tuple[Any, Ranked]] = []
+        self._left_out: dict[str, str] = {}
+        self._asked: list[PlannedMapping] = []
+
+    def add_all(self, fn: Callable[..., Any], args: tuple[Any, ...], choices: Mapping[str, Any]) -> None:
+        """Work out all mappings by names, for each combination of choices."""
+        if not choices:
+            return self._add({}, Step(fn, args), None)
+        values = {n: dict(v) if isinstance(v, Mapping) else {x: x for x in v} for n, v in choices.items()}
+        combinations = list(itertools.product(*values.values()))
+        if len(combinations) > _MOST_TRACED:
+            raise ValueError(
+                f"plan: {len(combinations)} combinations of choices, of which each is traced; at most {_MOST_TRACED} "
+                f"can be: {', '.join(f'{n} has {len(v)}' for n, v in values.items())}."
+            )
+        for keys in combinations:
+            chosen = dict(zip(values, keys, strict=True))
+            given = {n: values[n][key] for n, key in chosen.items()}
+            try:
+                built = fn(**given)
+                step, arguments = built if isinstance(built, tuple) else (built, args)
+                made = Step(step, tuple(arguments))
+            except Exception as e:  # of the user's code: it refuses a combination
+                self._left_out[_listed(chosen, "=")] = f"{type(e).__name__}: {e}".partition("\n")[0]
+                continue
+            stages = None
+            if (of := given.get("stages", 1)) != 1:
+                stages = made.stages(of, given.get("microbatches") or given.get("accumulate") or of)
+                if stages is None or stages.size % of or self._chips % of:
+                    self._left_out[_listed(chosen, "=")] = f"{of} stages do not divide a loop over layers, or the chips"
+                    continue
+            self._add(chosen, made, stages)
+        if not self._searches:
+            raise ValueError(
+                "plan: no combination of choices makes a step: "
+                + "; ".join(f"{what}: {why}" for what, why in self._left_out.items())
+            )
+        return None
+
+    def _add(self, chosen: Mapping[str, Any], step: Step, stages: Stages | None) -> None:
+        search = Search(step, self._topologies, stages, next(iter(self._searches.values()), None))
+        key = tuple(chosen.items())
+        self._searches[key] = search
+        fixed = {} if stages is None else {Stages.over: stages.count}
+
+        def meshes_of(axes: Axes) -> Meshes:
+            at = axes, tuple(fixed.items())
+            if at not in self._meshes:
+                self._meshes[at] = Meshes(axes, self._topologies, self._chips, fixed)
+            return self._meshes[at]
+
+        self._ranked += [(key, ranked) for ranked in search.run(meshes_of)]
+
+    def ask(self, most: int) -> None:
+        """Ask the partitioner about mappings that names do not tell: of the choices that are best by names."""
+        first = min(self._ranked, key=self._least, default=None)
+        key = next(iter(self._searches)) if first is None else first[0]
+        search = self._searches[key]
+        staged = [(k, r) for k, r in sorted(self._ranked, key=self._least) if self._searches[k].stages is not None]
+        for k, ranked in staged[: min(2, most)]:  # names tell only about what happens within a stage
+            self._ask_staged(k, ranked)
+        if search.stages is None:
+            for found in itertools.islice(search.ask(self._limit), most - len(self._asked)):
+                self._asked.append(self._planned(key, found))
+                search.left_out.pop(search.of_refused(found.compute), None)
+
+    def _ask_staged(self, key: Any, ranked: Ranked) -> None:
+        search, rows = self._searches[key], [i for i in ranked.rows if ranked.memory[i] <= self._limit]
+        if rows:
+            found = search.found(ranked, min(rows, key=lambda i: float(ranked.seconds[i])))
+            if (asked := search.asked(found.mesh, found.compute, found.storage, self._limit)) is not None:
+                self._asked.append(self._planned(key, asked))
+
+    def _least(self, pair: tuple[Any, Ranked]) -> float:
+        _, ranked = pair
+        fitting = [float(ranked.seconds[i]) for i in ranked.rows if ranked.memory[i] <= self._limit]
+        return min(fitting, default=float("inf"))
+
+    def _planned(self, key: Any, found: Found, verified: Report | None = None) -> PlannedMapping:
+        step = self._searches[key].step
+        f = found
+        return PlannedMapping(
+            f.mesh, f.compute, f.storage, f.bounds, f.memory, f.flops, f.sent, f.uncertain, f.by, verified, step.raw,
+            f.estimate, dict(key), f.topology, f.placed,
+        )  # fmt: skip
+
+    def result(self, verify: int) -> MappingPlan:
+        """Return the plan, of which the partitioner checks the first few."""
+        rows = [(key, ranked, i) for key, ranked in self._ranked for i in ranked.rows]
+        seconds, memory, bounds = (
+            np.array([float(getattr(ranked, field)[i]) for _, ranked, i in rows])
+            for field in ("seconds", "memory", "bound")
         )
-    raw = isinstance(fn, DistributedFunction)
-    of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
-    parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
-    search = _Search(trace, chip, _names(of_model), _names(of_batch), parameters)
-    found = list(search.run(chips))
-    asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
-    for p in asked:
-        search.left_out.pop(search.of_refused(p.compute), None)
-    found = [dataclasses.replace(p, raw=raw) for p in (*found, *asked)]
-    fitting = sorted((p for p in found if p.memory <= limit), key=PlannedMapping._order)
-    too_large = sorted((p for p in found if p.memory > limit), key=lambda p: p.memory)
-    if not fitting:
+        fits = memory <= self._limit
+        asked = {(p.by, str(p.mesh), str(p.mapping), str(p.choices)) for p in self._asked}
+        fitting, too_large = list[PlannedMapping](), list[PlannedMapping]()
+        for into, chosen, by in ((fitting, fits, seconds), (too_large, ~fits, memory)):
+            order = [int(i) for i in np.argsort(by, kind="stable") if chosen[i]]
+            for i in order[:_MOST_KEPT]:
+                key, ranked, row = rows[i]
+                p = self._planned(key, self._searches[key].found(ranked, row))
+                if ("partitioner", str(p.mesh), str(p.mapping), str(p.choices)) not in asked:
+                    into.append(p)
+        fitting = sorted((*fitting, *self._asked), key=PlannedMapping._order)
+        left_out = dict(self._left_out)
+        for search in self._searches.values():
+            left_out |= search.left_out
+        if not fitting:
+            raise ValueError(self._nothing_fits(len(rows), too_large, left_out))
+        doubts = list(self._verified(fitting, too_large, verify))
+        first = fitting[0]
+        pruned = int((~fits | (bounds > first.estimate.seconds)).sum())
+        search = self._searches[tuple(first.choices.items())]
+        large = int((~fits).sum()) + sum(p.peak is not None for p in too_large)
+        return MappingPlan(
+            search.trace.name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large),
+            len(rows) + len(self._asked), len(self._asked), left_out, (*_cautions(self._chips, first), *doubts), pruned,
+            large, tuple(self._topologies),
+        )  # fmt: skip
+
+    def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:
         least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
-        raise ValueError(
-            f"plan: of {counted(len(found), 'mapping')} on {counted(chips, 'device')}, none fits into "
-            f"{describe_bytes(limit)}{least}. "
-            + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
+        return (
+            f"plan: of {counted(count, 'mapping')} on {counted(self._chips, 'device')}, none fits into "
+            f"{describe_bytes(self._limit)}{least}. "
+            + "; ".join(f"{what} was not considered: {why}" for what, why in left_out.items())
         )
-    if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
-        fitting[:verify] = [_verified(p, fn, args, chip) for p in fitting[:verify]]
+
+    def _verified(self, fitting: list[PlannedMapping], too_large: list[PlannedMapping], verify: int) -> Iterator[str]:
+        """Explain the first few by the partitioner, and compile the first, in place; yield what is doubtful."""
+        if not verify:
+            return
+        fitting[:verify] = map(self._partitioned, fitting[:verify])
         fitting.sort(key=PlannedMapping._order)
         for _ in range(verify):
             if fitting[0].verified is None:  # the mappings before it turned out to take longer
-                fitting[0] = _verified(fitting[0], fn, args, chip)
+                fitting[0] = self._partitioned(fitting[0])
                 fitting.sort(key=PlannedMapping._order)
-    return MappingPlan(
-        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
-        dict(search.left_out), tuple(_cautions(search, chips, fitting[0])),
-    )  # fmt: skip
+                continue
+            fitting[0] = first = self._compiled(fitting[0])
+            if first.peak is None or first.peak <= self._limit or len(fitting) == 1:
+                break
+            too_large.append(fitting.pop(0))
+        peak = fitting[0].peak
+        if peak is not None and peak > self._limit:
+            yield f"the first one needs {describe_bytes(peak)}, as compiled; by the bytes known, it seemed to fit."
+
+    def _explained(self, p: PlannedMapping, by: Any) -> Report:
+        step = self._searches[tuple(p.choices.items())].step
+        return explain(step.fn, *step.args, mapping=p.mapping, mesh=abstract(p.mesh), by=by, chip=self._chip)
+
+    def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
+        """Explain a mapping by the partitioner; its exchanges are those of the estimate."""
+        report, search = self._explained(p, "partitioner"), self._searches[tuple(p.choices.items())]
+        assert report.bounds is not None, "there is a chip"
+        estimate = p.estimate
+        if report.total_sent() != p.sent:
+            f = Found(**{x.name: getattr(p, x.name) for x in dataclasses.fields(Found)})
+            estimate = search.estimated(f, report).estimate
+        return dataclasses.replace(p, bounds=report.bounds, verified=report, estimate=estimate)
+
+    def _compiled(self, p: PlannedMapping) -> PlannedMapping:
+        """Compile a mapping to the end, which tells its memory."""
+        memory = self._explained(p, "compiled").memory
+        assert memory is not None, "it is compiled"
+        return dataclasses.replace(p, peak=max(memory.arguments, memory.results) + memory.temporaries)
 
 
-def _cautions(search: _Search, chips: int, first: PlannedMapping) -> Iterator[str]:
+def _cautions(chips: int, first: PlannedMapping) -> Iterator[str]:
     """Yield what makes the first mapping of a plan doubtful."""
     if chips > 1 and not first.compute:
         yield (
@@ -296,230 +531,12 @@ def _cautions(search: _Search, chips: int, first: PlannedMapping) -> Iterator[st
         )
 
 
-def _names(tree: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or () if n != "_"))
-
-
-def _multiplied(trace: NamedTrace, parameters: Sequence[set[str]]) -> set[str]:
-    """Return the axes that parameters in products have; all of them if no product is named.
-
-    Storing others sharded, such as the positions of a table that is only added, saves next to nothing.
-    """
-    terms = [
-        {a.name for a in term}
-        for e in trace.events
-        if isinstance(e, Sum) and e.flops and e.place.operation is not None
-        for term in e.place.operation.operands
-    ]
-    found = {n for term in terms if any(term <= x and len(x - term) <= 1 for x in parameters) for n in term}
-    return found if terms else set[str]().union(*parameters)
-
-
-def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
-    """Explain a planned mapping with the partitioner."""
-    report = explain(fn, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
-    assert report.bounds is not None, "there is a chip"
-    return dataclasses.replace(p, bounds=report.bounds, verified=report)
-
-
-# --- searching ---
-
-
-class _Search:
-    """All meshes and mappings of a traced step whose cost can be computed from names."""
-
-    def __init__(
-        self,
-        trace: NamedTrace,
-        chip: Chip,
-        of_model: Sequence[str],
-        of_batch: Sequence[str],
-        parameters: Sequence[set[str]],
-    ):
-        self.trace, self.chip = trace, chip
-        self._of_batch = of_batch
-        self.left_out: dict[str, str] = {}
-        """The shardings that are not considered, each with the reason."""
-        sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
-        alone = [n for n in sizes if self._told({n: "model"}, {})]
-        self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)
-        self.batch = [n for n in of_batch if n not in of_model and n in alone]
-        self.tensor = [n for n in alone if n in of_model or n in of_batch]
-        data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
-        multiplied = _multiplied(trace, parameters)
-        self._multiplied = multiplied
-        self.stored = [n for n in of_model if n in multiplied and data and self._told(data, {n: "data"})]
-        # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
-        apart: set[frozenset[str]] = set()
-        for a, b in itertools.combinations(self.tensor, 2):
-            if not self._told({a: "model", b: "model"}, {}, note=False):
-                apart.add(frozenset((a, b)))
-        self.groups = [
-            group
-            for count in range(len(self.tensor) + 1)
-            for group in itertools.combinations(self.tensor, count)
-            if not any(frozenset(pair) in apart for pair in itertools.combinations(group, 2))
-        ]
-
-    def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
-        """Return whether the cost of a mapping can be computed from names, on a mesh whose axes divide everything."""
-        try:
-            # Whether names suffice does not depend on the sizes of mesh axes, so the smallest will do.
-            Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage, self.trace.joined), divides=False)
-        except NotKnown as e:
-            if note:
-                what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
-                self.left_out.setdefault(what, e.reason)
-            return False
-        return True
-
-    def run(self, chips: int) -> Iterator[PlannedMapping]:
-        """Yield a plan for each mapping that divides the axes."""
-        for mesh, compute, storage in self._candidates(chips):
-            try:
-                account = Account(self.trace, Layout(mesh, compute, storage, self.trace.joined))
-            except ValueError:  # it does not divide the axes, or names do not determine its cost
-                continue
-            yield self._planned(account, mesh, compute, storage)
-
-    def _candidates(self, chips: int) -> Iterator[tuple[dict[str, int], dict[str, Over], dict[str, Over]]]:
-        for data, model in ((chips // n, n) for n in range(1, chips + 1) if chips % n == 0):
-            mesh = _mesh(data, model) or {"data": 1}
-            for batch, group in itertools.product(self.batch or [None], self.groups):
-                # A group takes the mesh axis of the model; the batch can take both, if there is no group.
-                takes_both = model > 1 and data > 1 and batch and not group
-                if batch in group or not (takes_both or bool(group) == (model > 1)):
-                    continue
-                over: Over = ("data", "model") if model > 1 and not group else "data"
-                batches = [batch] if batch and data > 1 else []
-                compute: dict[str, Over] = dict.fromkeys(batches, over)
-                compute |= dict.fromkeys(group, "model")
-                used = self._as_used(group)
-                # Two mesh axes that both shard the batch differ from one only if parameters are stored over one.
-                if group or model == 1:
-                    yield mesh, compute, {}
-                for name in self.stored if batches else ():
-                    if name not in group:
-                        yield mesh, compute, {name: "data"} | used
-
-    def ask(self, chips: int, fn: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
-        """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
-        sizes = [n for n in range(2, chips + 1) if chips % n == 0]
-        # Devices with different experts also have different rows, if no array has both axes.
-        experts = [n for n in self.refused if n in self.trace.exchanged]
-        others = [n for n in self.refused if n not in experts]
-        tried = [(alike, pair) for alike, names in ((True, experts), (False, others), (False, experts))
-                 for pair in itertools.product(sizes, names)]  # fmt: skip
-        for alike, (model, name) in tried:
-            axes = self._sharded_with(name)
-            mesh = _mesh(chips // model, model)
-            batch = next((b for b in self.batch if b not in axes), None)
-            if len(mesh) > 1 and batch is None:
-                continue
-            over = list(mesh) if alike else [a for a in mesh if a == "data"]
-            entry = entry_of(over)
-            compute: dict[str, Over] = {} if batch is None or entry is None else {batch: entry}
-            if name in self._of_batch and len(mesh) == 1:  # it is data parallelism
-                mesh = {"data": model}
-            compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
-            stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
-            storages: list[dict[str, Over]] = [{n: "data", **self._as_used(axes)} for n in stored]
-            for storage in (*storages, {}):
-                yield from self._asked(mesh, compute, storage, fn, args, limit)
-
-    def _as_used(self, group: Sequence[str]) -> dict[str, Over]:
-        """Return the storage sharding of parameters along axes of a group; an axis that they lack is none of theirs."""
-        return {n: "model" for n in group if n in self._multiplied}
-
-    def of_refused(self, compute: Mapping[str, Over]) -> str:
-        """List the sharded axes whose communication cannot be computed from names."""
-        return f"sharding {', '.join(n for n in compute if n in self.refused)}"
-
-    def _sharded_with(self, name: str) -> list[str]:
-        """Return all names that an axis has during the step: positions may become key positions.
-
-        Other axes of arguments are mapped by themselves, such as the next state of a recurrent cell.
-        """
-        found = [name]
-        for known in found:
-            for event in self.trace.events:
-                if isinstance(event, Renamed):
-                    pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
-                    new = {m for p in pairs if known in p for m in p}
-                    found += [n for n in new if n not in found and not n.endswith("'")]  # a part of an axis
-        given = {n for x in self.trace.arguments for n in x.names}
-        return [name, *(n for n in found[1:] if n not in given)]
-
-    def _asked(
-        self,
-        mesh: dict[str, int],
-        compute: dict[str, Over],
-        storage: dict[str, Over],
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        limit: int,
-    ) -> Iterator[PlannedMapping]:
-        """Plan a mapping with the partitioner, if it divides the axes and fits into memory."""
-        layout = Layout(mesh, compute, storage, self.trace.joined)
-        try:
-            check_sizes(layout, self.trace.arguments)
-        except ValueError:
-            return
-        if (memory := _kept(self.trace, layout)) > limit:
-            return
-        mapping = (storage, compute) if storage else compute
-        try:
-            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="partitioner", chip=self.chip)
-        except (TypeError, ValueError) as e:
-            self.left_out[self.of_refused(compute)] = str(e)
-            return
-        sent, bounds = report.total_sent(), report.bounds
-        if sent is None or bounds is None or report.flops is None:
-            self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
-            return
-        yield PlannedMapping(mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner")
-
-    def _planned(
-        self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
-    ) -> PlannedMapping:
-        bounds = account.bounds(self.chip, None)
-        sent = sum(e.total_sent or 0 for e in account.exchanges)
-        memory = _kept(self.trace, account.layout)
-        return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
-
-
-def _mesh(data: int, model: int) -> dict[str, int]:
-    """Return the mesh axes with more than one device."""
-    return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
-
-
-def _kept(trace: NamedTrace, layout: Layout) -> int:
-    """Return the bytes on each device, counting results that become arguments of the next step once.
-
-    Beside what loops keep, a backward pass that recomputes layers has the products of one of them, and the gradients of
-    all layers that a loop goes through, since it stacks them.
-    """
-    memory = memory_of(trace, layout)
-    products = [e for e in trace.events if isinstance(e, Sum) and e.flops]
-    again: dict[int, int] = {}
-    for e in products:
-        if e.place.recomputes and e.place.phase == "recomputed":
-            again[e.place.within] = again.get(e.place.within, 0) + layout.bytes(e.result)
-    stacked = [{*x.names} for x in trace.arguments]
-    gradients = sum(
-        layout.bytes(e.result, layout.over(e.result.base)) * (e.place.times or 1)
-        for e in products
-        if again and e.place.phase == "backward" and e.place.times != 1
-        and any({*e.result.names} < names and len(names - {*e.result.names}) == 1 for names in stacked)
-    )  # fmt: skip
-    return max(memory.arguments, memory.results) + memory.temporaries + max(again.values(), default=0) + gradients
-
-
-def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:
-    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
-
-
 # --- writing ---
+
+
+def _written(name: str, key: Any) -> str:
+    """Write the value of a choice as Python: a number or text by itself, others as what `choices` has."""
+    return repr(key) if isinstance(key, (int, float, bool, type(None))) else f"choices[{name!r}][{key!r}]"
 
 
 def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:

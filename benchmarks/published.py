@@ -1,0 +1,359 @@
+"""Compare the cost model of `axonym.insight` with published training runs: `python -m benchmarks published`.
+
+A transformer's products and exchanges have closed forms, from which the model works out a bound and an estimate for
+each run in `published_runs.toml`. What `axonym.insight.plan` counts in a transformer is compared with these forms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+import axonym as axn
+from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model, explain
+from axonym.insight.cost_model import Part, Product, Sent
+from examples.models import llama
+
+from .harness import Row
+from .llama import step
+
+Run = Mapping[str, Any]
+
+KEPT: dict[str, set[str]] = {
+    "none": {"q", "k", "v", "out", "up", "core"},
+    "minimal_with_context": {"q", "k", "v", "out", "up", "core"},
+    "selective": {"q", "k", "v", "out", "up"},
+    "minimal": {"q", "k", "v", "out", "up"},
+    "save_dot_with_context_except_mlp": {"q", "k", "v", "out", "core"},
+    "save_dot_except_mlpwi": {"q", "k", "v", "out"},
+    "selective-op": {"q", "v", "out", "core"},
+    "qkv_proj_offloaded": {"q", "k", "v"},
+    "full": set(),
+    "custom": set(),
+}
+"""The results that a layer keeps for the backward pass, by policy. `selective-op` is torchtitan's: every second one."""
+
+NAMES = {"query_proj": "q", "key_proj": "k", "value_proj": "v", "out_proj": "out", "context": "core"}
+"""MaxText's names of what is kept or offloaded."""
+
+CHIP = {"h100-500w": "h100", "h100-a3": "h100"}
+NETWORK = {"h100-a3": 25e9}
+"""Where a cluster has another network than is usual for its chips, or its chips other rates: from the runs' notes."""
+SLOWER: dict[str, Any] = {"h100-500w": {"memory_bandwidth": 2400e9}}
+
+
+LOGITS = 20
+"""Bytes read and written for each logit: in float32 by the product, twice by the softmax, and as a gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """What is known of the code of a run's stack."""
+
+    overlaps: bool = True
+    """Whether it computes while it exchanges activations."""
+    gradients: int = 2
+    """Bytes of an element of a gradient when it is exchanged."""
+    arrays: int = 1
+    """How many exchanges it makes for the parameters of a layer."""
+
+
+STACKS = {
+    "maxtext": Stack(),
+    # Its README: "--tp-comm-overlap", "--overlap-grad-reduce", "--overlap-param-gather".
+    "megatron": Stack(gradients=4),
+    # benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: these are the runs without asynchronous tensor parallelism.
+    "torchtitan": Stack(overlaps=False, gradients=4),
+    # scripts/scaling_benchmarks.py: tp_linear_async_communication, ACCUMULATE_GRAD_IN_FP32. optim/zero.py gathers and
+    # scatters each parameter by itself.
+    "nanotron": Stack(gradients=4, arrays=6),
+}
+
+
+def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The models and the runs."""
+    found = tomllib.loads((Path(__file__).parent / "published_runs.toml").read_text())
+    return found["model"], found["run"]
+
+
+def stack(run: Run) -> str:
+    """The stack of a run, and its chips: what one calibration is for."""
+    return f"{run['id'].split('-')[0]} {run['chip']}"
+
+
+def chip_of(run: Run) -> Chip:
+    """The chip of a run, with what its stack does."""
+    name: str = run["chip"]
+    chip = dataclasses.replace(CHIPS[CHIP.get(name, name)], **SLOWER.get(name, {}))
+    if STACKS[run["id"].split("-")[0]].overlaps:
+        return chip
+    return dataclasses.replace(chip, reached=dataclasses.replace(chip.reached, waited=0.0))
+
+
+def placed(run: Run) -> tuple[Torus | Islands, list[cost_model.Placement]]:
+    """The topology of a run, and the ways to lay its mesh on it."""
+    mesh = {a: run[short] for a, short in (("stage", "pp"), ("data", "dp"), ("fsdp", "fsdp"), ("tensor", "tp"))}
+    chip = chip_of(run)
+    if chip.torus:
+        torus = Torus(chip, run["topology"], run["slices"])
+        return torus, torus.placements(mesh)
+    islands = Islands(chip, run["chips"], min(run["chips"], 8), NETWORK.get(run["chip"]))
+    return islands, [cost_model.Placement(mesh)]
+
+
+class Transformer:
+    """The closed forms of a transformer."""
+
+    def __init__(self, model: Mapping[str, Any]):
+        self.layers, self.embed, self.mlp, self.vocab = (model[n] for n in ("layers", "embed", "mlp", "vocab"))
+        self.queries, self.keys = (model[n] * model["head_size"] for n in ("heads", "kv_heads"))
+        self.gates = 2 if model["gated"] else 1
+        self.tables = 1 if model["tied"] else 2
+        self.layer = self.embed * (2 * self.queries + 2 * self.keys + (self.gates + 1) * self.mlp)
+        """The parameters of a layer, without norms."""
+
+    def parameters(self) -> int:
+        """All parameters, without norms."""
+        return self.layers * self.layer + self.tables * self.vocab * self.embed
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """The flops of a step by the usual count: attention as if it were not causal, nothing computed again."""
+        per_token = 6 * (self.layers * self.layer + self.vocab * self.embed)
+        return tokens * (per_token + 12 * self.layers * self.queries * seq)
+
+    def products(self, rows: float, tensor: int) -> dict[str, Product]:
+        """The products of a layer's forward pass, for some tokens, without the core of attention."""
+
+        def one(columns: float, summed: float, of: str = "columns", times: int = 1) -> Product:
+            columns, summed = (columns / tensor, summed) if of == "columns" else (columns, summed / tensor)
+            return Product(2 * rows * columns * summed * times, min(rows, columns, summed))
+
+        return {
+            "q": one(self.queries, self.embed),
+            "k": one(self.keys, self.embed),
+            "v": one(self.keys, self.embed),
+            "out": one(self.embed, self.queries, "summed"),
+            "up": one(self.mlp, self.embed, times=self.gates),
+            "down": one(self.embed, self.mlp, "summed"),
+        }
+
+
+def scaled(products: Iterator[Product] | list[Product], by: float) -> tuple[Product, ...]:
+    return tuple(dataclasses.replace(p, flops=p.flops * by) for p in products)
+
+
+def parts_of(run: Run, model: Transformer) -> list[Part]:
+    """The parts of a run's step."""
+    own, seq, tensor, fsdp, data, stages = (run[n] for n in ("id", "seq", "tp", "fsdp", "dp", "pp"))
+    setting, zero = STACKS[own.split("-")[0]], run["zero"]
+    rows = run["batch"] / (fsdp * data)
+    micro = rows / min(run.get("microbatch") or (1 if stages > 1 else rows), rows)
+    tokens = rows / micro * seq
+    products = model.products(tokens, tensor)
+    core = Product(4 * tokens * seq * model.queries / tensor / 2, 1, core=True)
+    touched = (
+        2.0 * tokens * (12 * model.embed + 2 * model.queries + 2 * model.keys + (model.gates + 2) * model.mlp) / tensor
+    )
+    kept = KEPT[run["remat"]] | {NAMES.get(n, n) for n in run.get("offload", ())}
+    again = [p for name, p in products.items() if name not in {*kept, "down"}]
+    again += [core] if "core" not in kept else []
+
+    weights, layers = 2.0 * model.layer / tensor, model.layers / stages
+    activations = 2.0 * tokens * model.embed
+
+    def tensors(count: int) -> tuple[Sent, ...]:
+        gather, scatter = (Sent(kind, ("tensor",), count * activations, "exchanging activations", count=count)
+                           for kind in ("all-gather", "reduce-scatter"))  # fmt: skip
+        return (gather, scatter) if tensor > 1 else ()
+
+    def parameters(kind: str, size: float, what: str, axis: str = "fsdp", count: int = 1) -> tuple[Sent, ...]:
+        return (
+            (Sent(kind, (axis,), size, what, ahead=True, count=count),)
+            if run[{"fsdp": "fsdp", "data": "dp"}[axis]] > 1
+            else ()
+        )
+
+    gathered = parameters("all-gather", weights, "gathering parameters") if zero == 3 else ()
+    scattered = parameters("reduce-scatter", weights * setting.gradients / 2, "summing gradients") if zero == 3 else ()
+    sizes = {"decoder_layer_input": model.embed, "query_proj": model.queries / tensor, "key_proj": model.keys / tensor,
+             "value_proj": model.keys / tensor, "out_proj": model.embed, "context": model.queries / tensor,
+             "mlpwo": model.embed}  # fmt: skip
+    offloaded = 2 * tokens * sum(sizes[n] for n in run.get("offload", ()))
+    forward = Part(layers * micro, (*products.values(), core), (*tensors(2), *gathered), touched, offloaded)
+    recomputed = bool(again) and run["remat"] != "selective"
+    backward = Part(
+        layers * micro,
+        (*scaled(list(products.values()), 2), *scaled([core], 2.5), *again),
+        (*tensors(2), *(tensors(1) if len(again) > 2 else ()), *gathered, *scattered),
+        touched * (3 if recomputed else 2),
+        offloaded,
+    )
+    head = Product(6 * tokens * model.vocab * model.embed / tensor, min(tokens, model.vocab / tensor))
+    waiting = [dataclasses.replace(p, times=(stages - 1) / run["vp"] * layers, waits=True) for p in (forward, backward)]
+    parts = [forward, backward, Part(micro / stages, (head,), touched=LOGITS * tokens * model.vocab / tensor)]
+    # The gradients of replicas are summed after the last microbatch, and parameters gathered before the first.
+    once = (layers * model.layer + model.vocab * model.embed) / tensor / fsdp / layers
+    size, count = once * (setting.gradients if zero < 3 else 2), setting.arrays if zero == 1 else 1
+    summed = parameters("all-reduce" if zero != 1 else "reduce-scatter", size, "summing gradients", "data", count)
+    renewed = parameters("all-gather", 2 * once, "gathering parameters", "data", count) if zero == 1 else ()
+    if summed:
+        first, last = (dataclasses.replace(p, times=layers, sent=(*p.sent, *more))
+                       for p, more in ((forward, renewed), (backward, summed)))  # fmt: skip
+        rest = [dataclasses.replace(p, times=layers * (micro - 1)) for p in (forward, backward)]
+        parts = [*rest, first, last, parts[-1]]
+    stored = (layers * model.layer + model.vocab * model.embed) / tensor / fsdp / (data if zero == 1 else 1)
+    parts.append(Part(1, touched=30 * stored))
+    return [*parts, *waiting]
+
+
+def measured(run: Run, model: Transformer) -> float:
+    """The published seconds of a step."""
+    tokens, found = run["batch"] * run["seq"], run["measured"]
+    if "seconds" in found:
+        return found["seconds"]
+    if "tokens_per_chip" in found:
+        return tokens / run["chips"] / found["tokens_per_chip"]
+    rate = found["tflops"] * 1e12 if "tflops" in found else found["mfu_percent"] / 100 * chip_of(run).flops
+    return model.flops(tokens, run["seq"]) / run["chips"] / rate
+
+
+def times(run: Run, model: Transformer) -> tuple[float, float]:
+    """The bound and the estimate of a run, on the best placement."""
+    topology, placements = placed(run)
+    parts = parts_of(run, model)
+    keys = {(x.kind, x.axes) for p in parts for x in p.sent}
+    found = []
+    for placement in placements:
+        rates = {key: cost_model.rate_of(key[0], topology.route(placement, key[1]), topology.chip) for key in keys}
+        least = cost_model.bound(parts, rates, topology.chip)
+        found.append((float(cost_model.estimate(parts, rates, topology.chip).seconds), float(least)))
+    seconds, least = min(found)
+    return least, seconds
+
+
+# --- sweeps ---
+
+
+def kept(run: Run, model: Transformer) -> float:
+    """About the bytes that a GPU keeps: parameters, gradients, state, activations of stages in flight, and logits."""
+    tensor, stages, data = run["tp"], run["pp"], run["dp"]
+    own = model.parameters() / tensor / stages
+    state = own * (2 + 4 + 12 / (data if run["zero"] else 1))
+    tokens, micro = run["microbatch"] * run["seq"], run["batch"] / data / run["microbatch"]
+    of_layer = 2 * (10 * model.embed + 2 * model.queries + 2 * model.keys + 3 * model.mlp) / tensor
+    in_flight = min(stages, micro) * model.layers / stages
+    return state + tokens * (of_layer * in_flight + 10 * model.vocab / tensor)
+
+
+def sweep(run: Run, model: Transformer) -> Iterator[dict[str, Any]]:
+    """The settings of a sweep that fit into memory."""
+    powers = [2**i for i in range(10)]
+    for tensor, stages, microbatch, zero in itertools.product(powers[:6], powers[:5], powers, (0, 1)):
+        data, rest = divmod(run["chips"], tensor * stages)
+        if rest or stages > model.layers or run["batch"] % (data * microbatch or 1) or not data:
+            continue
+        other = {**run, "dp": data, "tp": tensor, "pp": stages, "microbatch": microbatch, "zero": zero}
+        if kept(other, model) <= CHIPS["h100"].memory:
+            yield other
+
+
+def regret(run: Run, model: Transformer) -> float:
+    """How much longer the published best of a sweep takes than the shortest of the sweep, by the estimates."""
+    own = times(run, model)[1]
+    return own / min(own, *(times(other, model)[1] for other in sweep(run, model))) - 1
+
+
+# --- what `plan` counts ---
+
+COUNTED = "llama3.1-8b", "llama2-70b", "llama3.1-70b", "llama3.1-405b"
+
+
+def counted(model: Mapping[str, Any], devices: int = 64, seq: int = 2048) -> tuple[float, float]:
+    """What names tell of the flops and the bytes of a step of the Llama of the examples, over its closed forms.
+
+    Parameters are in float32 and stored sharded; each device has one text, and computes each layer again.
+    """
+    axes = {"Vocab": "vocab", "Embed": "embed", "Layers": "layers", "Mlp": "mlp", "KVHeads": "kv_heads",
+            "HeadSize": "head_size"}  # fmt: skip
+    given = {field: axn.Axis(name, model[name]) for field, name in axes.items()}
+    group = axn.Axis("group", model["heads"] // model["kv_heads"])
+    config = llama.Config(**given, Group=group)  # pyright: ignore[reportArgumentType]
+    state = jax.eval_shape(lambda key: llama.Llama.init(config, key=key), jax.random.key(0))
+    tokens = jax.eval_shape(lambda: axn.zeros({"batch": devices, "pos": seq}, "int32"))
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    report = explain(step, state, tokens, mapping=({"embed": "data"}, {"batch": "data"}), mesh=mesh, by="names")
+    form = Transformer(model)
+    again = 2 * (form.layer - form.embed * form.mlp) + 4 * form.queries * seq
+    flops = form.flops(seq, seq) + seq * form.layers * again
+    # Twice gathered and once scattered in the layers; then the head, and the rows of the table that are looked up.
+    sent = 4 * (3 * form.layers * form.layer + 2 * form.vocab * form.embed + 2 * seq * form.embed)
+    assert report.flops is not None
+    return report.flops / flops, (report.total_sent() or 0) / (sent * (devices - 1) / devices)
+
+
+# --- the bars ---
+
+
+def within(ratios: Iterable[float], share: float) -> float:
+    """The share of ratios that are within a share of 1."""
+    found = list(ratios)
+    return sum(abs(q - 1) <= share for q in found) / len(found)
+
+
+def rows() -> list[Row]:
+    """How far the cost model is off; all limits are bars that it has to hold."""
+    models, runs = read()
+    ratios: dict[str, list[float]] = {}
+    bounds, ours, regrets = [], [], []
+    for run in runs:
+        model = Transformer(models[run["model"]])
+        (least, seconds), true = times(run, model), measured(run, model)
+        bounds.append(least / true)
+        ratios.setdefault(stack(run), []).append(seconds / true)
+        if chip_of(run).torus:
+            ours.append(seconds / true)
+        if run["id"].startswith("nanotron"):
+            regrets.append(regret(run, model))
+    # One number for a stack, from its other runs.
+    left_out = [
+        q / statistics.median(found[:i] + found[i + 1 :])
+        for found in ratios.values()
+        if len(found) > 1
+        for i, q in enumerate(found)
+    ]
+
+    def row(what: str, shown: str, bar: str, value: float, limit: float) -> Row:
+        return Row("published", what, shown, bar, value, limit)
+
+    def far(what: str, found: list[float], share: float, most: float) -> Row:
+        own = within(found, share)
+        return row(f"{what}: within {share:.0%}", f"{own:.1%} of {len(found)}", f"bar: {most:.0%}", 1 - own, 1 - most)
+
+    below, median = sum(b <= 1 for b in bounds), statistics.median(regrets)
+    what = f"regret of the published best of {len(regrets)} sweeps, median"
+    rows = [
+        row("bounds below the measured times", f"{below} of {len(bounds)}", "bar: all", max(bounds), 1),
+        far("estimates for TPUs, uncalibrated", ours, 0.10, 0.75),
+        far("estimates for TPUs, uncalibrated", ours, 0.25, 1.0),
+        far("estimates by one number a stack, from its other runs", left_out, 0.10, 0.75),
+        far("estimates by one number a stack, from its other runs", left_out, 0.20, 0.92),
+        row(what, f"{median:.1%}", "bar: 8%", median, 0.08),
+    ]
+    for name, found in ratios.items():
+        middle = statistics.median(found)
+        shown = f"{middle:.2f}, from {min(found):.2f} to {max(found):.2f}"
+        rows.append(row(f"estimate over measured, {name}: median of {len(found)}", shown, "no bar", 0, 1))
+    for name in COUNTED:
+        flops, sent = counted(models[name])
+        for what, ratio, bar in (("flops", flops, 0.01), ("bytes", sent, 0.05)):
+            what = f"{what} of {name} by names, over the closed form"
+            rows.append(row(what, f"{ratio:.4f}", f"bar: {bar:.0%}", abs(ratio - 1), bar))
+    return rows

@@ -1,0 +1,401 @@
+"""Work out what a traced step takes under a mapping on many meshes at once: each amount, and the axes that divide it.
+
+Names decide what a step exchanges whatever the sizes of mesh axes are, so one walk of its events is enough for all
+meshes with the same axes. The rest is arithmetic: see `cost_model`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..distribution.decisions import distinct
+from ..distribution.mesh_axes import Axes
+from . import cost_model
+from ._by_names import Account, CountedExchange, Layout
+from ._named_events import NamedTrace, Occurrence, Sum, Value
+from .chips import Chip
+from .cost_model import Amount, Estimate, Part, Placement, Product, Rate, Sent, Topology
+from .report import Report
+
+TOUCHED = 2.7
+"""The bytes that steps read and write beside products, for each byte of the results of these. A guess, for layers of
+transformers, of which compilers fuse what is between products."""
+
+Sizes = Mapping[str, Any]
+"""For each mesh axis, its size on each of several meshes."""
+
+
+class Meshes:
+    """The meshes of some axes on topologies: their sizes, places, and what exchanges take on each."""
+
+    def __init__(self, axes: Axes, topologies: Sequence[Topology], chips: int, fixed: Mapping[str, int]):
+        """Arguments:
+        fixed: the sizes of axes that are not to be chosen.
+        """
+        found: list[tuple[Topology, Placement]] = []
+        for sizes in _factors(chips, axes, fixed):
+            mesh = dict(zip(axes, sizes, strict=True)) or {"data": 1}
+            found += [(t, placed) for t in topologies for placed in t.placements(mesh)]
+        self.placed = found
+        self.sizes: Sizes = {a: np.array([p.mesh[a] for _, p in found], float) for a in axes}
+        sizes = [tuple(int(p.mesh[a]) for a in axes) for _, p in found]
+        numbers = {own: i for i, own in enumerate(dict.fromkeys(sizes))}
+        self.kinds = [numbers[own] for own in sizes]
+        """For each, the number of its sizes: several are one mesh on several places."""
+        self._rates: dict[tuple[str, Axes], Rate] = {}
+
+    def __getitem__(self, key: tuple[str, Axes]) -> Rate:
+        """Return what an exchange takes on each mesh."""
+        if key not in self._rates:
+            each = [
+                cost_model.rate_of(key[0], topology.route(placed, key[1]), topology.chip)
+                for topology, placed in self.placed
+            ]
+            self._rates[key] = cost_model.stacked(each)
+        return self._rates[key]
+
+    def at(self, row: int) -> RatesAt:
+        """Return what exchanges take on one mesh."""
+        return RatesAt(*self.placed[row])
+
+
+class RatesAt:
+    """What exchanges take on one mesh."""
+
+    def __init__(self, topology: Topology, placed: Placement):
+        self._topology, self._placed = topology, placed
+
+    def __getitem__(self, key: tuple[str, Axes]) -> Rate:
+        return cost_model.rate_of(key[0], self._topology.route(self._placed, key[1]), self._topology.chip)
+
+
+def _factors(chips: int, axes: Axes, fixed: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Return the sizes of mesh axes of more than one device each."""
+    if not axes:
+        return [()]
+    first, *rest = axes
+    sizes = [fixed[first]] if first in fixed else range(2, chips + 1)
+    found = [n for n in sizes if chips % n == 0]
+    if not rest:
+        return [(n,) for n in found if n == chips]
+    return [(n, *more) for n in found for more in _factors(chips // n, tuple(rest), fixed)]
+
+
+class _Bytes:
+    """A sum of bytes, each divided by some mesh axes."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Axes, float] = {}
+
+    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, times: int = 1) -> None:
+        axes, whole = _divided(layout, x, over)
+        self._parts[axes] = self._parts.get(axes, 0.0) + whole * times
+
+    def at(self, sizes: Sizes) -> Amount:
+        return sum((whole / _count(axes, sizes) for axes, whole in self._parts.items()), start=0.0)
+
+
+def _divided(layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> tuple[Axes, float]:
+    """Return the mesh axes that divide an array, and its bytes."""
+    over = [layout.used(n) for n, _ in x.base] if over is None else over
+    return distinct(a for axes in over for a in axes), math.prod(n for _, n in x.base) * x.dtype.itemsize
+
+
+def _count(axes: Iterable[str], sizes: Sizes) -> Amount:
+    return functools.reduce(lambda a, b: a * b, (sizes[a] for a in axes), 1.0)
+
+
+class Evaluated(NamedTuple):
+    """What a step takes on each of several meshes."""
+
+    fits: Any
+    """Whether the mesh axes divide the axes of the arguments."""
+    estimate: Estimate
+    bound: Amount
+    memory: Amount
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of a pipeline."""
+
+    layers: str
+    """The axis of the layers."""
+    size: int
+    """How many layers there are."""
+    count: int
+    microbatches: int
+
+    over = "stage"
+    """The mesh axis."""
+
+
+class PatternAccount:
+    """The parts of a step under a mapping, on meshes of any sizes."""
+
+    def __init__(
+        self,
+        trace: NamedTrace,
+        axes: Axes,
+        compute: Mapping[str, Any],
+        storage: Mapping[str, Any],
+        stages: Stages | None = None,
+        exchanges: bool = True,
+    ):
+        """Arguments:
+        exchanges: whether to work out what it exchanges, which raises `NotKnown` if names do not tell.
+        """
+        self._trace, self._stages = trace, stages
+        sizes = dict.fromkeys(axes, 2)
+        self.layout = Layout(sizes, compute, storage, trace.joined)
+        """Without stages."""
+        own = {} if stages is None else {stages.layers: stages.over}
+        self._stored = (
+            Layout(sizes, {**compute, **own}, {**storage, **own} if storage else {}, trace.joined)
+            if own
+            else self.layout
+        )
+        self._exchanges = Account(trace, self.layout, divides=False).exchanges if exchanges else []
+        self._parameters = {frozenset(x.names) for x in trace.arguments}
+
+    def evaluate(self, meshes: Meshes, chip: Chip) -> Evaluated:
+        """Return what the step takes on each mesh."""
+        sizes = meshes.sizes
+        fits = np.ones(len(meshes.placed), bool)
+        for x in self._trace.arguments:
+            for (_, size), over in zip(x.dims, self._stored.over(x.dims), strict=True):
+                if over:
+                    fits &= size % _count(over, sizes) == 0
+        touched, memory = self.memory(sizes)
+        parts = least = self.parts(sizes, touched)
+        if any(e.place.branches for e in self._trace.events):
+            least = self.parts(sizes, touched, least=True)
+        bound = cost_model.bound(least, meshes, chip, touched)
+        return Evaluated(fits, cost_model.estimate(parts, meshes, chip), bound, memory)
+
+    def memory(self, sizes: Sizes) -> tuple[Amount, Amount]:
+        """Return the bytes of arguments and results, and the bytes that each device keeps at least: see `kept`."""
+        found = kept_by(self._trace, self._stored, lambda: _Bytes(), self.layout)
+        arguments, results, loops, products, again, gradients = found
+        scale = 1.0
+        if self._stages is not None:
+            scale = min(self._stages.count, self._stages.microbatches) / self._stages.microbatches
+        most = functools.reduce(np.maximum, (b.at(sizes) for b in products), 0.0)
+        recomputed = functools.reduce(np.maximum, (b.at(sizes) for b in again), 0.0)
+        given, made = arguments.at(sizes), results.at(sizes)
+        kept = np.maximum(given, made) + loops.at(sizes) * scale + most + recomputed + gradients.at(sizes)
+        return given + made, kept
+
+    def parts(self, sizes: Sizes, touched: Amount, least: bool = False) -> list[Part]:
+        """Return the parts of the step.
+
+        Arguments:
+            touched: the bytes of arguments and results.
+            least: whether to leave out what is in a branch, rather than count its share.
+        """
+        products: dict[_Place, list[Product]] = {}
+        results: dict[_Place, _Bytes] = {}
+        for event in self._trace.events:
+            if not isinstance(event, Sum) or not event.flops or (least and event.place.branches):
+                continue
+            place = _Place.of(event.place)
+            product = self._product(event, sizes)
+            products.setdefault(place, []).append(
+                dataclasses.replace(product, flops=product.flops * _weight(event.place))
+            )
+            if not product.core:
+                results.setdefault(place, _Bytes()).add(self.layout, event.result)
+        sent: dict[_Place, list[Sent]] = {}
+        for e in self._exchanges:
+            if e.sent and not (least and e.place.branches):
+                sent.setdefault(_Place.of(e.place), []).append(self._sent(e, sizes))
+        found = [Part(1.0, touched=touched)]
+        for place in dict.fromkeys((*products, *sent)):
+            read = TOUCHED * results[place].at(sizes) if place in results else 0.0
+            exchanges = _merged(sent.get(place, ()))
+            part = Part(place.times, tuple(products.get(place, ())), exchanges, read, forward=place.forward)
+            found += self._staged(part, sizes) if self._stages is not None else [part]
+        return found
+
+    def _staged(self, part: Part, sizes: Sizes) -> list[Part]:
+        """Divide a loop over layers over stages, of which each waits for others at the beginning and the end."""
+        stages = self._stages
+        assert stages is not None
+        if part.times % stages.size:
+            return [part]
+        own = dataclasses.replace(part, times=part.times / stages.count)
+        waits = dataclasses.replace(own, times=own.times * (stages.count - 1) / stages.microbatches, waits=True)
+        return [own, waits]
+
+    def _product(self, event: Sum, sizes: Sizes) -> Product:
+        layout = self.layout
+
+        def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
+            dims = list(dims)
+            return math.prod(n for _, n in dims) / _count(distinct(a for n, _ in dims for a in layout.used(n)), sizes)
+
+        operation = event.place.operation
+        terms = () if operation is None else operation.operands[:2]
+        names = [{a.name for a in term} for term in terms]
+        flops = 2 * local(event.axes)
+        if len(names) < 2:
+            return Product(flops, 1e9)
+        given = dict(event.axes)
+        rows, columns, summed = (
+            local([(n, given[n]) for n in found if n in given])
+            for found in (names[0] - names[1], names[1] - names[0], _summed(event, names))
+        )
+        core = not any(self._is_parameter(term) for term in names)
+        return Product(flops, functools.reduce(np.minimum, (rows, columns, summed)), core)
+
+    def _is_parameter(self, names: set[str]) -> bool:
+        """Return whether an array with some axes is an argument, or a slice of one."""
+        return any(names <= x and len(x - names) <= 1 for x in self._parameters)
+
+    def _sent(self, e: CountedExchange, sizes: Sizes) -> Sent:
+        over = None if e.over is None else list(e.over)
+        axes, whole = _divided(self.layout, e.value, over)
+        size = whole / _count(axes, sizes)
+        if e.kind == "all-to-all":
+            size = size * _count(e.axes, sizes)
+        gradient = e.place.phase == "backward" and self._is_parameter(set(e.value.names)) and bool(e.value.names)
+        return _named_exchange(
+            e.kind,
+            e.axes,
+            size * _weight(e.place),
+            gradient,
+            e.kind == "all-gather" and self._is_parameter(set(e.value.names)),
+        )
+
+
+class _Place(NamedTuple):
+    """The turn of a loop in a phase: what happens there overlaps."""
+
+    times: int
+    forward: bool
+
+    @staticmethod
+    def of(place: Occurrence) -> _Place:
+        return _Place(place.times or 1, place.phase not in ("backward", "recomputed"))
+
+
+def _summed(event: Sum, names: Sequence[set[str]]) -> set[str]:
+    """Return the axes that a product sums over, or if it is a gradient, that its forward pass did."""
+    operation = event.place.operation
+    assert operation is not None
+    results = {a.name for term in operation.results for a in term}
+    return (names[0] & names[1]) - results
+
+
+def _weight(place: Occurrence) -> float:
+    """Return the share of a branch: each of the branches of a conditional is assumed to run as often."""
+    return 1 / math.prod(of for _, of, _ in place.branches)
+
+
+def _named_exchange(kind: str, axes: Axes, size: Amount, gradient: bool, parameter: bool, count: Amount = 1) -> Sent:
+    what = "summing gradients" if gradient else "gathering parameters" if parameter else "exchanging activations"
+    return Sent(kind, axes, size, what, ahead=gradient or parameter, count=count)
+
+
+def _merged(sent: Iterable[Sent]) -> tuple[Sent, ...]:
+    """Add up exchanges of one kind."""
+    found: dict[Any, Sent] = {}
+    for x in sent:
+        key = x.kind, x.axes, x.what
+        before = found.get(key)
+        found[key] = (
+            x if before is None else dataclasses.replace(x, size=before.size + x.size, count=before.count + x.count)
+        )
+    return tuple(found.values())
+
+
+def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
+    """Replace the exchanges of parts by those of the partitioner's report, and their flops by its sum.
+
+    Stages of a pipeline compute while they wait for others, so these flops are among those of the report.
+    """
+    own = [p for p in parts if not p.waits]
+    flops = sum(float(product.flops) * p.times for p in own for product in p.products)
+    scale = (report.flops or flops) / flops if flops else 1.0
+    found = [
+        dataclasses.replace(
+            p, products=tuple(dataclasses.replace(x, flops=x.flops * scale) for x in p.products), sent=()
+        )
+        for p in own
+    ]
+    for c in report.collectives:
+        if not c.axes or not c.sent:
+            continue
+        size = c.size * c.devices if c.kind in ("reduce-scatter", "all-to-all") else c.size
+        parameter = bool(c.parameters)
+        gradient = parameter and c.kind in ("all-reduce", "reduce-scatter")
+        weight = 1 / math.prod(of for _, of, _ in c.branches)
+        one = _named_exchange(c.kind, c.axes, size * weight, gradient, parameter or bool(c.stored))
+        place = _Place(c.times or 1, c.phase not in ("backward", "recomputed"))
+        like = next((i for i, p in enumerate(found) if (p.times, p.forward) == place and p.products), None)
+        if like is None:
+            found.append(Part(place.times, sent=(one,), forward=place.forward))
+        else:
+            found[like] = dataclasses.replace(found[like], sent=(*found[like].sent, one))
+    return [dataclasses.replace(p, sent=_merged(p.sent)) for p in found]
+
+
+# --- memory ---
+
+
+class _Sum:
+    """A sum of bytes on the mesh of a layout."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, times: int = 1) -> None:
+        self.total += layout.bytes(x, over) * times
+
+
+def kept(trace: NamedTrace, layout: Layout) -> int:
+    """Return the bytes on each device, counting results that become arguments of the next step once.
+
+    Beside what loops keep, a backward pass that recomputes layers has the products of one of them, and the gradients of
+    all layers that a loop goes through, since it stacks them.
+    """
+    arguments, results, loops, products, again, gradients = kept_by(trace, layout, _Sum, layout)
+    most, recomputed = (max((b.total for b in found), default=0) for found in (products, again))
+    return max(arguments.total, results.total) + loops.total + most + recomputed + gradients.total
+
+
+def kept_by(
+    trace: NamedTrace, layout: Layout, new: Callable[[], Any], used: Layout
+) -> tuple[Any, Any, Any, list[Any], list[Any], Any]:
+    """Add up what a device keeps: arguments, results, what loops keep, each product, recomputed ones, and gradients.
+
+    Arguments:
+        new: makes a sum.
+        used: the layout where arrays are computed.
+    """
+    arguments, results, loops, gradients = new(), new(), new(), new()
+    for x in trace.arguments:
+        arguments.add(layout, x, layout.over(x.base))
+    for x in trace.results:
+        results.add(layout, x, layout.over(x.base))
+    for x in trace.kept:
+        loops.add(layout, x)
+    products, again = [], dict[int, Any]()
+    stacked = [{*x.names} for x in trace.arguments]
+    found = [e for e in trace.events if isinstance(e, Sum) and e.flops]
+    for e in found:
+        products.append(new())
+        products[-1].add(used, e.result)
+        if e.place.recomputes and e.place.phase == "recomputed":
+            again.setdefault(e.place.within, new()).add(used, e.result)
+    for e in found if again else ():
+        own = {*e.result.names}
+        if e.place.phase == "backward" and e.place.times != 1 and any(own < n and len(n - own) == 1 for n in stacked):
+            gradients.add(used, e.result, used.over(e.result.base), e.place.times or 1)
+    return arguments, results, loops, products, list(again.values()), gradients

@@ -1,0 +1,362 @@
+"""Search the meshes and mappings of a step: all whose cost names tell, and a few by the partitioner."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from ..distribution.mesh_axes import Axes, entry_of
+from ..names.distributing import DistributedFunction
+from ..sharding.leaves import leaves_of
+from . import cost_model
+from ._accounts import Meshes, PatternAccount, RatesAt, Stages, kept, parts_of_report
+from ._by_names import Account, Layout, check_sizes
+from ._figures import Bounds
+from ._named_events import NamedTrace, NotKnown, Open, Renamed, Sum
+from ._named_trace import named_trace
+from .cost_model import Estimate, Placement, Topology
+from .explaining import explain
+from .report import Report
+
+Over = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A mesh and mappings, and what they cost: what `PlannedMapping` shows."""
+
+    mesh: dict[str, int]
+    compute: dict[str, Over]
+    storage: dict[str, Over]
+    bounds: Bounds
+    estimate: Estimate
+    memory: int
+    flops: int | None
+    sent: int
+    uncertain: int
+    by: str
+    topology: Topology
+    placed: Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A pattern on its meshes, with what each costs."""
+
+    axes: Axes
+    compute: dict[str, Over]
+    storage: dict[str, Over]
+    meshes: Meshes
+    rows: np.ndarray
+    """The best place of each mesh that divides the axes."""
+    seconds: np.ndarray
+    bound: np.ndarray
+    memory: np.ndarray
+    estimate: Estimate
+
+
+class Step:
+    """A step to plan, traced once."""
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any]):
+        self.fn, self.args = fn, args
+        self.trace = named_trace(fn, args, {})
+        if self.trace.uncounted:
+            raise ValueError(
+                f"plan: how long {self.trace.name} computes is not known, because the flops of "
+                f"{', '.join(self.trace.uncounted)} are not counted. Compare mappings that you choose, with `compare`."
+            )
+        self.raw = isinstance(fn, DistributedFunction)
+        of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
+        self.of_model, self.of_batch = names_of(of_model), names_of(of_batch)
+        self.parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
+
+    def stages(self, count: int, microbatches: int) -> Stages | None:
+        """Return the stages over which the layers can be divided: the axis of the model that a loop goes over."""
+        loops = [n for e in self.trace.events if isinstance(e, Open) and e.what == "a loop" for n in sorted(e.names)]
+        layers = next((n for n in loops if n in self.of_model), None)
+        if layers is None:
+            return None
+        size = next(size for x in self.trace.arguments for n, size in x.dims if n == layers)
+        return Stages(layers, size, count, microbatches)
+
+
+class Search:
+    """All meshes and mappings of a traced step whose cost can be computed from names."""
+
+    def __init__(
+        self,
+        step: Step,
+        topologies: Sequence[Topology],
+        stages: Stages | None = None,
+        like: Search | None = None,
+    ):
+        """Arguments:
+        like: the search of the same step by other choices, which considers the same mappings if it has the same axes.
+        """
+        self.step, self.trace, self.topologies, self.stages = step, step.trace, topologies, stages
+        self.chip, self.chips = topologies[0].chip, topologies[0].chips
+        of_model, of_batch = step.of_model, step.of_batch
+        self.left_out: dict[str, str] = {}
+        """The shardings that are not considered, each with the reason."""
+        self._sizes = {n: size for x in self.trace.arguments for n, size in x.dims if n is not None}
+        if like is not None and like._sizes.keys() == self._sizes.keys():
+            for name in ("refused", "batch", "tensor", "_multiplied", "stored", "groups"):
+                setattr(self, name, getattr(like, name))
+            return
+        alone = [n for n in self._sizes if self._told({n: "model"}, {})]
+        self.refused = sorted((n for n in self._sizes if n not in alone), key=lambda n: n not in of_batch)
+        self.batch = [n for n in of_batch if n not in of_model and n in alone]
+        self.tensor = [n for n in alone if n in of_model or n in of_batch]
+        data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
+        self._multiplied = _multiplied(self.trace, step.parameters)
+        self.stored = [n for n in of_model if n in self._multiplied and data and self._told(data, {n: "data"})]
+        # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
+        apart: set[frozenset[str]] = set()
+        for a, b in itertools.combinations(self.tensor, 2):
+            if not self._told({a: "model", b: "model"}, {}, note=False):
+                apart.add(frozenset((a, b)))
+        self.groups = [
+            group
+            for count in range(len(self.tensor) + 1)
+            for group in itertools.combinations(self.tensor, count)
+            if not any(frozenset(pair) in apart for pair in itertools.combinations(group, 2))
+        ]
+
+    def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
+        """Return whether the cost of a mapping can be computed from names, on a mesh whose axes divide everything."""
+        try:
+            # Whether names suffice does not depend on the sizes of mesh axes, so the smallest will do.
+            Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage, self.trace.joined), divides=False)
+        except NotKnown as e:
+            if note:
+                what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
+                self.left_out.setdefault(what, e.reason)
+            return False
+        return True
+
+    # --- by names ---
+
+    def run(self, meshes_of: Callable[[Axes], Meshes]) -> Iterator[Ranked]:
+        """Yield the cost of each pattern on all meshes that divide its axes."""
+        patterns = {str(pattern): pattern for pattern in self._patterns()}
+        for axes, compute, storage in patterns.values():
+            axes = ("stage", *axes) if self.stages else axes
+            meshes = meshes_of(axes)
+            if not meshes.placed:
+                continue
+            try:
+                account = self._account(axes, compute, storage)
+            except NotKnown:
+                continue
+            found = account.evaluate(meshes, self.chip)
+            seconds, bound, memory = (
+                np.broadcast_to(x, len(meshes.placed)) for x in (found.estimate.seconds, found.bound, found.memory)
+            )
+            # The best place of each mesh.
+            order = [i for i in np.argsort(seconds, kind="stable") if found.fits[i]]
+            best = list({meshes.kinds[i]: i for i in reversed(order)}.values())
+            yield Ranked(axes, compute, storage, meshes, np.array(best, int), seconds, bound, memory, found.estimate)
+
+    def _account(
+        self, axes: Axes, compute: Mapping[str, Over], storage: Mapping[str, Over], exchanges: bool = True
+    ) -> PatternAccount:
+        return PatternAccount(self.trace, axes, compute, storage, self.stages, exchanges)
+
+    def _patterns(self) -> Iterator[tuple[Axes, dict[str, Over], dict[str, Over]]]:
+        """Yield mesh axes and mappings: of the batch, of groups of axes, and of stored parameters."""
+        if self.chips == 1:
+            yield (), {}, {}
+        for batch, group in itertools.product(self.batch or [None], self.groups):
+            if batch in group:
+                continue
+            used = self._as_used(group)
+            by_group: dict[str, Over] = dict.fromkeys(group, "model")
+            if group:
+                yield ("model",), by_group, {}
+            if batch is None:
+                yield (("data", "model") if group else ("data",)), by_group, {}
+                continue
+            over: Over = "data" if group else ("data", "model")
+            stored: list[dict[str, Over]] = [{n: "data", **used} for n in self.stored if n not in group]
+            alone: dict[str, Over] = {batch: "data"}
+            for storage in () if group else ({}, *stored):
+                yield ("data",), alone, storage
+            # Two mesh axes that both shard the batch differ from one only if parameters are stored over one.
+            compute: dict[str, Over] = {batch: over, **by_group}
+            replicas: dict[str, Over] = {batch: ("replica", "data"), **by_group}
+            for storage in ({}, *stored) if group else stored:
+                yield ("data", "model"), compute, storage
+            for storage in stored if group else ():
+                yield ("replica", "data", "model"), replicas, storage
+            if len(group) > 1:
+                yield from self._wider(batch, group)
+
+    def _wider(self, batch: str, group: Axes) -> Iterator[tuple[Axes, dict[str, Over], dict[str, Over]]]:
+        """Yield mappings of a group of which the smallest axis is sharded over fewer devices than the others."""
+        least = min(group, key=lambda n: self._sizes[n])
+        compute: dict[str, Over] = {batch: "data", **{n: "model" if n == least else ("model", "inner") for n in group}}
+        kept = {n: over for n, over in compute.items() if n in self._multiplied and n in group}
+        for storage in ({}, *({n: "data", **kept} for n in self.stored if n not in group)):
+            yield ("data", "model", "inner"), compute, storage
+
+    def found(self, ranked: Ranked, row: int) -> Found:
+        """Return what a mesh costs, exactly."""
+        topology, placed = ranked.meshes.placed[row]
+        own = {"stage": self.stages.count} if self.stages else {}
+        mesh = {a: n for a, n in placed.mesh.items() if n > 1} or {"data": 1}
+        layout = Layout({**mesh, **own}, ranked.compute, ranked.storage, self.trace.joined)
+        account = Account(self.trace, layout)
+        compute, storage = self._with_stages(ranked.compute), self._with_stages(ranked.storage)
+        flops, bounds = account.flops, account.bounds(self.chip, None)
+        sent = sum(e.total_sent or 0 for e in account.exchanges)
+        memory = kept(self.trace, layout)
+        if self.stages is not None:
+            # Layers are divided over the stages; the few things beside them are not, so these are not quite bounds.
+            n = self.stages.count
+            flops, sent, memory = flops and flops // n, sent // n, int(ranked.memory[row])
+            links = {a: t / n for a, t in bounds.links.items()}
+            bounds = dataclasses.replace(bounds, compute=bounds.compute and bounds.compute / n, links=links)
+        return Found(
+            mesh, compute, storage, bounds, ranked.estimate.at(row), memory, flops, sent, account.uncertain,
+            "names", topology, placed,
+        )  # fmt: skip
+
+    def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
+        return {**mapping, **({self.stages.layers: Stages.over} if self.stages and mapping else {})}
+
+    # --- by reports ---
+
+    def estimated(self, found: Found, report: Report) -> Found:
+        """Return what a mapping costs if a report tells what it exchanges, on its best place."""
+        axes, compute, storage = tuple(found.mesh), found.compute, found.storage
+        if self.stages is not None:
+            compute, storage = (
+                {n: over for n, over in m.items() if n != self.stages.layers} for m in (compute, storage)
+            )
+        account = self._account(axes, compute, storage, exchanges=False)
+        sizes = {a: float(n) for a, n in found.mesh.items()}
+        touched, _ = account.memory(sizes)
+        parts = parts_of_report(report, account.parts(sizes, touched))
+        each = [
+            (cost_model.estimate(parts, RatesAt(topology, placed), self.chip), topology, placed)
+            for topology in self.topologies
+            for placed in topology.placements(found.mesh)
+        ]
+        estimate, topology, placed = min(each, key=lambda one: float(one[0].seconds))
+        terms = {name: float(t) for name, t in estimate.terms.items()}
+        return dataclasses.replace(found, estimate=Estimate(terms), topology=topology, placed=placed)
+
+    def ask(self, limit: int) -> Iterator[Found]:
+        """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
+        chips = self.chips
+        sizes = [n for n in range(2, chips + 1) if chips % n == 0]
+        # Devices with different experts also have different rows, if no array has both axes.
+        experts = [n for n in self.refused if n in self.trace.exchanged]
+        others = [n for n in self.refused if n not in experts]
+        tried = [(alike, pair) for alike, names in ((True, experts), (False, others), (False, experts))
+                 for pair in itertools.product(sizes, names)]  # fmt: skip
+        for alike, (model, name) in tried:
+            axes = self._sharded_with(name)
+            mesh = _mesh(chips // model, model)
+            batch = next((b for b in self.batch if b not in axes), None)
+            if len(mesh) > 1 and batch is None:
+                continue
+            over = list(mesh) if alike else [a for a in mesh if a == "data"]
+            entry = entry_of(over)
+            compute: dict[str, Over] = {} if batch is None or entry is None else {batch: entry}
+            if name in self.step.of_batch and len(mesh) == 1:  # it is data parallelism
+                mesh = {"data": model}
+            compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
+            stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
+            storages: list[dict[str, Over]] = [{n: "data", **self._as_used(axes)} for n in stored]
+            for storage in (*storages, {}):
+                if (found := self.asked(mesh, compute, storage, limit)) is not None:
+                    yield found
+
+    def _as_used(self, group: Sequence[str]) -> dict[str, Over]:
+        """Return the storage sharding of parameters along axes of a group; an axis that they lack is none of theirs."""
+        return {n: "model" for n in group if n in self._multiplied}
+
+    def of_refused(self, compute: Mapping[str, Over]) -> str:
+        """List the sharded axes whose communication cannot be computed from names."""
+        return f"sharding {', '.join(n for n in compute if n in self.refused)}"
+
+    def _sharded_with(self, name: str) -> list[str]:
+        """Return all names that an axis has during the step: positions may become key positions.
+
+        Other axes of arguments are mapped by themselves, such as the next state of a recurrent cell.
+        """
+        found = [name]
+        for known in found:
+            for event in self.trace.events:
+                if isinstance(event, Renamed):
+                    pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
+                    new = {m for p in pairs if known in p for m in p}
+                    found += [n for n in new if n not in found and not n.endswith("'")]  # a part of an axis
+        given = {n for x in self.trace.arguments for n in x.names}
+        return [name, *(n for n in found[1:] if n not in given)]
+
+    def asked(
+        self, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over], limit: int
+    ) -> Found | None:
+        """Plan a mapping by the partitioner, if it divides the axes and fits into memory."""
+        layout = Layout(mesh, compute, storage, self.trace.joined)
+        try:
+            check_sizes(layout, self.trace.arguments)
+        except ValueError:
+            return None
+        if (memory := kept(self.trace, layout)) > limit:
+            return None
+        mapping = (storage, compute) if storage else compute
+        try:
+            report = explain(
+                self.step.fn, *self.step.args, mapping=mapping, mesh=abstract(mesh), by="partitioner", chip=self.chip
+            )
+        except (TypeError, ValueError) as e:
+            self.left_out[self.of_refused(compute)] = str(e)
+            return None
+        sent, bounds = report.total_sent(), report.bounds
+        if sent is None or bounds is None or report.flops is None:
+            self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
+            return None
+        found = Found(
+            mesh, compute, storage, bounds, Estimate({}), memory, report.flops, sent, 0, "partitioner",
+            self.topologies[0], Placement(mesh),
+        )  # fmt: skip
+        return self.estimated(found, report)
+
+
+def names_of(tree: Any) -> tuple[str, ...]:
+    """Return the names of the axes of all arrays in a tree."""
+    return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or () if n != "_"))
+
+
+def abstract(mesh: Mapping[str, int]) -> AbstractMesh:
+    """Return a mesh that needs no devices."""
+    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+
+
+def _mesh(data: int, model: int) -> dict[str, int]:
+    """Return the mesh axes with more than one device."""
+    return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
+
+
+def _multiplied(trace: NamedTrace, parameters: Sequence[set[str]]) -> set[str]:
+    """Return the axes that parameters in products have; all of them if no product is named.
+
+    Storing others sharded, such as the positions of a table that is only added, saves next to nothing.
+    """
+    terms = [
+        {a.name for a in term}
+        for e in trace.events
+        if isinstance(e, Sum) and e.flops and e.place.operation is not None
+        for term in e.place.operation.operands
+    ]
+    found = {n for term in terms if any(term <= x and len(x - term) <= 1 for x in parameters) for n in term}
+    return found if terms else set[str]().union(*parameters)

@@ -1,0 +1,539 @@
+"""The cost model: topologies, what exchanges take on them, and what a step takes: a bound, and an estimate in terms.
+
+Everything here is arithmetic over data, without arrays or traces. Amounts may be numbers or NumPy arrays, with an
+element for each of several meshes.
+
+A *bound* is what a step cannot be faster than: all rates as published, everything at once, and for each resource the
+sum of all that uses it. An *estimate* is what a step may take: rates as they are reached, launches and hops, and
+exchanges of which only a share is hidden behind computing. Bounds prune, estimates order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ._text import described_seconds
+from .chips import Chip, known_chip
+
+Amount: TypeAlias = Any
+"""A number, or an array of one for each mesh."""
+
+
+# --- topologies ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """The part of an exchange that uses one kind of link: within a torus or an island, or between them."""
+
+    count: float
+    """How many groups of devices exchange over it."""
+    per_byte: float
+    """Seconds for each byte of a complete array to be gathered, at the rate that is reached."""
+    hops: float
+    """Seconds for the hops of one gather."""
+    busy: Mapping[str, float]
+    """For each resource, the seconds for each byte of the array that a gather keeps it busy at least."""
+    trades: float = 0.0
+    """How much faster an all-to-all is than a gather, where devices pass on what others send; 0 where each sends its
+    own to all others."""
+    hides: float = 1.0
+    """How much of an exchange computing hides, beside what it hides of others."""
+
+
+Route: TypeAlias = tuple[Level, ...]
+"""The levels of an exchange, from the innermost."""
+
+Spans: TypeAlias = tuple[tuple[int, int, int], ...]
+"""The parts of a torus that a mesh axis takes: a dimension, a count of chips along it, and their distance."""
+
+_SLICES = -1
+"""The number of the dimension of slices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The place of each mesh axis on a topology."""
+
+    mesh: Mapping[str, int]
+    """In the order of the mesh, the innermost axis last."""
+    spans: Mapping[str, Spans] = dataclasses.field(default_factory=dict)
+    """On a torus: for each mesh axis, what it takes of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus:
+    """Slices of TPUs, each of which is a torus or, where it does not wrap around, a grid.
+
+    Arguments:
+        chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
+        shape: the chips along each dimension of a slice.
+        slices: the number of slices, which a network links.
+
+    >>> axn.insight.Torus("v5p", (4, 4, 8), slices=2).chips
+    256
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __init__(self, chip: Chip | str, shape: Sequence[int], slices: int = 1):
+        chip, shape = known_chip(chip, "Torus"), tuple(shape)
+        longest = sorted(chip.pod, reverse=True)
+        if not chip.torus or len(shape) > chip.torus:
+            raise ValueError(
+                f"Torus: chips of {chip.name} are linked in {chip.torus} dimensions, got the shape {shape}."
+            )
+        if any(n > most for n, most in zip(sorted(shape, reverse=True), longest, strict=False)):
+            raise ValueError(
+                f"Torus: the largest slice of {chip.name} is {_times(chip.pod)}, got {_times(shape)}. Use several: "
+                f'Torus("{chip.name}", shape, slices=2).'
+            )
+        for name, value in (("chip", chip), ("shape", shape), ("slices", slices)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def chips(self) -> int:
+        """Return the number of chips.
+
+        >>> axn.insight.Torus("v5e", (4, 4)).chips
+        16
+        """
+        return math.prod(self.shape) * self.slices
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{_times(self.shape)}" + (f"x{self.slices}slices" if self.slices > 1 else "")
+
+    def wraps(self, dim: int) -> bool:
+        """Return whether a dimension is a ring.
+
+        >>> axn.insight.Torus("v5e", (8, 16)).wraps(1)
+        True
+        """
+        if self.chip.wraps == 4:
+            return not any(n % 4 for n in self.shape)
+        return self.shape[dim] == self.chip.wraps
+
+    def placements(self, mesh: Mapping[str, int], most: int = 4) -> list[Placement]:
+        """Return the ways to lay a mesh on the torus, those that share the fewest dimensions first, and at most some.
+
+        >>> [spans] = axn.insight.Torus("v5e", (4, 8)).placements({"data": 8, "model": 4})
+        >>> spans.spans["model"]
+        ((0, 4, 1),)
+        """
+        sizes = tuple(mesh.values())
+        return [
+            Placement(mesh, dict(zip(mesh, spans, strict=True)))
+            for spans in _placed(self.shape, self.slices, sizes, most)
+        ]
+
+    def route(self, placed: Placement, axes: Sequence[str]) -> Route:
+        """Return the levels of an exchange over some mesh axes.
+
+        >>> torus = axn.insight.Torus("v5p", (8, 8, 8))
+        >>> [placed] = torus.placements({"data": 64, "model": 8})
+        >>> [name for level in torus.route(placed, ["model"]) for name in level.busy]
+        ['links of dimension 0', 'links']
+        """
+        chip, counts = self.chip, dict[int, tuple[int, int]]()
+        for dim, count, distance in (span for a in axes for span in placed.spans[a]):
+            before, near = counts.get(dim, (1, distance))
+            counts[dim] = before * count, min(near, distance)
+        slices, inside = counts.pop(_SLICES, (1, 1))[0], math.prod(count for count, _ in counts.values())
+        levels = []
+        if counts:
+            rings = {d: self.wraps(d) and n * distance == self.shape[d] for d, (n, distance) in counts.items()}
+            rates = {d: (2 if rings[d] else 1) * chip.link / distance for d, (_, distance) in counts.items()}
+            hops = sum((n / 2 if rings[d] else n - 1) * distance for d, (n, distance) in counts.items())
+            received = 1 - 1 / inside
+            # If dimensions are gathered one after another, the first has the least to send.
+            busy = {f"links of dimension {d}": (1 - 1 / n) * n / inside / rates[d] for d, (n, _) in counts.items()}
+            per_byte = received / sum(rates.values()) / chip.reached.links
+            busy["links"] = received / chip.link_bandwidth
+            trades = 4.0 if all(rings.values()) else 2.0
+            levels.append(Level(inside, per_byte, hops * chip.reached.hop, busy, trades))
+        return (*levels, *_network(chip, chip.network, slices, inside))
+
+
+@dataclasses.dataclass(frozen=True)
+class Islands:
+    """Islands of chips, each linked to all others of its own, such as of GPUs, and a network between them.
+
+    Arguments:
+        chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
+        chips: the number of chips.
+        size: the chips in an island; as many as is usual by default.
+        network: the bytes that each chip sends over the network in a second, which a cluster decides.
+
+    >>> axn.insight.Islands("h100", 64, network=25e9).size
+    8
+    """
+
+    chip: Chip
+    chips: int
+    size: int
+    network: float
+
+    def __init__(self, chip: Chip | str, chips: int, size: int | None = None, network: float | None = None):
+        chip = known_chip(chip, "Islands")
+        size = size or chip.island or chips
+        if size < chips and chips % size:
+            raise ValueError(f"Islands: {chips} chips cannot be divided into islands of {size}.")
+        network = chip.network if network is None else network
+        for name, value in (("chip", chip), ("chips", chips), ("size", size), ("network", network)):
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{self.chips}"
+
+    def placements(self, mesh: Mapping[str, int]) -> list[Placement]:
+        """Return the orders of the mesh axes: the last ones are within islands.
+
+        >>> len(axn.insight.Islands("h100", 64).placements({"data": 8, "model": 8}))
+        2
+        """
+        return [Placement(dict(order)) for order in itertools.permutations(mesh.items())]
+
+    def route(self, placed: Placement, axes: Sequence[str]) -> Route:
+        """Return the levels of an exchange over some mesh axes.
+
+        >>> islands = axn.insight.Islands("h100", 64)
+        >>> placed = islands.placements({"data": 4, "model": 16})[0]
+        >>> [level.count for level in islands.route(placed, ["model"])]
+        [8.0, 2.0]
+        """
+        chip, inside, distance, count = self.chip, 1.0, 1, 1
+        for a, n in reversed(tuple(placed.mesh.items())):
+            if a in axes:
+                inside, count = inside * min(max(self.size / distance, 1.0), n), count * n
+            distance *= n
+        levels = []
+        if inside > 1:
+            seconds = (1 - 1 / inside) / chip.link
+            hops = (inside - 1) * chip.reached.hop
+            levels.append(Level(inside, seconds / chip.reached.links, hops, {"links": seconds}))
+        return (*levels, *_network(chip, self.network, count / inside, inside))
+
+
+Topology: TypeAlias = Torus | Islands
+
+
+def topologies_of(chips: int | str | Topology, chip: Chip | str) -> list[Topology]:
+    """Return the topologies that a user means: all legal ones of a number of chips, or the one of a name."""
+    if isinstance(chips, (Torus, Islands)):
+        return [chips]
+    if isinstance(chips, str):
+        name, _, shape = chips.partition(":")
+        parts = shape.split("x")
+        of = known_chip(name, "plan")
+        slices = int(parts.pop().removesuffix("slices")) if parts[-1].endswith("slices") else 1
+        if not all(n.isdecimal() for n in parts):
+            raise ValueError(
+                f"plan: a topology is written as 'v5p:8x8x8', 'v5p:8x8x8x2slices' or 'h100:64', got {chips!r}."
+            )
+        sizes = tuple(map(int, parts))
+        return [Torus(of, sizes, slices) if of.torus else Islands(of, math.prod(sizes))]
+    of = known_chip(chip, "plan")
+    if not of.torus:
+        return [Islands(of, chips)]
+    most = math.prod(of.pod)
+    slices = next((n for n in range(1, chips + 1) if chips % n == 0 and chips // n <= most), 1)
+    shapes = [
+        s for s in _shapes(chips // slices, of.torus) if all(a <= b for a, b in zip(s, sorted(of.pod), strict=True))
+    ]
+    usual = [s for s in shapes if all(n <= 4 or n % 4 == 0 for n in s)]
+    if not shapes:
+        raise ValueError(
+            f"plan: {chips} chips of {of.name} are no torus of at most {_times(of.pod)}: say which slices, such as "
+            f'chips=axn.insight.Torus("{of.name}", shape, slices=2).'
+        )
+    return [Torus(of, s, slices) for s in usual or shapes]
+
+
+def _network(chip: Chip, rate: float, count: float, inside: float) -> Iterator[Level]:
+    """Yield the level between slices or islands, of which each device sends what others inside do not."""
+    if count > 1:
+        reached, seconds = chip.reached, (1 - 1 / count) / inside / rate
+        hides = reached.ahead_network / reached.ahead
+        hops = (count - 1) * reached.network_hop
+        yield Level(count, seconds / reached.network, hops, {"network": seconds}, hides=hides)
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _shapes(chips: int, dims: int) -> list[tuple[int, ...]]:
+    """Return the ascending shapes of a number of chips, the nearest to a cube first."""
+    if dims == 1:
+        return [(chips,)]
+    found = [
+        tuple(sorted((n, *rest)))
+        for n in range(1, chips + 1)
+        if chips % n == 0
+        for rest in _shapes(chips // n, dims - 1)
+    ]
+    return sorted(dict.fromkeys(found), key=lambda s: s[-1] / s[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed(shape: tuple[int, ...], slices: int, sizes: tuple[int, ...], most: int) -> list[tuple[Spans, ...]]:
+    """Return the spans of mesh axes of some sizes: at most some, those that share the fewest dimensions first.
+
+    Mesh axes take what is left of the dimensions, in all orders of these, from the last mesh axis or from the first.
+    """
+    dims = (*shape, slices)
+    tables: dict[Any, tuple[int, tuple[tuple[int, ...], ...]]] = {}
+    for order, first in itertools.product(itertools.permutations(range(len(dims))), (False, True)):
+        left, table = [*dims], [[1] * len(dims) for _ in sizes]
+        for i in range(len(sizes)) if first else reversed(range(len(sizes))):
+            needed = sizes[i]
+            for d in order:
+                table[i][d] = math.gcd(needed, left[d])
+                needed, left[d] = needed // table[i][d], left[d] // table[i][d]
+        if any(n > 1 for n in left):
+            continue
+        alike = tuple(sorted((dims[d], d == len(shape), *(row[d] for row in table)) for d in range(len(dims))))
+        parts = sum(n > 1 for row in table for n in row)
+        tables.setdefault(alike, (parts, tuple(map(tuple, table))))
+    return [_spans(table) for _, table in sorted(tables.values())[:most]]
+
+
+def _spans(table: Sequence[Sequence[int]]) -> tuple[Spans, ...]:
+    """Return what mesh axes take of each dimension; where several share one, later ones are the inner ones."""
+    found = []
+    for i, row in enumerate(table):
+        inner = [math.prod(later[d] for later in table[i + 1 :]) for d in range(len(row))]
+        last = len(row) - 1
+        found.append(tuple((_SLICES if d == last else d, n, inner[d]) for d, n in enumerate(row) if n > 1))
+    return tuple(found)
+
+
+# --- exchanges ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """What an exchange of a kind takes on a route."""
+
+    per_byte: Amount
+    """Seconds for each byte of the complete array."""
+    launch: Amount
+    """Seconds for each exchange."""
+    hides: Amount
+    """The share that computing hides, beside that of the chip."""
+    busy: Mapping[str, Amount]
+    """For each resource, the seconds for each byte that it is busy at least."""
+
+
+def rate_of(kind: str, route: Route, chip: Chip) -> Rate:
+    """Return what an exchange takes on a route. Levels work at the same time on parts of an array."""
+    passes = 2.0 if kind == "all-reduce" else 1.0
+    # Switches of islands may add up what chips send, so that each sends an array once.
+    least = passes if chip.torus else 1.0
+    inside, longest, hides, hops = 1.0, 0.0, 1.0, 0.0
+    busy: dict[str, float] = {}
+    count = math.prod(level.count for level in route)
+    for level in route:
+        traded = 1.0
+        if kind == "all-to-all":
+            traded = 1 / level.trades if level.trades else inside * level.count / count
+        elif kind.startswith("collective"):  # it goes to a neighbour
+            traded = 1 / (1 - 1 / level.count)
+        if (seconds := level.per_byte * traded) > longest:
+            longest, hides = seconds, level.hides
+        busy |= {resource: seconds * traded * least for resource, seconds in level.busy.items()}
+        hops += level.hops * passes
+        inside *= level.count
+    return Rate(longest * passes, hops + chip.reached.launch if route else 0.0, hides, busy)
+
+
+# --- steps ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of arrays on one device."""
+
+    flops: Amount
+    least: Amount
+    """The least of the sizes of its rows, columns and summed axes: small ones do not fill the units of a chip."""
+    core: bool = False
+    """Whether no operand is a parameter, as in the core of attention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """An exchange in a step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    size: Amount
+    """The bytes of the complete array: after a gather, before a scatter."""
+    what: str
+    """The name of its term, such as `gathering parameters`."""
+    ahead: bool = False
+    """Whether computing need not wait for it: parameters are gathered a layer ahead, gradients needed at the end."""
+    count: Amount = 1
+    """How many exchanges these are: each is launched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one turn of a loop does in one phase of a step: its products and exchanges overlap."""
+
+    times: Amount
+    products: tuple[Product, ...] = ()
+    sent: tuple[Sent, ...] = ()
+    touched: Amount = 0.0
+    """The bytes that it reads and writes, beside products."""
+    offloaded: Amount = 0.0
+    """The bytes that go to the memory of the host, or come from there."""
+    forward: bool = True
+    """Whether it is not in the backward pass, nor recomputed for it."""
+    waits: bool = False
+    """Whether a device waits for this part of another one, as stages of a pipeline do at the beginning and the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """An estimate of the time of a step, as a sum of terms in seconds.
+
+    >>> estimate = axn.insight.Estimate({"products": 2.0, "gathering parameters over data": 0.5})
+    >>> estimate.seconds
+    2.5
+    """
+
+    terms: Mapping[str, Amount]
+
+    @property
+    def seconds(self) -> Amount:
+        """Return the sum.
+
+        >>> axn.insight.Estimate({"products": 2.0}).seconds
+        2.0
+        """
+        return sum(self.terms.values(), start=0.0)
+
+    def at(self, row: int) -> Estimate:
+        """Return the estimate of one of several meshes.
+
+        >>> import numpy as np
+        >>> axn.insight.Estimate({"products": np.array([2.0, 3.0])}).at(1).seconds
+        3.0
+        """
+        return Estimate({name: float(t[row] if np.ndim(t) else t) for name, t in self.terms.items()})
+
+
+class Rates(Protocol):
+    """What each kind of exchange takes over each set of mesh axes."""
+
+    def __getitem__(self, key: tuple[str, tuple[str, ...]], /) -> Rate: ...
+
+
+HALF = 120
+"""The least size of a product at which it reaches half of what large ones do. From products on Ironwood, fitted:
+https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood/matmul."""
+
+
+def estimate(parts: Sequence[Part], rates: Rates, chip: Chip) -> Estimate:
+    """Estimate the time of a step: parts follow one another."""
+    terms: dict[str, Amount] = {}
+    for part in parts:
+        for name, seconds in _terms(part, rates, chip).items():
+            name = "waiting of stages" if part.waits else name
+            terms[name] = terms.get(name, 0.0) + seconds * part.times
+    found = Estimate(terms)
+    if np.any((more := bound(parts, rates, chip) - found.seconds) > 0):
+        terms["waiting for links"] = np.maximum(0.0, more)  # several exchanges hide behind the same computing
+    return found
+
+
+def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
+    """Return the seconds of one turn of a part, in terms."""
+    reached = chip.reached
+    peak = chip.flops * reached.products
+    terms: dict[str, Amount] = {
+        "products": 0.0,
+        "attention": 0.0,
+        "reading and writing": part.touched / chip.memory_bandwidth,
+    }
+    for p in part.products:
+        if p.core:
+            terms["attention"] = terms["attention"] + p.flops / (peak * reached.cores)
+        else:
+            terms["products"] = terms["products"] + p.flops / peak * (p.least + HALF) / p.least
+    computing = terms["products"] + terms["attention"] + terms["reading and writing"]
+    for ahead, share in ((False, reached.waited), (True, reached.ahead)):
+        found: list[tuple[str, Amount]] = []
+        hidden: Amount = 0.0
+        for x in part.sent:
+            if x.ahead == ahead:
+                rate = rates[x.kind, x.axes]
+                seconds = x.size * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
+                found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
+                hidden = hidden + seconds * share * (rate.hides if ahead else 1.0)
+        total = sum((t for _, t in found), start=0.0)
+        if found:
+            left = 1 - np.minimum(hidden, computing) / np.maximum(total, 1e-30)
+            for name, seconds in found:
+                terms[name] = terms.get(name, 0.0) + seconds * left
+    spent = sum(terms.values(), start=0.0)
+    if np.any(np.asarray(part.offloaded) > 0):
+        terms["offloading"] = np.maximum(0.0, part.offloaded / chip.host - spent)
+    return terms
+
+
+def bounds(parts: Sequence[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> dict[str, Amount]:
+    """Return for each resource the seconds that it is busy at least.
+
+    Arguments:
+        touched: the bytes of arguments and results of the step, each of which is read or written once.
+    """
+    busy: dict[str, Amount] = {"computing": 0.0, "memory": touched / chip.memory_bandwidth}
+    for part in (p for p in parts if not p.waits):
+        for p in part.products:
+            busy["computing"] = busy["computing"] + p.flops * part.times / chip.flops
+        for x in part.sent:
+            for resource, per_byte in rates[x.kind, x.axes].busy.items():
+                busy[resource] = busy.get(resource, 0.0) + x.size * per_byte * part.times
+        busy["host"] = busy.get("host", 0.0) + part.offloaded / chip.host * part.times
+    return busy
+
+
+def bound(parts: Sequence[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> Amount:
+    """Return the seconds that a step takes at least: those of its busiest resource."""
+    return functools.reduce(np.maximum, bounds(parts, rates, chip, touched).values())
+
+
+def stacked(rates: Sequence[Rate]) -> Rate:
+    """Join what an exchange takes on several meshes into arrays, with an element for each."""
+    resources = {name for r in rates for name in r.busy}
+    per_byte, launch, hides = (np.array([getattr(r, of) for r in rates]) for of in ("per_byte", "launch", "hides"))
+    return Rate(per_byte, launch, hides, {name: np.array([r.busy.get(name, 0.0) for r in rates]) for name in resources})
+
+
+def why_first(first: Estimate, second: Estimate) -> str:
+    """Say by which terms an estimate is shorter than another one: the largest differences, and those against it."""
+    names = dict.fromkeys((*first.terms, *second.terms))
+    differences = {n: float(second.terms.get(n, 0.0)) - float(first.terms.get(n, 0.0)) for n in names}
+    scale = max((abs(d) for d in differences.values()), default=0.0)
+    ordered = sorted(differences.items(), key=lambda pair: -abs(pair[1]))
+    shown = [(n, d) for n, d in ordered[:3] if scale and abs(d) >= 0.05 * scale]
+
+    def said(pairs: Sequence[tuple[str, float]]) -> str:
+        return " and ".join(f"{described_seconds(abs(d))} of {n}" for n, d in pairs)
+
+    more, less = [p for p in shown if p[1] > 0], [p for p in shown if p[1] < 0]
+    if not shown or not more:
+        return "by these estimates, it takes as long as the first."
+    text = f"it takes {said(more)} more than the first"
+    return f"{text}, and {said(less)} less." if less else f"{text}."

@@ -1,0 +1,132 @@
+"""Exchanges take what the shape of a topology says, resources add up, and bounds are below estimates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from axonym.insight import CHIPS, Islands, Torus, cost_model
+from axonym.insight.cost_model import Part, Placement, Product, Sent, rate_of, topologies_of
+
+pytestmark = pytest.mark.further
+
+
+def gather(topology: Any, placed: Placement, *axes: str) -> cost_model.Rate:
+    return rate_of("all-gather", topology.route(placed, axes), topology.chip)
+
+
+def one(topology: Any, mesh: dict[str, int]) -> Placement:
+    return topology.placements(mesh)[0]
+
+
+def test_dimensions_wrap_around_where_the_documentation_says() -> None:
+    assert all(Torus("v5p", (4, 4, 8)).wraps(d) for d in range(3))
+    assert not any(Torus("v5p", (2, 2, 4)).wraps(d) for d in range(3))
+    assert [Torus("v5e", (8, 16)).wraps(d) for d in range(2)] == [False, True]
+
+
+def test_a_line_takes_twice_as_long_as_a_ring() -> None:
+    mesh = {"data": 8, "model": 8}
+    ring, line = Torus("v5p", (1, 8, 8)), Torus("v5e", (8, 8))
+    # A slice with a dimension of one is not made of cubes.
+    assert not ring.wraps(1)
+    cube = Torus("v5p", (8, 8, 8))
+    wrapped = gather(cube, one(cube, {"data": 64, "model": 8}), "model").per_byte * cube.chip.link
+    straight = gather(line, one(line, mesh), "model").per_byte * line.chip.link
+    assert straight == pytest.approx(2 * wrapped)
+
+
+def test_ironwood_gathers_at_the_sum_of_its_dimensions() -> None:
+    """179 GB/s in 2x2, over two links of 89: https://github.com/AI-Hypercomputer/tpu-recipes, collectives."""
+    v7x = dataclasses.replace(CHIPS["v5p"], link_bandwidth=600e9)
+    grid = Torus(v7x, (2, 2, 1))
+    received = 3 / 4
+    assert received / gather(grid, one(grid, {"data": 4}), "data").per_byte == pytest.approx(2 * 0.9 * 100e9)
+
+
+def test_parts_of_a_dimension_share_its_links() -> None:
+    torus = Torus("v5e", (16, 16))
+    placed = next(p for p in torus.placements({"data": 64, "model": 4}) if len(p.spans["data"]) == 2)
+    inner, whole = gather(torus, placed, "model"), one(torus, {"data": 16, "model": 16})
+    # Four in a line, with one link to each side, against sixteen in a ring.
+    assert inner.per_byte / (3 / 4) == pytest.approx(2 * gather(torus, whole, "model").per_byte / (15 / 16))
+
+
+def test_axes_on_the_same_links_add_up() -> None:
+    torus = Torus("v5p", (8, 8, 8))
+    placed = one(torus, {"data": 64, "model": 8})
+    rates = {("all-gather", (a,)): gather(torus, placed, a) for a in ("data", "model")}
+    sent = [Sent("all-gather", (a,), 1e9, "exchanging activations") for a in ("data", "model")]
+    alone = [cost_model.bounds([Part(1, sent=(x,))], rates, torus.chip)["links"] for x in sent]
+    assert cost_model.bounds([Part(1, sent=tuple(sent))], rates, torus.chip)["links"] == pytest.approx(sum(alone))
+
+
+def test_tensor_parallelism_falls_off_an_island() -> None:
+    """Sixteen GPUs in two islands are never cheaper than eight in one, at equal bytes."""
+    cluster = Islands("h100", 64)
+    inside, across = (gather(cluster, Placement({"data": 64 // n, "model": n}), "model") for n in (8, 16))
+    assert across.per_byte >= inside.per_byte and across.launch > inside.launch and set(across.busy) == {"links", "network"}
+    # An axis outside of one that fills the island has one network card, an axis alone has eight.
+    outside = gather(cluster, Placement({"data": 8, "model": 8}), "data").busy["network"]
+    alone = gather(cluster, Placement({"data": 64}), "data").busy["network"]
+    assert outside == pytest.approx(8 * alone)
+
+
+def test_slices_exchange_over_the_network() -> None:
+    torus = Torus("v5e", (16, 16), slices=2)
+    assert torus.chips == 512 and str(torus) == "v5e:16x16x2slices"
+    placed = torus.placements({"data": 2, "model": 256})
+    assert any("network" in gather(torus, p, "data").busy for p in placed)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"])
+@pytest.mark.parametrize("topology", [Torus("v5p", (4, 4, 8)), Torus("v5e", (4, 4), 8), Islands("h100", 128)])
+def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
+    for mesh in ({"data": 128}, {"data": 16, "model": 8}, {"replica": 8, "data": 4, "model": 4}):
+        for placed in topology.placements(mesh):
+            for axes in ((a,) for a in mesh):
+                rates = {(kind, axes): rate_of(kind, topology.route(placed, axes), topology.chip)}
+                product = Product(1e12, 64)
+                parts = [Part(3, (product,), (Sent(kind, axes, 1e8, "exchanging activations"),), 1e6)]
+                least = cost_model.bound(parts, rates, topology.chip)
+                assert 0 < least <= cost_model.estimate(parts, rates, topology.chip).seconds
+
+
+def test_names_of_topologies() -> None:
+    assert topologies_of("v5p:8x8x8", "v5e") == [Torus("v5p", (8, 8, 8))]
+    assert topologies_of("v5e:16x16x4slices", "v5p") == [Torus("v5e", (16, 16), 4)]
+    assert topologies_of("h100:64", "v5p") == [Islands("h100", 64)]
+    assert Torus("v5p", (8, 8, 8)) in topologies_of(512, "v5p")
+    assert {t.slices for t in topologies_of(512, "v5e")} == {2}  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="a topology is written as 'v5p:8x8x8'"):
+        topologies_of("v5p:8by8", "v5p")
+    with pytest.raises(ValueError, match=r"the largest slice of v5e is 16x16, got 16x32. Use several"):
+        Torus("v5e", (16, 32))
+    with pytest.raises(ValueError, match="cannot be divided into islands of 8"):
+        Islands("h100", 12)
+
+
+def test_what_computing_hides() -> None:
+    chip = CHIPS["v5p"]
+    rates = {("all-gather", ("data",)): cost_model.Rate(1e-9, 0.0, 1.0, {})}
+    ahead = Part(2, (Product(chip.flops, 1e9),), (Sent("all-gather", ("data",), 1e8, "gathering parameters", True),))
+    terms = cost_model.estimate([ahead], rates, chip).terms
+    assert terms["gathering parameters over data"] == pytest.approx(2 * 0.1 * (1 - chip.reached.ahead))
+    waiting = cost_model.estimate([dataclasses.replace(ahead, waits=True)], rates, chip)
+    assert set(waiting.terms) == {"waiting of stages"}
+    assert cost_model.bound([dataclasses.replace(ahead, waits=True)], rates, chip) == 0
+
+
+def test_several_meshes_at_once() -> None:
+    torus = Torus("v5p", (4, 4, 8))
+    each = [gather(torus, p, "data") for n in (2, 4, 8) for p in torus.placements({"data": 128 // n, "model": n})]
+    together = cost_model.stacked(each)
+    parts = [Part(1, (), (Sent("all-gather", ("data",), 1e9, "gathering parameters"),))]
+    seconds = cost_model.estimate(parts, {("all-gather", ("data",)): together}, torus.chip)
+    for i, rate in enumerate(each):
+        alone = cost_model.estimate(parts, {("all-gather", ("data",)): rate}, torus.chip)
+        assert seconds.at(i).seconds == pytest.approx(float(alone.seconds))
+    assert np.shape(seconds.seconds) == (len(each),)
