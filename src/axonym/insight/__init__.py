@@ -16,6 +16,7 @@ from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
+from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan
 from .repeating import RepeatedWork as RepeatedWork
 from .report import Bounds as Bounds, Memory as Memory, Report as Report

@@ -9,10 +9,13 @@ from typing import Any
 
 from ..core.errors import describe_bytes
 from ..distribution.mesh_axes import AnyMesh
+from ._comparison_page import comparison_page
+from ._html import Html
 from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
 from .chips import Chip
 from .collectives import Collective
 from .explaining import explain
+from .page import Page
 from .report import Report
 
 
@@ -55,7 +58,7 @@ def compare(
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Page):
     """The reports of one step under several mappings. Prints as a table, with the differences of each from the first.
 
     >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
@@ -83,6 +86,24 @@ class Comparison:
                     lines.append((rest * sent, f"{sign} {rest} x {describe_bytes(sent)}  {text}"))
         return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
 
+    def change(self, first: str, second: str) -> str:
+        """Say in a sentence how the time, the bytes sent and the memory differ between two mappings.
+
+        >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
+        >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").change("a", "b")
+        'b instead of a: each device sends 0 B instead of 0 B.'
+        """
+        before, after = self.reports[first], self.reports[second]
+        said = []
+        if before.bounds and after.bounds and before.bounds.named() and after.bounds.named():
+            least = (described_seconds(r.bounds.longest) for r in (after, before) if r.bounds)
+            said.append("a step takes at least {} instead of {}".format(*least))
+        said.append(f"each device sends {_sent(after.collectives)} instead of {_sent(before.collectives)}")
+        if before.memory and after.memory:
+            held = (describe_bytes(m.total) for m in (after.memory, before.memory))
+            said.append("keeps {} instead of {}".format(*held))
+        return f"{second} instead of {first}: {', and '.join(said)}."
+
     def to_markdown(self) -> str:
         """Return the table in Markdown.
 
@@ -105,6 +126,24 @@ class Comparison:
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
+
+    def _page(self, source: bool) -> tuple[str, Html]:
+        return comparison_page(self, *self._headline())
+
+    def _headline(self) -> tuple[str, str]:
+        """Return the best mapping in a sentence, and how each differs from the first."""
+        first, *others = self.reports
+        changes = " ".join(self.change(first, other) for other in others)
+        bounds = {n: r.bounds for n, r in self.reports.items() if r.bounds is not None and r.bounds.named()}
+        sent = {n: r.total_sent() for n, r in self.reports.items()}
+        if len(bounds) == len(sent):
+            best = min(bounds, key=lambda n: bounds[n].longest)
+            return f"{best} takes the least: at least {described_seconds(bounds[best].longest)} a step.", changes
+        known = {n: sent for n, sent in sent.items() if sent is not None}
+        if len(known) == len(sent):
+            best = min(known, key=lambda n: known[n])
+            return f"{best} sends the least: {describe_bytes(known[best])} by each device.", changes
+        return f"{len(sent)} mappings of {self.reports[first].step}.", changes
 
     def _table(self) -> list[list[str]]:
         """Return the lines of the table, of which the first is its header."""

@@ -17,12 +17,15 @@ from ..distribution.mesh_axes import NO_MESH, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
+from ._html import Html
 from ._lowered import products
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
+from ._plan_page import plan_page
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import distributed, explain
+from .page import Page
 from .report import Bounds, Report
 
 Over = str | tuple[str, ...]
@@ -106,7 +109,7 @@ class PlannedMapping:
 
 
 @dataclasses.dataclass(frozen=True)
-class MappingPlan:
+class MappingPlan(Page):
     """The mappings that `plan` found, the best first. Prints as a table, with the best one as code.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
@@ -142,6 +145,18 @@ class MappingPlan:
         """
         return self.found[0]
 
+    @property
+    def why(self) -> str:
+        """Return why the best mapping comes before the next one, from the bounds of both; empty if there is no other.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> axn.insight.plan(step, w, x, chips=2).why
+        ''
+        """
+        (first, _), *others = self._by_mapping()
+        return why_first(first, others[0][0]) if others else ""
+
     def to_markdown(self) -> str:
         """Return the table in Markdown.
 
@@ -151,9 +166,9 @@ class MappingPlan:
         True
         """
         header, *rows = self._table()
-        return "\n\n".join(
-            [self._title(), *self.cautions, markdown_table(header, rows), f"```python\n{self.best.code()}\n```"]
-        )
+        code = f"```python\n{self.best.code()}\n```"
+        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why, code]
+        return "\n\n".join(filter(None, parts))
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
@@ -163,12 +178,19 @@ class MappingPlan:
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
+            self.why,
             self.best.code(),
         ]
-        return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
+        return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
+
+    def _page(self, source: bool) -> tuple[str, Html]:
+        return plan_page(self, self._by_mapping())
+
+    def _headline(self) -> tuple[str, str]:
+        return f"{self._title()}.", self.why
 
     def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
         """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
@@ -553,6 +575,23 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
     gap = "" if sign == "=" else " "
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
+
+
+def why_first(first: PlannedMapping, second: PlannedMapping) -> str:
+    """Say why a mapping comes before another one."""
+    (seconds, total, _), (others_seconds, others_total, _) = first._order(), second._order()
+    least, others = described_seconds(first.seconds), described_seconds(second.seconds)
+    if seconds < others_seconds:
+        said = f"The first takes at least {least}, the second {others}"
+    elif total < others_total:
+        sums = f"the first takes {described_seconds(total)}, the second {described_seconds(others_total)}"
+        said = f"Both take at least {least}; if nothing overlaps, {sums}"
+    else:
+        return "The first takes as long as the second, and shards less."
+    own, theirs = dict(first.bounds.named()), dict(second.bounds.named())
+    most = max({**own, **theirs}, key=lambda name: theirs.get(name, 0.0) - own.get(name, 0.0))
+    times = [described_seconds(t[most]) if most in t else "no time" for t in (own, theirs)]
+    return f"{said}: {most} takes {times[0]} instead of {times[1]}."
 
 
 def _as_shown(seconds: float) -> float:

@@ -10,7 +10,9 @@ from typing import Any
 from ..core.errors import counted, describe_bytes
 from ..distribution.active_settings import Entry
 from ._arguments import PlacedArgument
+from ._html import Html
 from ._parameters import without_numbers
+from ._report_page import report_page
 from ._text import (
     Section,
     aligned,
@@ -26,6 +28,7 @@ from ._text import (
 )
 from .chips import Chip
 from .collectives import Collective
+from .page import Page
 from .repeating import RepeatedWork
 from .timeline import MemoryTimeline, draw
 from .verdict import SMALL, Verdict, least_sent, path_of, verdict_of
@@ -106,8 +109,8 @@ class Bounds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """The report of a step on a mesh. Prints as text, and can be written as Markdown or JSON.
+class Report(Page):
+    """The report of a step on a mesh. Prints as text, and can be written as a page, Markdown or JSON.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> isinstance(report, axn.insight.Report)
@@ -237,6 +240,12 @@ class Report:
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
+
+    def _page(self, source: bool) -> tuple[str, Html]:
+        return report_page(self, [*self._figures()], source)
+
+    def _headline(self) -> tuple[str, str]:
+        return self.verdict.binds, self.verdict.explanation
 
     def __rich__(self) -> Any:
         """Return the tables that `rich.print` shows, which fit the terminal."""
