@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 from ..core.errors import describe_bytes
 from ._html import Html, Words, bar, code, element, folded, html, joined, over_of, table
-from ._report_page import crumb, mapping_line, navigation, section, sent_in_all, verdict_card
+from ._report_page import crumb, mapping_line, navigation, section, verdict_card
 from ._text import described_seconds, in_order
+from ._transfer_rows import sent_in_all
 
 Comparison: TypeAlias = Any
 """A comparison: its module uses this one, and imports point one way."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.errors import describe_bytes
 from ._html import Html, Words, element, picture
@@ -12,6 +13,8 @@ _MOST = 64
 """How many columns and rows are drawn."""
 _LABELS = 150
 """The width of the labels of rows."""
+_TOP = 54
+"""The height of what is above the cells."""
 
 
 def mesh_picture(mesh: Mapping[str, int], over: Sequence[str], sent: Mapping[str, int | None], words: Words) -> Html:
@@ -22,88 +25,69 @@ def mesh_picture(mesh: Mapping[str, int], over: Sequence[str], sent: Mapping[str
             the page shows the others.
         sent: the bytes that each device sends along each mesh axis.
     """
-    large = {a: n for a, n in mesh.items() if n > 1}
-    across = max(large, key=lambda a: large[a])
-    down = {a: n for a, n in large.items() if a != across}
-    columns, rows = min(large[across], _MOST), min(math.prod(down.values()), _MOST)
-    width, height = min(48, max(10, 640 // columns)), min(28, max(7, 180 // rows))
-    left, top = (_LABELS + 30 * len(down) if down else 0), 54
-    parts = [element("rect", x=left, y=top, width=columns * width, height=rows * height, fill="var(--empty)")]
-    for i, names in enumerate(over):
-        lies = _lying(names.split(), across, columns, down, rows, (left, top, width, height))
-        parts.append(element("g", *lies, data_over=names, style="display:none" if i else None))
-    if width >= 24 and height >= 16:
-        parts += [
-            element("text", str(_number(c, r, across, large)), x=left + width * c + width // 2,
-                    y=top + height * r + height // 2 + 4, class_="id")
-            for c in range(columns) for r in range(rows)
-        ]  # fmt: skip
-    most = max((n or 0 for n in sent.values()), default=0)
-    for i, axis in enumerate([across, *down]):
-        n = sent.get(axis)
-        thick = 3 + 9 * (n or 0) / most if most else 3
-        much = "" if n == 0 else f", {describe_bytes(n)}" if n is not None else ", depends on values"
-        label = f"{axis}={mesh[axis]}{much}"
+    cells = _Cells({a: n for a, n in mesh.items() if n > 1})
+    parts = [*cells.drawn(over)]
+    most = max((n or 0 for n in sent.values()), default=0) or 1
+    for i, axis in enumerate([cells.across, *cells.down]):
+        much = ", depends on values" if (n := sent.get(axis)) is None else f", {describe_bytes(n)}" if n else ""
+        label, thick = f"{axis}={mesh[axis]}{much}", 3 + 9 * (n or 0) / most
         if i == 0:
-            parts.append(_arrow(left, 38, columns * width, thick, words.color([axis])))
-            parts.append(element("text", label, x=left, y=20))
+            parts.append(_arrow(f"translate({cells.left} 38)", cells.width, thick, words.color([axis])))
+            parts.append(element("text", label, x=cells.left, y=20))
         else:
-            parts.append(_arrow(_LABELS + 30 * i - 15, top, rows * height, thick, words.color([axis]), turned=True))
-            parts.append(element("text", f"{label} ↓", x=0, y=top + 16 * i))
-    rest = [
-        f"{more} more {kind} are alike"
-        for kind, more in (("columns", large[across] - columns), ("rows", math.prod(down.values()) - rows))
-        if more > 0
-    ]
-    bottom = top + rows * height
-    if rest:
-        parts.append(element("text", ", ".join(rest), x=left, y=bottom + 18))
-    wide, high = left + max(columns * width, 260) + 8, max(bottom + (26 if rest else 6), top + 16 * len(down) + 6)
-    named = ", ".join(f"{a}={n}" for a, n in mesh.items())
-    return picture(f"The mesh {named}", wide, high, *parts)
+            turned = f"translate({_LABELS + 30 * i - 15} {_TOP}) rotate(90)"
+            parts.append(_arrow(turned, cells.height, thick, words.color([axis])))
+            parts.append(element("text", f"{label} ↓", x=0, y=_TOP + 16 * i))
+    bottom = _TOP + cells.height
+    if rest := cells.rest():
+        parts.append(element("text", rest, x=cells.left, y=bottom + 18))
+    width = cells.left + max(cells.width, 260) + 8
+    height = max(bottom + (26 if rest else 6), _TOP + 16 * len(cells.down) + 6)
+    return picture(f"The mesh {', '.join(f'{a}={n}' for a, n in mesh.items())}", width, height, *parts)
 
 
-def _lying(
-    over: Sequence[str], across: str, columns: int, down: Mapping[str, int], rows: int, place: tuple[int, int, int, int]
-) -> list[Html]:
-    """Draw the cells that hold the shard of the first device, and gaps between cells with other shards."""
-    left, top, width, height = place
-    inside = [(a, n) for a, n in down.items() if a in over]
-    shards = [tuple(_index(r, a, down) for a, _ in inside) for r in range(rows)]
-    wide = width if across in over else columns * width
-    same = [f"M{left} {top + height * r}h{wide}v{height}h{-wide}z" for r, shard in enumerate(shards) if not any(shard)]
-    gaps = [f"M{left + width * c} {top}v{rows * height}" for c in range(1, columns)] if across in over else []
-    gaps += [f"M{left} {top + height * r}h{columns * width}" for r in range(1, rows) if shards[r] != shards[r - 1]]
-    thin = 3 if min(width, height) > 12 else 1.5
-    return [
-        element("path", d="".join(same), fill="var(--fill)"),
-        element("path", d="".join(gaps), stroke="var(--bg)", stroke_width=thin),
-    ]
+class _Cells:
+    """The cells of a mesh: its largest axis has the columns, the others together the rows."""
+
+    def __init__(self, mesh: Mapping[str, int]):
+        self.across = max(mesh, key=lambda a: mesh[a])
+        self.down = {a: n for a, n in mesh.items() if a != self.across}
+        places = itertools.product(*map(range, self.down.values()))
+        self._rows = [dict(zip(self.down, place, strict=True)) for place in itertools.islice(places, _MOST)]
+        self._columns = min(mesh[self.across], _MOST)
+        self._more = mesh[self.across] - self._columns, math.prod(self.down.values()) - len(self._rows)
+        self._wide, self._high = min(48, max(10, 640 // self._columns)), min(28, max(7, 180 // len(self._rows)))
+        self.left = _LABELS + 30 * len(self.down) if self.down else 0
+        self.width, self.height = self._columns * self._wide, len(self._rows) * self._high
+
+    def rest(self) -> str:
+        """Say what is not drawn."""
+        return ", ".join(
+            f"{n} more {kind} are alike" for n, kind in zip(self._more, ("columns", "rows"), strict=True) if n
+        )
+
+    def drawn(self, over: Sequence[str]) -> Iterator[Html]:
+        yield element("rect", x=self.left, y=_TOP, width=self.width, height=self.height, fill="var(--empty)")
+        for i, names in enumerate(over):
+            yield element("g", *self._shards(names.split()), data_over=names, style="display:none" if i else None)
+
+    def _shards(self, over: Sequence[str]) -> Iterator[Html]:
+        """Draw the cells that hold the shard of the first device, and gaps between cells with other shards."""
+        left, wide, high = self.left, self._wide, self._high
+        own = wide if self.across in over else self.width
+        shards = [[row[a] for a in self.down if a in over] for row in self._rows]
+        same = [f"M{left} {_TOP + high * r}h{own}v{high}h{-own}z" for r, shard in enumerate(shards) if not any(shard)]
+        gaps = [f"M{left + c * wide} {_TOP}v{self.height}" for c in range(1, self._columns) if self.across in over]
+        gaps += [f"M{left} {_TOP + high * r}h{self.width}" for r in range(1, len(shards)) if shards[r] != shards[r - 1]]
+        yield element("path", d="".join(same), fill="var(--fill)")
+        yield element("path", d="".join(gaps), stroke="var(--bg)", stroke_width=3 if min(wide, high) > 12 else 1.5)
 
 
-def _index(row: int, axis: str, down: Mapping[str, int]) -> int:
-    """Return the place of a row along a mesh axis; the last axis runs fastest."""
-    names = list(down)
-    after = math.prod(down[a] for a in names[names.index(axis) + 1 :])
-    return row // after % down[axis]
-
-
-def _number(column: int, row: int, across: str, large: Mapping[str, int]) -> int:
-    """Return the number of a device in the order of the mesh."""
-    down = {a: n for a, n in large.items() if a != across}
-    number = 0
-    for axis, size in large.items():
-        number = number * size + (column if axis == across else _index(row, axis, down))
-    return number
-
-
-def _arrow(x: float, y: float, length: float, thick: float, kind: str, turned: bool = False) -> Html:
-    """Draw an arrow with two heads, to the right of a point or below it."""
-    head, half = thick + 4, thick / 2
-    half_head = head * 0.8
+def _arrow(place: str, length: float, thick: float, kind: str) -> Html:
+    """Draw an arrow with two heads."""
+    head, half, wide = thick + 4, thick / 2, 0.8 * (thick + 4)
     path = (
-        f"M0 0L{head:g} {-half_head:g}V{-half:g}H{length - head:g}V{-half_head:g}L{length:g} 0"
-        f"L{length - head:g} {half_head:g}V{half:g}H{head:g}V{half_head:g}z"
+        f"M0 0L{head:g} {-wide:g}V{-half:g}H{length - head:g}V{-wide:g}L{length:g} 0"
+        f"L{length - head:g} {wide:g}V{half:g}H{head:g}V{wide:g}z"
     )
-    turn = " rotate(90)" if turned else ""
-    return element("path", d=path, class_=kind, fill="var(--c)", transform=f"translate({x:g} {y:g}){turn}")
+    return element("path", d=path, class_=kind, fill="var(--c)", transform=place)

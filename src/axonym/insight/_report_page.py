@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
-from ..core.source_lines import Source
 from ._argument_tree import argument_tree
 from ._arguments import PlacedArgument
-from ._html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked, table
+from ._html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
 from ._mesh_picture import mesh_picture
 from ._parameters import without_numbers
 from ._text import described_axes, described_seconds, phase_of
-from .collectives import Collective
+from ._transfer_rows import Transfers, percent, sent_in_all, short_operation
 from .timeline import MemoryTimeline
-from .verdict import SMALL, Suspicion, alike, path_of, repeated_share
+from .verdict import SMALL, Suspicion, repeated_share
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -30,11 +26,9 @@ _MADE = {
     "partitioner": "partitioned for {}, and not compiled to the end",
     "compiled": "compiled for {}",
 }
-_SMALLER = 60
-"""How many rows of less than 1% are written."""
+_CHOICES = 60
+"""How many arguments can be chosen for the picture of the mesh."""
 _AT_PEAK = 6
-_AROUND = 3
-"""How many lines of code are shown before and after a line."""
 _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "var(--fill)"}
 _BINS = 240
 """How many steps the picture of the memory has."""
@@ -43,16 +37,15 @@ _BINS = 240
 def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:
     """Return the title and the body of the page of a report; `figures` are the lines at the end of its text."""
     words = Words(report.mesh, report.mapping)
-    rows = list(_transfers(report))
-    lines = _Lines([c.source for c, _ in rows] if source else [])
+    transfers = Transfers(report, words, source)
     sections = {
         "mesh": ("The mesh", _mesh(report, words)),
         "phases": ("Passes", _phases(report, words)),
         "memory": ("Memory", _memory(report, words)),
         "arguments": ("Arguments", _arguments(report, words)),
-        "transfers": ("All transfers", _all_transfers(report, rows, words, lines)),
+        "transfers": ("All transfers", transfers.all()),
         "how": ("How it was made", joined([element("p", words.said(f)) for f in (*figures, *report.notes)])),
-        "lines": ("Lines", lines.written()),
+        "lines": ("Lines", transfers.lines()),
     }
     shown = {name: section for name, section in sections.items() if section[1]}
     body = joined(
@@ -60,7 +53,7 @@ def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[s
             crumb(report, words),
             verdict_card(report, words),
             mapping_line(report, words),
-            element("div", _costliest(report, words, lines), _suspicious(report, words), class_="two"),
+            element("div", transfers.costliest(), _suspicious(report, words), class_="two"),
             navigation({name: title for name, (title, _) in shown.items()}),
             *(section(title, inside, name=name) for name, (title, inside) in shown.items()),
         ]
@@ -69,11 +62,6 @@ def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[s
 
 
 # --- what other pages show too ---
-
-
-def sent_in_all(found: Sequence[Collective]) -> int:
-    """Return the bytes that each device sends in a call, as far as they are known."""
-    return sum(c.total_sent or 0 for c in found)
 
 
 def section(title: str, *children: str, name: str | None = None) -> Html:
@@ -110,17 +98,12 @@ def verdict_card(report: Report, words: Words) -> Html:
     )
 
 
-def bound_name(name: str, report: Report, words: Words) -> Html:
-    """Write the name of a bound."""
+def _bound(name: str, report: Report, words: Words) -> tuple[Html, str]:
+    """Return the name of a bound, and the kind of its bar."""
     axes = {f"sending over {described_axes(a)}": a for a in report.bounds.links}
     if name in axes:
-        return joined(["sending over ", words.axes(axes[name])])
-    return html("reading arguments, writing results" if name == "memory" else name)
-
-
-def bound_color(name: str, report: Report, words: Words) -> str:
-    axes = {f"sending over {described_axes(a)}": a for a in report.bounds.links}
-    return words.color(axes[name]) if name in axes else "mid" if name == "memory" else ""
+        return joined(["sending over ", words.axes(axes[name])]), words.color(axes[name])
+    return (html("reading arguments, writing results"), "mid") if name == "memory" else (html(name), "")
 
 
 def _bars(report: Report, words: Words) -> Iterator[Html]:
@@ -128,10 +111,11 @@ def _bars(report: Report, words: Words) -> Iterator[Html]:
     if bounds is not None and bounds.named():
         for name, t in bounds.named():
             badge = element("span", "binds", class_="badge") if name == bounds.bottleneck else None
-            filled = bar(t / (bounds.longest or 1), bound_color(name, report, words))
+            title, kind = _bound(name, report, words)
+            filled = bar(t / (bounds.longest or 1), kind)
             if name == "compute" and (wasted := repeated_share(report)) >= SMALL:
                 filled = _partly_repeated(t, wasted, bounds.longest)
-            yield _bar_row(joined([bound_name(name, report, words), badge]), described_seconds(t), filled)
+            yield _bar_row(joined([title, badge]), described_seconds(t), filled)
     else:
         sums = {axes: sent_in_all(found) for axes, found in report.by_axes().items()}
         for axes, sent in sums.items():
@@ -143,7 +127,7 @@ def _bars(report: Report, words: Words) -> Iterator[Html]:
         of = f" of {describe_bytes(capacity)}" if capacity else ""
         name = joined([f"memory{least} ", element("small", f"{describe_bytes(memory.total)}{of}")])
         if capacity:
-            yield _bar_row(name, _percent(memory.total / capacity), bar(memory.total / capacity), "of")
+            yield _bar_row(name, percent(memory.total / capacity), bar(memory.total / capacity), "of")
 
 
 def _bar_row(name: str, number: str, filled: Html, kind: str | None = None) -> Html:
@@ -181,45 +165,7 @@ def mapping_line(report: Report, words: Words) -> Html:
     return element("p", joined(parts, " and "), class_="mapping small") if parts else html("")
 
 
-# --- the costliest transfers, and what is suspicious ---
-
-
-def _costliest(report: Report, words: Words, lines: _Lines) -> Html:
-    """Write the lines of the verdict, each with a bar, its bytes and its time."""
-    total = sent_in_all(report.collectives)
-    items = []
-    for line, (c, same) in itertools.zip_longest(report.verdict.costliest, list(_transfers(report))[:3]):
-        if line is None:
-            break
-        share, _, rest = line.partition(": ")
-        reason = (c.reason or "why is not known") if c is not None else ""
-        what, found, _ = rest.rpartition(f": {reason}") if reason else ("", "", rest)
-        sent = sent_in_all(same or ())
-        number = html(joined([describe_bytes(sent), _time(report, c, sent)], " · ")) if found else None
-        items.append(
-            element(
-                "div",
-                element(
-                    "div",
-                    element("b", share),
-                    bar(sent / max(1, total), words.color(c.axes if c is not None else ())),
-                    element("span", number, class_="num soft"),
-                    class_="top",
-                ),
-                element("p", words.said(f"{what}:" if found else rest)),
-                element("p", words.said(reason), class_="soft") if found else None,
-                _code_of(c, lines) if c is not None else None,
-                class_="item",
-            )
-        )
-    sent = joined(
-        [
-            f"{describe_bytes(total)} are sent by each device in a call. ",
-            element("a", f"All {counted(len(list(_transfers(report))), 'transfer')}", href="#transfers"),
-        ]
-    )
-    after = element("p", sent if report.collectives else "Nothing is sent.", class_="small")
-    return element("section", element("h2", "The costliest transfers"), *items, after)
+# --- what is suspicious ---
 
 
 def _suspicious(report: Report, words: Words) -> Html:
@@ -255,7 +201,7 @@ def _mesh(report: Report, words: Words) -> Html:
     placed: dict[str, PlacedArgument] = {}
     for x in sorted(report.placed, key=lambda x: -x.bytes):
         placed.setdefault(without_numbers(x.path), x)
-    shown = list(placed.items())[:_SMALLER]
+    shown = list(placed.items())[:_CHOICES]
     sent = {a: report.total_sent(over=a) for a in report.mesh}
     options = [
         element(
@@ -326,7 +272,7 @@ def _memory(report: Report, words: Words) -> Html:
     parts = []
     if memory is not None:
         capacity = report.bounds.capacity if report.bounds is not None else None
-        of = f" of {describe_bytes(capacity)} ({_percent(memory.total / capacity)})" if capacity else ""
+        of = f" of {describe_bytes(capacity)} ({percent(memory.total / capacity)})" if capacity else ""
         least = " at least, by names" if report.by == "names" else ""
         kinds = (("arguments", ""), ("results", "mid"), ("temporaries", "temporary"))
         sizes = (memory.arguments, memory.results - memory.aliased, memory.temporaries)
@@ -390,7 +336,7 @@ def _held(timeline: MemoryTimeline, words: Words) -> Iterator[Html]:
                 _measured(describe_bytes(h.bytes), h.bytes / timeline.peak),
                 joined([times, words.array(h.array)]),
                 phase_of(h.phase),
-                _short(h.operation or "no named operation"),
+                short_operation(h.operation or "no named operation"),
                 code(str(h.source)) if h.source else "-",
             )
         )
@@ -413,138 +359,3 @@ def _arguments(report: Report, words: Words) -> Html:
         f"Bytes on each device, {describe_bytes(total)} in all. An axis that is sharded over a mesh axis has its color."
     )
     return joined([argument_tree(report.placed, words), element("p", said, class_="small")])
-
-
-# --- all transfers ---
-
-
-def _transfers(report: Report) -> Iterator[tuple[Collective, list[Collective]]]:
-    """Yield one of each kind of transfer with all that are alike, the largest first."""
-    together: dict[Any, list[Collective]] = {}
-    for c in report.collectives:
-        together.setdefault(alike(c), []).append(c)
-    # Where values decide how often something is sent, one time decides the order.
-    weights = {key: (sent_in_all(same), sum(c.sent or 0 for c in same)) for key, same in together.items()}
-    for key in sorted(together, key=lambda key: weights[key], reverse=True):
-        yield together[key][0], together[key]
-
-
-def _all_transfers(
-    report: Report, rows: Sequence[tuple[Collective, list[Collective]]], words: Words, lines: _Lines
-) -> Html:
-    if not rows:
-        return html("")
-    total = sent_in_all(report.collectives)
-    large = [row for row in rows if sent_in_all(row[1]) >= SMALL * total or any(c.total_sent is None for c in row[1])]
-    small = [row for row in rows if row not in large] if len(large) < len(rows) else []
-    label = element("label", "Filter ", element("input", id="filter", type="search", placeholder="all-gather mlp"))
-    written = [_transfer(report, c, same, words, lines) for c, same in large]
-    if small:
-        size = sum(sent_in_all(same) for _, same in small)
-        inside = [_transfer(report, c, same, words, lines) for c, same in small[:_SMALLER]]
-        if rest := small[_SMALLER:]:
-            inside.append(element("p", f"and {len(rest)} smaller: report.to_json() has them", class_="small flat"))
-        title = f"{len(small)} of less than 1% each: {describe_bytes(size)} in all"
-        written.append(folded(title, *inside, class_="rest"))
-    return joined([element("p", label, hidden=True, data_scripted=True), element("div", *written, class_="rows")])
-
-
-def _transfer(report: Report, c: Collective, same: Sequence[Collective], words: Words, lines: _Lines) -> Html:
-    """Return the row of a kind of transfer, which opens."""
-    total, sent = sent_in_all(report.collectives), sent_in_all(same)
-    unknown = any(one.total_sent is None for one in same)
-    gradient = "the gradient of " if c.phase == "backward" or c.kind in ("all-reduce", "reduce-scatter") else ""
-    if c.parameters:
-        what = joined([f" of {gradient}", code(path_of(c))])
-    else:
-        name = _short(c.operation or "")
-        what = joined([" in the backward pass of " if c.phase == "backward" else " in ", code(name)]) if name else None
-    row = element(
-        "span",
-        element("b", "?" if unknown else _percent(sent / total) if total else "0%"),
-        bar(sent / max(1, total), words.color(c.axes)),
-        element("span", element("b", c.kind), " over ", words.axes(c.axes), what),
-        element("span", phase_of(c.phase), class_="small"),
-        code(str(c.source)) if c.source else element("span", "no line", class_="small"),
-        class_="row",
-    )
-    times = None if any(one.times is None for one in same) else sum(one.times or 0 for one in same)
-    each = "some bytes" if c.sent is None else describe_bytes(c.sent)
-    much = describe_bytes(sent) if not unknown else "depends on values"
-    size = f"{'some' if times is None else times} × {each} = {much}"
-    known = {
-        "why": words.said(c.reason or "not known"),
-        "array": joined([words.array(c.array), " on each device"]),
-        "sent": joined([size, _time(report, c, sent), f"among {c.devices} devices"], ", "),
-        "operation": code(c.operation) if c.operation else "no named operation",
-    }
-    details = element("dl", *(part for k, v in known.items() for part in (element("dt", k), element("dd", v))))
-    return folded(row, details, _code_of(c, lines))
-
-
-def _short(operation: str) -> str:
-    """Write an operation with the axes that it sums over: `dot along embed`."""
-    name, _, inside = operation.partition("[")
-    operands, _, results = inside.rstrip("]").partition("->")
-    axes = [[n.strip() for n in re.split("[,;]", part) if n.strip()] for part in (operands, results)]
-    along = [n for n in dict.fromkeys(axes[0]) if n not in axes[1]]
-    return f"{name} along {', '.join(along)}" if along and axes[1] else name
-
-
-def _time(report: Report, c: Collective | None, sent: int) -> str | None:
-    """Return the time of a transfer: its share of the time of all over its mesh axes."""
-    if report.bounds is None or c is None or c.axes not in report.bounds.links:
-        return None
-    whole = sent_in_all([one for one in report.collectives if one.axes == c.axes and not one.in_branch])
-    return described_seconds(report.bounds.links[c.axes] * sent / whole) if whole and not c.in_branch else None
-
-
-def _percent(share: float) -> str:
-    return "<1%" if 0 < share < 0.0095 else f"{100 * share:.0f}%"
-
-
-# --- lines of code ---
-
-
-class _Lines:
-    """The lines around transfers, each place once."""
-
-    def __init__(self, sources: Sequence[Source | None]):
-        self._numbers = {s: f"line-{i}" for i, s in enumerate(dict.fromkeys(filter(None, sources))) if _around(s)}
-
-    def name(self, source: Source | None) -> str | None:
-        return self._numbers.get(source) if source is not None else None
-
-    def written(self) -> Html:
-        return joined([element("div", _listing(s), id=name) for s, name in self._numbers.items()])
-
-
-def _code_of(c: Collective, lines: _Lines) -> Html | None:
-    """Return the place of the code of a transfer, which the script fills."""
-    name = lines.name(c.source)
-    return element("div", data_line=name) if name is not None else None
-
-
-def _around(source: Source) -> dict[int, str]:
-    """Return the lines around a line by their numbers; none if the file cannot be read."""
-    try:
-        found = linecache.getlines(source.file)
-    except ValueError:  # no file can have such a name
-        return {}
-    numbers = range(max(1, source.line - _AROUND), min(len(found), source.line + _AROUND) + 1)
-    return {n: found[n - 1].rstrip() for n in numbers}
-
-
-def _listing(source: Source) -> Html:
-    """Return the lines around a line, which is marked."""
-    path = (
-        os.path.relpath(source.file)
-        if not os.path.relpath(source.file).startswith("..")
-        else str(source).rpartition(":")[0]
-    )
-    lines = [
-        element("mark", f"{n:5}  {text}") if n == source.line else html(f"{n:5}  {text}")
-        for n, text in _around(source).items()
-    ]
-    title = f"{source.function} in {path}:{source.line}"
-    return element("div", element("p", title), element("pre", joined(lines, "\n"), tabindex="0"), class_="code")
