@@ -48,12 +48,29 @@ def test_the_page_says_the_words_of_the_verdict() -> None:
 
 def test_a_comparison_says_what_differs() -> None:
     said = plain(words(pages.large()))
+    assert pages.large().change("heads", "kv_heads") in str(pages.large())
     lines = [pages.large().change("heads", "kv_heads"), *pages.large().differences("heads", "kv_heads")]
     assert len(lines) > 8 and "a step takes at least" in lines[0]
     for line in lines:
         for part in re.split(": ", line.lstrip("+- ")):
             assert plain(part) in said, line
     assert "2.7×less" in said and "heads:model→notsharded" in said
+
+
+def test_the_best_mapping_is_one_that_fits() -> None:
+    reports = pages.large().reports
+    (heads, time), (kv_heads, _) = ((name, r.bounds.longest if r.bounds else 0.0) for name, r in reports.items())
+    assert time > 13 and f"{kv_heads} takes the least: at least" in words(pages.large())
+    (memory,) = {r.memory for name, r in reports.items() if name == kv_heads}
+    assert memory is not None
+    large = {
+        n: dataclasses.replace(r, memory=dataclasses.replace(memory, temporaries=2**40)) for n, r in reports.items()
+    }
+    small = dataclasses.replace(large[heads], memory=dataclasses.replace(memory, temporaries=0))
+    assert "None of the mappings fits." in words(insight.Comparison(large))
+    assert f"{heads} takes the least" in words(insight.Comparison({**large, heads: small}))
+    unbound = {name: dataclasses.replace(r, bounds=None) for name, r in reports.items()}
+    assert f"{heads} sends the least" in words(insight.Comparison(unbound))
 
 
 def test_a_plan_says_why_the_first_is_first() -> None:
@@ -127,7 +144,7 @@ def test_nothing_is_loaded_and_no_name_is_code(name: str) -> None:
     assert "url(" not in text and "@import" not in text and str(Path.home()) not in text
     assert text.count("<script>") == 1 and "<h1>" in text
     parsed(page, source=True)
-    assert ElementTree.fromstring(f"<all>{page._repr_html_()}</all>")
+    assert ElementTree.fromstring(f"<all>{page._repr_html_()}</all>") is not None
 
 
 def test_hostile_names_are_shown() -> None:

@@ -121,7 +121,8 @@ class Comparison(Page):
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
-                parts.append("\n".join([f"{other}, compared with {first}:", *(f"  {line}" for line in lines)]))
+                title = f"{other}, compared with {first}:"
+                parts.append("\n".join([title, *(f"  {line}" for line in (self.change(first, other), *lines))]))
         return "\n\n".join(parts)
 
     def _repr_markdown_(self) -> str:
@@ -134,16 +135,18 @@ class Comparison(Page):
         """Return the best mapping in a sentence, and how each differs from the first."""
         first, *others = self.reports
         changes = " ".join(self.change(first, other) for other in others)
-        bounds = {n: r.bounds for n, r in self.reports.items() if r.bounds is not None and r.bounds.named()}
-        sent = {n: r.total_sent() for n, r in self.reports.items()}
-        if len(bounds) == len(sent):
-            best = min(bounds, key=lambda n: bounds[n].longest)
-            return f"{best} takes the least: at least {described_seconds(bounds[best].longest)} a step.", changes
-        known = {n: sent for n, sent in sent.items() if sent is not None}
-        if len(known) == len(sent):
-            best = min(known, key=lambda n: known[n])
-            return f"{best} sends the least: {describe_bytes(known[best])} by each device.", changes
-        return f"{len(sent)} mappings of {self.reports[first].step}.", changes
+        fitting = {n: r for n, r in self.reports.items() if not _too_large(r)}
+        times = {n: r.bounds.longest for n, r in fitting.items() if r.bounds is not None and r.bounds.named()}
+        sent = {n: size for n, r in fitting.items() if (size := r.total_sent()) is not None}
+        if not fitting:
+            return "None of the mappings fits.", changes
+        if len(times) == len(fitting):
+            best = min(times, key=lambda n: times[n])
+            return f"{best} takes the least: at least {described_seconds(times[best])} a step.", changes
+        if len(sent) == len(fitting):
+            best = min(sent, key=lambda n: sent[n])
+            return f"{best} sends the least: {describe_bytes(sent[best])} from each device.", changes
+        return f"{len(self.reports)} mappings of {self.reports[first].step}.", changes
 
     def _table(self) -> list[list[str]]:
         """Return the lines of the table, of which the first is its header."""
@@ -176,6 +179,11 @@ def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]
         times[text] += 1 if c.times is None else c.times
         found[text] = times[text], c.sent or 0, text
     return found
+
+
+def _too_large(report: Report) -> bool:
+    capacity = None if report.bounds is None else report.bounds.capacity
+    return report.memory is not None and capacity is not None and report.memory.total > capacity
 
 
 def _sent(collectives: Sequence[Collective]) -> str:

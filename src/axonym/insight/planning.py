@@ -152,7 +152,7 @@ class MappingPlan(Page):
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
         >>> axn.insight.plan(step, w, x, chips=2).why
-        ''
+        'The first takes as long as the second, and shards less.'
         """
         (first, _), *others = self._by_mapping()
         return why_first(first, others[0][0]) if others else ""
