@@ -89,7 +89,9 @@ def test_the_reason_names_the_term_that_differs_most() -> None:
     sending = dataclasses.replace(best, bounds=dataclasses.replace(bounds, links={("data",): 1.5}))
     assert why_first(first, longer) == "The first takes at least 2 s, the second 3 s: compute takes 2 s instead of 3 s."
     assert why_first(first, sending).endswith("sending over data takes 1 s instead of 1.5 s.")
-    assert why_first(first, first) == "The first takes as long as the second, and shards less."
+    assert why_first(first, first) == "The first costs as much as the second."
+    more = dataclasses.replace(first, compute={**first.compute, "other": "data"})
+    assert why_first(first, more) == "The first costs as much as the second, and shards less."
 
 
 def test_a_plan_shows_choices_that_it_does_not_know() -> None:

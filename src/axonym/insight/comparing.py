@@ -91,7 +91,7 @@ class Comparison(Page):
 
         >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").change("a", "b")
-        'b instead of a: each device sends 0 B instead of 0 B.'
+        'b, compared with a: each device sends 0 B instead of 0 B.'
         """
         before, after = self.reports[first], self.reports[second]
         said = []
@@ -102,7 +102,7 @@ class Comparison(Page):
         if before.memory and after.memory:
             held = (describe_bytes(m.total) for m in (after.memory, before.memory))
             said.append("keeps {} instead of {}".format(*held))
-        return f"{second} instead of {first}: {', and '.join(said)}."
+        return f"{second}, compared with {first}: {', and '.join(said)}."
 
     def to_markdown(self) -> str:
         """Return the table in Markdown.
@@ -121,8 +121,7 @@ class Comparison(Page):
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
-                title = f"{other}, compared with {first}:"
-                parts.append("\n".join([title, *(f"  {line}" for line in (self.change(first, other), *lines))]))
+                parts.append("\n".join([self.change(first, other), *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
     def _repr_markdown_(self) -> str:

@@ -152,7 +152,7 @@ class MappingPlan(Page):
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
         >>> axn.insight.plan(step, w, x, chips=2).why
-        'The first takes as long as the second, and shards less.'
+        'The first costs as much as the second.'
         """
         (first, _), *others = self._by_mapping()
         return why_first(first, others[0][0]) if others else ""
@@ -579,7 +579,7 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
 def why_first(first: PlannedMapping, second: PlannedMapping) -> str:
     """Say why a mapping comes before another one."""
-    (seconds, total, _), (others_seconds, others_total, _) = first._order(), second._order()
+    (seconds, total, count), (others_seconds, others_total, others_count) = first._order(), second._order()
     least, others = described_seconds(first.seconds), described_seconds(second.seconds)
     if seconds < others_seconds:
         said = f"The first takes at least {least}, the second {others}"
@@ -587,7 +587,7 @@ def why_first(first: PlannedMapping, second: PlannedMapping) -> str:
         sums = f"the first takes {described_seconds(total)}, the second {described_seconds(others_total)}"
         said = f"Both take at least {least}; if nothing overlaps, {sums}"
     else:
-        return "The first takes as long as the second, and shards less."
+        return f"The first costs as much as the second{', and shards less' if count < others_count else ''}."
     own, theirs = dict(first.bounds.named()), dict(second.bounds.named())
     most = max({**own, **theirs}, key=lambda name: theirs.get(name, 0.0) - own.get(name, 0.0))
     times = [described_seconds(t[most]) if most in t else "no time" for t in (own, theirs)]
