@@ -1,13 +1,17 @@
 """Draw the pictures of the pages: `python docs/pictures.py` writes them to `docs/assets/pictures`.
 
 What they show is asked of the library: which device holds which shard, the axes of a result, the collectives of a
-compiled program. Each picture is written twice, for a light and for a dark page. The tests compare the files with what
-this script draws.
+compiled program, the pages of `axonym.insight`. Each picture is written twice, for a light and for a dark page. The
+tests compare the files with what this script draws.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,10 @@ from xml.sax.saxutils import escape
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
-from axonym import NamedArray
+from axonym import NamedArray, insight
 
 FOLDER = Path(__file__).parent / "assets" / "pictures"
 
@@ -367,6 +372,90 @@ def schedules() -> Picture:
     return picture
 
 
+# --- pages of insight ---
+
+
+class Screen:
+    """The beginning of a page of `axonym.insight`, as a browser shows it."""
+
+    def __init__(self, title: str, page: insight.Page, height: int, until: str, width: int = 900):
+        self.title, self.size = title, (width, height)
+        text = page.to_html()
+        (style,) = re.findall(r"<style>\n(.*?)</style>", text, flags=re.DOTALL)
+        self.style = re.sub(r"^svg .*\n|^@media .*\n", "", style, flags=re.MULTILINE)
+        self.body = text.partition("<main>")[2].partition(until)[0]
+
+    def svg(self, colors: dict[str, Any]) -> str:
+        width, height = self.size
+        scheme = "dark" if colors is DARK else "light"
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+            f'style="color-scheme: {scheme}">',
+            f"<title>{self.title}</title>",
+            f"<style>\n{self.style}</style>",
+            f'<foreignObject width="{width}" height="{height}"><body xmlns="http://www.w3.org/1999/xhtml"><main>',
+            f"{self.body}</main></body></foreignObject>",
+            "</svg>\n",
+        ]
+        return "\n".join(lines)
+
+
+@functools.cache
+def llama_of_70b() -> tuple[Any, ...]:
+    """A training step, and its abstract arguments."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from examples.models import llama
+
+    sizes = {
+        "Vocab": 128256, "Embed": 8192, "Layers": 80, "KVHeads": 8, "Group": 8, "HeadSize": 128, "Mlp": 28672
+    }  # fmt: skip
+    names = {"KVHeads": "kv_heads", "HeadSize": "head_size"}
+    config = llama.Config(**{name: axn.Axis(names.get(name, name.lower()), size) for name, size in sizes.items()})
+
+    def step(model: Any, tokens: NamedArray) -> Any:
+        value, gradients = jax.value_and_grad(llama.Llama.loss)(model, tokens)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, model, gradients)
+
+    def start(key: jax.Array) -> Any:
+        return jax.tree.map(lambda p: p.astype("bfloat16"), llama.Llama.init(config, key=key))
+
+    model = jax.eval_shape(start, jax.random.key(0))
+    return step, model, jax.eval_shape(lambda: axn.zeros({"batch": 512, "pos": 4096}, dtype=int))
+
+
+@functools.cache
+def comparison() -> insight.Comparison:
+    """The step on 512 chips, whose mapping has the heads of another model, and its own."""
+
+    def mapping(*axes: str) -> Any:
+        over = dict.fromkeys(axes, "model")
+        return {"embed": "data", **over}, {"batch": "data", **over}
+
+    step, *args = llama_of_70b()
+    mesh = AbstractMesh((64, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mappings = {"heads": mapping("heads", "mlp", "vocab"), "kv_heads": mapping("kv_heads", "mlp", "vocab")}
+    return insight.compare(step, args, mappings, mesh=mesh, by="names", chip="v5p")
+
+
+def report() -> Screen:
+    title = "The page of a report: what binds, the costliest transfers, and what is suspicious"
+    return Screen(title, comparison().reports["heads"], 896, "<nav")
+
+
+def compared() -> Screen:
+    """The report's mapping beside a better one."""
+    title = "The page of a comparison: the times and the memory of two mappings"
+    return Screen(title, comparison(), 700, '<section id="changes-0"')
+
+
+def planned() -> Screen:
+    """The best mappings of the same step."""
+    step, *args = llama_of_70b()
+    plan = insight.plan(step, *args, chips=512, ask=0, verify=0)
+    plan = dataclasses.replace(plan, found=plan.found[:14])
+    return Screen("The page of a plan: the candidates, and why the first is first", plan, 690, "</main>")
+
+
 # --- words and files ---
 
 
@@ -378,7 +467,7 @@ def _mapping(mapping: dict[str, Any]) -> str:
     return str(mapping).replace("'", '"')
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {
+PICTURES: dict[str, Callable[[], Picture | Screen]] = {
     "placement": placement,
     "mappings": mappings,
     "contraction": contraction,
@@ -386,6 +475,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "schedules": schedules,
     "heat": heat,
     "peers": peers,
+    "page-report": report,
+    "page-compared": compared,
+    "page-planned": planned,
 }
 
 

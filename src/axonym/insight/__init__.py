@@ -18,6 +18,7 @@ from .contracts import BrokenContract as BrokenContract, Contract as Contract, c
 from .cost_model import Estimate as Estimate, Islands as Islands, Torus as Torus
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
+from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan
 from .repeating import RepeatedWork as RepeatedWork
 from .report import Report as Report

@@ -9,10 +9,13 @@ from typing import Any
 
 from ..core.errors import describe_bytes
 from ..distribution.mesh_axes import AnyMesh
+from ._comparison_page import comparison_page
+from ._html import Html
 from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
 from .chips import Chip
 from .collectives import Collective
 from .explaining import explain
+from .page import Page
 from .report import Report
 
 
@@ -55,7 +58,7 @@ def compare(
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Page):
     """The reports of one step under several mappings. Prints as a table, with the differences of each from the first.
 
     >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
@@ -83,6 +86,24 @@ class Comparison:
                     lines.append((rest * sent, f"{sign} {rest} x {describe_bytes(sent)}  {text}"))
         return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
 
+    def change(self, first: str, second: str) -> str:
+        """Say in a sentence how the time, the bytes sent and the memory differ between two mappings.
+
+        >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
+        >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").change("a", "b")
+        'b, compared with a: each device sends 0 B instead of 0 B.'
+        """
+        before, after = self.reports[first], self.reports[second]
+        said = []
+        if before.bounds and after.bounds and before.bounds.named() and after.bounds.named():
+            least = (described_seconds(r.bounds.longest) for r in (after, before) if r.bounds)
+            said.append("a step takes at least {} instead of {}".format(*least))
+        said.append(f"each device sends {_sent(after.collectives)} instead of {_sent(before.collectives)}")
+        if before.memory and after.memory:
+            held = (describe_bytes(m.total) for m in (after.memory, before.memory))
+            said.append("keeps {} instead of {}".format(*held))
+        return f"{second}, compared with {first}: {', and '.join(said)}."
+
     def to_markdown(self) -> str:
         """Return the table in Markdown.
 
@@ -100,11 +121,31 @@ class Comparison:
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
-                parts.append("\n".join([f"{other}, compared with {first}:", *(f"  {line}" for line in lines)]))
+                parts.append("\n".join([self.change(first, other), *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
+
+    def _page(self, source: bool) -> tuple[str, Html]:
+        return comparison_page(self, *self._headline())
+
+    def _headline(self) -> tuple[str, str]:
+        """Return the best mapping in a sentence, and how each differs from the first."""
+        first, *others = self.reports
+        changes = " ".join(self.change(first, other) for other in others)
+        fitting = {n: r for n, r in self.reports.items() if not _too_large(r)}
+        times = {n: r.bounds.longest for n, r in fitting.items() if r.bounds is not None and r.bounds.named()}
+        sent = {n: size for n, r in fitting.items() if (size := r.total_sent()) is not None}
+        if not fitting:
+            return "None of the mappings fits.", changes
+        if len(times) == len(fitting):
+            best = min(times, key=lambda n: times[n])
+            return f"{best} takes the least: at least {described_seconds(times[best])} a step.", changes
+        if len(sent) == len(fitting):
+            best = min(sent, key=lambda n: sent[n])
+            return f"{best} sends the least: {describe_bytes(sent[best])} from each device.", changes
+        return f"{len(self.reports)} mappings of {self.reports[first].step}.", changes
 
     def _table(self) -> list[list[str]]:
         """Return the lines of the table, of which the first is its header."""
@@ -137,6 +178,11 @@ def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]
         times[text] += 1 if c.times is None else c.times
         found[text] = times[text], c.sent or 0, text
     return found
+
+
+def _too_large(report: Report) -> bool:
+    capacity = None if report.bounds is None else report.bounds.capacity
+    return report.memory is not None and capacity is not None and report.memory.total > capacity
 
 
 def _sent(collectives: Sequence[Collective]) -> str:

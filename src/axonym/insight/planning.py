@@ -14,11 +14,14 @@ from ..core.errors import counted, describe_bytes
 from ..distribution.mesh_axes import Axes
 from ._accounts import Meshes, Stages
 from ._figures import Bounds
+from ._html import Html
+from ._plan_page import plan_page
 from ._searching import Found, Ranked, Search, Step, abstract
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
 from .cost_model import Estimate, Placement, Topology, Torus, topologies_of, why_first
 from .explaining import explain
+from .page import Page
 from .report import Report
 
 Over = str | tuple[str, ...]
@@ -140,7 +143,7 @@ class PlannedMapping:
 
 
 @dataclasses.dataclass(frozen=True)
-class MappingPlan:
+class MappingPlan(Page):
     """The mappings that `plan` found, the best first. Prints as a table, with the best one as code.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
@@ -192,27 +195,22 @@ class MappingPlan:
         True
         """
         header, *rows = self._table()
-        return "\n\n".join(
-            [
-                self._title(),
-                *self.cautions,
-                markdown_table(header, rows),
-                self.why(),
-                f"```python\n{self.best.code()}\n```",
-            ]
-        )
+        code = f"```python\n{self.best.code()}\n```"
+        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why, code]
+        return "\n\n".join(filter(None, parts))
 
+    @property
     def why(self) -> str:
-        """Say by which terms of the estimates the first mapping is better than the second.
+        """Return a sentence that says by which terms of the estimates the first mapping is better than the second.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).why().startswith("The second ")
+        >>> axn.insight.plan(step, w, x, chips=2).why.startswith("The second ")
         True
         """
         rows = self._by_mapping()
         if len(rows) < 2:
-            return "There is no second one."
+            return ""
         (first, _), (second, _), *_ = rows
         parts = _listed(second.mesh, "="), _listed(second.choices, "="), _listed(second.compute)
         what = ", ".join(filter(None, parts))
@@ -230,13 +228,19 @@ class MappingPlan:
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
-            self.why(),
+            self.why,
             self.best.code(),
         ]
-        return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
+        return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
+
+    def _page(self, source: bool) -> tuple[str, Html]:
+        return plan_page(self, self._by_mapping())
+
+    def _headline(self) -> tuple[str, str]:
+        return f"{self._title()}.", self.why
 
     def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
         """Return each mapping on its best mesh, and the number of other meshes that it was found for."""

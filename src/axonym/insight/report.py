@@ -9,7 +9,9 @@ from typing import Any
 
 from ..core.errors import counted, describe_bytes
 from ._figures import Figures, total_sent
+from ._html import Html
 from ._parameters import without_numbers
+from ._report_page import report_page
 from ._text import (
     Section,
     aligned,
@@ -23,6 +25,7 @@ from ._text import (
     written_table,
 )
 from .collectives import Collective
+from .page import Page
 from .timeline import draw
 from .verdict import SMALL, Verdict, known_sent, path_of, verdict_of
 
@@ -31,8 +34,8 @@ _SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(Figures):
-    """The report of a step on a mesh. Prints as text, and can be written as Markdown or JSON.
+class Report(Figures, Page):
+    """The report of a step on a mesh. Prints as text, and can be written as a page, Markdown or JSON.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> isinstance(report, axn.insight.Report)
@@ -97,6 +100,12 @@ class Report(Figures):
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
+
+    def _page(self, source: bool) -> tuple[str, Html]:
+        return report_page(self, [*self._figures()], source)
+
+    def _headline(self) -> tuple[str, str]:
+        return self.verdict.binds, self.verdict.explanation
 
     def __rich__(self) -> Any:
         """Return the tables that `rich.print` shows, which fit the terminal."""

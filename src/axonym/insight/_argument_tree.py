@@ -1,0 +1,103 @@
+"""Write the arguments of a step as a tree, as the model is, with the bytes of each part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from ..core.errors import describe_bytes
+from ._arguments import PlacedArgument
+from ._html import Html, Words, bar, code, element, joined
+
+_OPEN = 2
+"""How deep parts are shown open."""
+_MOST = 600
+"""How many arrays are written."""
+_LARGE = 12
+"""How many children a part that is shown open has at most."""
+
+
+@dataclasses.dataclass
+class _Node:
+    """A part of the arguments: an array, or parts by their names."""
+
+    path: str
+    children: dict[str, _Node] = dataclasses.field(default_factory=dict)
+    array: PlacedArgument | None = None
+
+    def arrays(self) -> Iterator[PlacedArgument]:
+        if self.array is not None:
+            yield self.array
+        for child in self.children.values():
+            yield from child.arrays()
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what is equal for parts that are sharded alike."""
+        start = len(self.path)
+        return tuple((x.path[start:], x.axes, x.sizes, x.over, x.copies) for x in self.arrays())
+
+
+def argument_tree(placed: Sequence[PlacedArgument], words: Words) -> Html:
+    """Write arguments as a tree. A part that is sharded as another says so."""
+    root = _Node("")
+    for x in placed:
+        node = root
+        for name in x.path.split("/"):
+            path = f"{node.path}/{name}" if node.path else name
+            node = node.children.setdefault(name, _Node(path))
+        node.array = x
+    whole = max((sum(x.bytes for x in node.arrays()) for node in root.children.values()), default=0)
+    writer = _Writer(words, max(1, whole))
+    items = [*writer.items(root, 0)]
+    if writer.left:
+        items.append(element("li", f"and {writer.left} more: report.to_json() has them", class_="small"))
+    return element("ul", *items, class_="tree")
+
+
+class _Writer:
+    def __init__(self, words: Words, whole: int):
+        self._words, self._whole = words, whole
+        self._known: dict[object, str] = {}
+        self._written, self.left = 0, 0
+
+    def items(self, node: _Node, depth: int) -> Iterator[Html]:
+        """Yield the children of a part; layers that are alike are one."""
+        waiting = list(node.children.items())
+        while waiting:
+            (name, child), *waiting = waiting
+            alike = [name]
+            while name.isdigit() and waiting and waiting[0][0].isdigit() and waiting[0][1].kind() == child.kind():
+                alike.append(waiting.pop(0)[0])
+            if self._written < _MOST:
+                yield self._item(name, child, depth, len(alike), alike[-1])
+            else:
+                self.left += len(alike) * len(child.kind())
+
+    def _item(self, name: str, node: _Node, depth: int, count: int, last: str) -> Html:
+        title = name if count == 1 else f"{name} to {last}"
+        while node.array is None and len(node.children) == 1:
+            ((below, node),) = node.children.items()
+            title = f"{title}/{below}"
+        size = count * sum(x.bytes for x in node.arrays())
+        head = [
+            element("span", code(title), class_="name"),
+            element("span", describe_bytes(size), class_="num"),
+            bar(size / self._whole),
+        ]
+        kind = node.kind()
+        same = self._known.setdefault(kind, node.path) if len(kind) > 1 else node.path
+        if same != node.path:
+            said = element("span", "sharded as ", code(same), class_="soft")
+            return element("li", element("div", *head, said, class_="leaf"))
+        self._written += node.array is not None
+        if node.array is not None and not node.children:
+            return element("li", element("div", *head, self._array(node.array), class_="leaf"))
+        is_open = depth < _OPEN and len(node.children) <= _LARGE
+        own = self._array(node.array) if node.array is not None else None
+        summary = element("summary", element("span", *head, own, class_="node"))
+        below = element("ul", *self.items(node, depth + 1), style=f"--depth:{depth + 1}")
+        return element("li", element("details", summary, below, open=is_open))
+
+    def _array(self, x: PlacedArgument) -> Html:
+        copies = element("span", f"{x.copies} copies", class_="badge") if x.copies > 1 else None
+        return joined([self._words.placed(x.axes, x.sizes, x.over), copies])

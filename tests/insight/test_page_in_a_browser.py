@@ -1,0 +1,179 @@
+"""The pages in a real browser: they fit, can be read, and are used with the keyboard and a screen reader.
+
+It needs a Chromium or Chrome on the machine, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from axonym import insight
+from tests.insight import pages
+from tests.insight.browser import FOUND, Browser, browser
+
+pytestmark = [
+    pytest.mark.further,
+    pytest.mark.skipif(FOUND is None, reason="no Chromium or Chrome is on PATH, in which pages could be looked at"),
+]
+
+PAGES = {
+    "report": lambda: pages.large().reports["heads"],
+    "compiled": pages.compiled,
+    "compare": pages.large,
+    "plan": pages.planned,
+    "hostile": pages.hostile,
+    "unrolled": pages.unrolled,
+}
+WIDTHS = {1280: 900, 390: 844}
+
+CONTRAST = """(() => {
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = numbers(color).slice(0, 3).map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const color = getComputedStyle(e).backgroundColor;
+      if ((numbers(color)[3] ?? 1) > 0) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; node = walker.nextNode();) {
+    const e = node.parentElement;
+    if (!node.textContent.trim() || !e.checkVisibility() || e.closest("script, option")) continue;
+    const style = getComputedStyle(e);
+    const [a, b] = [light(e.closest("svg") ? style.fill : style.color), light(behind(e))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) found.push([node.textContent.trim(), ratio]);
+  }
+  return found;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+def opened(window: Browser, folder: Path, name: str, width: int, dark: bool = False) -> Browser:
+    path = folder / f"{name}.html"
+    if not path.exists():
+        page: insight.Page = PAGES[name]()
+        page.save(path, source=True)
+    window.open(path, width, WIDTHS[width], dark)
+    return window
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_fits_and_can_be_read(name: str, window: Browser, folder: Path) -> None:
+    for width in WIDTHS:
+        for dark in (False, True):
+            opened(window, folder, name, width, dark)
+            assert window.run("document.documentElement.scrollWidth") == width, "it scrolls sideways"
+            assert window.run(CONTRAST) == []
+            background = window.run("getComputedStyle(document.body).backgroundColor")
+            assert background == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_is_asked_of_the_network_and_nothing_fails(name: str, window: Browser, folder: Path) -> None:
+    opened(window, folder, name, 1280)
+    requests = [e["params"]["request"]["url"] for e in window.events if e.get("method") == "Network.requestWillBeSent"]
+    assert requests == [(folder / f"{name}.html").as_uri()]
+    failed = {"Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening"}
+    assert [e for e in window.events if e.get("method") in failed] == []
+    assert window.run("typeof hacked") == "undefined"
+    assert window.run("document.querySelectorAll('script').length") == 1
+
+
+def test_the_first_screen_has_the_verdict(window: Browser, folder: Path) -> None:
+    bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
+    opened(window, folder, "report", 1280)
+    assert window.run(bottom.format(".two")) <= 900
+    opened(window, folder, "report", 390)
+    assert window.run(bottom.format(".card")) <= 844
+
+
+@pytest.mark.parametrize("name", ["report", "compare"])
+def test_the_keyboard_reaches_what_opens(name: str, window: Browser, folder: Path) -> None:
+    opened(window, folder, name, 1280)
+    window.run("window.seen = []; document.addEventListener('focusin', (e) => seen.push(e.target))")
+    count = window.run("document.querySelectorAll('summary, a, select, input, button').length")
+    for _ in range(count + 20):
+        window.press("Tab")
+    missed = """[...document.querySelectorAll('summary, a, select, input, button, .wide, pre')]
+        .filter((e) => e.checkVisibility() && !seen.includes(e)).map((e) => e.outerHTML.slice(0, 200))"""
+    assert window.run(missed) == []
+    closed = window.run("(window.row = document.querySelector('details:not([open]) > summary')).focus()")
+    assert closed is None
+    window.press("Enter")
+    assert window.run("row.parentElement.open && getComputedStyle(row).outlineStyle") == "solid"
+
+
+def test_a_row_shows_its_line_of_code(window: Browser, folder: Path) -> None:
+    opened(window, folder, "report", 1280)
+    window.run("document.querySelector('#transfers details > summary').focus()")
+    window.press("Enter")
+    window.run("new Promise((done) => setTimeout(done, 50))")
+    marked = window.run("document.querySelector('#transfers details mark').textContent")
+    assert "self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))" in marked
+
+
+def test_choosing_an_argument_and_filtering(window: Browser, folder: Path) -> None:
+    opened(window, folder, "report", 1280)
+    shown = """[...document.querySelectorAll("#mesh [data-over]")]
+        .filter((e) => getComputedStyle(e).display !== "none").map((e) => e.dataset.over)"""
+    assert window.run(shown) == ["data"]
+    window.run("""picker.selectedIndex = [...picker.options].findIndex((o) => o.text.startsWith("model/table"));
+        picker.dispatchEvent(new Event("change"))""")
+    assert window.run(shown) == ["data model"]
+    assert "vocab=16032 of 128256" in window.run("lies.textContent")
+    window.run("filter.value = 'reduce-scatter mlp'; filter.dispatchEvent(new Event('input'))")
+    rows = window.run("""[...document.querySelectorAll("#transfers .row")]
+        .filter((e) => e.checkVisibility()).map((e) => e.closest("details").textContent)""")
+    assert rows and all("reduce-scatter" in row and "mlp" in row for row in rows)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_screen_reader_has_names_for_everything(name: str, window: Browser, folder: Path) -> None:
+    opened(window, folder, name, 1280)
+    nodes = [n for n in window("Accessibility.getFullAXTree")["nodes"] if not n["ignored"]]
+    named = {
+        "link",
+        "button",
+        "combobox",
+        "searchbox",
+        "DisclosureTriangle",
+        "image",
+        "navigation",
+        "heading",
+        "region",
+    }
+    roles = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes]
+    assert [role for role, text in roles if role in named and not text.strip()] == []
+    assert {"heading", "region"} <= {role for role, _ in roles}
+    assert window.run("document.querySelectorAll('h1').length") == 1
+    assert window.run("document.documentElement.lang") == "en"
+
+
+def test_a_frame_takes_the_scheme_of_its_notebook(window: Browser, tmp_path: Path) -> None:
+    for dark in (False, True):
+        path = tmp_path / f"{dark}.html"
+        body = f'<body data-jp-theme-light="{"false" if dark else "true"}">{pages.compiled()._repr_html_()}'
+        path.write_text(f'<!DOCTYPE html><meta charset="utf-8">{body}', "utf-8")
+        window.open(path, dark=not dark)
+        color = "getComputedStyle(document.querySelector('iframe').contentDocument.body).backgroundColor"
+        assert window.run(color) == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
