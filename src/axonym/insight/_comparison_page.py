@@ -10,7 +10,7 @@ from ..core.errors import describe_bytes
 from ._html import Html, Words, bar, code, element, folded, html, joined, over_of, table
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
 from ._text import described_seconds, in_order
-from ._transfer_rows import sent_in_all
+from .verdict import known_sent
 
 Comparison: TypeAlias = Any
 """A comparison: its module uses this one, and imports point one way."""
@@ -66,7 +66,7 @@ def _quantities(reports: Mapping[str, Any], words: Words) -> Iterator[Quantity]:
             yield joined(["sending over ", words.axes(a)]), words.color(a), times, described_seconds
     else:
         for a in links:
-            sent = {n: sent_in_all(r.by_axes().get(a, ())) for n, r in reports.items()}
+            sent = {n: known_sent(r.by_axes().get(a, ())) for n, r in reports.items()}
             yield joined(["sent over ", words.axes(a)]), words.color(a), sent, describe_bytes
     held = {n: None if r.memory is None else r.memory.total for n, r in reports.items()}
     yield html("memory"), "", held, describe_bytes

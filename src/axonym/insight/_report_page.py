@@ -14,9 +14,9 @@ from ._html import Html, Words, bar, code, element, html, joined, listed, pictur
 from ._mesh_picture import mesh_picture
 from ._parameters import without_numbers
 from ._text import described_axes, described_seconds, phase_of
-from ._transfer_rows import Transfers, percent, sent_in_all, short_operation
+from ._transfer_rows import Transfers, percent, short_operation
 from .timeline import MemoryTimeline
-from .verdict import SMALL, Suspicion, repeated_share
+from .verdict import SMALL, Suspicion, known_sent, repeated_share
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -117,7 +117,7 @@ def _bars(report: Report, words: Words) -> Iterator[Html]:
                 filled = _partly_repeated(t, wasted, bounds.longest)
             yield _bar_row(joined([title, badge]), described_seconds(t), filled)
     else:
-        sums = {axes: sent_in_all(found) for axes, found in report.by_axes().items()}
+        sums = {axes: known_sent(found) for axes, found in report.by_axes().items()}
         for axes, sent in sums.items():
             filled = bar(sent / max(1, *sums.values()), words.color(axes))
             yield _bar_row(joined(["sent over ", words.axes(axes)]), describe_bytes(sent), filled)
@@ -245,7 +245,7 @@ def _lies(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
 def _phases(report: Report, words: Words) -> Html:
     """Return a table of the bytes sent in each pass over each set of mesh axes."""
     sums = {
-        phase: {axes: sent_in_all([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
+        phase: {axes: known_sent([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
         for phase in ("forward", "recomputed", "backward", "")
     }
     most = max((n for row in sums.values() for n in row.values()), default=0)

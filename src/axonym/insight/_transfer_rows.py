@@ -14,7 +14,7 @@ from ..core.source_lines import Source
 from ._html import Html, Words, bar, code, element, folded, html, joined
 from ._text import described_seconds, phase_of
 from .collectives import Collective
-from .verdict import SMALL, alike, path_of
+from .verdict import SMALL, grouped, known_sent, path_of, why
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -23,11 +23,6 @@ _SMALLER = 60
 """How many rows of less than 1% are written."""
 _AROUND = 3
 """How many lines of code are shown before and after a line."""
-
-
-def sent_in_all(found: Sequence[Collective]) -> int:
-    """Return the bytes that each device sends in a call, as far as they are known."""
-    return sum(c.total_sent or 0 for c in found)
 
 
 def percent(share: float) -> str:
@@ -56,7 +51,7 @@ class _Alike:
 
     @property
     def sent(self) -> int:
-        return sent_in_all(self.all)
+        return known_sent(self.all)
 
     def size(self) -> str:
         """Write how often it is sent, and the bytes."""
@@ -75,10 +70,11 @@ class Transfers:
 
     def __init__(self, report: Report, words: Words, source: bool):
         self._report, self._words = report, words
-        self._total = sent_in_all(report.collectives)
+        self._total = known_sent(report.collectives)
         together: dict[Any, list[Collective]] = {}
         for c in report.collectives:
-            together.setdefault(alike(c), []).append(c)
+            key = c.kind, c.axes, c.array, c.phase, c.operation, c.source, c.reason, path_of(c)
+            together.setdefault(key, []).append(c)
         found = (_Alike(same[0], same) for same in together.values())
         # Where values decide how often something is sent, one time decides the order.
         self._found = sorted(found, key=lambda x: (x.sent, sum(c.sent or 0 for c in x.all)), reverse=True)
@@ -87,8 +83,9 @@ class Transfers:
 
     def costliest(self) -> Html:
         """Write the lines of the verdict, each with a bar, its bytes and its time."""
-        lines = self._report.verdict.costliest
-        items = [self._costly(line, x) for line, x in zip(lines, self._found, strict=False)]
+        groups = grouped(self._report.collectives)  # the verdict has a line for each of the first
+        pairs = zip(self._report.verdict.costliest, groups, strict=False)
+        items = [self._costly(line, _Alike(group[0], group)) for line, group in pairs]
         said = f"{describe_bytes(self._total)} are sent by each device in a call. "
         link = element("a", f"All {counted(len(self._found), 'transfer')}", href="#transfers")
         after = joined([said, link]) if self._found else "Nothing is sent."
@@ -96,7 +93,7 @@ class Transfers:
 
     def _costly(self, line: str, x: _Alike) -> Html:
         share, _, rest = line.partition(": ")
-        reason = x.one.reason or "why is not known"
+        reason = why(x.all)
         what = rest.removesuffix(f": {reason}")
         number = joined([describe_bytes(x.sent), self._time(x)], " · ")
         top = [element("b", share), bar(x.sent / max(1, self._total), self._words.color(x.one.axes))]
@@ -152,9 +149,9 @@ class Transfers:
         """Return the time of a transfer: its share of the time of all over its mesh axes."""
         bounds, axes = self._report.bounds, x.one.axes
         counted = [c for c in self._report.collectives if c.axes == axes and not c.in_branch]
-        if bounds is None or axes not in bounds.links or x.one.in_branch or not sent_in_all(counted):
+        if bounds is None or axes not in bounds.links or x.one.in_branch or not known_sent(counted):
             return None
-        return described_seconds(bounds.links[axes] * x.sent / sent_in_all(counted))
+        return described_seconds(bounds.links[axes] * x.sent / known_sent(counted))
 
     # --- lines of code ---
 

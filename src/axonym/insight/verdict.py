@@ -131,7 +131,7 @@ def _binds(report: Figures) -> tuple[str, str]:
     axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
     over = [c for c in report.collectives if c.axes == axes]
     sentences = [least]
-    if own := _grouped(over):
+    if own := grouped(over):
         sentences.append(f"{_percent(known_sent(own[0]) / max(1, known_sent(over)))} of its bytes: {_short(own[0])}")
     sentences += [again] if again else []
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
@@ -177,7 +177,7 @@ def _most_over(report: Figures) -> tuple[tuple[str, ...] | None, int]:
 
 
 def _short(group: Sequence[Collective]) -> str:
-    return f"{group[0].kind} of {_carried(group)}{_lines(group)}: {_why(group)}"
+    return f"{group[0].kind} of {_carried(group)}{_lines(group)}: {why(group)}"
 
 
 def repeated_share(report: Figures) -> float:
@@ -193,7 +193,7 @@ def path_of(c: Collective) -> str:
     return " or ".join(dict.fromkeys(map(without_numbers, c.parameters)))
 
 
-def _grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
+def grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
     """Put transfers together that a reader takes for one, the largest first.
 
     These are parameters that are gathered, gradients of parameters that are summed, and sums of arrays with the same
@@ -230,7 +230,7 @@ def _lines(group: Sequence[Collective]) -> str:
     return (f", {lines[0]}" if lines else "") + (f" and {counted(len(lines) - 1, 'more line')}" if lines[1:] else "")
 
 
-def _why(group: Sequence[Collective]) -> str:
+def why(group: Sequence[Collective]) -> str:
     """Write the reason for most of the bytes in a group of transfers."""
     sent: dict[str, int] = {}
     for c in group:
@@ -244,14 +244,14 @@ def _why(group: Sequence[Collective]) -> str:
 
 def _costliest(report: Figures) -> Iterator[str]:
     total = known_sent(report.collectives)
-    for group in _grouped(report.collectives)[:_COSTLIEST]:
+    for group in grouped(report.collectives)[:_COSTLIEST]:
         if total and known_sent(group) / total >= SMALL:
             times, sizes = sum(c.times or 0 for c in group), {c.sent or 0 for c in group}
             size = describe_bytes(sizes.pop()) if len(sizes) == 1 else f"up to {describe_bytes(max(sizes))}"
             phases = " and ".join(dict.fromkeys(phase_of(c.phase) for c in group))
             yield (
                 f"{_percent(known_sent(group) / total)}: {group[0].kind} over {described_axes(group[0].axes)} of "
-                f"{_carried(group)}, {times} x {size}, {phases}{_lines(group)}: {_why(group)}"
+                f"{_carried(group)}, {times} x {size}, {phases}{_lines(group)}: {why(group)}"
             )
 
 
@@ -644,7 +644,7 @@ def _reasons(report: Figures) -> _Check:
     sent = known_sent(unknown)
     if not total or sent <= _MUCH * total:
         return (), "the cause of each large transfer is known" if total else ""
-    (c, *_), most = (largest := _grouped(unknown)[0]), known_sent(largest)
+    (c, *_), most = (largest := grouped(unknown)[0]), known_sent(largest)
     at = _at(c.source)
     in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
     largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
