@@ -26,26 +26,38 @@ def unknown(step: AxisStep) -> list[Axed]:
 
 
 def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    shape = step.shape
+    dims = _shared_dims(xs)
+    if dims is None:
+        for x in xs:
+            x.settle()
+        dims = _shared_dims(xs)
+    return [Axed(_met(axes, step, xs) if dims is None else dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+
+
+def _shared_dims(xs: Sequence[Axed]) -> Dims | None:
+    """Return the axes of arrays, if all that are no scalars have the same; they then have one shape, too."""
+    dims: Dims = ()
+    for x in xs:
+        if x.dims and x.dims is not dims:
+            if dims and x.dims != dims:
+                return None
+            dims = x.dims
+    return dims
+
+
+def _met(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
+    """Return the axes of arrays with different axes that meet position for position."""
+    shape, crossed = step.shape, len(axes.crossed)
     given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
-    if len(xs) == 1:
-        dims = xs[0].dims
-    elif not shape:
-        dims = ()
-    elif all(own == shape and x.dims == given[0][0].dims for x, own in given):
-        dims = given[0][0].dims
-    else:
-        crossed = len(axes.crossed)
-        found = [_meet(axes, step, [x.dims[i] for x, own in given if own[i] == n and n != 1]) or fresh(n)
-                 for i, n in enumerate(shape)]  # fmt: skip
-        if any(f.base is not None for axis in found for f in axis):
-            met = [[x.dims[i] for x, own in given if own[i] == n] for i, n in enumerate(shape)]
-            found = [_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True)]
-            if step.name == "add_any":
-                del axes.crossed[crossed:]
-        dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
-        _check_promotion(axes, step, found, dims, xs)
-    return [Axed(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+    met = [[x.dims[i] for x, own in given if own[i] == n and n != 1] for i, n in enumerate(shape)]
+    found = [_meet(axes, step, same) or fresh(n) for same, n in zip(met, shape, strict=True)]
+    if any([f.base is not None for axis in found for f in axis]):
+        found = [_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True)]
+        if step.name == "add_any":
+            del axes.crossed[crossed:]
+    dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
+    _check_promotion(axes, step, found, dims, xs)
+    return dims
 
 
 def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
@@ -95,12 +107,12 @@ _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_t
 
 def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
-    if step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
-        return None
     found = [x.points for x in xs if x.points is not None]
+    if not found or step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
+        return None
     if len(found) > 1 and step.name in ("add", "sub"):  # a distance of two positions is no position
         return None
-    return found[0] if found else None
+    return found[0]
 
 
 def _sort(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:

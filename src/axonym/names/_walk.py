@@ -65,8 +65,7 @@ class AxisWalk:
         elif rule is not None:
             step.operands = used = [x.used() if x.constant else x for x in xs]
             results = rule(self.axes, step, used)
-            if results and (name in _FACTS_BEGIN or any([x.facts is not None for x in used])
-                            or (name in _OF_MASKS and dtype_kind(step.eqn.invars[0]) == "b")):  # fmt: skip
+            if results and _tells_facts(step, used, results[0]):
                 results[0].facts = facts_of(step, used, results)
         else:
             results = unknown(step)
@@ -187,7 +186,16 @@ def _has_both(m: Meeting) -> bool:
 _FACTS_BEGIN = {"iota", "exp", "broadcast_in_dim"}
 """The primitives that tell facts of operands of which nothing is known."""
 _OF_MASKS = {"not", "and", "or", "select_n", *COMPARISONS.split()}
-"""The primitives that do so if these are booleans, which may be masks."""
+"""The primitives that do so if these are booleans, which may be masks, or are compared with numbers."""
+
+
+def _tells_facts(step: AxisStep, xs: Sequence[Axed], result: Axed) -> bool:
+    """Return whether there can be facts about the result; a number alone, by which an array is scaled, tells none."""
+    name, told = step.name, [x for x in xs if x.facts is not None]
+    if name in _FACTS_BEGIN or (name in _OF_MASKS and (told or dtype_kind(step.eqn.invars[0]) == "b")):
+        return True
+    return bool(told) and (not result.dims or any([x.dims for x in told]))
+
 
 INSIDE = {
     "scan": AxisWalk._scan,
