@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -47,16 +48,16 @@ def _shared_dims(xs: Sequence[Axed]) -> Dims | None:
 
 def _met(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
     """Return the axes of arrays with different axes that meet position for position."""
-    shape, crossed = step.shape, len(axes.crossed)
-    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
-    met = [[x.dims[i] for x, own in given if own[i] == n and n != 1] for i, n in enumerate(shape)]
-    found = [_meet(axes, step, same) or fresh(n) for same, n in zip(met, shape, strict=True)]
+    given, crossed = [x.dims for x in xs if x.dims], len(axes.crossed)
+    met = [[axis for axis in same if axis] for same in zip(*given, strict=True)]
+    found = tuple([_meet(axes, step, same) for same in met])
     if any([f.base is not None for axis in found for f in axis]):
-        found = [_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True)]
+        found = tuple(_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True))
         if step.name == "add_any":
             del axes.crossed[crossed:]
-    dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
-    _check_promotion(axes, step, found, dims, xs)
+    dims = axes.distinct(found, [own for own in given if all(map(operator.eq, map(bool, own), map(bool, found)))])
+    if dims is not found:
+        _check_promotion(axes, step, found, dims, xs)
     return dims
 
 
@@ -85,7 +86,8 @@ _JAX = jax.__file__.removesuffix("__init__.py")
 def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
     found = same[0] if same else ()
     for axis in same[1:]:
-        found = axes.unify(found, axis, step)
+        if axis != found:
+            found = axes.unify(found, axis, step)
     return found
 
 
@@ -234,7 +236,9 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
             part = split[stride == 1]
             if "*" not in (axes.whole(axis).name or ""):
                 axes.equal_slices[number] = axes.whole(part)
-            axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
+            slice_of = (axis, start if stride == 1 else -1)
+            if slice_of not in (made := axes.whole(part)).part_of:
+                made.part_of += (slice_of,)
             return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 

@@ -47,26 +47,28 @@ class AxisWalk:
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            step.operands = xs = [_constant(v) if isinstance(v, Literal) else known[v] for v in eqn.invars]
-            step.results = self._results(step, xs)
+            step.operands = xs = [_constant(v) if type(v) is Literal else known[v] for v in eqn.invars]
+            step.results = results = self._results(step, xs)
             body.steps.append(step)
-            known.update(zip(eqn.outvars, step.results, strict=True))
+            if len(results) == 1:  # as most have
+                known[eqn.outvars[0]] = results[0]
+            else:
+                known.update(zip(eqn.outvars, results, strict=True))
         body.results = [_constant(v) if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
         name = step.name
-        inside, rule = INSIDE.get(name), RULES.get(name)
-        if inside is None and rule is None and (called := _called(step.eqn)) is not None:
-            step.bodies = (self.run(called, xs, step),)
-            return step.bodies[0].results
-        if inside is not None:
-            results = inside(self, step, xs)
-        elif rule is not None:
-            step.operands = used = [x.used() if x.constant else x for x in xs]
+        if (rule := RULES.get(name)) is not None:
+            step.operands = used = [x.used() if x.constant and x.dims else x for x in xs]
             results = rule(self.axes, step, used)
             if results and _tells_facts(step, used, results[0]):
                 results[0].facts = facts_of(step, used, results)
+        elif (inside := INSIDE.get(name)) is not None:
+            results = inside(self, step, xs)
+        elif (called := _called(step.eqn)) is not None:
+            step.bodies = (self.run(called, xs, step),)
+            return step.bodies[0].results
         else:
             results = unknown(step)
             if results:
