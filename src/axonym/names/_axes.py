@@ -140,9 +140,11 @@ def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
 class Axes:
     """The relations between the factors of a program."""
 
-    def __init__(self, separate: frozenset[int] = frozenset()) -> None:
+    def __init__(self, separate: frozenset[int] = frozenset(), renames: bool = True) -> None:
         self.separate = separate
         """Which of `equal_slices` are axes of their own."""
+        self.renames = renames
+        """Whether an axis gets the name by which a named operation calls it, if it has another one."""
         self.equal_slices: list[AxisFactor | None] = []
         """For each slice of an axis that is cut evenly, in the program's order, the factor that all its slices are."""
         self.convolutions: list[tuple[Any, Dims, Dims]] = []
@@ -197,7 +199,8 @@ class Axes:
         new = self.axis(name, size, "a named operation")
         if len(axis) == 1 and (x := find(axis[0])).name is None and x.base is None and not x.kids:
             self.merge(x, new[0], at)
-        return new
+            return new
+        return new if self.renames else axis
 
     # --- the same ---
 

@@ -102,16 +102,9 @@ def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: i
 def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
     """Return a mask in terms of the factors of the scores that it masks, which can be roles of its own."""
     if len(x.dims) != len(scores.dims):
-        return mask._replace(varies=None, order=None)
+        return Mask(mask.kind, None)
     there = {f: leaves(to) for axis, to in zip(x.dims, scores.dims, strict=True) for f in leaves(axis)}
-    varies = None if mask.varies is None else tuple(
-        to for f in leaves(mask.varies) for to in there.get(f, (f,))
-    )  # fmt: skip
-    order = mask.order
-    if order is not None:
-        high, low = (there.get(find(f), ()) for f in order[:2])
-        order = Order(high[0], low[0], order.least) if len(high) == len(low) == 1 else None
-    return mask._replace(varies=varies, order=order)
+    return mask.in_terms_of(lambda f: tuple(to for g in leaves((f,)) for to in there.get(g, (g,))))
 
 
 def _both(a: Mask, b: Mask) -> Mask:
@@ -119,7 +112,7 @@ def _both(a: Mask, b: Mask) -> Mask:
     varies = None if a.varies is None or b.varies is None else (*a.varies, *b.varies)
     orders = [m.order for m in (a, b) if m.order is not None and m.within]
     ahead = [o for o in orders if o.least >= 0] or orders  # a window has another order beside that of time
-    return Mask(a.kind, varies, ahead[0] if ahead else None, True, False)
+    return Mask(a.kind, varies, ahead[0] if ahead else None, True, False, (*a.every(), *b.every()))
 
 
 def _product(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
@@ -298,14 +291,16 @@ def _check_names(axes: Axes, step: AxisStep, queries: Sequence[AxisFactor]) -> N
 
 
 def _check_masks(axes: Axes, step: AxisStep, masks: Sequence[Mask], key: AxisFactor, queries: list[AxisFactor]) -> None:
-    along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in masks]
-    for mask, own in zip(masks, along, strict=True):
+    for mask in masks:
         if mask.order is not None and mask.within:
             high, low, least = mask.order
             if find(high) is key and find(low) in queries and least >= 0:
                 axes.found.append(Meeting(key, find(low), step, "future"))
-        if own is not None and not own.isdisjoint(queries) and all(o is not None and key not in o for o in along):
-            axes.found.append(Meeting(key, queries[0], step, "mask"))
+    # What masks positions of queries masks no keys, whatever an order of positions masks beside it.
+    others = [m for mask in masks for m in mask.every() if m.order is None or not (m.within and m.covers)]
+    along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in others]
+    if all(own is not None and key not in own for own in along):
+        axes.found += [Meeting(key, queries[0], step, "mask") for own in along if own and not own.isdisjoint(queries)]
 
 
 _WORDS_FOR_KEYS = {"key", "keys", "k", "kv", "source", "src"}

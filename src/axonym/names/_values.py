@@ -37,10 +37,27 @@ class Mask(NamedTuple):
     """Whether all that it keeps is in that order."""
     covers: bool = True
     """Whether it keeps all that is in that order."""
+    parts: tuple[Mask, ...] = ()
+    """The masks that all have to keep what it keeps, if it is made of several."""
+    turned: bool = False
+    """Whether it keeps what these parts together do not keep."""
 
     def inverted(self, kind: str) -> Mask:
         order = None if self.order is None else self.order.others()
-        return Mask(kind, self.varies, order, self.covers, self.within)
+        return Mask(kind, self.varies, order, self.covers, self.within, self.parts, not self.turned)
+
+    def every(self) -> tuple[Mask, ...]:
+        """Return the masks that all have to keep what it keeps."""
+        return self.parts if self.parts and not self.turned else (self,)
+
+    def in_terms_of(self, to: Callable[[AxisFactor], Factors]) -> Mask:
+        """Return the mask in terms of other factors."""
+        varies = None if self.varies is None else tuple(g for f in self.varies for g in to(f))
+        order = self.order
+        if order is not None:
+            high, low = to(order.high), to(order.low)
+            order = Order(high[0], low[0], order.least) if len(high) == len(low) == 1 else None
+        return self._replace(varies=varies, order=order, parts=tuple(m.in_terms_of(to) for m in self.parts))
 
     def of_kind(self, kind: str) -> Mask:
         return self._replace(kind=kind)
@@ -75,11 +92,8 @@ class Facts(NamedTuple):
     def copied(self, copy: Callable[[AxisFactor], AxisFactor]) -> Facts:
         """Return the facts about other factors."""
 
-        def order(o: Order | None) -> Order | None:
-            return None if o is None else Order(copy(o.high), copy(o.low), o.least)
-
         def mask(m: Mask) -> Mask:
-            return m._replace(varies=m.varies and tuple(map(copy, m.varies)), order=order(m.order))
+            return m.in_terms_of(lambda f: (copy(f),))
 
         return self._replace(
             position=self.position and (copy(self.position[0]), self.position[1]),

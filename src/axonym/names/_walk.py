@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Literal
 
-from ..core.jax_versions import scan_operands
+from ..core.jax_versions import program_of, scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
 from ._rules import COMPARISONS, RULES, unknown
@@ -33,8 +33,8 @@ class Body:
 class AxisWalk:
     """A walk over a program. A primitive that has no rule gives axes of which nothing is known, and is counted."""
 
-    def __init__(self, separate: frozenset[int] = frozenset()) -> None:
-        self.axes = Axes(separate)
+    def __init__(self, separate: frozenset[int] = frozenset(), renames: bool = True) -> None:
+        self.axes = Axes(separate, renames)
         self.unknown_primitives: Counter[str] = Counter()
         self.given: list[set[str | None]] = []
         """The names of each argument."""
@@ -216,7 +216,7 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
             return jaxpr if fits else None
-    return None
+    return program_of(eqn.params, eqn.invars)
 
 
 def _constant(v: Any) -> Axed:
