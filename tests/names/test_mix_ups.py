@@ -279,6 +279,7 @@ def test_masks_as_in_flax_models_of_transformers() -> None:
         assert found(clean, names) == []
         assert found(FusedAttention(turned=True), names) == ["future"]
     assert "names" in found(FusedAttention(padded=(-3, -1)), "batch key_pos")
+    assert found(FusedAttention(padded=(-3, -1)), "batch pos") == ["mask"]
 
 
 # --- what is no mix-up ---

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import hijax
 
 import axonym as axn
 from tests.names.models import abstract, tokens
@@ -160,3 +161,40 @@ def test_scalars_and_integers() -> None:
                            names=("a b", None)).results == ("a", "b")  # fmt: skip
     found = axn.names.infer(lambda i, t: t[i], tokens(0), abstract(3, 4), names=("n", "a b")).results
     assert agrees(found, ("n", "b"), (0, 4))
+
+
+def test_names_of_named_arrays_inside() -> None:
+    """Axes without names get those that named operations have for them; an axis with a name keeps it."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        named = axn.named(x, ("batch", "embed"))
+        hidden = axn.dot(named, axn.named(w, ("embed", "mlp")), axis="embed")
+        return axn.sum(axn.tanh(axn.rename(hidden, {"mlp": "other"}))).array
+
+    program = axn.names.infer(jax.value_and_grad(loss), abstract(4, 4), abstract(3, 4))
+    assert program.arguments == ((("embed", "mlp"), ("batch", "embed")), {})
+    assert program.results == ((), ("embed", "mlp"))
+    assert not program.mix_ups
+
+    def update(w: axn.NamedArray, x: jax.Array) -> jax.Array:
+        gradient = jax.grad(lambda w: axn.sum(axn.rename(w, {"mlp": "out"}) ** 2).array)(w)
+        return w.array - 0.1 * gradient.array
+
+    program = axn.names.infer(update, axn.named(jnp.ones((4, 4)), ("embed", "mlp")), abstract(4))
+    assert program.results == ("embed", "mlp")
+    assert not program.mix_ups
+
+
+@pytest.mark.skipif(not hasattr(hijax, "HiPrim"), reason="JAX has no such operations before 0.12")
+def test_operations_of_hijax() -> None:
+    class Scaled(hijax.HiPrim):  # pyright: ignore
+        def __init__(self, of: Any, by: float):
+            self.in_avals, self.out_aval, self.params = (of,), of, {"by": by}
+            super().__init__()
+
+        def expand(self, x: jax.Array) -> jax.Array:
+            return x * self.params["by"]
+
+    program = axn.names.infer(lambda x: Scaled(jax.typeof(x), 2.0)(x), abstract(3, 4), names=("a b",))
+    assert program.results == ("a", "b")
+    assert "no rule" not in str(program)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
+from jax.extend.core import Jaxpr, Primitive
 from jax.sharding import AxisType, PartitionSpec
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
@@ -97,6 +98,36 @@ def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list
     # From jax 0.12 on, the equation holds a tree of its operands.
     constants, carry, scanned = params["ft_in"].update(operands).unpack()
     return list(constants), list(carry), list(scanned)
+
+
+def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:
+    """Return the program of an operation that `jax.experimental.hijax` defines; None for any other equation."""
+    operation = params.get("_prim")
+    if not hasattr(operation, "expand"):  # as before jax 0.12
+        return None
+    structure = jax.tree.structure(operation.in_avals)
+    abstract = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    return jax.make_jaxpr(lambda *xs: jax.tree.leaves(operation.expand(*structure.unflatten(xs))))(*abstract).jaxpr
+
+
+def marking_operation(name: str, mapped: Callable[[Any, int], Any]) -> Callable[[jax.Array, Any], jax.Array]:
+    """Return an operation without effect that shows in a traced program with a parameter `names`, also in derivatives.
+
+    Under `jax.vmap` it gets `mapped(names, at)`, where `at` is the dimension that is mapped over. In a JAX version
+    without these ways to define operations, it shows nowhere.
+    """
+    try:
+        from jax.interpreters import ad, batching, mlir
+
+        mark: Any = Primitive(name)
+        mark.def_impl(lambda x, *, names: x)
+        mark.def_abstract_eval(lambda x, *, names: x)
+        mlir.register_lowering(mark, lambda ctx, x, *, names: [x])
+        ad.deflinear2(mark, lambda cotangent, x, *, names: [mark.bind(cotangent, names=names)])
+        batching.primitive_batchers[mark] = lambda xs, at, *, names: (mark.bind(*xs, names=mapped(names, at[0])), at[0])
+    except (ImportError, AttributeError):
+        return lambda x, names: x
+    return lambda x, names: mark.bind(x, names=names)
 
 
 @contextlib.contextmanager

@@ -13,28 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from ..axis import Names
+from ..core.jax_versions import marking_operation
 from .active_settings import ACTIVE, activate_here
 from .operation_scope import names_of_results, unmarked
 
 MARK = "named_axes"
 """The name of the primitive of marks; its parameter `names` has a name or None for each axis."""
 
-_mark: Any = Primitive(MARK)
-_mark.def_impl(lambda x, *, names: x)
-_mark.def_abstract_eval(lambda x, *, names: x)
-mlir.register_lowering(_mark, lambda ctx, x, *, names: [x])
-ad.deflinear2(_mark, lambda cotangent, x, *, names: [_mark.bind(cotangent, names=names)])
-
-
-def _mapped(operands: Any, at: Any, *, names: tuple[str | None, ...]) -> Any:
-    return _mark.bind(*operands, names=(*names[: at[0]], None, *names[at[0] :])), at[0]
-
-
-batching.primitive_batchers[_mark] = _mapped
+_mark = marking_operation(MARK, lambda names, at: (*names[:at], None, *names[at:]))
 
 
 def marking() -> contextlib.AbstractContextManager[None]:
@@ -49,7 +37,7 @@ def is_marking() -> bool:
 
 def marked(arrays: Sequence[jax.Array], names: Sequence[Names]) -> list[jax.Array]:
     """Return arrays, each marked with its names."""
-    return [_mark.bind(x, names=tuple(map(_own, own))) if own else x for x, own in zip(arrays, names, strict=True)]
+    return [_mark(x, tuple(map(_own, own))) if own else x for x, own in zip(arrays, names, strict=True)]
 
 
 def _own(name: str) -> str | None:

@@ -140,9 +140,11 @@ def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
 class Axes:
     """The relations between the factors of a program."""
 
-    def __init__(self, separate: frozenset[int] = frozenset()) -> None:
+    def __init__(self, separate: frozenset[int] = frozenset(), renames: bool = True) -> None:
         self.separate = separate
         """Which of `equal_slices` are axes of their own."""
+        self.renames = renames
+        """Whether an axis gets the name by which a named operation calls it, if it has another one."""
         self.equal_slices: list[AxisFactor | None] = []
         """For each slice of an axis that is cut evenly, in the program's order, the factor that all its slices are."""
         self.convolutions: list[tuple[Any, Dims, Dims]] = []
@@ -197,7 +199,8 @@ class Axes:
         new = self.axis(name, size, "a named operation")
         if len(axis) == 1 and (x := find(axis[0])).name is None and x.base is None and not x.kids:
             self.merge(x, new[0], at)
-        return new
+            return new
+        return new if self.renames else axis
 
     # --- the same ---
 
@@ -214,10 +217,10 @@ class Axes:
         if not a or not b:
             return a or b
         left, right, found = [*leaves(a)], [*leaves(b)], list[AxisFactor]()
-        x, y = self._named(left), self._named(right)
-        if x is not None and y is not None and x.size == y.size and x.name != y.name:
-            self.differ(x, y, at)
-            return a
+        if size_of(a) == size_of(b) and (x := self._named(right)) is not None and (y := self._named(left)) is not None:
+            if x.name != y.name:
+                self.differ(y, x, at)
+                return a
         while left and right:
             x, y = find(left[0]), find(right[0])
             if x is y or x.size == y.size:
@@ -332,8 +335,7 @@ class Axes:
         Arguments:
             instead: the axes of operands. What one of them has twice already has its roles.
         """
-        flat = [leaves(axis) for axis in dims]
-        every = [f for axis in flat for f in axis]
+        every = [f for axis in dims for f in leaves(axis)]
         roles = [f for f in every if f.base is not None]
         if not roles and len(set(every)) == len(every):
             return dims
@@ -361,7 +363,7 @@ class Axes:
             others.append(new)
             return new
 
-        return tuple(tuple(map(role, axis)) for axis in flat)
+        return tuple(tuple(map(role, leaves(axis))) for axis in dims)
 
     def derived(self, axis: Axis, size: int, bounds: tuple[int, int] | None = None) -> Axis:
         """Return an axis of another size that is made from this one, such as a slice (`bounds`) of it."""

@@ -8,7 +8,6 @@ mask can be the wrong way round.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -64,8 +63,8 @@ def _broadcast(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resul
     at, rank = step.params["broadcast_dimensions"], len(step.shape)
     leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
     opened = not leading and rank > len(at) and all(step.shape[i] == 1 for i in range(rank) if i not in at)
-    return dataclasses.replace(
-        known[0], varies=_varies(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
+    return known[0]._replace(
+        varies=_varies(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
     )
 
 
@@ -73,9 +72,9 @@ def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resu
     """Follow sums and differences: of positions, and of scores with masks."""
     (a, b), sign = known, -1 if step.name == "sub" else 1
     if b.value is not None and a.position is not None and float(b.value).is_integer():
-        return dataclasses.replace(a, position=(a.position[0], a.position[1] + sign * int(b.value)))
+        return a._replace(position=(a.position[0], a.position[1] + sign * int(b.value)))
     if sign == 1 and a.value is not None and b.position is not None and float(a.value).is_integer():
-        return dataclasses.replace(b, position=(b.position[0], b.position[1] + int(a.value)))
+        return b._replace(position=(b.position[0], b.position[1] + int(a.value)))
     if sign == -1 and a.position is not None and b.position is not None:
         (high, i), (low, j) = a.position, b.position
         return Facts(difference=(high, low, i - j), varies=_varies(xs, known))
@@ -93,7 +92,7 @@ def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: i
             if other is not None and other.kind == kind:
                 return Facts(mask=_both(other, mask), varies=_varies(xs, known))
             masks = (*a.masks, *b.masks, _applied(mask, xs[at], result))
-            return dataclasses.replace(_carried(known) or NOTHING, masks=masks)
+            return (_carried(known) or NOTHING)._replace(masks=masks)
     carried = _carried(known)
     if carried is not None and sign == -1 and b.total:
         return Facts(masks=carried.masks, divided=(*a.divided, *b.total))
@@ -103,16 +102,9 @@ def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: i
 def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
     """Return a mask in terms of the factors of the scores that it masks, which can be roles of its own."""
     if len(x.dims) != len(scores.dims):
-        return dataclasses.replace(mask, varies=None, order=None)
+        return Mask(mask.kind, None)
     there = {f: leaves(to) for axis, to in zip(x.dims, scores.dims, strict=True) for f in leaves(axis)}
-    varies = None if mask.varies is None else tuple(
-        to for f in leaves(mask.varies) for to in there.get(f, (f,))
-    )  # fmt: skip
-    order = mask.order
-    if order is not None:
-        high, low = (there.get(find(f), ()) for f in order[:2])
-        order = Order(high[0], low[0], order.least) if len(high) == len(low) == 1 else None
-    return dataclasses.replace(mask, varies=varies, order=order)
+    return mask.in_terms_of(lambda f: tuple(to for g in leaves((f,)) for to in there.get(g, (g,))))
 
 
 def _both(a: Mask, b: Mask) -> Mask:
@@ -120,7 +112,7 @@ def _both(a: Mask, b: Mask) -> Mask:
     varies = None if a.varies is None or b.varies is None else (*a.varies, *b.varies)
     orders = [m.order for m in (a, b) if m.order is not None and m.within]
     ahead = [o for o in orders if o.least >= 0] or orders  # a window has another order beside that of time
-    return Mask(a.kind, varies, ahead[0] if ahead else None, True, False)
+    return Mask(a.kind, varies, ahead[0] if ahead else None, True, False, (*a.every(), *b.every()))
 
 
 def _product(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
@@ -142,7 +134,7 @@ def _weighted(known: Sequence[Facts]) -> Facts | None:
         return None
     if (exponential or weights) and total:
         return Facts(masks=carried.masks, weights=(*weights, *total))
-    return dataclasses.replace(carried, exponential=exponential, weights=weights)
+    return carried._replace(exponential=exponential, weights=weights)
 
 
 def _exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
@@ -212,7 +204,7 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
             if chosen.value is not None:
                 return Facts(mask=mask.of_kind("bias"), varies=mask.varies)
             mask = _applied(mask, xs[0], result)
-            return dataclasses.replace(_carried(known[1:]) or NOTHING, masks=(*chosen.masks, mask))
+            return (_carried(known[1:]) or NOTHING)._replace(masks=(*chosen.masks, mask))
         if other.value == 0 and chosen.value == 1:
             return Facts(mask=mask.of_kind("kept" if _is_bool(step) else "one"), varies=mask.varies)
         if other.value == 0 and chosen.mask is not None:
@@ -228,13 +220,13 @@ def _converted(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resul
     (facts,) = known
     if facts.mask is None or facts.mask.kind not in ("kept", "one"):
         return facts
-    return dataclasses.replace(facts, mask=facts.mask.of_kind("kept" if _is_bool(step) else "one"))
+    return facts._replace(mask=facts.mask.of_kind("kept" if _is_bool(step) else "one"))
 
 
 def _negative(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     (facts,) = known
     if facts.mask is not None and facts.mask.kind == "penalty":
-        return dataclasses.replace(facts, mask=facts.mask.of_kind("bias"))
+        return facts._replace(mask=facts.mask.of_kind("bias"))
     return _carried(known)
 
 
@@ -299,14 +291,16 @@ def _check_names(axes: Axes, step: AxisStep, queries: Sequence[AxisFactor]) -> N
 
 
 def _check_masks(axes: Axes, step: AxisStep, masks: Sequence[Mask], key: AxisFactor, queries: list[AxisFactor]) -> None:
-    along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in masks]
-    for mask, own in zip(masks, along, strict=True):
+    for mask in masks:
         if mask.order is not None and mask.within:
             high, low, least = mask.order
             if find(high) is key and find(low) in queries and least >= 0:
                 axes.found.append(Meeting(key, find(low), step, "future"))
-        if own is not None and not own.isdisjoint(queries) and all(o is not None and key not in o for o in along):
-            axes.found.append(Meeting(key, queries[0], step, "mask"))
+    # What masks positions of queries masks no keys, whatever an order of positions masks beside it.
+    others = [m for mask in masks for m in mask.every() if m.order is None or not (m.within and m.covers)]
+    along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in others]
+    if all(own is not None and key not in own for own in along):
+        axes.found += [Meeting(key, queries[0], step, "mask") for own in along if own and not own.isdisjoint(queries)]
 
 
 _WORDS_FOR_KEYS = {"key", "keys", "k", "kv", "source", "src"}

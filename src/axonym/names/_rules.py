@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -26,26 +27,38 @@ def unknown(step: AxisStep) -> list[Axed]:
 
 
 def _elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    shape = step.shape
-    given = [(x, step.shape_of(i)) for i, x in enumerate(xs) if x.dims]
-    if len(xs) == 1:
-        dims = xs[0].dims
-    elif not shape:
-        dims = ()
-    elif all(own == shape and x.dims == given[0][0].dims for x, own in given):
-        dims = given[0][0].dims
-    else:
-        crossed = len(axes.crossed)
-        found = [_meet(axes, step, [x.dims[i] for x, own in given if own[i] == n and n != 1]) or fresh(n)
-                 for i, n in enumerate(shape)]  # fmt: skip
-        if any(f.base is not None for axis in found for f in axis):
-            met = [[x.dims[i] for x, own in given if own[i] == n] for i, n in enumerate(shape)]
-            found = [_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True)]
-            if step.name == "add_any":
-                del axes.crossed[crossed:]
-        dims = axes.distinct(tuple(found), [x.dims for x, own in given if own == shape])
+    dims = _shared_dims(xs)
+    if dims is None:
+        for x in xs:
+            x.settle()
+        dims = _shared_dims(xs)
+    return [Axed(_met(axes, step, xs) if dims is None else dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+
+
+def _shared_dims(xs: Sequence[Axed]) -> Dims | None:
+    """Return the axes of arrays, if all that are no scalars have the same; they then have one shape, too."""
+    dims: Dims = ()
+    for x in xs:
+        if x.dims and x.dims is not dims:
+            if dims and x.dims != dims:
+                return None
+            dims = x.dims
+    return dims
+
+
+def _met(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
+    """Return the axes of arrays with different axes that meet position for position."""
+    given, crossed = [x.dims for x in xs if x.dims], len(axes.crossed)
+    met = [[axis for axis in same if axis] for same in zip(*given, strict=True)]
+    found = tuple([_meet(axes, step, same) for same in met])
+    if any([f.base is not None for axis in found for f in axis]):
+        found = tuple(_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True))
+        if step.name == "add_any":
+            del axes.crossed[crossed:]
+    dims = axes.distinct(found, [own for own in given if all(map(operator.eq, map(bool, own), map(bool, found)))])
+    if dims is not found:
         _check_promotion(axes, step, found, dims, xs)
-    return [Axed(dims, points=_points(step, xs)) for _ in step.eqn.outvars]
+    return dims
 
 
 def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
@@ -73,7 +86,8 @@ _JAX = jax.__file__.removesuffix("__init__.py")
 def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
     found = same[0] if same else ()
     for axis in same[1:]:
-        found = axes.unify(found, axis, step)
+        if axis != found:
+            found = axes.unify(found, axis, step)
     return found
 
 
@@ -95,12 +109,12 @@ _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_t
 
 def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: those of its first operand that indexes any."""
-    if step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
-        return None
     found = [x.points for x in xs if x.points is not None]
+    if not found or step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
+        return None
     if len(found) > 1 and step.name in ("add", "sub"):  # a distance of two positions is no position
         return None
-    return found[0] if found else None
+    return found[0]
 
 
 def _sort(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
@@ -222,7 +236,9 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
             part = split[stride == 1]
             if "*" not in (axes.whole(axis).name or ""):
                 axes.equal_slices[number] = axes.whole(part)
-            axes.whole(part).part_of += ((axis, start if stride == 1 else -1),)
+            slice_of = (axis, start if stride == 1 else -1)
+            if slice_of not in (made := axes.whole(part)).part_of:
+                made.part_of += (slice_of,)
             return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ..core.source_lines import Source, frames_of, source
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate, activate_here
+from ..distribution.axis_marks import is_marking
 from ..distribution.mesh_axes import NO_MESH, has_manual
 from ._sources import roots_of
 from ._values import AxisStep
@@ -44,7 +45,8 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         return found
 
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
-    with activate(None), activate_here(marked=False), jax.sharding.use_abstract_mesh(_mesh()):
+    own_marks = activate_here(marked=not is_marking())  # a report marks the program that it traces itself
+    with activate(None), own_marks, jax.sharding.use_abstract_mesh(_mesh()):
         closed = jax.make_jaxpr(flat)(*abstract)
     return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
 

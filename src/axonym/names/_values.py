@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ._axes import Axis, AxisFactor, Copies, Dims
+from ._axes import Axis, AxisFactor, Copies, Dims, find
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -25,8 +25,7 @@ class Order(NamedTuple):
         return Order(self.low, self.high, 1 - self.least)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """Which positions are kept."""
 
     kind: str
@@ -38,17 +37,33 @@ class Mask:
     """Whether all that it keeps is in that order."""
     covers: bool = True
     """Whether it keeps all that is in that order."""
+    parts: tuple[Mask, ...] = ()
+    """The masks that all have to keep what it keeps, if it is made of several."""
+    turned: bool = False
+    """Whether it keeps what these parts together do not keep."""
 
     def inverted(self, kind: str) -> Mask:
         order = None if self.order is None else self.order.others()
-        return Mask(kind, self.varies, order, self.covers, self.within)
+        return Mask(kind, self.varies, order, self.covers, self.within, self.parts, not self.turned)
+
+    def every(self) -> tuple[Mask, ...]:
+        """Return the masks that all have to keep what it keeps."""
+        return self.parts if self.parts and not self.turned else (self,)
+
+    def in_terms_of(self, to: Callable[[AxisFactor], Factors]) -> Mask:
+        """Return the mask in terms of other factors."""
+        varies = None if self.varies is None else tuple(g for f in self.varies for g in to(f))
+        order = self.order
+        if order is not None:
+            high, low = to(order.high), to(order.low)
+            order = Order(high[0], low[0], order.least) if len(high) == len(low) == 1 else None
+        return self._replace(varies=varies, order=order, parts=tuple(m.in_terms_of(to) for m in self.parts))
 
     def of_kind(self, kind: str) -> Mask:
-        return dataclasses.replace(self, kind=kind)
+        return self._replace(kind=kind)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known of the values of an array."""
 
     value: float | None = None
@@ -77,20 +92,15 @@ class Facts:
     def copied(self, copy: Callable[[AxisFactor], AxisFactor]) -> Facts:
         """Return the facts about other factors."""
 
-        def order(o: Order | None) -> Order | None:
-            return None if o is None else Order(copy(o.high), copy(o.low), o.least)
-
         def mask(m: Mask) -> Mask:
-            return dataclasses.replace(m, varies=m.varies and tuple(map(copy, m.varies)), order=order(m.order))
+            return m.in_terms_of(lambda f: (copy(f),))
 
-        return Facts(
-            self.value,
-            self.position and (copy(self.position[0]), self.position[1]),
-            self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
-            self.varies and tuple(map(copy, self.varies)),
-            self.mask and mask(self.mask),
-            tuple(map(mask, self.masks)),
-            *(self.exponential, self.total, self.divided, self.weights, self.promoted_by, self.opened),
+        return self._replace(
+            position=self.position and (copy(self.position[0]), self.position[1]),
+            difference=self.difference and (copy(self.difference[0]), copy(self.difference[1]), self.difference[2]),
+            varies=self.varies and tuple(map(copy, self.varies)),
+            mask=self.mask and mask(self.mask),
+            masks=tuple(map(mask, self.masks)),
         )
 
 
@@ -122,6 +132,10 @@ class Axed:
         """The axes that it indexes: one, or one for each position along its last axis."""
         self.facts = facts
         """What is known of its values."""
+
+    def settle(self) -> None:
+        """Let the axes be made of the factors that stand for their own, so that those of other arrays are equal."""
+        self.dims = tuple([tuple(map(find, axis)) for axis in self.dims])
 
     def used(self) -> Axed:
         """Return the value for one use."""

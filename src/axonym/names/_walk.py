@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Literal
 
-from ..core.jax_versions import scan_operands
+from ..core.jax_versions import program_of, scan_operands
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
 from ._rules import COMPARISONS, RULES, unknown
@@ -33,8 +33,8 @@ class Body:
 class AxisWalk:
     """A walk over a program. A primitive that has no rule gives axes of which nothing is known, and is counted."""
 
-    def __init__(self, separate: frozenset[int] = frozenset()) -> None:
-        self.axes = Axes(separate)
+    def __init__(self, separate: frozenset[int] = frozenset(), renames: bool = True) -> None:
+        self.axes = Axes(separate, renames)
         self.unknown_primitives: Counter[str] = Counter()
         self.given: list[set[str | None]] = []
         """The names of each argument."""
@@ -47,27 +47,28 @@ class AxisWalk:
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            step.operands = xs = [_constant(v) if isinstance(v, Literal) else known[v] for v in eqn.invars]
-            step.results = self._results(step, xs)
+            step.operands = xs = [_constant(v) if type(v) is Literal else known[v] for v in eqn.invars]
+            step.results = results = self._results(step, xs)
             body.steps.append(step)
-            known.update(zip(eqn.outvars, step.results, strict=True))
+            if len(results) == 1:  # as most have
+                known[eqn.outvars[0]] = results[0]
+            else:
+                known.update(zip(eqn.outvars, results, strict=True))
         body.results = [_constant(v) if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
         name = step.name
-        inside, rule = INSIDE.get(name), RULES.get(name)
-        if inside is None and rule is None and (called := _called(step.eqn)) is not None:
+        if (rule := RULES.get(name)) is not None:
+            step.operands = used = [x.used() if x.constant and x.dims else x for x in xs]
+            results = rule(self.axes, step, used)
+            if results and _tells_facts(step, used, results[0]):
+                results[0].facts = facts_of(step, used, results)
+        elif (inside := INSIDE.get(name)) is not None:
+            results = inside(self, step, xs)
+        elif (called := _called(step.eqn)) is not None:
             step.bodies = (self.run(called, xs, step),)
             return step.bodies[0].results
-        if inside is not None:
-            results = inside(self, step, xs)
-        elif rule is not None:
-            step.operands = used = [x.used() if x.constant else x for x in xs]
-            results = rule(self.axes, step, used)
-            if results and (name in _FACTS_BEGIN or any([x.facts is not None for x in used])
-                            or (name in _OF_MASKS and dtype_kind(step.eqn.invars[0]) == "b")):  # fmt: skip
-                results[0].facts = facts_of(step, used, results)
         else:
             results = unknown(step)
             if results:
@@ -187,7 +188,16 @@ def _has_both(m: Meeting) -> bool:
 _FACTS_BEGIN = {"iota", "exp", "broadcast_in_dim"}
 """The primitives that tell facts of operands of which nothing is known."""
 _OF_MASKS = {"not", "and", "or", "select_n", *COMPARISONS.split()}
-"""The primitives that do so if these are booleans, which may be masks."""
+"""The primitives that do so if these are booleans, which may be masks, or are compared with numbers."""
+
+
+def _tells_facts(step: AxisStep, xs: Sequence[Axed], result: Axed) -> bool:
+    """Return whether there can be facts about the result; a number alone, by which an array is scaled, tells none."""
+    name, told = step.name, [x for x in xs if x.facts is not None]
+    if name in _FACTS_BEGIN or (name in _OF_MASKS and (told or dtype_kind(step.eqn.invars[0]) == "b")):
+        return True
+    return bool(told) and (not result.dims or any([x.dims for x in told]))
+
 
 INSIDE = {
     "scan": AxisWalk._scan,
@@ -206,7 +216,7 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
             return jaxpr if fits else None
-    return None
+    return program_of(eqn.params, eqn.invars)
 
 
 def _constant(v: Any) -> Axed:

@@ -284,9 +284,9 @@ def infer(
         names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
             parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
             `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
-            paths to these. An axis of size 1 has no name. Named arrays, annotations and the metadata of Flax need no
-            names here. A name such as `heads*head_dim` is that of an axis that the function splits, and `pos'` is the
-            role of keys of `pos`.
+            paths to these. An axis of size 1 has no name. Named arrays, also those inside, annotations and the metadata
+            of Flax need no names here. A name such as `heads*head_dim` is that of an axis that the function splits, and
+            `pos'` is the role of keys of `pos`.
         allow: kinds of mix-ups that are meant, such as `["future"]` for a mask that keeps only what comes later.
 
     >>> program = axn.names.infer(lambda x: x.sum(0), jnp.ones((3, 4)), names=("batch embed",))
@@ -302,7 +302,9 @@ def inferred(
 ) -> NamedProgram:
     """Infer the names of a call, whatever the parameters of the function are called."""
     said = zip(jax.tree.leaves((args, kwargs)), names_of_leaves(fn, args, kwargs, names), strict=True)
-    return follow(trace(fn, args, kwargs), [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)], allow)
+    names_of_arrays = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
+    # In a derivative, an axis that the function renames has its later name, up to the argument that has the first one.
+    return follow(trace(fn, args, kwargs), names_of_arrays, allow, renames=False)
 
 
 def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -323,16 +325,22 @@ def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             )
 
 
-def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = ()) -> NamedProgram:
-    """Follow the names of the arguments' arrays through a traced program."""
+def follow(
+    traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = (), renames: bool = True
+) -> NamedProgram:
+    """Follow the names of the arguments' arrays through a traced program.
+
+    Arguments:
+        renames: whether an axis that has a name gets another one where a named operation calls it so.
+    """
     allowed = {allow} if isinstance(allow, str) else set(allow)
     if unknown := sorted(allowed - _TEXTS.keys()):
         raise ValueError(f"allow=: {quoted(unknown)} is no kind of mix-up. The kinds are {quoted(_TEXTS)}.")
-    walk, body = _walked(traced, names)
+    walk, body = _walked(traced, names, renames)
     met = walk.settle()
     # What JAX splits evenly is taken for one axis, until its parts have different names.
     while separate := walk.axes.slices_among(met):
-        other, other_body = _walked(traced, names, walk.axes.separate | separate)
+        other, other_body = _walked(traced, names, renames, walk.axes.separate | separate)
         fewer = other.settle()
         if len(fewer) >= len(met):
             break
@@ -341,9 +349,9 @@ def follow(traced: Traced, names: Sequence[LeafNames], allow: Collection[str] = 
 
 
 def _walked(
-    traced: Traced, names: Sequence[LeafNames], separate: frozenset[int] = frozenset()
+    traced: Traced, names: Sequence[LeafNames], renames: bool, separate: frozenset[int] = frozenset()
 ) -> tuple[AxisWalk, Body]:
-    walk, jaxpr = AxisWalk(separate), traced.jaxpr.jaxpr
+    walk, jaxpr = AxisWalk(separate, renames), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
     arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
     # A walk makes many objects and drops none, so to look for garbage would double its time.
