@@ -102,8 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as `further`, and a sample as `quick`: the first case of the first two test functions of each module.
 
     Of the cases of a test function, half are `further`: the first always runs, and a checksum of their names chooses
-    among the others, so that it takes each kind of mesh about as often. Modules begin with the basics. Slow tests do not
-    count. A test may also be marked `quick` or `further` where it is defined, as one call of every operation is.
+    among the others, so that it takes each kind of mesh about as often. Modules begin with the basics. Slow tests do
+    not count. A test may also be marked `quick` or `further` where it is defined, as one call of every operation is.
     """
     functions: dict[object, set[str]] = {}
     has_run: set[str] = set()
