@@ -132,8 +132,8 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
         center: whether the element is in the middle of its window, after the middle if there is none, rather than last.
 
     >>> x = axn.named([1.0, 2.0, 6.0, 0.0], "t")
-    >>> axn.rolling(x, "t", axn.Axis("window", 3), "edge").mean("window")
-    NamedArray(float32[t=4], [1.3333334 3. 2.6666667 2. ])
+    >>> axn.rolling(x, "t", axn.Axis("window", 3), "edge").sum("window")
+    NamedArray(float32[t=4], [4. 9. 8. 6.])
     >>> axn.rolling(x, "t", axn.Axis("window", 2), 0.0, center=False).max("window")
     NamedArray(float32[t=4], [1. 2. 6. 6.])
     """
