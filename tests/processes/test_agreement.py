@@ -26,7 +26,7 @@ def test_processes_that_differ(tmp_path: Path) -> None:
         "settings": re.escape(DIFFER.format("settings", "--seed 0", "--seed 1")),
         "counts": re.escape(DIFFER.format("numbers of processes", "2", "3")),
         "twice": TWICE.format(1, 3),
-        "first twice": TWICE.format(0, 2),
+        "first twice": TWICE.format(0, 3),
         "missing": MISSING.format(1),
         "first missing": MISSING.format(0),
         "devices": re.escape(DIFFER.format("numbers of devices", "2", "1")),
