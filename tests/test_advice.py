@@ -7,6 +7,7 @@ messages with code in them: each must be in the table, or among the exceptions, 
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -232,6 +233,16 @@ BOTH = axn.ones({"batch": 4, "data": 3})
 MOE = nn.MoELinear.init(axn.Axis("experts", 2), axn.Axis("embed", 3), axn.Axis("out", 2), key=KEY)
 BATCH_NORM, STATE = eqx.nn.make_with_state(nn.BatchNorm.init)(axn.Axis("embed", 3), "batch")
 LINEAR = eqx.nn.Linear(3, 4, key=KEY)
+
+
+async def waits() -> None:
+    with axn.axis_mapping({"batch": "data"}):
+        await asyncio.sleep(0)
+
+
+async def _together(task: Callable[[], Any]) -> None:
+    await asyncio.gather(task(), task())
+
 
 TABLE = [
     # Axes.
@@ -771,6 +782,12 @@ TABLE = [
         lambda found: found.compared == 1,
         run="check_shard_invariance(lambda x: x * 2, CODE)",
         names={"x": jnp.arange(8.0), "mesh": AUTO, "spec": PartitionSpec("data")},
+    ),
+    Advice(
+        "axn.in_context(fn)",
+        lambda: asyncio.run(_together(waits)),
+        lambda task: asyncio.run(_together(task)) is None,
+        names={"fn": waits},
     ),
 ]
 

@@ -32,7 +32,7 @@ _CHANNEL = "TRAIN_LM_SUPERVISOR"
 """The environment variable with the file descriptor by which a process reaches its supervisor."""
 _LOOK, _BEAT = 0.25, 1.0
 """Seconds from one look at the process and the other hosts to the next, and from one sign of life to the next."""
-_SLOW = 5.0
+_SLOW = 10.0
 """After so many seconds without a sign of life of its process, a host is named."""
 RESTART = 75
 """The exit status of a process that has saved a checkpoint, so that a host can come back."""
