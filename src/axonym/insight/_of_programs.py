@@ -79,19 +79,8 @@ def report_on(
     donates: bool,
 ) -> Report:
     """Report on a compiled program; `donates` says whether the step says itself which arguments it donates."""
-    constraints, collectives = Constraints(lowered), list[Collective]()
-    count = _Count(program, platform)
-    custom_calls: set[str] = set()
-    for visit in program.visits():
-        instruction = visit.instruction
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
-        elif kind in ("dot", "convolution"):
-            count.add(visit)
-        elif kind == "custom-call":
-            custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
-    notes = [*_notes(collectives, count, custom_calls - WITHOUT_FLOPS, mesh)]
+    collectives, count, custom_calls = _visited(program, Constraints(lowered), mesh, platform)
+    notes = [*_notes(collectives, count, custom_calls, mesh)]
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
     shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
@@ -124,6 +113,23 @@ def report_on(
         updated=tuple(x.path for x in updated(names.arrays, kinds)),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
     )
+
+
+def _visited(
+    program: HloProgram, constraints: Constraints, mesh: dict[str, int] | None, platform: str
+) -> tuple[list[Collective], _Count, set[str]]:
+    """Go through a program; return its collectives, its products, and the custom calls that may compute."""
+    collectives, count, custom_calls = list[Collective](), _Count(program, platform), set[str]()
+    for visit in program.visits():
+        instruction = visit.instruction
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
+        elif kind in ("dot", "convolution"):
+            count.add(visit)
+        elif kind == "custom-call":
+            custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
+    return collectives, count, custom_calls - WITHOUT_FLOPS
 
 
 def _converted(c: Collective, late: Mapping[str, str]) -> Collective:
