@@ -91,7 +91,6 @@ def report_on(
     sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
     kinds = _kinds_of(lowered.out_info)
     carried = with_parameters(collectives, uses, names.arrays, sizes, kinds)
-    of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
     return Report(
         step,
         platform,
@@ -108,7 +107,7 @@ def report_on(
         repeated=tuple(repeated(found.products, count.products, mesh)) if mesh else (),
         mapping=mappings[0],
         parameter_mapping=mappings[1],
-        axes=tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
+        axes=_names_in(lowered, names.arrays),
         least_flops=count.least_flops,
         updated=tuple(x.path for x in updated(names.arrays, kinds)),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
@@ -130,6 +129,12 @@ def _visited(
         elif kind == "custom-call":
             custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     return collectives, count, custom_calls - WITHOUT_FLOPS
+
+
+def _names_in(lowered: Any, given: Sequence[GivenArray]) -> tuple[str, ...]:
+    """Return the names of all axes of a step."""
+    of_arguments = {n for x in given for n in x.axes if n is not None}
+    return tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True))))
 
 
 def _converted(c: Collective, late: Mapping[str, str]) -> Collective:
