@@ -27,7 +27,7 @@ REFERENCE = {page.name: page.read_text() for page in sorted((DOCS / "api").glob(
 def _listed() -> list[str]:
     """Return the names in the reference: those that its blocks render, and dtypes, which are rows of a table."""
     text = "".join(REFERENCE.values())
-    blocks = re.findall(r"^::: axonym\.(\S+)$(?!\n    options:)", text, flags=re.MULTILINE)
+    blocks = re.findall(r"^::: axonym\.(\S+)$(?!\n    options:\n      show_root)", text, flags=re.MULTILINE)
     rows = re.findall(r"^\| (`axonym\.[^|]*) \|", REFERENCE["typing.md"], flags=re.MULTILINE)
     return blocks + re.findall(r"`axonym\.([^`]*)`", "".join(rows))
 

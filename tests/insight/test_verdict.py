@@ -208,9 +208,13 @@ def test_fine_is_said_only_of_what_was_checked() -> None:
 
 
 def test_a_finding_has_what_follows_from_it() -> None:
-    """Replicated parameters and the sums of their gradients are one finding, and so are a gather and repeated work."""
+    """Replicated parameters and the sums of their gradients are one finding."""
     (copies,) = BUGS["parameters are not stored sharded"].report().verdict.suspicious
     assert any("gradients are all-reduced over data, 30% of the bytes sent" in so for so in copies.consequences)
+
+
+@pytest.mark.further
+def test_a_gather_has_the_work_that_is_repeated_after_it() -> None:
     gathered, *others = BUGS["replicated scores"].report().verdict.suspicious
     assert gathered.cause.startswith("batch is gathered") and "of the compute is repeated" in gathered.consequences[0]
     assert not any("repeated" in str(finding) for finding in others)

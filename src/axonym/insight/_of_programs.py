@@ -79,19 +79,8 @@ def report_on(
     donates: bool,
 ) -> Report:
     """Report on a compiled program; `donates` says whether the step says itself which arguments it donates."""
-    constraints, collectives = Constraints(lowered), list[Collective]()
-    count = _Count(program, platform)
-    custom_calls: set[str] = set()
-    for visit in program.visits():
-        instruction = visit.instruction
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
-        elif kind in ("dot", "convolution"):
-            count.add(visit)
-        elif kind == "custom-call":
-            custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
-    notes = [*_notes(collectives, count, custom_calls - WITHOUT_FLOPS, mesh)]
+    collectives, count, custom_calls = _visited(program, Constraints(lowered), mesh, platform)
+    notes = [*_notes(collectives, count, custom_calls, mesh)]
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
     shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
@@ -102,7 +91,6 @@ def report_on(
     sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
     kinds = _kinds_of(lowered.out_info)
     carried = with_parameters(collectives, uses, names.arrays, sizes, kinds)
-    of_arguments = {n for x in names.arrays for n in x.axes if n is not None}
     return Report(
         step,
         platform,
@@ -119,11 +107,34 @@ def report_on(
         repeated=tuple(repeated(found.products, count.products, mesh)) if mesh else (),
         mapping=mappings[0],
         parameter_mapping=mappings[1],
-        axes=tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True)))),
+        axes=_names_in(lowered, names.arrays),
         least_flops=count.least_flops,
         updated=tuple(x.path for x in updated(names.arrays, kinds)),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
     )
+
+
+def _visited(
+    program: HloProgram, constraints: Constraints, mesh: dict[str, int] | None, platform: str
+) -> tuple[list[Collective], _Count, set[str]]:
+    """Go through a program; return its collectives, its products, and the custom calls that may compute."""
+    collectives, count, custom_calls = list[Collective](), _Count(program, platform), set[str]()
+    for visit in program.visits():
+        instruction = visit.instruction
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
+        elif kind in ("dot", "convolution"):
+            count.add(visit)
+        elif kind == "custom-call":
+            custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
+    return collectives, count, custom_calls - WITHOUT_FLOPS
+
+
+def _names_in(lowered: Any, given: Sequence[GivenArray]) -> tuple[str, ...]:
+    """Return the names of all axes of a step."""
+    of_arguments = {n for x in given for n in x.axes if n is not None}
+    return tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True))))
 
 
 def _converted(c: Collective, late: Mapping[str, str]) -> Collective:

@@ -88,22 +88,29 @@ def with_parameters(
             ]
             for arrays in around
         )
-        found = next(filter(None, carried), [])
-        whole = [x for x in found if sorted(x.sizes) == sorted(_sizes_in(c.array))]
-        exact = [
-            x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sorted(_sizes_in(c.array))
-        ]
-        exact = exact or whole
-        paths = tuple(dict.fromkeys(x.path for x in exact or found))
-        parameters = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
-        reason = c.reason
-        if parameters and c.kind in ("all-reduce", "reduce-scatter") and (reason is None or "held array" in reason):
-            over = f" over {described_axes(c.axes)}" if c.axes else ""
-            reason = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, parameters)))} is summed{over}"
-        if parameters and c.kind == "all-gather" and reason is None:
-            reason = _complete(c, next(x for x in exact or found), shards)
-        array = re.sub(r"\d+ of held array \d+=", "", c.array) if parameters else c.array
-        yield dataclasses.replace(c, array=array, parameters=parameters, reason=reason)
+        exact = _exact(c, next(filter(None, carried), []), shards)
+        paths = tuple(dict.fromkeys(x.path for x in exact))
+        few = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
+        reason = _reason(c, few, exact, shards) if few else c.reason
+        array = re.sub(r"\d+ of held array \d+=", "", c.array) if few else c.array
+        yield dataclasses.replace(c, array=array, parameters=few, reason=reason)
+
+
+def _exact(c: Collective, found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]) -> Sequence[GivenArray]:
+    """Return the candidates whose sizes are the ones of a collective, or else all of them."""
+    sizes = sorted(_sizes_in(c.array))
+    own = [x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sizes]
+    return own or [x for x in found if sorted(x.sizes) == sizes] or found
+
+
+def _reason(
+    c: Collective, paths: Sequence[str], found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]
+) -> str | None:
+    """Return the reason of a collective that carries parameters."""
+    if "reduce" in c.kind and (c.reason is None or "held array" in c.reason):
+        over = f" over {described_axes(c.axes)}" if c.axes else ""
+        return f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, paths)))} is summed{over}"
+    return _complete(c, found[0], shards) if c.kind == "all-gather" and c.reason is None else c.reason
 
 
 def _complete(c: Collective, x: GivenArray, shards: Mapping[str, Sequence[int]]) -> str | None:

@@ -455,30 +455,42 @@ def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
-def _placements(report: Figures) -> _Check:
-    """Find parameters that lie otherwise than a mapping says, or than others with the same axes and the same name."""
-    stored: dict[tuple[str, tuple[str, ...]], list[PlacedArgument]] = {}
-    alike: dict[Any, list[PlacedArgument]] = {}
+def _came_sharded(report: Figures) -> _Check:
+    """Find parameters that lie otherwise than a mapping says, over mesh axes that it gives to others."""
+    if report.parameter_mapping:
+        return (), ""
     taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
-    for x in report.placed:
-        if x.path in report.updated and None not in x.axes:
-            alike.setdefault((x.path.rpartition("/")[2], frozenset(x.axes)), []).append(x)
-            for n, over in zip(x.axes, x.over, strict=True):
-                said = [m.get(n or "") for m in (report.mapping, report.parameter_mapping)]
-                if over and not any(said) and taken.intersection(over) and not report.parameter_mapping:
-                    stored.setdefault((n or "", over), []).append(x)
+    stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for x in _updated(report):
+        for n, over in zip(x.axes, x.over, strict=True):
+            if taken.intersection(over) and not report.mapping.get(n or ""):
+                stored.setdefault((n or "", over), {})[without_numbers(x.path)] = None
     found = []
-    for (n, over), arrays in stored.items():
-        cause = f"{_some(list(dict.fromkeys(without_numbers(x.path) for x in arrays)))} came sharded over "
-        cause += f"{described_axes(over)} along {n}, which no mapping says, and other axes are sharded over it."
+    for (n, over), paths in stored.items():
+        cause = f"{_some(list(paths))} came sharded over {described_axes(over)} along {n}, which no mapping says, and "
+        cause += "other axes are sharded over it."
         so = "The compiler may sum or move activations instead of gathering parameters."
         found.append(Suspicion("look", cause, (so,), "axonym.fsdp, with this as the parameter mapping."))
-    pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
-    if pairs:
-        (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
-        cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
-        found.append(Suspicion("look", cause, ("An update moves one to the other.",), "one placement for both."))
     return found, ""
+
+
+def _lie_apart(report: Figures) -> _Check:
+    """Find parameters and what an optimizer keeps of them that are sharded over different mesh axes."""
+    alike: dict[Any, list[PlacedArgument]] = {}
+    for x in _updated(report):
+        alike.setdefault((x.path.rpartition("/")[2], frozenset(x.axes)), []).append(x)
+    pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
+    if not pairs:
+        return (), ""
+    (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
+    cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
+    so = "An update moves one to the other."
+    return [Suspicion("look", cause, (so,), "one placement for both.")], ""
+
+
+def _updated(report: Figures) -> list[PlacedArgument]:
+    """Return the arguments that the step updates, if their axes have names."""
+    return [x for x in report.placed if x.path in report.updated and None not in x.axes]
 
 
 def _differ(a: PlacedArgument, b: PlacedArgument) -> bool:
@@ -514,21 +526,28 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
     if stored := [x for x in stored if x.path in sent]:
         cause += f" Sharded{along}: only {_listed(stored)}."
     so = [f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."]
-    paths = {x.path for x in arrays}
-    sums = [
-        c for c in report.collectives
-        if c.kind == "all-reduce" and set(c.axes or ()) <= set(over) and paths.intersection(c.parameters)
-    ]  # fmt: skip
-    share = known_sent(sums) / max(1, known_sent(report.collectives))
+    share = _share_of_sums(report, over, {x.path for x in arrays})
     if share >= _MUCH:
         so.append(f"Their gradients are all-reduced{along}, {_percent(share)} of the bytes sent.")
+    common = _free_in_all(report, arrays)
+    advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
+    return Suspicion("look" if share >= _MOST else "note", cause, tuple(so), advice)
+
+
+def _share_of_sums(report: Figures, over: Sequence[str], paths: set[str]) -> float:
+    """Return the share of the bytes sent that all-reduces of gradients over some mesh axes make up."""
+    sums = [c for c in report.collectives if c.kind == "all-reduce" and set(c.axes or ()) <= set(over)]
+    own = [c for c in sums if paths.intersection(c.parameters)]
+    return known_sent(own) / max(1, known_sent(report.collectives))
+
+
+def _free_in_all(report: Figures, arrays: Sequence[PlacedArgument]) -> list[str]:
+    """Return the axes that all of some arrays have, that nothing shards, and that their copies divide."""
     free = [
         {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
         for x in arrays
     ]
-    common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
-    advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
-    return Suspicion("look" if share >= _MOST else "note", cause, tuple(so), advice)
+    return sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
 
 
 def _sent_paths(report: Figures) -> set[str]:
@@ -672,7 +691,7 @@ def _percent(share: float) -> str:
 
 
 _CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _placements, _copies, _converted, _donated, _kept,
-    _reasons, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _came_sharded, _lie_apart, _copies, _converted, _donated,
+    _kept, _reasons, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""
