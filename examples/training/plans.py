@@ -76,9 +76,7 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
 
     choices = {"stages": [1, 2], "microbatches": [microbatches]}
     try:
-        found = insight.plan(
-            build, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4, choices=choices
-        )
+        found = insight.plan(build, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4, choices=choices)
     except ValueError as e:
         why = str(e).split(". ")[0].rstrip(".")  # what follows is what was not considered
         raise Problem(f"--mapping plan finds no mapping: {why}. Choose another --mapping.") from None

@@ -68,7 +68,11 @@ def test_tensor_parallelism_falls_off_an_island() -> None:
     """Sixteen GPUs in two islands are never cheaper than eight in one, at equal bytes."""
     cluster = Islands("h100", 64)
     inside, across = (gather(cluster, Placement({"data": 64 // n, "model": n}), "model") for n in (8, 16))
-    assert across.per_byte >= inside.per_byte and across.launch > inside.launch and set(across.busy) == {"links", "network"}
+    assert (
+        across.per_byte >= inside.per_byte
+        and across.launch > inside.launch
+        and set(across.busy) == {"links", "network"}
+    )
     # An axis outside of one that fills the island has one network card, an axis alone has eight.
     outside = gather(cluster, Placement({"data": 8, "model": 8}), "data").busy["network"]
     alone = gather(cluster, Placement({"data": 64}), "data").busy["network"]
