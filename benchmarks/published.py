@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
-from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model, explain
+from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model, explain, plan
 from axonym.insight.cost_model import Part, Product, Sent
 from examples.models import llama
 
@@ -276,16 +277,21 @@ def regret(run: Run, model: Transformer) -> float:
 COUNTED = "llama3.1-8b", "llama2-70b", "llama3.1-70b", "llama3.1-405b"
 
 
+def llama_of(model: Mapping[str, Any]) -> llama.Config:
+    """The configuration of the Llama of the examples with a model's sizes."""
+    axes = {"Vocab": "vocab", "Embed": "embed", "Layers": "layers", "Mlp": "mlp", "KVHeads": "kv_heads",
+            "HeadSize": "head_size"}  # fmt: skip
+    given = {field: axn.Axis(name, model[name]) for field, name in axes.items()}
+    group = axn.Axis("group", model["heads"] // model["kv_heads"])
+    return llama.Config(**given, Group=group)  # pyright: ignore[reportArgumentType]
+
+
 def counted(model: Mapping[str, Any], devices: int = 64, seq: int = 2048) -> tuple[float, float]:
     """What names tell of the flops and the bytes of a step of the Llama of the examples, over its closed forms.
 
     Parameters are in float32 and stored sharded; each device has one text, and computes each layer again.
     """
-    axes = {"Vocab": "vocab", "Embed": "embed", "Layers": "layers", "Mlp": "mlp", "KVHeads": "kv_heads",
-            "HeadSize": "head_size"}  # fmt: skip
-    given = {field: axn.Axis(name, model[name]) for field, name in axes.items()}
-    group = axn.Axis("group", model["heads"] // model["kv_heads"])
-    config = llama.Config(**given, Group=group)  # pyright: ignore[reportArgumentType]
+    config = llama_of(model)
     state = jax.eval_shape(lambda key: llama.Llama.init(config, key=key), jax.random.key(0))
     tokens = jax.eval_shape(lambda: axn.zeros({"batch": devices, "pos": seq}, "int32"))
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -356,4 +362,27 @@ def rows() -> list[Row]:
         for what, ratio, bar in (("flops", flops, 0.01), ("bytes", sent, 0.05)):
             what = f"{what} of {name} by names, over the closed form"
             rows.append(row(what, f"{ratio:.4f}", f"bar: {bar:.0%}", abs(ratio - 1), bar))
-    return rows
+    return [*rows, *map(_planning, ("v5p:8x8x8", "v5p:16x16x16"))]
+
+
+def _planning(chips: str) -> Row:
+    """How long it takes to plan a step of 70 billion parameters, in seconds of the CPU."""
+    config, seq = llama_of(read()[0]["llama3.1-70b"]), 4096
+    state = jax.eval_shape(lambda key: llama.Llama.init(config, key=key), jax.random.key(0))
+    tokens = jax.eval_shape(lambda: axn.zeros({"batch": 4096, "pos": seq}, "int32"))
+
+    def build(stages: int, microbatches: int) -> Callable[..., Any]:
+        schedule = axn.schedules.OneFOneB(microbatches, axis="batch") if stages > 1 else None
+
+        def train(model: llama.Llama, tokens: axn.NamedArray) -> Any:
+            value, gradients = jax.value_and_grad(lambda m: m.loss(tokens, schedule))(model)
+            return value, jax.tree.map(lambda p, g: p - 0.1 * g, model, gradients)
+
+        return train
+
+    start = time.process_time()
+    choices = {"stages": [1, 2, 4], "microbatches": [8, 16]}
+    found = plan(build, state, tokens, chips=chips, choices=choices, ask=0, verify=0)
+    seconds = time.process_time() - start
+    what = f"plan of 70B on {chips}, {found.considered} combinations: seconds of CPU"
+    return Row("published", what, f"{seconds:.1f} s", "bar: 60 s", seconds, 60)

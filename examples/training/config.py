@@ -151,7 +151,7 @@ class Config:
     mesh: Annotated[str, arg(metavar="SIZES")] = "auto"
     """The sizes of the mesh axes, such as data=4,model=2; -1 is what the others leave."""
     chip: Annotated[str, arg(metavar="CHIP")] = "auto"
-    """The chip to plan and explain for: v5e, v5p, v6e or h100. By default the one that is here, and v5e on a CPU."""
+    """The chip to plan and explain for, such as v5p or h100. By default the one that is here, and v5e on a CPU."""
     explain: bool = False
     """Before training, print what a step sends, keeps and computes, and keep that in the folder of the run."""
     precision: str = "float32"

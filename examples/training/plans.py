@@ -10,13 +10,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
-import axonym as axn
 from axonym import NamedArray, insight
 from axonym.precision import Policy
 
@@ -53,7 +50,7 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
     """The plan that is kept in a file, or a new one if there is none for as many devices as there are."""
     said = ""
     if kept is not None and kept.exists():
-        found = dataclasses.replace(strategies.read(kept), name="plan", microbatches=config.batches.microbatches)
+        found = dataclasses.replace(strategies.read(kept), name="plan")
         planned = math.prod(found.mesh.values())
         if planned == jax.device_count():
             return Plan(found, f"The plan is the one in {kept}.", None)
@@ -64,24 +61,13 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
     if chip is None:
         known = ", ".join(insight.CHIPS)
         raise Problem(f"--mapping plan has no figures of {devices.describe()}: let --chip be one of {known}.")
-    microbatches = config.batches.microbatches
-    parts = config.model, config.optimizer, Policy.parse(config.precision)
-    start, *_ = steps.plain_functions(*parts)
+    start, train, _ = steps.plain_functions(config.model, config.optimizer, Policy.parse(config.precision))
     abstract = jax.eval_shape(start, jax.random.key(0))
-
-    def build(stages: int, microbatches: int) -> Callable[..., Any]:
-        """The step whose layers are in stages of a pipeline, if there are several."""
-        schedule = axn.schedules.OneFOneB(microbatches, axis="batch") if stages > 1 else None
-        return steps.plain_functions(*parts, schedule)[1]
-
-    choices = {"stages": [1, 2], "microbatches": [microbatches]}
     try:
-        found = insight.plan(
-            build, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4, choices=choices
-        )
+        found = insight.plan(train, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4)
     except ValueError as e:
         why = str(e).split(". ")[0].rstrip(".")  # what follows is what was not considered
         raise Problem(f"--mapping plan finds no mapping: {why}. Choose another --mapping.") from None
     best = found.best
-    strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute, microbatches)
+    strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute)
     return Plan(strategy, f"{said}{found}", found.to_markdown())

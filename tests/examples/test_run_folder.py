@@ -330,7 +330,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "a chip without figures": (
         (*NEW, "--chip", "v9"),
         None,
-        "--chip must be one of v5e, v5p, v6e, h100, got 'v9'",
+        "--chip must be one of v4, v5e, v5p, v6e, a100, h100, h200, got 'v9'",
     ),
     "no such mapping": (
         (*NEW, "--mapping", "nowhere.json"),

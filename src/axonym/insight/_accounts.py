@@ -27,8 +27,20 @@ TOUCHED = 2.7
 """The bytes that steps read and write beside products, for each byte of the results of these. A guess, for layers of
 transformers, of which compilers fuse what is between products."""
 
-Sizes = Mapping[str, Any]
-"""For each mesh axis, its size on each of several meshes."""
+
+class Sizes(dict[str, Amount]):
+    """For each mesh axis, its size on each of several meshes."""
+
+    def __init__(self, sizes: Mapping[str, Amount]):
+        super().__init__(sizes)
+        self._counts: dict[Axes, Amount] = {}
+
+    def count(self, axes: Iterable[str]) -> Amount:
+        """Return how many devices are along some mesh axes."""
+        axes = tuple(axes)
+        if axes not in self._counts:
+            self._counts[axes] = functools.reduce(lambda a, b: a * b, (self[a] for a in axes), 1.0)
+        return self._counts[axes]
 
 
 class Meshes:
@@ -43,7 +55,7 @@ class Meshes:
             mesh = dict(zip(axes, sizes, strict=True)) or {"data": 1}
             found += [(t, placed) for t in topologies for placed in t.placements(mesh)]
         self.placed = found
-        self.sizes: Sizes = {a: np.array([p.mesh[a] for _, p in found], float) for a in axes}
+        self.sizes = Sizes({a: np.array([p.mesh[a] for _, p in found], float) for a in axes})
         sizes = [tuple(int(p.mesh[a]) for a in axes) for _, p in found]
         numbers = {own: i for i, own in enumerate(dict.fromkeys(sizes))}
         self.kinds = [numbers[own] for own in sizes]
@@ -91,24 +103,20 @@ class _Bytes:
     """A sum of bytes, each divided by some mesh axes."""
 
     def __init__(self) -> None:
-        self._parts: dict[Axes, float] = {}
+        self.parts: dict[Axes, float] = {}
 
     def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, times: int = 1) -> None:
         axes, whole = _divided(layout, x, over)
-        self._parts[axes] = self._parts.get(axes, 0.0) + whole * times
+        self.parts[axes] = self.parts.get(axes, 0.0) + whole * times
 
     def at(self, sizes: Sizes) -> Amount:
-        return sum((whole / _count(axes, sizes) for axes, whole in self._parts.items()), start=0.0)
+        return sum((whole / sizes.count(axes) for axes, whole in self.parts.items()), start=0.0)
 
 
 def _divided(layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> tuple[Axes, float]:
     """Return the mesh axes that divide an array, and its bytes."""
     over = [layout.used(n) for n, _ in x.base] if over is None else over
     return distinct(a for axes in over for a in axes), math.prod(n for _, n in x.base) * x.dtype.itemsize
-
-
-def _count(axes: Iterable[str], sizes: Sizes) -> Amount:
-    return functools.reduce(lambda a, b: a * b, (sizes[a] for a in axes), 1.0)
 
 
 class Evaluated(NamedTuple):
@@ -163,6 +171,7 @@ class PatternAccount:
         )
         self._exchanges = Account(trace, self.layout, divides=False).exchanges if exchanges else []
         self._parameters = {frozenset(x.names) for x in trace.arguments}
+        self._known: dict[frozenset[str], bool] = {}
 
     def evaluate(self, meshes: Meshes, chip: Chip) -> Evaluated:
         """Return what the step takes on each mesh."""
@@ -171,7 +180,7 @@ class PatternAccount:
         for x in self._trace.arguments:
             for (_, size), over in zip(x.dims, self._stored.over(x.dims), strict=True):
                 if over:
-                    fits &= size % _count(over, sizes) == 0
+                    fits &= size % sizes.count(over) == 0
         touched, memory = self.memory(sizes)
         parts = least = self.parts(sizes, touched)
         if any(e.place.branches for e in self._trace.events):
@@ -186,7 +195,10 @@ class PatternAccount:
         scale = 1.0
         if self._stages is not None:
             scale = min(self._stages.count, self._stages.microbatches) / self._stages.microbatches
-        most = functools.reduce(np.maximum, (b.at(sizes) for b in products), 0.0)
+        largest: dict[Axes, float] = {}
+        for axes, whole in (pair for b in products for pair in b.parts.items()):
+            largest[axes] = max(largest.get(axes, 0.0), whole)
+        most = functools.reduce(np.maximum, (whole / sizes.count(axes) for axes, whole in largest.items()), 0.0)
         recomputed = functools.reduce(np.maximum, (b.at(sizes) for b in again), 0.0)
         given, made = arguments.at(sizes), results.at(sizes)
         kept = np.maximum(given, made) + loops.at(sizes) * scale + most + recomputed + gradients.at(sizes)
@@ -220,10 +232,10 @@ class PatternAccount:
             read = TOUCHED * results[place].at(sizes) if place in results else 0.0
             exchanges = _merged(sent.get(place, ()))
             part = Part(place.times, tuple(products.get(place, ())), exchanges, read, forward=place.forward)
-            found += self._staged(part, sizes) if self._stages is not None else [part]
+            found += self._staged(part) if self._stages is not None else [part]
         return found
 
-    def _staged(self, part: Part, sizes: Sizes) -> list[Part]:
+    def _staged(self, part: Part) -> list[Part]:
         """Divide a loop over layers over stages, of which each waits for others at the beginning and the end."""
         stages = self._stages
         assert stages is not None
@@ -238,11 +250,11 @@ class PatternAccount:
 
         def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
             dims = list(dims)
-            return math.prod(n for _, n in dims) / _count(distinct(a for n, _ in dims for a in layout.used(n)), sizes)
+            return math.prod(n for _, n in dims) / sizes.count(distinct(a for n, _ in dims for a in layout.used(n)))
 
         operation = event.place.operation
         terms = () if operation is None else operation.operands[:2]
-        names = [{a.name for a in term} for term in terms]
+        names = [frozenset(a.name for a in term) for term in terms]
         flops = 2 * local(event.axes)
         if len(names) < 2:
             return Product(flops, 1e9)
@@ -254,24 +266,22 @@ class PatternAccount:
         core = not any(self._is_parameter(term) for term in names)
         return Product(flops, functools.reduce(np.minimum, (rows, columns, summed)), core)
 
-    def _is_parameter(self, names: set[str]) -> bool:
+    def _is_parameter(self, names: frozenset[str]) -> bool:
         """Return whether an array with some axes is an argument, or a slice of one."""
-        return any(names <= x and len(x - names) <= 1 for x in self._parameters)
+        if names not in self._known:
+            self._known[names] = any(names <= x and len(x - names) <= 1 for x in self._parameters)
+        return self._known[names]
 
     def _sent(self, e: CountedExchange, sizes: Sizes) -> Sent:
         over = None if e.over is None else list(e.over)
         axes, whole = _divided(self.layout, e.value, over)
-        size = whole / _count(axes, sizes)
+        size = whole / sizes.count(axes)
         if e.kind == "all-to-all":
-            size = size * _count(e.axes, sizes)
-        gradient = e.place.phase == "backward" and self._is_parameter(set(e.value.names)) and bool(e.value.names)
-        return _named_exchange(
-            e.kind,
-            e.axes,
-            size * _weight(e.place),
-            gradient,
-            e.kind == "all-gather" and self._is_parameter(set(e.value.names)),
-        )
+            size = size * sizes.count(e.axes)
+        parameter = self._is_parameter(frozenset(e.value.names)) and bool(e.value.names)
+        gradient = parameter and e.place.phase == "backward"
+        gathered = parameter and e.kind == "all-gather"
+        return _named_exchange(e.kind, e.axes, size * _weight(e.place), gradient, gathered)
 
 
 class _Place(NamedTuple):
@@ -285,7 +295,7 @@ class _Place(NamedTuple):
         return _Place(place.times or 1, place.phase not in ("backward", "recomputed"))
 
 
-def _summed(event: Sum, names: Sequence[set[str]]) -> set[str]:
+def _summed(event: Sum, names: Sequence[frozenset[str]]) -> frozenset[str]:
     """Return the axes that a product sums over, or if it is a gradient, that its forward pass did."""
     operation = event.place.operation
     assert operation is not None

@@ -14,7 +14,7 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import Meshes, PatternAccount, RatesAt, Stages, kept, parts_of_report
+from ._accounts import Meshes, PatternAccount, RatesAt, Sizes, Stages, kept, parts_of_report
 from ._by_names import Account, Layout, check_sizes
 from ._figures import Bounds
 from ._named_events import NamedTrace, NotKnown, Open, Renamed, Sum
@@ -240,7 +240,7 @@ class Search:
                 {n: over for n, over in m.items() if n != self.stages.layers} for m in (compute, storage)
             )
         account = self._account(axes, compute, storage, exchanges=False)
-        sizes = {a: float(n) for a, n in found.mesh.items()}
+        sizes = Sizes({a: float(n) for a, n in found.mesh.items()})
         touched, _ = account.memory(sizes)
         parts = parts_of_report(report, account.parts(sizes, touched))
         each = [

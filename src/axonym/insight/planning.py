@@ -57,7 +57,9 @@ class PlannedMapping:
     estimate: Estimate = dataclasses.field(default_factory=lambda: Estimate({}))
     """The time of a step, estimated, in terms: by this, mappings are ordered."""
     choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The values chosen of the arguments of the step's builder, by their keys."""
+    """The values chosen for the arguments of the step's builder, or their keys, if these were given."""
+    keyed: tuple[str, ...] = ()
+    """The arguments of the builder whose values have keys."""
     topology: Topology | None = None
     placed: Placement | None = None
     """The place of the mesh axes on the topology that the estimate is for."""
@@ -101,7 +103,7 @@ class PlannedMapping:
         if where := self.place():
             lines.insert(1, f"# {where}")
         if self.choices:
-            lines.append(f"step = build({', '.join(f'{n}={_written(n, key)}' for n, key in self.choices.items())})")
+            lines.append(f"step = build({', '.join(f'{n}={self._written(n)}' for n in self.choices)})")
         if self.raw:
             lines += [f"storage = {dict(self.storage)!r}"] if self.storage else []
             stored = ", storage" if self.storage else ""
@@ -135,6 +137,10 @@ class PlannedMapping:
             ]
             along.append(f"{a} along {' and '.join(parts)}")
         return f"on {self.topology}: {', '.join(along)}"
+
+    def _written(self, name: str) -> str:
+        key = self.choices[name]
+        return f"choices[{name!r}][{key!r}]" if name in self.keyed else repr(key)
 
     def _order(self) -> tuple[float, float, int]:
         """Return the sort key of plans: if their estimates are shown alike, their bounds decide."""
@@ -323,8 +329,8 @@ def plan(
         verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
             can simulate. Its figures order these; if other mappings then come first, as many of them are explained too.
             The first is compiled to the end, and is not the first if it does not fit.
-        choices: for each argument of the builder, its values, or its values by names to show. All combinations are
-            traced, at most 64.
+        choices: for each argument of the builder, its values, such as numbers or strings, or its values by keys to
+            show. All combinations are traced, at most 64.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -361,12 +367,15 @@ class _Planner:
         self._ranked: list[tuple[Any, Ranked]] = []
         self._left_out: dict[str, str] = {}
         self._asked: list[PlannedMapping] = []
+        self._keyed: tuple[str, ...] = ()
+        """The choices whose values have keys."""
 
     def add_all(self, fn: Callable[..., Any], args: tuple[Any, ...], choices: Mapping[str, Any]) -> None:
         """Work out all mappings by names, for each combination of choices."""
         if not choices:
             return self._add({}, Step(fn, args), None)
         values = {n: dict(v) if isinstance(v, Mapping) else {x: x for x in v} for n, v in choices.items()}
+        self._keyed = tuple(n for n, v in choices.items() if isinstance(v, Mapping))
         combinations = list(itertools.product(*values.values()))
         if len(combinations) > _MOST_TRACED:
             raise ValueError(
@@ -441,7 +450,7 @@ class _Planner:
         f = found
         return PlannedMapping(
             f.mesh, f.compute, f.storage, f.bounds, f.memory, f.flops, f.sent, f.uncertain, f.by, verified, step.raw,
-            f.estimate, dict(key), f.topology, f.placed,
+            f.estimate, dict(key), self._keyed, f.topology, f.placed,
         )  # fmt: skip
 
     def result(self, verify: int) -> MappingPlan:
@@ -453,13 +462,15 @@ class _Planner:
         )
         fits = memory <= self._limit
         asked = {(p.by, str(p.mesh), str(p.mapping), str(p.choices)) for p in self._asked}
-        fitting, too_large = list[PlannedMapping](), list[PlannedMapping]()
+        fitting, too_large, again = list[PlannedMapping](), list[PlannedMapping](), 0
         for into, chosen, by in ((fitting, fits, seconds), (too_large, ~fits, memory)):
             order = [int(i) for i in np.argsort(by, kind="stable") if chosen[i]]
             for i in order[:_MOST_KEPT]:
                 key, ranked, row = rows[i]
                 p = self._planned(key, self._searches[key].found(ranked, row))
-                if ("partitioner", str(p.mesh), str(p.mapping), str(p.choices)) not in asked:
+                if ("partitioner", str(p.mesh), str(p.mapping), str(p.choices)) in asked:
+                    again += 1  # names told only a part of its cost
+                else:
                     into.append(p)
         fitting = sorted((*fitting, *self._asked), key=PlannedMapping._order)
         left_out = dict(self._left_out)
@@ -472,10 +483,11 @@ class _Planner:
         pruned = int((~fits | (bounds > first.estimate.seconds)).sum())
         search = self._searches[tuple(first.choices.items())]
         large = int((~fits).sum()) + sum(p.peak is not None for p in too_large)
+        considered = len(rows) + len(self._asked) - again
+        cautions = (*_cautions(self._chips, first), *doubts)
         return MappingPlan(
-            search.trace.name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large),
-            len(rows) + len(self._asked), len(self._asked), left_out, (*_cautions(self._chips, first), *doubts), pruned,
-            large, tuple(self._topologies),
+            search.trace.name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered,
+            len(self._asked), left_out, cautions, pruned, large, tuple(self._topologies),
         )  # fmt: skip
 
     def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:
@@ -536,11 +548,6 @@ def _cautions(chips: int, first: PlannedMapping) -> Iterator[str]:
 
 
 # --- writing ---
-
-
-def _written(name: str, key: Any) -> str:
-    """Write the value of a choice as Python: a number or text by itself, others as what `choices` has."""
-    return repr(key) if isinstance(key, (int, float, bool, type(None))) else f"choices[{name!r}][{key!r}]"
 
 
 def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
