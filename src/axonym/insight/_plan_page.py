@@ -15,8 +15,8 @@ Plan: TypeAlias = Any
 
 _SHOWN = 12
 """How many candidates are shown at once."""
-_KNOWN = {"mesh", "compute", "storage", "bounds", "memory", "flops", "sent", "uncertain", "by", "verified", "raw"}
-"""The fields of a candidate that have a column, or are no choice."""
+_KNOWN = {"mesh", "compute", "storage", "by"}
+"""The fields of a candidate that are mappings or text, and no choice."""
 
 
 def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Html]:
@@ -31,13 +31,13 @@ def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Htm
     considered = f"{counted(plan.considered, 'mesh and mapping', 'meshes and mappings')} considered"
     if plan.too_large:
         considered += f"; {len(plan.too_large)} need more than {describe_bytes(plan.memory)}"
-    most = max(_whole(p) for p, _ in mappings[:_SHOWN])
+    most = max(sum(t for _, t in _terms(p, words)) for p, _ in mappings[:_SHOWN])
     fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
-    header = ("", "mesh", "mapping", "compute, then sending", "at least", "sending", "memory")
+    header = ("", "mesh", "mapping", "compute, then sending", "time", "sending", "memory")
     first = element(
         "section",
-        element("h1", "At least ", described_seconds(best.seconds), " a step, by ", words.mesh(best.mesh), "."),
-        element("p", words.said(f"{plan.why} {considered}.".strip()), class_="lead"),
+        element("h1", _least(best).capitalize(), " a step, by ", words.mesh(best.mesh), "."),
+        element("p", words.said(f"{plan.why()} {considered}.".strip()), class_="lead"),
         *(element("p", element("b", "Caution: "), words.said(c)) for c in plan.cautions),
         copyable("The first as code", best.code()),
         class_="card",
@@ -50,7 +50,7 @@ def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Htm
         rows = [(what, words.said(reason)) for what, reason in plan.left_out.items()]
         title = f"{counted(len(rows), 'kind')} of mappings {'was' if len(rows) == 1 else 'were'} not considered"
         parts.append(folded(title, table("not considered", ("what", "why"), rows)))
-    note = "Times and memory are lower bounds: measure the first few."
+    note = "Memory, and times that say “at least”, are lower bounds: measure the first few."
     parts.append(element("p", note, class_="small"))
     crumbs = element("p", joined(crumb, " · "), class_="crumb")
     return f"A plan for {plan.step}", joined([crumbs, first, element("section", *parts)])
@@ -74,30 +74,39 @@ def _row(number: int, p: Any, others: int, most: float, words: Words) -> Sequenc
         ),
         lines,
         _times(p, most, words),
-        element("span", described_seconds(p.seconds), class_="num"),
+        element("span", _least(p), class_="num"),
         element("span", sending, class_="num"),
         element("span", describe_bytes(p.memory), class_="num"),
     )
 
 
+def _least(p: Any) -> str:
+    """Write the time that a candidate is estimated to take, or else its bound."""
+    if estimate := getattr(p, "estimate", None):
+        return f"about {described_seconds(float(estimate.seconds))}"
+    return f"at least {described_seconds(p.seconds)}"
+
+
 def _choices(p: Any) -> Iterator[tuple[str, str]]:
-    """Yield what else was chosen."""
+    """Yield what else was chosen: candidates may have further mappings and texts."""
     for field in dataclasses.fields(p):
-        value = getattr(p, field.name)
-        if field.name in _KNOWN or not value:
-            continue
+        value = None if field.name in _KNOWN else getattr(p, field.name)
         if isinstance(value, Mapping):
             yield from ((str(name), str(chosen)) for name, chosen in value.items())
-        elif isinstance(value, str | int | float):
-            yield field.name.replace("_", " "), str(value)
+        elif isinstance(value, str):
+            yield field.name, value
 
 
-def _whole(p: Any) -> float:
-    return (p.bounds.compute or 0.0) + sum(p.bounds.links.values())
+def _terms(p: Any, words: Words) -> list[tuple[str, float]]:
+    """Return the kinds and the times of the parts of a bar: the terms of an estimate if there is one, or the bounds."""
+    if estimate := getattr(p, "estimate", None):
+        over = [(name.partition(" over ")[2], float(t)) for name, t in estimate.terms.items()]
+        return [(words.color(axes.split(" and ")) if axes else "", t) for axes, t in over]
+    return [("", p.bounds.compute or 0.0), *((words.color(a), t) for a, t in p.bounds.links.items())]
 
 
 def _times(p: Any, most: float, words: Words) -> Html:
     """Draw the time to compute, and after it the times to send."""
-    times = [("", p.bounds.compute or 0.0), *((words.color(a), t) for a, t in p.bounds.links.items())]
-    scale = max(most, _whole(p)) or 1
-    return stacked((t / scale, kind) for kind, t in times)
+    terms = sorted(_terms(p, words), key=lambda pair: pair[0])
+    scale = max(most, sum(t for _, t in terms)) or 1
+    return stacked((t / scale, kind) for kind, t in terms)

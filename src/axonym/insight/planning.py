@@ -145,13 +145,12 @@ class MappingPlan(Page):
         """
         return self.found[0]
 
-    @property
     def why(self) -> str:
-        """Return why the best mapping comes before the next one, from the bounds of both; empty if there is no other.
+        """Say why the best mapping comes before the next one, from the bounds of both; nothing if there is no other.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).why
+        >>> axn.insight.plan(step, w, x, chips=2).why()
         'The first costs as much as the second.'
         """
         (first, _), *others = self._by_mapping()
@@ -167,7 +166,7 @@ class MappingPlan(Page):
         """
         header, *rows = self._table()
         code = f"```python\n{self.best.code()}\n```"
-        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why, code]
+        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why(), code]
         return "\n\n".join(filter(None, parts))
 
     def __str__(self) -> str:
@@ -178,7 +177,7 @@ class MappingPlan(Page):
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
-            self.why,
+            self.why(),
             self.best.code(),
         ]
         return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
@@ -190,7 +189,7 @@ class MappingPlan(Page):
         return plan_page(self, self._by_mapping())
 
     def _headline(self) -> tuple[str, str]:
-        return f"{self._title()}.", self.why
+        return f"{self._title()}.", self.why()
 
     def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
         """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
