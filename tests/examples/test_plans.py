@@ -158,5 +158,7 @@ def test_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     Device.device_kind = "TPU v99"
     assert devices.chip("auto") is None
     config = train_lm.settings.parse([*SMALL, "--mapping", "plan"])
-    with pytest.raises(Problem, match="--mapping plan has no figures of 8 TPU v99 devices: let --chip be one of v4, v5e, "):
+    with pytest.raises(
+        Problem, match="--mapping plan has no figures of 8 TPU v99 devices: let --chip be one of v4, v5e, "
+    ):
         plans.choose(config, None, None)

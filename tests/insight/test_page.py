@@ -15,7 +15,6 @@ import pytest
 
 from axonym import insight
 from axonym.insight._html import visible
-from axonym.insight.planning import why_first
 from tests.insight import pages
 
 pytestmark = pytest.mark.further
@@ -76,34 +75,17 @@ def test_the_best_mapping_is_one_that_fits() -> None:
 def test_a_plan_says_why_the_first_is_first() -> None:
     plan = pages.planned()
     said = plain(words(plan))
-    assert plan.why and plan.why in str(plan) and plan.why in plan.to_markdown()
-    assert plain(plan.why) in said and plain(plan.best.code()) in said
+    assert plan.why() and plan.why() in str(plan) and plan.why() in plan.to_markdown()
+    assert plain(plan.why()) in said and plain(plan.best.code()) in said
     assert all(plain(what) in said for what in plan.left_out)
 
 
-def test_the_reason_names_the_term_that_differs_most() -> None:
-    best = pages.planned().best
-    bounds = insight.Bounds("v5p", compute=2.0, memory=None, links={("data",): 1.0})
-    first = dataclasses.replace(best, bounds=bounds)
-    longer = dataclasses.replace(best, bounds=dataclasses.replace(bounds, compute=3.0))
-    sending = dataclasses.replace(best, bounds=dataclasses.replace(bounds, links={("data",): 1.5}))
-    assert why_first(first, longer) == "The first takes at least 2 s, the second 3 s: compute takes 2 s instead of 3 s."
-    assert why_first(first, sending).endswith("sending over data takes 1 s instead of 1.5 s.")
-    assert why_first(first, first) == "The first costs as much as the second."
-    more = dataclasses.replace(first, compute={**first.compute, "other": "data"})
-    assert why_first(first, more) == "The first costs as much as the second, and shards less."
-
-
-def test_a_plan_shows_choices_that_it_does_not_know() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Chosen(insight.PlannedMapping):
-        choices: dict[str, str] = dataclasses.field(default_factory=dict)
-
+def test_a_plan_shows_estimates_and_choices() -> None:
     plan = pages.planned()
-    best = Chosen(
-        **{f.name: getattr(plan.best, f.name) for f in dataclasses.fields(plan.best)}, choices={"remat": "full"}
-    )
-    assert "rematfull" in plain(words(dataclasses.replace(plan, found=(best, *plan.found[1:]))))
+    estimate = insight.Estimate({"products": 2.0, "gathering parameters over data": 0.5})
+    best = dataclasses.replace(plan.best, estimate=estimate, choices={"remat": "full"})
+    said = plain(words(dataclasses.replace(plan, found=(best, *plan.found[1:]))))
+    assert "rematfull" in said and "About2.5sastep,by" in said and "atleast" in said
 
 
 def test_sizes() -> None:

@@ -104,7 +104,7 @@ def test_choices_are_planned() -> None:
     assert found.asked == 1 and asked.sent > 0
     assert f"all {found.considered} combinations of these were considered" in str(found)
     assert "step = build(stages=1, rate=choices['rate']['slow'])" in found.found[0].code() or staged[0] is found.best
-    assert found.why in str(found) and "it takes " in found.why
+    assert found.why() in str(found) and "it takes " in found.why()
     with pytest.raises(ValueError, match="100 combinations of choices, of which each is traced; at most 64"):
         plan(build, model, tokens, chips=8, choices={"stages": [1], "rate": list(range(100))})
     with pytest.raises(ValueError, match=r"no combination of choices makes a step: .*at most 1"):

@@ -33,9 +33,10 @@ def comparison_page(comparison: Comparison, headline: str, changes: str) -> tupl
     for i, other in enumerate(others):
         sections[f"changes-{i}"] = (f"{other}, compared with {first}", _changes(comparison, first, other, words))
     each = [
-        joined([element("h3", name), verdict_card(r, words), mapping_line(r, words)]) for name, r in reports.items()
+        joined([element("h3", name), verdict_card(r, words, "h4"), mapping_line(r, words)])
+        for name, r in reports.items()
     ]
-    sections["verdicts"] = ("The verdicts", _without_h1(joined(each)))
+    sections["verdicts"] = ("The verdicts", joined(each))
     lead = element("p", words.said(changes), class_="lead") if changes else None
     body = joined(
         [
@@ -46,11 +47,6 @@ def comparison_page(comparison: Comparison, headline: str, changes: str) -> tupl
         ]
     )
     return f"{headline} {report.step}", body
-
-
-def _without_h1(body: Html) -> Html:
-    """Make the headings of cards smaller: a page has one of the first level."""
-    return Html(body.replace("<h1>", "<h3>").replace("</h1>", "</h3>"))
 
 
 def _quantities(reports: Mapping[str, Any], words: Words) -> Iterator[Quantity]:

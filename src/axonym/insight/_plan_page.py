@@ -36,7 +36,7 @@ def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Htm
     first = element(
         "section",
         element("h1", "About ", described_seconds(best.estimate.seconds), " a step, by ", words.mesh(best.mesh), "."),
-        element("p", words.said(f"{plan.why} {considered}.".strip()), class_="lead"),
+        element("p", words.said(f"{plan.why()} {considered}.".strip()), class_="lead"),
         *(element("p", element("b", "Caution: "), words.said(c)) for c in plan.cautions),
         copyable("The first as code", best.code()),
         class_="card",

@@ -82,14 +82,14 @@ def crumb(report: Report, words: Words) -> Html:
     return element("p", joined(parts, " · "), class_="crumb")
 
 
-def verdict_card(report: Report, words: Words) -> Html:
+def verdict_card(report: Report, words: Words, heading: str = "h1") -> Html:
     """Write what binds, its explanation, and the bounds as bars on one axis."""
     verdict, bounds = report.verdict, report.bounds
     fix = any(found.severity == "fix" for found in verdict.suspicious)
     good = not verdict.suspicious and bounds is not None and bool(bounds.named()) and bounds.bottleneck == "compute"
     return element(
         "section",
-        element("h1", words.said(verdict.binds)),
+        element(heading, words.said(verdict.binds)),
         element("p", words.said(verdict.explanation), class_="lead"),
         element("ul", *_bars(report, words), class_="bars"),
         element("p", _said_of_bars(report), class_="small"),

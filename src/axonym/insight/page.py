@@ -21,7 +21,7 @@ class Page(abc.ABC):
     """A result that can be looked at as a page: a `Report`, a `Comparison` or a `MappingPlan`.
 
     The page is one file, which loads nothing. It shows what the text shows, in the same words, with bars and pictures.
-    In a notebook, it is the last line of a cell.
+    In a notebook, a cell that ends with it shows the page.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> isinstance(report, axn.insight.Page)

@@ -202,16 +202,15 @@ class MappingPlan(Page):
         """
         header, *rows = self._table()
         code = f"```python\n{self.best.code()}\n```"
-        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why, code]
+        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why(), code]
         return "\n\n".join(filter(None, parts))
 
-    @property
     def why(self) -> str:
-        """Return a sentence that says by which terms of the estimates the first mapping is better than the second.
+        """Say by which terms of the estimates the first mapping is better than the second; nothing if there is none.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).why.startswith("The second ")
+        >>> axn.insight.plan(step, w, x, chips=2).why().startswith("The second ")
         True
         """
         rows = self._by_mapping()
@@ -234,7 +233,7 @@ class MappingPlan(Page):
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
-            self.why,
+            self.why(),
             self.best.code(),
         ]
         return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
@@ -246,7 +245,7 @@ class MappingPlan(Page):
         return plan_page(self, self._by_mapping())
 
     def _headline(self) -> tuple[str, str]:
-        return f"{self._title()}.", self.why
+        return f"{self._title()}.", self.why()
 
     def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
         """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
