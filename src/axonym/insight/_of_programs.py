@@ -145,7 +145,7 @@ def _converted(c: Collective, late: Mapping[str, str]) -> Collective:
 
 def _undonated(kept: Sequence[GivenArray | None], donated: Collection[int], results: Any) -> tuple[str, ...]:
     """Return the paths of arguments that are not donated, for which there are results of the same sizes and dtype."""
-    free = Counter[Any]((tuple(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(results))
+    free = Counter[Any]((tuple(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(results) if hasattr(x, "dtype"))
     keys = [None if x is None else (x.sizes, x.itemsize) for x in kept]
     free.subtract(keys[n] for n in donated if n < len(keys))
     found = []
