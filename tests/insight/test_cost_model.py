@@ -58,6 +58,7 @@ def test_parts_of_a_dimension_share_its_links() -> None:
 def test_axes_on_the_same_links_add_up() -> None:
     torus = Torus("v5p", (8, 8, 8))
     placed = one(torus, {"data": 64, "model": 8})
+    rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate]
     rates = {("all-gather", (a,)): gather(torus, placed, a) for a in ("data", "model")}
     sent = [Sent("all-gather", (a,), 1e9, "exchanging activations") for a in ("data", "model")]
     alone = [cost_model.bounds([Part(1, sent=(x,))], rates, torus.chip)["links"] for x in sent]
@@ -91,7 +92,8 @@ def test_slices_exchange_over_the_network() -> None:
 def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
     for mesh in ({"data": 128}, {"data": 16, "model": 8}, {"replica": 8, "data": 4, "model": 4}):
         for placed in topology.placements(mesh):
-            for axes in ((a,) for a in mesh):
+            for a in mesh:
+                axes: tuple[str, ...] = (a,)
                 rates = {(kind, axes): rate_of(kind, topology.route(placed, axes), topology.chip)}
                 product = Product(1e12, 64)
                 parts = [Part(3, (product,), (Sent(kind, axes, 1e8, "exchanging activations"),), 1e6)]
@@ -115,7 +117,9 @@ def test_names_of_topologies() -> None:
 
 def test_what_computing_hides() -> None:
     chip = CHIPS["v5p"]
-    rates = {("all-gather", ("data",)): cost_model.Rate(1e-9, 0.0, 1.0, {})}
+    rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate] = {
+        ("all-gather", ("data",)): cost_model.Rate(1e-9, 0.0, 1.0, {})
+    }
     ahead = Part(2, (Product(chip.flops, 1e9),), (Sent("all-gather", ("data",), 1e8, "gathering parameters", True),))
     terms = cost_model.estimate([ahead], rates, chip).terms
     assert terms["gathering parameters over data"] == pytest.approx(2 * 0.1 * (1 - chip.reached.ahead))

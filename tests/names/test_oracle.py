@@ -35,7 +35,7 @@ def by_shardy(fn: Any, args: tuple[Any, ...], names: Any) -> list[tuple[tuple[st
 
     placed = [sharded(x, own) if hasattr(x, "shape") else x for x, own in zip(leaves, given, strict=True)]
     lowered = jax.jit(fn).trace(*structure.unflatten(placed)).lower(lowering_platforms=("cpu",))
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         PassManager.parse("builtin.module(inline,symbol-dce,sdy-propagation-pipeline)").run(module.operation)
     functions = [f for f in module.body.operations if f.operation.name == "func.func"]

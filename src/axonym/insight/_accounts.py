@@ -211,22 +211,22 @@ class PatternAccount:
             touched: the bytes of arguments and results.
             least: whether to leave out what is in a branch, rather than count its share.
         """
-        products: dict[_Place, list[Product]] = {}
-        results: dict[_Place, _Bytes] = {}
+        products: dict[_Turns, list[Product]] = {}
+        results: dict[_Turns, _Bytes] = {}
         for event in self._trace.events:
             if not isinstance(event, Sum) or not event.flops or (least and event.place.branches):
                 continue
-            place = _Place.of(event.place)
+            place = _Turns.of(event.place)
             product = self._product(event, sizes)
             products.setdefault(place, []).append(
                 dataclasses.replace(product, flops=product.flops * _weight(event.place))
             )
             if not product.core:
                 results.setdefault(place, _Bytes()).add(self.layout, event.result)
-        sent: dict[_Place, list[Sent]] = {}
+        sent: dict[_Turns, list[Sent]] = {}
         for e in self._exchanges:
             if e.sent and not (least and e.place.branches):
-                sent.setdefault(_Place.of(e.place), []).append(self._sent(e, sizes))
+                sent.setdefault(_Turns.of(e.place), []).append(self._sent(e, sizes))
         found = [Part(1.0, touched=touched)]
         for place in dict.fromkeys((*products, *sent)):
             read = TOUCHED * results[place].at(sizes) if place in results else 0.0
@@ -284,15 +284,15 @@ class PatternAccount:
         return _named_exchange(e.kind, e.axes, size * _weight(e.place), gradient, gathered)
 
 
-class _Place(NamedTuple):
+class _Turns(NamedTuple):
     """The turn of a loop in a phase: what happens there overlaps."""
 
     times: int
     forward: bool
 
     @staticmethod
-    def of(place: Occurrence) -> _Place:
-        return _Place(place.times or 1, place.phase not in ("backward", "recomputed"))
+    def of(place: Occurrence) -> _Turns:
+        return _Turns(place.times or 1, place.phase not in ("backward", "recomputed"))
 
 
 def _summed(event: Sum, names: Sequence[frozenset[str]]) -> frozenset[str]:
@@ -347,7 +347,7 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         gradient = parameter and c.kind in ("all-reduce", "reduce-scatter")
         weight = 1 / math.prod(of for _, of, _ in c.branches)
         one = _named_exchange(c.kind, c.axes, size * weight, gradient, parameter or bool(c.stored))
-        place = _Place(c.times or 1, c.phase not in ("backward", "recomputed"))
+        place = _Turns(c.times or 1, c.phase not in ("backward", "recomputed"))
         like = next((i for i, p in enumerate(found) if (p.times, p.forward) == place and p.products), None)
         if like is None:
             found.append(Part(place.times, sent=(one,), forward=place.forward))

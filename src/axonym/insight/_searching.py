@@ -254,30 +254,33 @@ class Search:
 
     def ask(self, limit: int) -> Iterator[Found]:
         """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
-        chips = self.chips
-        sizes = [n for n in range(2, chips + 1) if chips % n == 0]
+        sizes = [n for n in range(2, self.chips + 1) if self.chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
         experts = [n for n in self.refused if n in self.trace.exchanged]
         others = [n for n in self.refused if n not in experts]
-        tried = [(alike, pair) for alike, names in ((True, experts), (False, others), (False, experts))
-                 for pair in itertools.product(sizes, names)]  # fmt: skip
-        for alike, (model, name) in tried:
-            axes = self._sharded_with(name)
-            mesh = _mesh(chips // model, model)
-            batch = next((b for b in self.batch if b not in axes), None)
-            if len(mesh) > 1 and batch is None:
-                continue
-            over = list(mesh) if alike else [a for a in mesh if a == "data"]
-            entry = entry_of(over)
-            compute: dict[str, Over] = {} if batch is None or entry is None else {batch: entry}
-            if name in self.step.of_batch and len(mesh) == 1:  # it is data parallelism
-                mesh = {"data": model}
-            compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
-            stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
-            storages: list[dict[str, Over]] = [{n: "data", **self._as_used(axes)} for n in stored]
-            for storage in (*storages, {}):
-                if (found := self.asked(mesh, compute, storage, limit)) is not None:
-                    yield found
+        for alike, names in ((True, experts), (False, others), (False, experts)):
+            for size, name in itertools.product(sizes, names):
+                for mesh, compute, storage in self._over(size, name, alike):
+                    if (found := self.asked(mesh, compute, storage, limit)) is not None:
+                        yield found
+
+    def _over(
+        self, size: int, name: str, alike: bool
+    ) -> Iterator[tuple[dict[str, int], dict[str, Over], dict[str, Over]]]:
+        """Yield mappings of an axis over some devices, and of the batch over the others, or if alike over all."""
+        axes = self._sharded_with(name)
+        mesh = _mesh(self.chips // size, size)
+        batch = next((b for b in self.batch if b not in axes), None)
+        if len(mesh) > 1 and batch is None:
+            return
+        entry = entry_of([a for a in mesh if alike or a == "data"])
+        compute: dict[str, Over] = {} if batch is None or entry is None else {batch: entry}
+        if name in self.step.of_batch and len(mesh) == 1:  # it is data parallelism
+            mesh = {"data": size}
+        compute |= dict.fromkeys(axes, "model" if "model" in mesh else "data")
+        for n in [n for n in self.stored if n not in axes][:1] if "data" in mesh else ():
+            yield mesh, compute, {n: "data", **self._as_used(axes)}
+        yield mesh, compute, {}
 
     def _as_used(self, group: Sequence[str]) -> dict[str, Over]:
         """Return the storage sharding of parameters along axes of a group; an axis that they lack is none of theirs."""

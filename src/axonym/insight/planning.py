@@ -478,7 +478,7 @@ class _Planner:
         if not fitting:
             raise ValueError(self._nothing_fits(len(rows), too_large, left_out))
         doubts = list(self._verified(fitting, too_large, verify))
-        first = fitting[0]
+        first, left_out = fitting[0], left_out | self._left_out
         pruned = int((~fits | (bounds > first.estimate.seconds)).sum())
         search = self._searches[tuple(first.choices.items())]
         large = int((~fits).sum()) + sum(p.peak is not None for p in too_large)
@@ -501,12 +501,10 @@ class _Planner:
         """Explain the first few by the partitioner, and compile the first, in place; yield what is doubtful."""
         if not verify:
             return
-        fitting[:verify] = map(self._partitioned, fitting[:verify])
-        fitting.sort(key=PlannedMapping._order)
+        self._partition(fitting, verify)
         for _ in range(verify):
             if fitting[0].verified is None:  # the mappings before it turned out to take longer
-                fitting[0] = self._partitioned(fitting[0])
-                fitting.sort(key=PlannedMapping._order)
+                self._partition(fitting, 1)
                 continue
             fitting[0] = first = self._compiled(fitting[0])
             if first.peak is None or first.peak <= self._limit or len(fitting) == 1:
@@ -519,6 +517,20 @@ class _Planner:
     def _explained(self, p: PlannedMapping, by: Any) -> Report:
         step = self._searches[tuple(p.choices.items())].step
         return explain(step.fn, *step.args, mapping=p.mapping, mesh=abstract(p.mesh), by=by, chip=self._chip)
+
+    def _partition(self, fitting: list[PlannedMapping], most: int) -> None:
+        """Explain the first few by the partitioner, in place, and order all; leave out what the step refuses."""
+        checked: list[PlannedMapping] = []
+        while fitting and len(checked) < most:
+            p = fitting.pop(0)
+            try:
+                checked.append(self._partitioned(p))
+            except (TypeError, ValueError) as e:  # such as a batch that microbatches do not divide
+                if not fitting and not checked:
+                    raise
+                what = ", ".join(filter(None, (_listed(p.mesh, "="), _listed(p.choices, "="), _listed(p.compute))))
+                self._left_out[what] = f"{e}".partition("\n")[0]
+        fitting[:] = sorted((*checked, *fitting), key=PlannedMapping._order)
 
     def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
         """Explain a mapping by the partitioner; its exchanges are those of the estimate."""

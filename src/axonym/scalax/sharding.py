@@ -343,11 +343,11 @@ class MeshShardingHelper:
     def __enter__(self) -> MeshShardingHelper:
         block = self.get_context()
         block.__enter__()
-        self._entered.blocks.append(block)
+        self._entered.blocks.append((block, None))
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._entered.blocks.pop().__exit__(*raised)
+        self._entered.blocks.pop()[0].__exit__(*raised)
 
     @contextlib.contextmanager
     def get_context(self, annotation_shardings: Mapping[str, Placement] | None = None) -> Iterator[MeshShardingHelper]:
