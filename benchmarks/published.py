@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
 from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model, explain, plan
-from axonym.insight.cost_model import Part, Product, Sent
+from axonym.insight.cost_model import Multiplication, Part, Sent
 from examples.models import llama
 
 from .harness import Row
@@ -130,12 +130,12 @@ class Transformer:
         per_token = 6 * (self.layers * self.layer + self.vocab * self.embed)
         return tokens * (per_token + 12 * self.layers * self.queries * seq)
 
-    def products(self, rows: float, tensor: int) -> dict[str, Product]:
+    def products(self, rows: float, tensor: int) -> dict[str, Multiplication]:
         """The products of a layer's forward pass, for some tokens, without the core of attention."""
 
-        def one(columns: float, summed: float, of: str = "columns", times: int = 1) -> Product:
+        def one(columns: float, summed: float, of: str = "columns", times: int = 1) -> Multiplication:
             columns, summed = (columns / tensor, summed) if of == "columns" else (columns, summed / tensor)
-            return Product(2 * rows * columns * summed * times, min(rows, columns, summed))
+            return Multiplication(2 * rows * columns * summed * times, min(rows, columns, summed))
 
         return {
             "q": one(self.queries, self.embed),
@@ -147,7 +147,7 @@ class Transformer:
         }
 
 
-def scaled(products: Iterator[Product] | list[Product], by: float) -> tuple[Product, ...]:
+def scaled(products: Iterator[Multiplication] | list[Multiplication], by: float) -> tuple[Multiplication, ...]:
     return tuple(dataclasses.replace(p, flops=p.flops * by) for p in products)
 
 
@@ -159,7 +159,7 @@ def parts_of(run: Run, model: Transformer) -> list[Part]:
     micro = rows / min(run.get("microbatch") or (1 if stages > 1 else rows), rows)
     tokens = rows / micro * seq
     products = model.products(tokens, tensor)
-    core = Product(4 * tokens * seq * model.queries / tensor / 2, 1, core=True)
+    core = Multiplication(4 * tokens * seq * model.queries / tensor / 2, 1, core=True)
     touched = (
         2.0 * tokens * (12 * model.embed + 2 * model.queries + 2 * model.keys + (model.gates + 2) * model.mlp) / tensor
     )
@@ -197,7 +197,7 @@ def parts_of(run: Run, model: Transformer) -> list[Part]:
         touched * (3 if recomputed else 2),
         offloaded,
     )
-    head = Product(6 * tokens * model.vocab * model.embed / tensor, min(tokens, model.vocab / tensor))
+    head = Multiplication(6 * tokens * model.vocab * model.embed / tensor, min(tokens, model.vocab / tensor))
     waiting = [dataclasses.replace(p, times=(stages - 1) / run["vp"] * layers, waits=True) for p in (forward, backward)]
     parts = [forward, backward, Part(micro / stages, (head,), touched=LOGITS * tokens * model.vocab / tensor)]
     # The gradients of replicas are summed after the last microbatch, and parameters gathered before the first.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axonym.insight import CHIPS, Islands, Torus, cost_model
-from axonym.insight.cost_model import Part, Placement, Product, Sent, rate_of, topologies_of
+from axonym.insight.cost_model import Multiplication, Part, Placement, Sent, rate_of, topologies_of
 
 pytestmark = pytest.mark.further
 
@@ -95,7 +95,7 @@ def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
             for a in mesh:
                 axes: tuple[str, ...] = (a,)
                 rates = {(kind, axes): rate_of(kind, topology.route(placed, axes), topology.chip)}
-                product = Product(1e12, 64)
+                product = Multiplication(1e12, 64)
                 parts = [Part(3, (product,), (Sent(kind, axes, 1e8, "exchanging activations"),), 1e6)]
                 least = cost_model.bound(parts, rates, topology.chip)
                 assert 0 < least <= cost_model.estimate(parts, rates, topology.chip).seconds
@@ -120,7 +120,9 @@ def test_what_computing_hides() -> None:
     rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate] = {
         ("all-gather", ("data",)): cost_model.Rate(1e-9, 0.0, 1.0, {})
     }
-    ahead = Part(2, (Product(chip.flops, 1e9),), (Sent("all-gather", ("data",), 1e8, "gathering parameters", True),))
+    ahead = Part(
+        2, (Multiplication(chip.flops, 1e9),), (Sent("all-gather", ("data",), 1e8, "gathering parameters", True),)
+    )
     terms = cost_model.estimate([ahead], rates, chip).terms
     assert terms["gathering parameters over data"] == pytest.approx(2 * 0.1 * (1 - chip.reached.ahead))
     waiting = cost_model.estimate([dataclasses.replace(ahead, waits=True)], rates, chip)

@@ -20,7 +20,7 @@ from . import cost_model
 from ._by_names import Account, CountedExchange, Layout
 from ._named_events import NamedTrace, Occurrence, Sum, Value
 from .chips import Chip
-from .cost_model import Amount, Estimate, Part, Placement, Product, Rate, Sent, Topology
+from .cost_model import Amount, Estimate, Multiplication, Part, Placement, Rate, Sent, Topology
 from .report import Report
 
 TOUCHED = 2.7
@@ -130,7 +130,7 @@ class Evaluated(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class DividedLayers:
     """The stages of a pipeline."""
 
     layers: str
@@ -153,7 +153,7 @@ class PatternAccount:
         axes: Axes,
         compute: Mapping[str, Any],
         storage: Mapping[str, Any],
-        stages: Stages | None = None,
+        stages: DividedLayers | None = None,
         exchanges: bool = True,
     ):
         """Arguments:
@@ -211,7 +211,7 @@ class PatternAccount:
             touched: the bytes of arguments and results.
             least: whether to leave out what is in a branch, rather than count its share.
         """
-        products: dict[_Turns, list[Product]] = {}
+        products: dict[_Turns, list[Multiplication]] = {}
         results: dict[_Turns, _Bytes] = {}
         for event in self._trace.events:
             if not isinstance(event, Sum) or not event.flops or (least and event.place.branches):
@@ -245,7 +245,7 @@ class PatternAccount:
         waits = dataclasses.replace(own, times=own.times * (stages.count - 1) / stages.microbatches, waits=True)
         return [own, waits]
 
-    def _product(self, event: Sum, sizes: Sizes) -> Product:
+    def _product(self, event: Sum, sizes: Sizes) -> Multiplication:
         layout = self.layout
 
         def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
@@ -257,14 +257,14 @@ class PatternAccount:
         names = [frozenset(a.name for a in term) for term in terms]
         flops = 2 * local(event.axes)
         if len(names) < 2:
-            return Product(flops, 1e9)
+            return Multiplication(flops, 1e9)
         given = dict(event.axes)
         rows, columns, summed = (
             local([(n, given[n]) for n in found if n in given])
             for found in (names[0] - names[1], names[1] - names[0], _summed(event, names))
         )
         core = not any(self._is_parameter(term) for term in names)
-        return Product(flops, functools.reduce(np.minimum, (rows, columns, summed)), core)
+        return Multiplication(flops, functools.reduce(np.minimum, (rows, columns, summed)), core)
 
     def _is_parameter(self, names: frozenset[str]) -> bool:
         """Return whether an array with some axes is an argument, or a slice of one."""
@@ -359,7 +359,7 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
 # --- memory ---
 
 
-class _Sum:
+class _BytesHere:
     """A sum of bytes on the mesh of a layout."""
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ def kept(trace: NamedTrace, layout: Layout) -> int:
     Beside what loops keep, a backward pass that recomputes layers has the products of one of them, and the gradients of
     all layers that a loop goes through, since it stacks them.
     """
-    arguments, results, loops, products, again, gradients = kept_by(trace, layout, _Sum, layout)
+    arguments, results, loops, products, again, gradients = kept_by(trace, layout, _BytesHere, layout)
     most, recomputed = (max((b.total for b in found), default=0) for found in (products, again))
     return max(arguments.total, results.total) + loops.total + most + recomputed + gradients.total
 

@@ -150,6 +150,8 @@ def _sizes_in(array: str) -> list[int]:
 def _fit(sizes: Sequence[int], whole: Sequence[int], shard: Sequence[int]) -> bool:
     """Return whether an array, with axes in any order, may be a shard of another, complete along some axes."""
     own = [n for n in sizes if n > 1]
+    if len(shard) != len(whole):  # the data of random keys
+        return False
     pairs = [(a, b) for a, b in zip(shard, whole, strict=True) if b > 1]
     pairs = pairs if len(pairs) == len(own) else [(a, b) for a, b in pairs if a > 1]
     orders = itertools.permutations(pairs) if 0 < len(own) == len(pairs) < 7 else ()

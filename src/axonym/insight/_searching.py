@@ -14,7 +14,7 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import Meshes, PatternAccount, RatesAt, Sizes, Stages, kept, parts_of_report
+from ._accounts import DividedLayers, Meshes, PatternAccount, RatesAt, Sizes, kept, parts_of_report
 from ._by_names import Account, Layout, check_sizes
 from ._figures import Bounds
 from ._named_events import NamedTrace, NotKnown, Open, Renamed, Sum
@@ -60,7 +60,7 @@ class Ranked:
     estimate: Estimate
 
 
-class Step:
+class TracedStep:
     """A step to plan, traced once."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]):
@@ -76,14 +76,14 @@ class Step:
         self.of_model, self.of_batch = names_of(of_model), names_of(of_batch)
         self.parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
 
-    def stages(self, count: int, microbatches: int) -> Stages | None:
+    def stages(self, count: int, microbatches: int) -> DividedLayers | None:
         """Return the stages over which the layers can be divided: the axis of the model that a loop goes over."""
         loops = [n for e in self.trace.events if isinstance(e, Open) and e.what == "a loop" for n in sorted(e.names)]
         layers = next((n for n in loops if n in self.of_model), None)
         if layers is None:
             return None
         size = next(size for x in self.trace.arguments for n, size in x.dims if n == layers)
-        return Stages(layers, size, count, microbatches)
+        return DividedLayers(layers, size, count, microbatches)
 
 
 class Search:
@@ -91,9 +91,9 @@ class Search:
 
     def __init__(
         self,
-        step: Step,
+        step: TracedStep,
         topologies: Sequence[Topology],
-        stages: Stages | None = None,
+        stages: DividedLayers | None = None,
         like: Search | None = None,
     ):
         """Arguments:
@@ -228,7 +228,7 @@ class Search:
         )  # fmt: skip
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
-        return {**mapping, **({self.stages.layers: Stages.over} if self.stages and mapping else {})}
+        return {**mapping, **({self.stages.layers: DividedLayers.over} if self.stages and mapping else {})}
 
     # --- by reports ---
 

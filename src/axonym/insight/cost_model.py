@@ -360,7 +360,7 @@ def rate_of(kind: str, route: Route, chip: Chip) -> Rate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Multiplication:
     """A product of arrays on one device."""
 
     flops: Amount
@@ -391,7 +391,7 @@ class Part:
     """What one turn of a loop does in one phase of a step: its products and exchanges overlap."""
 
     times: Amount
-    products: tuple[Product, ...] = ()
+    products: tuple[Multiplication, ...] = ()
     sent: tuple[Sent, ...] = ()
     touched: Amount = 0.0
     """The bytes that it reads and writes, beside products."""

@@ -12,11 +12,11 @@ import numpy as np
 
 from ..core.errors import counted, describe_bytes
 from ..distribution.mesh_axes import Axes
-from ._accounts import Meshes, Stages
+from ._accounts import DividedLayers, Meshes
 from ._figures import Bounds
 from ._html import Html
 from ._plan_page import plan_page
-from ._searching import Found, Ranked, Search, Step, abstract
+from ._searching import Found, Ranked, Search, TracedStep, abstract
 from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
 from .cost_model import Estimate, Placement, Topology, Torus, topologies_of, why_first
@@ -372,7 +372,7 @@ class _Planner:
     def add_all(self, fn: Callable[..., Any], args: tuple[Any, ...], choices: Mapping[str, Any]) -> None:
         """Work out all mappings by names, for each combination of choices."""
         if not choices:
-            return self._add({}, Step(fn, args), None)
+            return self._add({}, TracedStep(fn, args), None)
         values = {n: dict(v) if isinstance(v, Mapping) else {x: x for x in v} for n, v in choices.items()}
         self._keyed = tuple(n for n, v in choices.items() if isinstance(v, Mapping))
         combinations = list(itertools.product(*values.values()))
@@ -387,7 +387,7 @@ class _Planner:
             try:
                 built = fn(**given)
                 step, arguments = built if isinstance(built, tuple) else (built, args)
-                made = Step(step, tuple(arguments))
+                made = TracedStep(step, tuple(arguments))
             except Exception as e:  # of the user's code: it refuses a combination
                 self._left_out[_listed(chosen, "=")] = f"{type(e).__name__}: {e}".partition("\n")[0]
                 continue
@@ -405,11 +405,11 @@ class _Planner:
             )
         return None
 
-    def _add(self, chosen: Mapping[str, Any], step: Step, stages: Stages | None) -> None:
+    def _add(self, chosen: Mapping[str, Any], step: TracedStep, stages: DividedLayers | None) -> None:
         search = Search(step, self._topologies, stages, next(iter(self._searches.values()), None))
         key = tuple(chosen.items())
         self._searches[key] = search
-        fixed = {} if stages is None else {Stages.over: stages.count}
+        fixed = {} if stages is None else {DividedLayers.over: stages.count}
 
         def meshes_of(axes: Axes) -> Meshes:
             at = axes, tuple(fixed.items())
