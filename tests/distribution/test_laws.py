@@ -203,10 +203,6 @@ DIFFERENCES = (
         "shards of the minor axis are no shards of the new one, so they are exchanged, which XLA does otherwise",
     ),
     Difference(
-        "explicit", "fft", lambda stored, used, gradient: gradient and "c" in used,
-        "each device transforms its shard of the batch on Explicit axes, and XLA gathers more, older versions always",
-    ),
-    Difference(
         "uncertain", "drawn product 7", lambda stored, used, gradient: gradient and used.keys() == {"c", "e"},
         "a sum over axes on two mesh axes is one all-reduce over both, or one after the other",
     ),
