@@ -121,7 +121,7 @@ def test_coordinates_go_on_behind_the_ends(mesh: Mesh) -> None:
     places = axn.named(jnp.asarray([*range(15), 0], "float32"), "x")  # the first one is the last one, too
 
     def slopes(x: NamedArray, places: NamedArray) -> Any:
-        return jax.grad(lambda *of: axn.sum(axn.gradient(*of[:1], "x", spacing=of[1])).array, (0, 1))(x, places)
+        return jax.grad(lambda x, places: axn.sum(axn.gradient(x, "x", spacing=places)).array, (0, 1))(x, places)
 
     wanted = slopes(x := axn.square(places) + 1, places)
     with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
@@ -131,12 +131,12 @@ def test_coordinates_go_on_behind_the_ends(mesh: Mesh) -> None:
 
 
 def test_selectors_of_every_form_send_as_much(auto_mesh: Mesh) -> None:
-    x_axis = X.resolve_axis("x")
+    forms: list[Any] = [X.resolve_axis("x"), ["x"], ("x",)]
     with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING | {"c": "model"}):
         for call in (
-            lambda x: axn.gradient(x, x_axis, spacing=PLACES),
-            lambda x: axn.gradient(x, ["x"]),
-            lambda x: axn.cumsum(x, ("x",)),
+            lambda x: axn.gradient(x, forms[0], spacing=PLACES),
+            lambda x: axn.gradient(x, forms[1]),
+            lambda x: axn.cumsum(x, forms[2]),
         ):
             moved = bytes_moved(jax.jit(call).lower(axn.shard(X)).compile())
             assert sum(m.bytes for m in moved.values()) <= 4 * ROW, moved
@@ -162,7 +162,8 @@ def test_a_mesh_axis_shards_only_the_first_of_two_axes(auto_mesh: Mesh) -> None:
 
 
 def test_new_names_may_be_names_of_other_axes(auto_mesh: Mesh) -> None:
-    for new in ({"x": "c", "c": "x"}, {"x": "k", "c": "x"}):
+    renames: tuple[dict[str, Any], ...] = ({"x": "c", "c": "x"}, {"x": "k", "c": "x"})
+    for new in renames:
         with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
             found = fft.fft(axn.shard(X), new)
         wanted = fft.fft(X, new)

@@ -59,10 +59,11 @@ class Blocks(NamedTuple):
 
 def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
     """Return the blocks of each sharded axis, as the array or else, for a tracer, the active mapping has them."""
-    array, shape = x.array, getattr(x.array, "shape", ())
+    array: Any = x.array
+    shape = getattr(array, "shape", ())
     if isinstance(array, Tracer):
         array = followed_by(array)
-    known = array is not None and not isinstance(array, Tracer)
+    known = not isinstance(array, (Tracer, type(None)))
     sharding = getattr(array, "sharding", None) if known else None
     # An eager operation on one device must not look for a mesh, which takes longer than the operation.
     if len(shape) != len(x.names) or (known and not (isinstance(sharding, NamedSharding) and sharding.num_devices > 1)):

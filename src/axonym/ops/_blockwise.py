@@ -27,7 +27,7 @@ def kernel_of_blocks(
     """
     found = _blocks.blocks_of(what, array)
     axis = _kernels.one_selector(what, axis) if found else None
-    name = axis.name if isinstance(axis, Axis) and array.shape.get(axis.name) == axis.size else axis
+    name: Any = axis.name if isinstance(axis, Axis) and array.shape.get(axis.name) == axis.size else axis
     if name not in found or array.axis_size(name) < least * found[name].shards:
         return None
     return make(what, array.names, name, found[name], *options)
