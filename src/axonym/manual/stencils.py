@@ -63,7 +63,10 @@ def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, 
               the end, mirrored; `"reflect"`: the same without the last one;
             - a number, or an array without the axis, such as a profile;
             - a function, which gets the elements next to the end, mirrored as for `"symmetric"`, as a named array, and
-              returns what is behind the end: `lambda edge: -edge` makes the field zero between them.
+              returns what is behind the end: `lambda edge: -edge` makes the field zero between them. Devices that have
+              no end of the axis call it with ones.
+
+            The dtype of the field must hold what is behind its ends: integers have no NaN.
         steps: how often to apply `fn`, which then returns its first fields with new values. Devices exchange halos
             only once, with all elements that these steps need. They compute some elements twice.
 
@@ -132,7 +135,7 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
     Arguments:
         window: the new axis, with the size of a window.
         boundary: what is behind the ends of the axis, as for `stencil`; `jnp.nan` gives no value where a window is not
-            complete, and with it `nanmean` and the like give a value for what is there.
+            complete, and with it `nanmean` and the like give a value for what is there. Convert integers to floats.
         center: whether the element is in the middle of its window, after the middle if there is none, rather than last.
 
     >>> x = axn.named([1.0, 2.0, 6.0, 0.0], "t")

@@ -63,12 +63,12 @@ def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
     shape = getattr(array, "shape", ())
     if isinstance(array, Tracer):
         array = followed_by(array)
-    known = not isinstance(array, (Tracer, type(None)))
+    known = array is not None and not isinstance(array, Tracer)
     sharding = getattr(array, "sharding", None) if known else None
     # An eager operation on one device must not look for a mesh, which takes longer than the operation.
     if len(shape) != len(x.names) or (known and not (isinstance(sharding, NamedSharding) and sharding.num_devices > 1)):
         return {}
-    if isinstance(sharding, NamedSharding) and len(array.shape) == len(shape):
+    if isinstance(sharding, NamedSharding) and len(getattr(array, "shape", ())) == len(shape):
         mesh, over = sharding.mesh, tuple(map(mesh_axes, padded(sharding.spec, len(shape))))
     else:
         mesh = mesh_around([x.array])
