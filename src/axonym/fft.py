@@ -23,7 +23,7 @@ other one, or a length is requested, or `rfft` shortens it, it is all-gathered.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -120,51 +120,63 @@ def _transform_kernel(
 
 
 def _transform(
-    what: str, one: Any, several: Any, a: NamedArray, axis: Any, norm: str | None, from_half: bool = False
+    what: str,
+    one: Any,
+    several: Any,
+    a: NamedArray,
+    axis: Any,
+    norm: str | None,
+    full: Any = jnp.fft.fft,
+    real: bool = False,
+    from_half: bool = False,
 ) -> NamedArray:
+    """Transform along some axes: with `full` along sharded ones, where a `real` transform of the last one is none."""
     requests = _requests(what, axis)
 
     def transformed(x: NamedArray, requests: _Requests | None) -> NamedArray:
         return _transform_kernel(what, one, several, from_half, x.names, requests, norm).apply(x.array)
 
-    sharded = _sharded(what, require_named(what, a), requests, several)
+    blocks = blocks_of(what, require_named(what, a))
+    sharded = _sharded(a, blocks, requests, real) if blocks and several is not None else []
     if not sharded:
         return transformed(a, requests)
-    rest = tuple((key, wanted) for key, wanted in requests or () if name_of(key) not in sharded)
+    wanted = {name_of(key): new for key, new in requests or () if isinstance(new, (Axis, str))}
+    distinct(what, tuple(name_of(wanted.get(n, n)) for n in a.names))
+    lengths = [(key, None if isinstance(new, str) else getattr(new, "size", new)) for key, new in requests or ()]
+    rest = tuple((key, length) for key, length in lengths if name_of(key) not in sharded)
     # A real transform begins with the axis that it shortens, and its inverse ends with it.
-    x = transformed(a, rest) if rest and not from_half else a
+    x = a
+    if rest and not from_half:
+        x, done = transformed(a, rest), {name_of(key) for key, _ in rest}
+        blocks = {n: b for n, b in blocks.items() if n not in done}
     for n in sharded:
-        found = pencils(what, _inverse_along if what.startswith("i") else _along, [x], n, ("norm", norm))
+        found = pencils(what, _along, [x], n, blocks, ("fn", full), ("norm", norm))
         x = transformed(x, ((n, None),)) if found is None else found
     x = transformed(x, rest) if rest and from_half else x
-    return x.rename({n: name_of(new) for n, new in sharded.items() if new is not None})
+    return x.rename({n: name_of(new) for n, new in wanted.items()})
 
 
-def _sharded(what: str, a: NamedArray, requests: _Requests | None, several: Any) -> dict[str, Any]:
-    """Return the sharded axes along which to transform on pencils, with their new axes.
+def _sharded(a: NamedArray, blocks: Collection[str], requests: _Requests | None, real: bool) -> list[str]:
+    """Return the sharded axes along which to transform on pencils.
 
     Not the axis that a real transform shortens: its new size is odd if the old one is even, so it cannot be sharded.
     """
-    blocks = blocks_of(what, a)
-    asked = {name_of(key): new for key, new in requests or ((n, None) for n in a.names[-1:])}
-    if several is None or not blocks or len(asked) < len(requests or asked) or not a.shape.keys() >= asked.keys():
-        return {}  # or an error, which the kernel raises
-    kept = [
-        n for n, new in asked.items() if n in blocks and (not isinstance(new, int)) and _size(new) in (None, a.shape[n])
+    shape, requests = a.shape, tuple((n, None) for n in a.names[-1:]) if requests is None else requests
+    asked = {name_of(key): (key, new) for key, new in requests}
+    if len(asked) < len(requests) or any(shape.get(n) != _size(key, shape.get(n, -1)) for n, (key, _) in asked.items()):
+        return []  # or an error, which the kernel raises
+    kept = asked if not real else [*asked][:-1]
+    return [
+        n for n in kept if n in blocks and _size(asked[n][1], shape[n]) == shape[n] and not isinstance(asked[n][1], int)
     ]
-    return {n: asked[n] for n in kept if "r" not in what or n != [*asked][-1]}
 
 
-def _size(new: Any) -> int | None:
-    return new.size if isinstance(new, Axis) else None
+def _size(axis: Any, default: int) -> int:
+    return axis.size if isinstance(axis, Axis) else default
 
 
-def _along(x: jax.Array, axis: int, norm: str | None) -> jax.Array:
-    return jnp.fft.fft(at_least_float32(x), axis=axis, norm=norm)
-
-
-def _inverse_along(x: jax.Array, axis: int, norm: str | None) -> jax.Array:
-    return jnp.fft.ifft(at_least_float32(x), axis=axis, norm=norm)
+def _along(x: jax.Array, axis: int, fn: Callable[..., jax.Array], norm: str | None) -> jax.Array:
+    return fn(at_least_float32(x), axis=axis, norm=norm)
 
 
 # --- transforms ---
@@ -190,7 +202,7 @@ def ifft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = No
     >>> axn.fft.ifft(axn.named([3., -1.], "t"), "t")
     NamedArray(complex64[t=2], [1.+0.j 2.+0.j])
     """
-    return _transform("ifft", jnp.fft.ifft, jnp.fft.ifftn, a, axis, norm)
+    return _transform("ifft", jnp.fft.ifft, jnp.fft.ifftn, a, axis, norm, full=jnp.fft.ifft)
 
 
 def rfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
@@ -199,7 +211,7 @@ def rfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = No
     >>> axn.fft.rfft(axn.named([1., 2., 0., 2.], "t"), {"t": "freq"})
     NamedArray(complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j])
     """
-    return _transform("rfft", jnp.fft.rfft, jnp.fft.rfftn, a, axis, norm)
+    return _transform("rfft", jnp.fft.rfft, jnp.fft.rfftn, a, axis, norm, real=True)
 
 
 def irfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
@@ -208,7 +220,8 @@ def irfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = N
     >>> axn.fft.irfft(axn.named([5., 1., -3.], "t"), axn.Axis("t", 4))
     NamedArray(float32[t=4], [1. 2. 0. 2.])
     """
-    return _transform("irfft", jnp.fft.irfft, jnp.fft.irfftn, a, axis, norm, from_half=True)
+    irfft, irfftn = jnp.fft.irfft, jnp.fft.irfftn
+    return _transform("irfft", irfft, irfftn, a, axis, norm, full=jnp.fft.ifft, real=True, from_half=True)
 
 
 def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:

@@ -25,6 +25,7 @@ from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
+from .ops._blocks import blocks_of
 from .ops._operands import (
     as_float,
     at_least_float32,
@@ -465,7 +466,8 @@ def tridiagonal_solve(
         require_subset(what, label, x.names, require_named(what, b).names)
         if name in b.names and name not in x.names:
             raise ValueError(f"{what}: `{label}` has no axis {name!r}, only {errors.describe_axes(x.names)}.")
-    if name in b.names and (found := pencils(what, _tridiagonal, [b, *diagonals], name)) is not None:
+    blocks = blocks_of(what, b) if isinstance(chosen, str) or b.shape.get(name) == chosen.size else {}
+    if (found := pencils(what, _tridiagonal, [b, *diagonals], name, blocks)) is not None:
         return found
     kernel = _tridiagonal_kernel(b.names, tuple(x.names for x in diagonals), chosen)
     return kernel.apply(b.array, *[x.array for x in diagonals])
@@ -489,6 +491,8 @@ def _tridiagonal(b: jax.Array, *diagonals: jax.Array, axis: int) -> jax.Array:
     kind = jnp.result_type(b, *diagonals, 0.5)
     b, *others = (jnp.moveaxis(at_least_float32(x.astype(kind)), axis, -1) for x in (b, *diagonals))
     lower, diagonal, upper = (jnp.broadcast_to(x, b.shape) for x in others)
+    place = jnp.arange(b.shape[-1])  # JAX wants zeros where there is no neighbor, and some devices use them
+    lower, upper = jnp.where(place == 0, 0, lower), jnp.where(place == b.shape[-1] - 1, 0, upper)
     x = jax.lax.linalg.tridiagonal_solve(lower, diagonal, upper, b[..., None])[..., 0]
     return jnp.moveaxis(x, -1, axis).astype(kind)
 

@@ -140,6 +140,47 @@ def test_several_steps_with_one_exchange(name: str, auto_mesh: Mesh) -> None:
         assert bytes_moved(step)["collective-permute"].count == (6 if name == "profile" else 4)
 
 
+OF_EDGES: list[Callable[[NamedArray], NamedArray]] = [
+    lambda e: 2 - e["x", 0],
+    lambda e: e.mean("x"),
+    lambda e: 2 * e.mean(),
+    lambda e: axn.flip(e, "x") - PROFILE,
+    lambda e: axn.cumsum(e, "x"),
+    axn.sqrt,
+]
+
+
+def test_the_function_of_a_boundary_sees_the_end_of_the_field(mesh: Mesh) -> None:
+    def loss(x: NamedArray) -> Any:
+        found = [
+            axn.stencil(lambda u: u(x=-2) * u(x=2), {"x": fn}, steps=1 + i % 2)(x) for i, fn in enumerate(OF_EDGES)
+        ]
+        return axn.sum(axn.stack(found, "case").sum("case") ** 2).array, found
+
+    # A root has no slope at zero: no element is zero at an end, and some are inside.
+    x = axn.square(FIELD["c", 0]).at["x", 4:12].set(0.0)
+    (_, wanted), slope = jax.value_and_grad(loss, has_aux=True)(x)
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        (_, found), slopes = jax.block_until_ready(jax.jit(jax.value_and_grad(loss, has_aux=True))(axn.shard(x)))
+        at_once = axn.stencil(lambda u: u(x=-2), {"x": OF_EDGES[0]})(axn.shard(x))
+    for one, other in zip([*found, slopes], [*wanted, slope], strict=True):
+        np.testing.assert_allclose(one.rearrange(other.names).array, other.array, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(at_once.array, axn.stencil(lambda u: u(x=-2), {"x": OF_EDGES[0]})(x).array, rtol=1e-6)
+
+
+def test_a_boundary_is_not_rounded() -> None:
+    whole = axn.arange(axn.Axis("x", 4))
+
+    def shifted(x: NamedArray, boundary: Any) -> NamedArray:
+        return axn.stencil(lambda u: u(x=-1), {"x": boundary})(x)
+
+    for value in (jnp.nan, 0.5, axn.named(0.5, ()), lambda e: e / 2):
+        assert "int32 cannot hold" in refused(lambda value=value: shifted(whole, value))
+    assert "complex" in refused(lambda: shifted(whole.astype(float), 1j))
+    assert "float32, which a field of bfloat16" in refused(lambda: shifted(whole.astype("bfloat16"), np.float32(1)))
+    assert shifted(whole, 7).tolist() == [7, 0, 1, 2] and shifted(whole.astype("bfloat16"), 0.5).dtype == jnp.bfloat16
+
+
 # --- surroundings ---
 
 
@@ -232,6 +273,13 @@ def test_map_overlap(mesh: Mesh) -> None:
         np.testing.assert_allclose(x.array, y.array, rtol=1e-5, atol=1e-5)
 
 
+def test_map_overlap_refuses_other_sizes(auto_mesh: Mesh) -> None:
+    call = axn.map_overlap(lambda u: axn.diff(u, "x"), {"x": 1}, {"x": "edge"})
+    assert "has size 17 in a result" in refused(lambda: call(FIELD))
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        assert "has size 5 in a result" in refused(lambda: call(axn.shard(FIELD)))
+
+
 # --- reports ---
 
 
@@ -285,6 +333,9 @@ def test_bytes_are_the_same_on_512_devices() -> None:
 # --- errors ---
 
 
+untyped: Any = lambda x: x  # for calls that a type checker would refuse
+
+
 def refused(fn: Callable[[], Any]) -> str:
     with pytest.raises((ValueError, TypeError)) as found:
         fn()
@@ -299,7 +350,23 @@ def test_errors(auto_mesh: Mesh) -> None:
     assert "no axis 'z'" in refused(lambda: axn.stencil(lambda u: u(z=1), {"x": "edge"})(FIELD))
     assert "no field has axis 'xx'" in refused(lambda: axn.stencil(one, {"xx": "edge"})(FIELD))
     assert "cannot be 'wrap'" in refused(lambda: axn.stencil(one, {"x": "wrap"})(FIELD))
-    assert "one for both ends" in refused(lambda: axn.stencil(one, {"x": ("periodic", 0.0)})(FIELD))
+    assert "periodic at both ends" in refused(lambda: axn.stencil(one, {"x": ("periodic", 0.0)})(FIELD))
+    assert "one for both ends" in refused(lambda: axn.stencil(one, {"x": (0.0,) * 3})(FIELD))
+    assert "cannot be None" in refused(lambda: axn.stencil(one, {"x": None})(FIELD))
+    assert "by axis, such as" in refused(lambda: axn.map_overlap(one, {"x": 1}, untyped(None))(FIELD))
+    assert "only axes of field 0" in refused(lambda: axn.stencil(one, {"x": axn.zeros({"z": 2})})(FIELD))
+    assert "only axes of field 0" in refused(lambda: axn.stencil(one, {"x": axn.zeros({"y": 9})})(FIELD))
+    assert "Fields on staggered" in refused(lambda: axn.stencil(lambda u, v: u(), {"x": 0})(FIELD, axn.ones({"x": 17})))
+    assert "an integer, got float" in refused(lambda: axn.stencil(one, {"x": 0}, steps=untyped(1.5)))
+    assert "or a pair" in refused(lambda: axn.map_overlap(one, {"x": untyped(1.5)}, {}))
+    assert "Did you mean 'x'" in refused(lambda: axn.map_overlap(one, {"xx": 1}, {"x": 0})(FIELD.rename({"y": "xy"})))
+    shorter = axn.Axis("x", 8)
+    for call in (
+        lambda: axn.stencil(one, {shorter: 0})(FIELD),
+        lambda: axn.map_overlap(one, {shorter: 1}, {"x": 0})(FIELD),
+        lambda: axn.rolling(FIELD, shorter, axn.Axis("window", 2), 0),
+    ):
+        assert "conflicting sizes: 16 in the array, 8 in the argument" in refused(call)
     assert "an integer" in refused(lambda: axn.stencil(lambda u: u(x=0.5), {"x": "edge"})(FIELD))
     assert "2 boundaries for 1 fields" in refused(lambda: axn.stencil(one, [{"x": "edge"}] * 2)(FIELD))
     assert "no such axis" in refused(lambda: axn.stencil(one, {"x": FIELD})(FIELD))
@@ -319,6 +386,11 @@ def test_without_a_mapping_it_warns_in_jit(auto_mesh: Mesh) -> None:
             found = jax.jit(call)(FIELD)
         x = axn.named(jax.device_put(FIELD.array, jax.NamedSharding(auto_mesh, PartitionSpec("data"))), FIELD.names)
         np.testing.assert_allclose(call(x).array, found.array, rtol=1e-6)  # at once, the array says where it lies
+
+
+def test_an_axis_may_have_any_name() -> None:
+    x = axn.named([1.0, 2.0], "self")
+    assert axn.stencil(lambda u: u(**{"self": -1}), {"self": 0})(x).tolist() == [0, 1]
 
 
 def test_heat_keeps_its_layout() -> None:

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import axonym as axn
 from axonym import NamedArray, fft
+from axonym.ops import _blocks, _pencils
 from benchmarks.communication import bytes_moved
 from tests.helpers import spec
 
@@ -114,3 +115,102 @@ def test_what_has_no_other_axis_is_gathered_and_right(auto_mesh: Mesh) -> None:
         x = axn.shard(PLACES)
         for call in (lambda x: power(fft.fft(x, "x")), lambda x: power(fft.rfft(x, "x")), solve):
             np.testing.assert_allclose(jax.jit(call)(x).array, call(PLACES).array, rtol=2e-5, atol=1e-2)
+
+
+def test_coordinates_go_on_behind_the_ends(mesh: Mesh) -> None:
+    places = axn.named(jnp.asarray([*range(15), 0], "float32"), "x")  # the first one is the last one, too
+
+    def slopes(x: NamedArray, places: NamedArray) -> Any:
+        return jax.grad(lambda x, places: axn.sum(axn.gradient(x, "x", spacing=places)).array, (0, 1))(x, places)
+
+    wanted = slopes(x := axn.square(places) + 1, places)
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        found = jax.block_until_ready(jax.jit(slopes)(axn.shard(x), axn.shard(places)))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one.array, other.array, rtol=1e-5, atol=1e-4)
+
+
+def test_selectors_of_every_form_send_as_much(auto_mesh: Mesh) -> None:
+    forms: list[Any] = [X.resolve_axis("x"), ["x"], ("x",)]
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING | {"c": "model"}):
+        for call in (
+            lambda x: axn.gradient(x, forms[0], spacing=PLACES),
+            lambda x: axn.gradient(x, forms[1]),
+            lambda x: axn.cumsum(x, forms[2]),
+        ):
+            moved = bytes_moved(jax.jit(call).lower(axn.shard(X)).compile())
+            assert sum(m.bytes for m in moved.values()) <= 4 * ROW, moved
+
+
+def test_totals_stay_sharded_over_axes_without_a_mapping(auto_mesh: Mesh) -> None:
+    sharding = jax.NamedSharding(auto_mesh, PartitionSpec("data", "model"))
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        x = jax.ShapeDtypeStruct(X.array.shape, X.dtype, sharding=sharding)
+        program = jax.jit(lambda raw: axn.cumsum(axn.named(raw, X.names), "x").array).lower(x).compile()
+    assert bytes_moved(program)["all-gather"].bytes == 4 * ROW // 2
+
+
+def test_a_mesh_axis_shards_only_the_first_of_two_axes(auto_mesh: Mesh) -> None:
+    def call(x: NamedArray) -> Any:
+        return fft.fft(x, "x"), axn.cumsum(x, "x"), axn.stencil(lambda u: u(x=-1), {"x": "edge"})(x)
+
+    x = axn.rename(X, {"c": "x", "x": "batch"})
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"batch": "data", "x": "data"}):
+        found = jax.jit(call)(x)
+    for one, other in zip(found, call(x), strict=True):
+        np.testing.assert_allclose(one.array, other.array, rtol=1e-4, atol=1e-4)
+
+
+def test_new_names_may_be_names_of_other_axes(auto_mesh: Mesh) -> None:
+    renames: tuple[dict[str, Any], ...] = ({"x": "c", "c": "x"}, {"x": "k", "c": "x"})
+    for new in renames:
+        with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+            found = fft.fft(axn.shard(X), new)
+        wanted = fft.fft(X, new)
+        assert found.names == wanted.names
+        np.testing.assert_allclose(found.array, wanted.array, rtol=1e-4, atol=1e-3)
+
+
+def test_what_is_refused_without_shards_is_refused_with_them(auto_mesh: Mesh) -> None:
+    shorter, (a, b) = axn.Axis("x", 8), X.names
+    calls: list[tuple[str, Callable[[NamedArray], Any]]] = [
+        ("64 in the array, 8 in the argument", lambda x: fft.fft(x, {shorter: "k"})),
+        ("64 in the array, 8 in the argument", lambda x: axn.linalg.tridiagonal_solve(x, x, x, x, shorter)),
+        ("would name more than one axis", lambda x: fft.fft(x, {a: b})),
+        ("no axis to transform", lambda x: fft.fft(x, ())),
+    ]
+    ranks: list[Callable[[NamedArray], Any]] = [
+        lambda x: axn.cumsum(x, "x"),
+        lambda x: fft.fft(x, "x"),
+        lambda x: axn.stencil(lambda u: u(x=-1), {"x": 0})(x),
+    ]
+    calls += [("2 names .* rank 1", lambda x, fn=fn: jax.jit(jax.vmap(fn, 1))(x)) for fn in ranks]
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        for message, call in calls:
+            with pytest.raises(ValueError, match=message):
+                call(axn.shard(X))
+
+
+def test_without_shards_no_mesh_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than a small operation, if there is none."""
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError
+
+    for call in (lambda: fft.fft(X, "x"), lambda: axn.cumsum(X, "x"), lambda: axn.gradient(X, "x"), lambda: solve(X)):
+        call()
+        monkeypatch.setattr(_blocks, "mesh_around", fail)
+        monkeypatch.setattr(_pencils, "mesh_around", fail)
+        call()
+        monkeypatch.undo()
+
+
+def test_diagonals_have_zeros_beside_no_neighbor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU it does not matter; on GPUs, JAX's function uses them."""
+    seen, solved = list[jax.Array](), jax.lax.linalg.tridiagonal_solve
+    monkeypatch.setattr(jax.lax.linalg, "tridiagonal_solve", lambda *of: seen.extend(of) or solved(*of))
+    one = axn.ones({"x": 5})
+    with jax.disable_jit():
+        axn.linalg.tridiagonal_solve(one, 3 * one, one, one, "x")
+    np.testing.assert_array_equal(seen[0], [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(seen[2], [1, 1, 1, 1, 0])

@@ -101,7 +101,7 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 
 
 def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
-    """Only the axis that is transformed is gathered."""
+    """Devices exchange their shard of the axis that is transformed for shards of the batch."""
     sharding = jax.sharding.NamedSharding(explicit_mesh, jax.sharding.PartitionSpec("data", "model"))
 
     def program(axis: str) -> str:
@@ -112,7 +112,7 @@ def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
         return jax.jit(fn).lower(shape).compile().as_text() or ""
 
     along_time = program("time")
-    assert "c64[2,8]" in along_time  # each device has its part of the batch, and all of time
+    assert "c64[1,8]" in along_time  # each device has half of its part of the batch, and all of time
     assert "c64[8,8]" not in along_time
 
 

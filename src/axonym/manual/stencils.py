@@ -8,13 +8,13 @@ mesh axes and inside `shard_map` the code is the same.
 from __future__ import annotations
 
 import itertools
-import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
@@ -26,6 +26,7 @@ from ..distribution.active_settings import activate, active_mapping, active_sett
 from ..distribution.mesh_axes import axes_of_type, entry_of, has_manual, mesh_around
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops._blocks import WORDS, Blocks, Widths, blocks_of, edge_kernel, halo_kernel, neighbors_kernel
+from ..ops._kernels import check_selection
 from ..ops._operands import by_axis, one_axis, require_named
 from ..ops.joining import stack
 from ._axis_environment import axes_of_sharded, count, declared, possible_shardings
@@ -62,7 +63,10 @@ def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, 
               the end, mirrored; `"reflect"`: the same without the last one;
             - a number, or an array without the axis, such as a profile;
             - a function, which gets the elements next to the end, mirrored as for `"symmetric"`, as a named array, and
-              returns what is behind the end: `lambda edge: -edge` makes the field zero between them.
+              returns what is behind the end: `lambda edge: -edge` makes the field zero between them. Devices that have
+              no end of the axis call it with ones.
+
+            The dtype of the field must hold what is behind its ends: integers have no NaN.
         steps: how often to apply `fn`, which then returns its first fields with new values. Devices exchange halos
             only once, with all elements that these steps need. They compute some elements twice.
 
@@ -76,6 +80,8 @@ def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, 
     what = "stencil"
     if not callable(fn):
         raise TypeError(f"{what}: expected a function of fields first, got {type(fn).__name__}.")
+    if not isinstance(steps, (int, np.integer)):
+        raise TypeError(f"{what}: `steps` is an integer, got {type(steps).__name__}.")
     if steps < 1:
         raise ValueError(f"{what}: `steps` says how often to apply the function, got {steps}.")
 
@@ -114,6 +120,7 @@ def map_overlap(
 
     def computed(*fields: NamedArray) -> Any:
         given = _Fields(what, fields, boundary)
+        given.check_axes(depth)
         return given.apply(fn, widths)
 
     return computed
@@ -128,7 +135,7 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
     Arguments:
         window: the new axis, with the size of a window.
         boundary: what is behind the ends of the axis, as for `stencil`; `jnp.nan` gives no value where a window is not
-            complete, and with it `nanmean` and the like give a value for what is there.
+            complete, and with it `nanmean` and the like give a value for what is there. Convert integers to floats.
         center: whether the element is in the middle of its window, after the middle if there is none, rather than last.
 
     >>> x = axn.named([1.0, 2.0, 6.0, 0.0], "t")
@@ -153,7 +160,12 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
 
 
 def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:
-    before, after = map(operator.index, given if isinstance(given, (tuple, list)) else (given, given))
+    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    if len(both) != 2 or not all(isinstance(width, (int, np.integer)) for width in both):
+        raise TypeError(
+            f"{what}: the halo of axis {name_of(axis)!r} is a number of elements, or a pair, got {given!r}."
+        )
+    before, after = map(int, both)
     if before < 0 or after < 0:
         raise ValueError(f"{what}: the halo of axis {name_of(axis)!r} cannot have {(before, after)} elements.")
     return before, after
@@ -170,7 +182,7 @@ class _LookUp:
     ):
         self._what, self._place, self._names, self._boundary, self._get = what, place, names, boundary, get
 
-    def __call__(self, **offsets: int) -> NamedArray:
+    def __call__(self, /, **offsets: int) -> NamedArray:
         what, place = self._what, self._place
         for name, offset in offsets.items():
             if name not in self._names:
@@ -216,7 +228,12 @@ class _Fields:
 
     def __init__(self, what: str, fields: Sequence[Any], boundary: Any):
         self.what, self.fields = what, [require_named(what, f) for f in fields]
-        every = [boundary] * len(fields) if isinstance(boundary, Mapping) else list(boundary)
+        self.check_sizes()
+        every = (
+            list(boundary)
+            if isinstance(boundary, Sequence) and not isinstance(boundary, str)
+            else [boundary] * len(fields)
+        )
         if len(every) != len(fields):
             raise ValueError(
                 f"{what}: {len(every)} boundaries for {len(fields)} fields: pass one mapping for all, or each."
@@ -228,15 +245,37 @@ class _Fields:
             }
             for own in every
         ]
-        known = {n for f in self.fields for n in f.names}
-        for name in (n for own in self.boundaries for n in own):
-            if name not in known:
-                raise ValueError(f"{what}: no field has axis {name!r}.{errors.suggestion(name, known)}")
+        for own in every:
+            self.check_axes(own)
         self._widened: dict[tuple[int, str, int], tuple[NamedArray, Mapping[str, Widths]]] = {}
         """For each array behind a boundary, by field, axis and end: with the widest halos that it was needed with."""
         self.blocks: dict[str, Blocks] = {}
         for f in self.fields:
             self.blocks = _blocks(what, f) | self.blocks
+
+    def check_sizes(self) -> None:
+        """Check that an axis has one size in all fields."""
+        first: dict[str, tuple[int, int]] = {}
+        for i, f in enumerate(self.fields):
+            for n, size in f.shape.items():
+                known = first.setdefault(n, (i, size))
+                if known[1] != size:
+                    raise ValueError(
+                        f"{self.what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
+                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
+                        "one, and let the boundary of the field say what is there."
+                    )
+
+    def check_axes(self, axes: Iterable[AxisSelector]) -> None:
+        """Check that fields have some axes, in their sizes."""
+        known = {n for f in self.fields for n in f.names}
+        for axis in axes:
+            if name_of(axis) not in known:
+                raise ValueError(
+                    f"{self.what}: no field has axis {name_of(axis)!r}.{errors.suggestion(name_of(axis), known)}"
+                )
+        names, arrays = [f.names for f in self.fields], [f.array for f in self.fields]
+        check_selection(self.what, names, arrays, [axis for axis in axes if isinstance(axis, Axis)])
 
     def look_ups(self, get: Callable[[int, tuple[int, ...]], NamedArray]) -> list[_LookUp]:
         def bound(i: int) -> Callable[[tuple[int, ...]], NamedArray]:
@@ -305,11 +344,10 @@ class _Fields:
         given = [
             self.with_halo(i, f, {n: w for n, w in depth.items() if n in f.names}) for i, f in enumerate(self.fields)
         ]
-        counted = {n: f"blocks of {n}" for n in depth if self.blocks.get(n, _ONE).local > 1}
+        counted = {n: _counted(n) for n in depth if self.blocks.get(n, _ONE).local > 1}
         given = [self.apart(x, {n: c for n, c in counted.items() if n in x.names}) for x in given]
         sizes = {n: x.axis_size(n) for x in given for n in x.names}
-        over = {c: entry_of(self.blocks[n].axes) for n, c in counted.items()} | dict.fromkeys(counted)
-        with activate(changed(active_settings(), mapping={**active_mapping(), **over})) if counted else nullcontext():
+        with self.apart_mapping(counted):
             result = fn(*given)
 
         def whole(x: Any) -> Any:
@@ -324,11 +362,22 @@ class _Fields:
                     )
                 if x.axis_size(n) == sizes[n]:
                     x = x[n, before : sizes[n] - after]
+                elif x.axis_size(n) != sizes[n] - before - after:
+                    raise ValueError(
+                        f"{self.what}: axis {n!r} has size {x.axis_size(n)} in a result. The function got "
+                        f"{sizes[n] - before - after} elements with a halo of {before} before and {after} after, and "
+                        f"returns {sizes[n]}, of which the halo is cut off, or {sizes[n] - before - after}."
+                    )
                 if n in counted:
                     x = x.flatten_axes((counted[n], n), n)
             return x
 
         return jax.tree.map(whole, result, is_leaf=is_named_array)
+
+    def apart_mapping(self, axes: Collection[str]) -> AbstractContextManager[Any]:
+        """Activate the mapping for axes that are split into blocks: the blocks are sharded, and not their elements."""
+        over = {_counted(n): entry_of(self.blocks[n].axes) for n in axes} | dict.fromkeys(axes)
+        return activate(changed(active_settings(), mapping={**active_mapping(), **over})) if axes else nullcontext()
 
     def apart(self, x: NamedArray, counted: Mapping[str, str]) -> NamedArray:
         """Split axes into blocks, which have an axis of their own, and elements of a block."""
@@ -382,12 +431,34 @@ class _Fields:
         if isinstance(side, str) or not width:
             return None
         if isinstance(side, NamedArray) or not callable(side):
+            if isinstance(side, NamedArray) and not side.shape.items() <= self.fields[i].shape.items():
+                raise ValueError(
+                    f"{self.what}: the array {errors.describe_shape(side.shape)} behind the ends of axis {n!r} can "
+                    f"have only axes of field {i}, which is {errors.describe_shape(self.fields[i].shape)}."
+                )
+            self.check_dtype(n, side, x)
             along = {m: w for m, w in widths.items() if m in wide and m in getattr(side, "names", ())}
             return self.widened((i, n, last), side, along) if along else side
-        edge = edge_kernel(x.names, n, self.blocks.get(n, _ONE), widths[n] if held else _NONE, width, bool(last)).apply(
-            x.array
-        )
-        return self.checked(side(edge), edge)
+        blocks = self.blocks.get(n, _ONE)
+        edge = edge_kernel(x.names, n, blocks, widths[n] if held else _NONE, width, bool(last)).apply(x.array)
+        return self.from_edge(side, edge, n, blocks)
+
+    def from_edge(self, side: Callable[..., Any], edge: NamedArray, n: str, blocks: Blocks) -> NamedArray:
+        """Return the values of the function of a boundary; it sees the edge of each block as if that were all."""
+        if blocks.local == 1:
+            return self.checked(n, side(edge), edge)
+        counted, names = _counted(n), list[str]()
+
+        def of_one(x: jax.Array) -> jax.Array:
+            one = wrap(x, edge.names)
+            value = self.checked(n, side(one), one)
+            value = (value if n in value.names else value.broadcast_axis(Axis(n, 1))).rearrange((n, ...))
+            names[:] = value.names
+            return value.array
+
+        with self.apart_mapping([n]):
+            found = jax.vmap(of_one, in_axes=edge.names.index(n))(self.apart(edge, {n: counted}).array)
+        return wrap(found, (counted, *names)).flatten_axes((counted, n), n)
 
     def in_order(self, own: Mapping[str, Any], widths: Mapping[str, Widths]) -> list[str]:
         """Return the axes in the order of their boundaries, or sharded ones first if the order does not matter.
@@ -416,9 +487,20 @@ class _Fields:
         held, kept = ([w.get(n, _NONE) for n in wide.names] for w in (held, widths))
         return next(iter(self.at(wide, held, kept, [(0,) * len(held)]).values()))
 
-    def checked(self, value: Any, edge: NamedArray) -> NamedArray:
+    def check_dtype(self, n: str, value: Any, x: NamedArray) -> None:
+        """Check that a value behind an end of an axis has a dtype that the field holds."""
+        value = getattr(value, "array", value)
+        kind = jnp.result_type(value, x.array)
+        if kind != x.dtype:
+            raise TypeError(
+                f"{self.what}: what is behind the ends of axis {n!r} has dtype {jnp.result_type(value)}, which a field "
+                f"of {x.dtype} cannot hold. Convert the field to {kind} first, or the boundary to {x.dtype}."
+            )
+
+    def checked(self, n: str, value: Any, edge: NamedArray) -> NamedArray:
         """Return what is behind a boundary, as a function computed it from the elements next to it."""
         if isinstance(value, NamedArray) and edge.shape.items() >= value.shape.items():
+            self.check_dtype(n, value, edge)
             return value
         got = errors.describe_shape(value.shape) if isinstance(value, NamedArray) else type(value).__name__
         raise ValueError(
@@ -434,6 +516,11 @@ class _Fields:
                 f"{self.what}: the halo of axis {n!r} has {widths[0]} elements before and {widths[1]} after, but the "
                 f"axis has {size}{over}. Shard it over fewer devices, or use fewer steps or a smaller depth."
             )
+
+
+def _counted(n: str) -> str:
+    """Return the name of the axis that counts the blocks of an axis."""
+    return f"blocks of {n}"
 
 
 def _groups(offsets: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -457,7 +544,16 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
     """Return what is behind each end of an axis."""
     sides = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
     name = name_of(axis)
+    if len(sides) != 2:
+        raise ValueError(
+            f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}."
+        )
     for side in sides:
+        if side is None:
+            raise TypeError(
+                f"{what}: the boundary of axis {name!r} cannot be None, for something is behind each end. Pass one of "
+                f"{errors.quoted(WORDS)}, or a number: NaN marks what does not exist."
+            )
         if isinstance(side, str) and side not in WORDS:
             hint = " (`axonym.pad` calls it so.)" if side == "wrap" else ""
             raise ValueError(
@@ -472,10 +568,8 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
             raise TypeError(
                 f"{what}: the boundary of axis {name!r} cannot be {type(side).__name__}: name the array's axes."
             )
-    if len(sides) != 2 or _is(sides[0], "periodic") != _is(sides[1], "periodic"):
-        raise ValueError(
-            f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}."
-        )
+    if _is(sides[0], "periodic") != _is(sides[1], "periodic"):
+        raise ValueError(f"{what}: axis {name!r} is periodic at both ends or at none: pass 'periodic' alone.")
     return sides
 
 

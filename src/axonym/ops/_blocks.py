@@ -58,20 +58,31 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
-    """Return the blocks of each sharded axis, as the array or else the active mapping has them."""
-    array, mesh = x.array, mesh_around([x.array])
+    """Return the blocks of each sharded axis, as the array or else, for a tracer, the active mapping has them."""
+    array: Any = x.array
+    shape = getattr(array, "shape", ())
     if isinstance(array, Tracer):
         array = followed_by(array)
-    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
-    if isinstance(sharding, NamedSharding) and len(array.shape) == len(x.names):
-        mesh, over = sharding.mesh, tuple(map(mesh_axes, padded(sharding.spec, len(x.names))))
-    elif mesh.empty or has_manual(mesh):
+    known = array is not None and not isinstance(array, Tracer)
+    sharding = getattr(array, "sharding", None) if known else None
+    # An eager operation on one device must not look for a mesh, which takes longer than the operation.
+    if len(shape) != len(x.names) or (known and not (isinstance(sharding, NamedSharding) and sharding.num_devices > 1)):
         return {}
+    if isinstance(sharding, NamedSharding) and len(getattr(array, "shape", ())) == len(shape):
+        mesh, over = sharding.mesh, tuple(map(mesh_axes, padded(sharding.spec, len(shape))))
     else:
+        mesh = mesh_around([x.array])
+        if mesh.empty or has_manual(mesh):
+            return {}
         over = sharded_over(what, x.names, x.array, mesh, AxisType.Auto)
-    counts = [shard_count(mesh, entry_of(axes)) for axes in over]
-    found = zip(x.names, over, counts, x.array.shape, strict=True)
-    return {n: Blocks(count, axes) for n, axes, count, size in found if count > 1 and size % count == 0}
+    found: dict[str, Blocks] = {}
+    used: set[str] = set()  # a mapping may shard several axes of an array over a mesh axis: the first one has it
+    for name, axes, size in zip(x.names, over, shape, strict=True):
+        own = tuple(a for a in axes if a not in used)
+        used.update(own)
+        if (count := shard_count(mesh, own)) > 1 and size % count == 0:
+            found[name] = Blocks(count, own)
+    return found
 
 
 # --- raw arrays ---
@@ -101,10 +112,10 @@ def _constrained(x: jax.Array, every: Sequence[Blocks | None], entries: Sequence
 
 
 def gathered(x: jax.Array, axis: int, every: Sequence[Blocks | None]) -> jax.Array:
-    """Return an array that is split into blocks along one axis, which all devices have; the others keep theirs."""
-    entries = [None if blocks is None else entry_of(blocks.axes) for blocks in every]
-    split = [blocks if i == axis else None for i, blocks in enumerate(every)]
-    return _constrained(x, split, [*entries[:axis], None, None, *entries[axis + 1 :]])
+    """Return an array that is split into blocks along one axis, all of which each device gets."""
+    return _constrained(
+        x, every, [None if i in (axis, axis + 1) else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+    )
 
 
 def merge(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
@@ -136,7 +147,7 @@ def _filled(x: jax.Array, axis: int, kind: str | None, value: Any, width: int, l
         return _mirrored(x, axis, width, last, skipped=kind == "reflect")
     if kind == "edge":
         return jnp.broadcast_to(_mirrored(x, axis, 1, last), shape)
-    count = x.shape[axis - 1] if value.shape[axis - 1] == x.shape[axis - 1] * width else 1  # for each block, or for all
+    count = 1 if value.shape[axis - 1] % x.shape[axis - 1] else x.shape[axis - 1]  # for all blocks, or for each
     value = value.reshape(*value.shape[: axis - 1], count, value.shape[axis - 1] // count, *value.shape[axis:])
     return jnp.broadcast_to(value, shape).astype(x.dtype)
 
@@ -220,14 +231,20 @@ def halo_kernel(
 
 @_kernels.shared("names", "axis")
 def edge_kernel(names: Names, axis: str, blocks: Blocks, widths: Widths, width: int, last: bool) -> _kernels.Kernel:
-    """Make a kernel for the elements of each block next to its end, mirrored; blocks have halos of the given widths."""
+    """Make a kernel for the elements next to an end, mirrored; blocks have halos of the given widths.
+
+    Where a block does not lie at the end it has ones, so that the gradient of a function of them is finite.
+    """
     position = names.index(axis)
     every = [blocks if n == axis else None for n in names]
 
     def positional(x):
         x = split(x, every)
         x = jax.lax.slice_in_dim(x, widths[0], x.shape[position + 1] - widths[1], axis=position + 1)
-        return merge(_mirrored(x, position + 1, width, last), every)
+        edge = _mirrored(x, position + 1, width, last)
+        if blocks.shards > 1:
+            edge = jnp.where(_is_end(x, position, blocks, last), edge, jnp.ones((), x.dtype))
+        return merge(edge, every)
 
     return _kernels.make_kernel("boundary", positional, (names,), names)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,22 +16,21 @@ from ._blocks import Blocks
 from ._operands import as_float
 
 
-def apply_to_blocks(
+def kernel_of_blocks(
     make: Callable[..., Any], what: str, array: NamedArray, axis: Any, *options: Any, least: int = 1
 ) -> Any:
-    """Apply a kernel to the blocks of a sharded axis; return None if the axis is not sharded, or blocks are too small.
+    """Return a kernel for the blocks of a sharded axis; None if the axis is not sharded, or blocks are too small.
 
     Arguments:
-        make: the builder of the kernel, of `what`, names, the axis, the blocks of each axis, and the options.
+        make: the builder of the kernel, of `what`, names, the axis, its blocks, and the options.
         least: how many elements a block must have.
     """
-    name = axis.name if isinstance(axis, Axis) and array.shape.get(axis.name) == axis.size else axis
-    if not isinstance(name, str) or name not in array.names:
-        return None
     found = _blocks.blocks_of(what, array)
+    axis = _kernels.one_selector(what, axis) if found else None
+    name: Any = axis.name if isinstance(axis, Axis) and array.shape.get(axis.name) == axis.size else axis
     if name not in found or array.axis_size(name) < least * found[name].shards:
         return None
-    return make(what, array.names, name, tuple([found.get(n) for n in array.names]), *options)
+    return make(what, array.names, name, found[name], *options)
 
 
 @_kernels.shared("names", "axis")
@@ -39,7 +38,7 @@ def running_kernel(
     what: str,
     names: Names,
     axis: str,
-    over: Sequence[Blocks | None],
+    blocks: Blocks,
     local: Callable[..., Any],
     of_totals: Callable[..., Any],
     combine: Callable[..., Any],
@@ -47,30 +46,28 @@ def running_kernel(
 ) -> _kernels.Kernel:
     """Make a kernel for a running reduction: within blocks, then over the totals of blocks, which all devices get."""
     position = names.index(axis)
-    blocks, every = over[position] or Blocks(), [b if n == axis else None for n, b in zip(names, over, strict=True)]
+    every = [blocks if n == axis else None for n in names]
 
     def positional(x):
         within = local(_blocks.split(x, every), axis=position + 1, dtype=dtype)
         last = within.shape[position + 1] - 1
-        totals = _blocks.gathered(jax.lax.slice_in_dim(within, last, None, axis=position + 1), position, over)
+        totals = _blocks.gathered(jax.lax.slice_in_dim(within, last, None, axis=position + 1), position, every)
         totals = of_totals(totals, axis=position, dtype=within.dtype)
         before = jax.lax.slice_in_dim(totals, 0, blocks.shards - 1, axis=position)
         unit = (jnp.ones if combine is jnp.multiply else jnp.zeros)((), within.dtype)
         before = jax.lax.pad(before, unit, [(int(i == position), 0, 0) for i in range(before.ndim)])
         # On both sides, or the gradient would be summed up along the blocks where they lie.
-        before = _blocks.gathered(before, position, over)
+        before = _blocks.gathered(before, position, every)
         return _blocks.merge(combine(within, before), every)
 
     return _kernels.make_kernel(what, positional, (names,), names)
 
 
 @_kernels.shared("names", "axis")
-def differences_kernel(
-    what: str, names: Names, axis: str, over: Sequence[Blocks | None], times: int
-) -> _kernels.Kernel:
+def differences_kernel(what: str, names: Names, axis: str, blocks: Blocks, times: int) -> _kernels.Kernel:
     """Make a kernel for differences: a block needs as many elements of the next one as often as they are taken."""
     position = names.index(axis)
-    blocks, every = over[position] or Blocks(), [b if n == axis else None for n, b in zip(names, over, strict=True)]
+    every = [blocks if n == axis else None for n in names]
 
     def positional(x):
         size = x.shape[position]
@@ -83,12 +80,10 @@ def differences_kernel(
 
 
 @_kernels.shared("names", "axis", "spacing_names")
-def slopes_kernel(
-    what: str, names: Names, axis: str, over: Sequence[Blocks | None], spacing_names: Names
-) -> _kernels.Kernel:
+def slopes_kernel(what: str, names: Names, axis: str, blocks: Blocks, spacing_names: Names) -> _kernels.Kernel:
     """Make a kernel for slopes; at the ends of the axis, they are the slopes that the block alone has."""
     position = names.index(axis)
-    blocks, every = over[position] or Blocks(), [b if n == axis else None for n, b in zip(names, over, strict=True)]
+    every = [blocks if n == axis else None for n in names]
 
     def slopes(x: jax.Array, spacing: jax.Array) -> Any:  # JAX's type is a list, too, for several axes
         if not spacing_names:
@@ -101,8 +96,12 @@ def slopes_kernel(
         ends = ("periodic", "periodic"), (None, None)
         wide = _blocks.split(_blocks.with_halo(x, position, blocks, (1, 1), *ends), every)
         if spacing_names:
-            coordinates = _blocks.split(_blocks.with_halo(spacing, 0, blocks, (1, 1), *ends), [blocks])
-            spacing = _blocks.split(spacing, [blocks])
+            apart = _blocks.split(spacing, [blocks])
+            # Behind the ends they go on: two equal neighbors would make the gradient NaN.
+            first, second, last, before = (jax.lax.index_in_dim(apart, i, 1, keepdims=False) for i in (0, 1, -1, -2))
+            beyond = (2 * first - second, 2 * last - before)
+            wide_spacing = _blocks.with_halo(spacing, 0, blocks, (1, 1), (None, None), beyond)
+            coordinates, spacing = _blocks.split(wide_spacing, [blocks]), apart
         size = wide.shape[position + 1] - 2
         inner = jax.lax.slice_in_dim(slopes(wide, coordinates), 1, size + 1, axis=position + 1)
         alone = slopes(_blocks.split(x, every), spacing)

@@ -7,7 +7,7 @@ second one goes back. A device sends its shard twice, where an all-gather would 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,18 @@ from ..distribution.mesh_axes import entry_of, has_manual, mesh_around, types_of
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
 from . import _kernels
-from ._blocks import Blocks, blocks_of
+from ._blocks import Blocks
 
 Shardings = tuple[tuple[str, Blocks], ...]
 
 
 def pencils(
-    what: str, fn: Callable[..., jax.Array], arrays: Sequence[NamedArray], axis: str, *options: tuple[str, object]
+    what: str,
+    fn: Callable[..., jax.Array],
+    arrays: Sequence[NamedArray],
+    axis: str,
+    over: Mapping[str, Blocks],
+    *options: tuple[str, object],
 ) -> NamedArray | None:
     """Apply a function along a sharded axis, which its result keeps, on pencils; return None if there can be none.
 
@@ -33,15 +38,15 @@ def pencils(
         fn: a positional function of arrays in the layout of the first one, and of `axis=`, a position. The others may
             lack axes of the first, which then have size one.
         arrays: the operands; the first has all axes, and all of them have the axis.
+        over: the blocks of each sharded axis of the first array.
         *options: further keywords of the function.
     """
+    if axis not in over:
+        return None
     mesh, names = mesh_around([x.array for x in arrays]), arrays[0].names
     if mesh.empty or has_manual(mesh) or is_mapped() or len({*types_of(mesh).values()}) > 1:
         return None
-    over = blocks_of(what, arrays[0])
-    if axis not in over or any(
-        blocks.axes != tuple(a for a in mesh.axis_names if a in blocks.axes) for blocks in over.values()
-    ):
+    if any(blocks.axes != tuple(a for a in mesh.axis_names if a in blocks.axes) for blocks in over.values()):
         return None
     shards, sizes = over[axis].shards, arrays[0].shape
     local = {n: sizes[n] // (over[n].shards if n in over else 1) for n in names if n != axis}

@@ -20,7 +20,7 @@ from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from . import _kernels, _prefixes
-from ._blockwise import apply_to_blocks, running_kernel
+from ._blockwise import kernel_of_blocks, running_kernel
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import (
     apply_along,
@@ -284,7 +284,7 @@ def _cumulative(
 ) -> Cumulative:
     def op(a, axis: AxisSelector, dtype=None):
         dtype = dtype_key(dtype)
-        kernel = apply_to_blocks(running_kernel, name, require_named(name, a), axis, fn, of_totals, combine, dtype)
+        kernel = kernel_of_blocks(running_kernel, name, require_named(name, a), axis, fn, of_totals, combine, dtype)
         return apply_along(fn, name, a, axis, dtype=dtype) if kernel is None else kernel.apply(a.array)
 
     doc = f"""{summary}

@@ -18,7 +18,7 @@ from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
-from ._blockwise import apply_to_blocks, differences_kernel, slopes_kernel
+from ._blockwise import differences_kernel, kernel_of_blocks, slopes_kernel
 from ._op_types import publish
 from ._operands import (
     apply_along,
@@ -335,7 +335,7 @@ def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
     n = operator.index(n)
     if n < 0:
         raise ValueError(f"diff: `n` says how often to take the difference, got {n}.")
-    kernel = apply_to_blocks(differences_kernel, "diff", require_named("diff", array), axis, n, least=n) if n else None
+    kernel = kernel_of_blocks(differences_kernel, "diff", require_named("diff", array), axis, n, least=n) if n else None
     return apply_along(jnp.diff, "diff", array, axis, n=n) if kernel is None else kernel.apply(array.array)
 
 
@@ -348,12 +348,12 @@ def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric =
     NamedArray(float32[x=4], [1. 2. 4. 5.])
     """
     require_named("gradient", array)
-    spacing, spacing_names = operand(spacing)
+    axis, (spacing, spacing_names) = _kernels.one_selector("gradient", axis), operand(spacing)
     kernel = None
-    if spacing_names in ((), (axis,)):
-        kernel = apply_to_blocks(slopes_kernel, "gradient", array, axis, spacing_names, least=2)
+    if spacing_names in ((), (getattr(axis, "name", axis),)):
+        kernel = kernel_of_blocks(slopes_kernel, "gradient", array, axis, spacing_names, least=2)
     if kernel is None:
-        kernel = _gradient_kernel(array.names, _kernels.one_selector("gradient", axis), spacing_names)
+        kernel = _gradient_kernel(array.names, axis, spacing_names)
     return kernel.apply(array.array, spacing)
 
 
