@@ -135,7 +135,7 @@ class Bug:
         return axn.insight.explain(fn, *args, mapping=self.mapping, mesh=mesh, by=self.by, chip=self.chip)
 
 
-SMALL = axn.insight.Chip("small", 1e12, 2**15, 1e12, 1e12, "")
+SMALL = axn.insight.Chip("small", 1e12, 2**14, 1e12, 1e12, "")
 PARTITIONED = "partitioner"
 BUGS: dict[str, Bug] = {
     # the mapping
