@@ -537,12 +537,18 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
     share = _share_of_sums(report, over, {x.path for x in arrays})
     if share >= _MUCH:
         so.append(f"Their gradients are all-reduced{along}, {_percent(share)} of the bytes sent.")
-    common = _free_in_all(report, arrays)
-    advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp" if common and over else ""
-    advice += (", which sends half as much again." if share >= _MUCH else ".") if advice else ""
     # Data parallelism is usual: it sends less than sharded parameters, if the copies fit.
     wasteful = (stored and share >= _MOST) or (capacity and size - left >= _MOST * capacity)
-    return Suspicion("look" if wasteful else "note", cause, tuple(so), advice)
+    return Suspicion("look" if wasteful else "note", cause, tuple(so), _how_to_store(report, over, arrays, share))
+
+
+def _how_to_store(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], share: float) -> str:
+    """Advise to shard replicated parameters, whose gradients are a share of the bytes sent."""
+    common = _free_in_all(report, arrays)
+    if not common or not over:
+        return ""
+    more = ", which sends half as much again" if share >= _MUCH else ""
+    return f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp{more}."
 
 
 def _share_of_sums(report: Figures, over: Sequence[str], paths: set[str]) -> float:
