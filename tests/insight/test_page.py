@@ -88,6 +88,35 @@ def test_a_plan_shows_estimates_and_choices() -> None:
     assert "rematfull" in said and "About2.5sastep,by" in said and "atleast" in said
 
 
+def test_a_plan_names_what_it_draws() -> None:
+    plan = pages.planned()
+    estimate = insight.Estimate(
+        {"products": 2.0, "offloading": 0.5, "waiting for links": 0.1, "waiting of stages": 0.0}
+    )
+    waiting = dataclasses.replace(plan, found=(dataclasses.replace(plan.best, estimate=estimate),))
+    assert plain("computing, then sending, offloading and waiting for links") in plain(words(waiting))
+    assert not [e for e in parsed(waiting).iter() if e.tag.endswith("}th") and not "".join(e.itertext()).strip()]
+
+
+def test_a_page_without_its_script_names_the_array() -> None:
+    (at,) = [e for e in parsed(pages.compiled()).iter() if e.get("id") == "path"]
+    assert at.text == "w/down" and 'all("#path")' in pages.compiled().to_html()
+    printed = re.findall(r"@media print.*", pages.compiled().to_html())[0]
+    assert "#picker { display: none }" in printed
+
+
+def test_the_time_of_a_transfer_is_a_share_of_the_bound() -> None:
+    """The bound has the branches that send least, so it has to be a share of these."""
+    report = pages.compiled()
+    (first, *_) = report.collectives
+    assert report.bounds is not None
+    one = dataclasses.replace(first, axes=("data",), sent=100, times=1, branches=())
+    apart = [dataclasses.replace(one, sent=300, branches=((0, 2, i),), reason=f"branch {i}") for i in range(2)]
+    bounds = dataclasses.replace(report.bounds, links={("data",): 4.0})
+    found = dataclasses.replace(report, collectives=(one, *apart), bounds=bounds)
+    assert plain("1 × 100 B = 100 B, 1 s") in plain(words(found))
+
+
 def test_sizes() -> None:
     for report in pages.large().reports.values():
         assert len(report.to_html(source=True).encode()) < 300_000

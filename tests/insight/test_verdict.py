@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import re
 from typing import Any
@@ -14,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from rich.console import Console
 
 import axonym as axn
-from axonym.insight import Report
+from axonym.insight import Bounds, Memory, Report
 from tests.insight import cases
 from tests.insight.performance_bugs import BUGS, FSDP, MESH, Bug
 from tests.insight.test_explain import FSDP_AND_TENSOR, batch, step, weights
@@ -274,3 +276,106 @@ def test_modules_of_flax_have_the_paths_of_their_parameters() -> None:
     carried = {path for c in report.collectives for path in c.parameters if c.kind == "all-reduce"}
     assert {re.sub("/value$", "", path) for path in carried} >= {"net/up/kernel", "net/down/kernel"}, carried
     assert report.timeline is not None and all(h.operation for h in report.timeline.at_peak)
+
+
+def of_report(report: Report, **changed: Any) -> str:
+    return "\n".join(map(str, dataclasses.replace(report, **changed).verdict.suspicious))
+
+
+@functools.cache
+def replicated() -> Report:
+    return BUGS["parameters are not stored sharded"].report()
+
+
+def test_results_are_the_arguments_of_the_next_step() -> None:
+    """Unless the step says itself what it donates; the page shows the same memory."""
+    bounds = Bounds("small", 1.0, 1.0, {}, capacity=60)
+    state = {"bounds": bounds, "memory": Memory(arguments=50, results=45, aliased=0, temporaries=5)}
+    fits = dataclasses.replace(replicated(), **state)
+    assert not fits.verdict.binds.startswith("This does not fit") and "The step needs" not in of_report(fits)
+    assert "55 B of 60 B" in fits.to_html() and "if results take the place of arguments" in fits.to_html()
+    too_large = dataclasses.replace(fits, undonated=("w",))
+    assert too_large.verdict.binds == "This does not fit: 100 B of 60 B." and "fix: The step needs" in of_report(
+        too_large
+    )
+    assert axn.insight.Comparison({"a": fits})._headline()[0].startswith("a takes the least")
+    assert axn.insight.Comparison({"a": too_large})._headline()[0] == "None of the mappings fits."
+
+
+@pytest.mark.parametrize("by", ["names", "partitioner"])
+def test_repeated_work_in_a_branch_counts_as_the_flops_do(by: str) -> None:
+    def step(w: Any, x: axn.NamedArray, skip: jax.Array) -> axn.NamedArray:
+        attend = lambda x: axn.rename(axn.dot(x, w, axis="embed"), {"out": "embed"})
+        return jax.lax.cond(skip, lambda x: x, attend, x)
+
+    w, x, skip = jax.eval_shape(
+        lambda: (axn.ones({"embed": 64, "out": 64}), axn.ones({"batch": 64, "embed": 64}), jax.numpy.zeros((), bool))
+    )
+    report = axn.insight.explain(step, w, x, skip, mapping={}, mesh=axn.make_mesh({"data": 8}), by=by)
+    (work,) = report.repeated
+    assert (work.copies, work.flops) == (8, report.flops) and "88% of the compute is repeated" in str(report)
+
+
+def test_replicated_parameters_are_usual() -> None:
+    """As data parallelism has them, unless others are sharded, or copies take much of a chip."""
+    report = replicated()
+    gradients = tuple(c for c in report.collectives if c.parameters)
+    assert report.verdict.suspicious and report.bounds is not None
+    said = of_report(report, collectives=gradients)
+    assert "note: " in said and "look: " not in said and "with axonym.fsdp, which sends half as much again." in said
+    small = dataclasses.replace(report.bounds, capacity=2**16)
+    assert "look: " in of_report(report, collectives=gradients, bounds=small)
+
+
+@pytest.mark.parametrize("other", [None, "model"])
+def test_a_mapping_may_be_for_several_models(other: str | None) -> None:
+    """A name that no array has is no misspelling of an axis that is mapped beside it."""
+    report = dataclasses.replace(replicated(), parameter_mapping={}, repeated=())
+    said = of_report(report, mapping={**report.mapping, "heads": other, "kv_heads": "model"})
+    assert ("fix: The mapping shards kv_heads" in said, "Did you mean 'heads'?" in said) == (other is None,) * 2
+
+
+def test_what_an_optimizer_keeps_may_be_sharded_alone() -> None:
+    """Its parameter is replicated then, and updates are gathered."""
+    parameter = next(x for x in replicated().placed if x.path == "w/layers/0/up")
+    assert parameter.axes == ("embed", "mlp")
+    state, whole = (
+        dataclasses.replace(parameter, path="state/layers/0/up", over=(("data",), ())),
+        dataclasses.replace(parameter, over=((), ())),
+    )
+    both = {"placed": (whole, state), "updated": (whole.path, state.path)}
+    assert "came sharded" not in of_report(replicated(), **both)
+    assert "state/layers/*/up came sharded" in of_report(replicated(), **{**both, "placed": (state,)})
+
+
+def test_results_of_the_same_sizes_are_not_said_to_be_updates() -> None:
+    x = jax.eval_shape(lambda: axn.ones({"batch": 8}))
+    mesh = axn.make_mesh({"data": 8})
+    report = axn.insight.explain(axn.named_jit(lambda x: x * 2, {"batch": "data"}), x, mesh=mesh, by="partitioner")
+    (found,) = report.verdict.suspicious
+    assert (found.severity, found.cause) == (
+        "note", "Results are held beside arguments of the same sizes, which are not donated: x."
+    )  # fmt: skip
+    assert found.consequences[0].startswith("If the results are their updates, ")
+
+
+def test_a_report_whose_times_depend_on_values() -> None:
+    """It has no bound, but all its forms."""
+    turn = lambda x: axn.rename(axn.dot(x, axn.ones({"embed": 8, "out": 8}), axis="embed"), {"out": "embed"})
+    step = lambda x: axn.while_loop(lambda x: axn.any(x > 1).scalar(), turn, x)
+    x = jax.eval_shape(lambda: axn.ones({"batch": 8, "embed": 8}))
+    report = axn.insight.explain(step, x, mapping={}, mesh=axn.make_mesh({"data": 8}), by="partitioner", chip="v5e")
+    assert report.flops is None and report.bounds is not None and report.bounds.named() == []
+    assert (report.bounds.bottleneck, report.bounds.longest) == ("not known", 0.0)
+    assert '"bottleneck": "not known"' in report.to_json()
+    comparison = axn.insight.Comparison({"a": report, "b": report})
+    assert "at least" not in str(comparison) and comparison.to_html() and report.to_html()
+
+
+def test_a_mesh_that_is_not_known_is_not_one_device() -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    one = jax.ShapeDtypeStruct((8,), "float32")
+    step = jax.jit(lambda x: x * 2, in_shardings=NamedSharding(mesh, P("data")))
+    report = axn.insight.explain(step, one, by="partitioner")
+    assert report.devices == 8 and "8 devices, whose mesh is not known" in str(report)
+    assert "8 devices · mesh axes are not known" in report.to_html() and "one device" not in report.to_html()

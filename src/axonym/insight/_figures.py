@@ -60,21 +60,21 @@ class Bounds:
 
     @property
     def bottleneck(self) -> str:
-        """Return which of the bounds is the longest.
+        """Return which of the bounds is the longest; `not known` if there is none.
 
         >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).bottleneck
         'sending over data'
         """
-        return max(self.named(), key=lambda pair: pair[1])[0]
+        return max(self.named(), key=lambda pair: pair[1], default=("not known", 0.0))[0]
 
     @property
     def longest(self) -> float:
-        """Return the longest of the bounds.
+        """Return the longest of the bounds; 0 if there is none.
 
         >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={}).longest
         0.002
         """
-        return max(t for _, t in self.named())
+        return max((t for _, t in self.named()), default=0.0)
 
     def named(self) -> list[tuple[str, float]]:
         """Return each bound with its name.
@@ -127,6 +127,8 @@ class Figures:
     """The paths of the arguments of which the step returns an update, or the gradient."""
     undonated: tuple[str, ...] | None = None
     """The paths of the arguments that are not donated although results may take their place; None if not known."""
+    devices: int | None = None
+    """The number of devices, if their mesh is not known."""
 
     def total_sent(
         self, over: str | None = None, kind: str | None = None, phase: str | None = None, least: bool = False
@@ -167,6 +169,18 @@ class Figures:
         """
         keys = in_order({c.axes for c in self.collectives})
         return {key: tuple(c for c in self.collectives if c.axes == key) for key in keys}
+
+
+def needed_memory(report: Figures) -> int | None:
+    """Return the bytes that a device has to hold; None where they are not known.
+
+    A step that is compiled here donates nothing of its own. Its results are taken to be the arguments of the next call,
+    in whose place they are.
+    """
+    memory = report.memory
+    if memory is None or report.undonated is not None:
+        return None if memory is None else memory.total
+    return max(memory.arguments, memory.results) + memory.temporaries
 
 
 class Sending(Protocol):

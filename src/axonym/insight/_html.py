@@ -55,7 +55,7 @@ def listed(parts: Sequence[str]) -> Html:
 
 def table(label: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
     """Return a table whose first cells name its rows. If it is wider than the page, it scrolls by itself."""
-    head = element("tr", *(element("th", cell, scope="col") for cell in header))
+    head = element("tr", *(element("th", cell, scope="col") if cell else element("td") for cell in header))
     body = [
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
     ]

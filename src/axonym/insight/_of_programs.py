@@ -38,8 +38,8 @@ class _Count:
 
     def __init__(self, program: HloProgram, platform: str):
         self._program, self._platform = program, platform
-        self.products: list[tuple[str, Sequence[Frame], int]] = []
-        """The scope, the lines and the flops of each product that runs a known number of times."""
+        self.products: list[tuple[str, Sequence[Frame], int, Branches]] = []
+        """The scope, the lines, the flops and the branches of each product that runs a known number of times."""
         self.flops: int | None = 0
         """The flops, with the mean of the branches of conditionals; None if the length of a loop depends on values."""
         self.grouped = 0
@@ -60,7 +60,7 @@ class _Count:
         if visit.times is None:
             self.flops = None
             return
-        self.products.append((instruction.scope, self._program.frames(instruction), own * visit.times))
+        self.products.append((instruction.scope, self._program.frames(instruction), own * visit.times, visit.branches))
         self._needed.append((visit.branches, "flops", own * visit.times))
         self.flops = None if self.flops is None else self.flops + mean(each * visit.times, visit.branches)
 
@@ -111,6 +111,7 @@ def report_on(
         least_flops=count.least_flops,
         updated=tuple(x.path for x in updated(names.arrays, kinds)),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
+        devices=program.devices if mesh is None else None,
     )
 
 

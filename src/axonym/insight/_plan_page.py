@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
-from ._html import Html, Words, copyable, element, folded, joined, stacked, table
+from ._html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ._text import described_seconds
 
 Plan: TypeAlias = Any
@@ -15,7 +15,7 @@ Plan: TypeAlias = Any
 _SHOWN = 12
 """How many candidates are shown at once."""
 _COMPUTING = {"products", "attention", "reading and writing"}
-"""The terms of an estimate that are no exchanges."""
+"""The terms of an estimate that are drawn as one."""
 
 
 def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Html]:
@@ -32,7 +32,9 @@ def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Htm
         considered += f"; {plan.not_fitting} need more than {describe_bytes(plan.memory)}"
     most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
     fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
-    header = ("", "mesh", "mapping", "computing, then sending", "about", "at least", "memory")
+    terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
+    then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
+    header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
     first = element(
         "section",
         element("h1", "About ", described_seconds(best.estimate.seconds), " a step, by ", words.mesh(best.mesh), "."),
@@ -79,10 +81,10 @@ def _row(number: int, p: Any, others: int, most: float, words: Words) -> Sequenc
 
 
 def _times(p: Any, most: float, words: Words) -> Html:
-    """Draw the time to compute, and after it the times to send."""
+    """Draw the time to compute, and after it the times to send, to wait and to move what is offloaded."""
     computing = sum(t for name, t in p.estimate.terms.items() if name in _COMPUTING)
-    sending = [(_kind(name, words), t) for name, t in p.estimate.terms.items() if name not in _COMPUTING]
-    return stacked((t / (most or 1), kind) for kind, t in [("", computing), *sending] if t)
+    others = [(_kind(name, words), t) for name, t in p.estimate.terms.items() if name not in _COMPUTING]
+    return stacked((t / (most or 1), kind) for kind, t in [("", computing), *others] if t)
 
 
 def _kind(term: str, words: Words) -> str:

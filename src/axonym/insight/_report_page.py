@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from ..core.errors import counted, describe_bytes
 from ._argument_tree import argument_tree
 from ._arguments import PlacedArgument
+from ._figures import needed_memory
 from ._html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
 from ._mesh_picture import mesh_picture
 from ._parameters import without_numbers
@@ -76,9 +77,10 @@ def navigation(titles: Mapping[str, str]) -> Html:
 def crumb(report: Report, words: Words) -> Html:
     """Name the step, the devices, and how the report was made."""
     made = _MADE.get(report.by, f"by {report.by}").format(report.platform)
-    devices = math.prod(report.mesh.values())
+    devices = report.devices or math.prod(report.mesh.values())
+    mesh = words.mesh(report.mesh) if report.devices is None else "mesh axes are not known"
     chips = f"{devices} × {report.bounds.chip}" if report.bounds is not None else counted(devices, "device")
-    parts = [element("b", report.step), chips, words.mesh(report.mesh), element("span", made, class_="soft")]
+    parts = [element("b", report.step), chips, mesh, element("span", made, class_="soft")]
     return element("p", joined(parts, " · "), class_="crumb")
 
 
@@ -125,9 +127,10 @@ def _bars(report: Report, words: Words) -> Iterator[Html]:
         capacity = None if bounds is None else bounds.capacity
         least = " at least" if report.by == "names" else ""
         of = f" of {describe_bytes(capacity)}" if capacity else ""
-        name = joined([f"memory{least} ", element("small", f"{describe_bytes(memory.total)}{of}")])
+        held = needed_memory(report) or 0
+        name = joined([f"memory{least} ", element("small", f"{describe_bytes(held)}{of}")])
         if capacity:
-            yield _bar_row(name, percent(memory.total / capacity), bar(memory.total / capacity), "of")
+            yield _bar_row(name, percent(held / capacity), bar(held / capacity), "of")
 
 
 def _bar_row(name: str, number: str, filled: Html, kind: str | None = None) -> Html:
@@ -207,6 +210,7 @@ def _mesh(report: Report, words: Words) -> Html:
         element(
             "option",
             f"{path} · {describe_bytes(x.bytes)}",
+            data_path=path,
             data_at=_over(x, report.mesh),
             data_says=_lies(x, report.mesh),
         )
@@ -216,7 +220,9 @@ def _mesh(report: Report, words: Words) -> Html:
     if shown:
         chosen = element("select", *options, id="picker", aria_label="argument")
         lies = element("span", _lies(shown[0][1], report.mesh), id="lies")
-        said = element("p", "Where ", element("span", chosen, hidden=True, data_scripted=True), " ", lies)
+        # The script shows the choice in place of the path.
+        path = element("code", shown[0][0], id="path")
+        said = element("p", "Where ", path, element("span", chosen, hidden=True, data_scripted=True), " ", lies)
     caption = (
         "A cell is a device. Cells that touch hold the same shard, and dark ones hold that of the first device. An "
         "arrow is as thick as the bytes sent along its mesh axis."
@@ -272,13 +278,15 @@ def _memory(report: Report, words: Words) -> Html:
     parts = []
     if memory is not None:
         capacity = report.bounds.capacity if report.bounds is not None else None
-        of = f" of {describe_bytes(capacity)} ({percent(memory.total / capacity)})" if capacity else ""
+        held = needed_memory(report) or 0
+        of = f" of {describe_bytes(capacity)} ({percent(held / capacity)})" if capacity else ""
         least = " at least, by names" if report.by == "names" else ""
+        replace = ", if results take the place of arguments" if held != memory.total else ""
         kinds = (("arguments", ""), ("results", "mid"), ("temporaries", "temporary"))
-        sizes = (memory.arguments, memory.results - memory.aliased, memory.temporaries)
+        sizes = (memory.arguments, held - memory.arguments - memory.temporaries, memory.temporaries)
         each = listed([f"{describe_bytes(n)} of {kind}" for (kind, _), n in zip(kinds, sizes, strict=True)])
-        parts.append(element("p", element("b", describe_bytes(memory.total)), f"{of}{least}: ", each, "."))
-        whole = max(capacity or 0, memory.total, 1)
+        parts.append(element("p", element("b", describe_bytes(held)), f"{of}{least}: ", each, f"{replace}."))
+        whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
     if timeline is not None and timeline.held:
         parts += [_over_the_step(timeline), *_held(timeline, words)]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ..core.errors import counted
+
 Section: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """The title, the header and the rows of a table."""
 
@@ -79,6 +81,8 @@ def in_order(axes: Collection[tuple[str, ...] | None]) -> list[tuple[str, ...] |
     return sorted(axes, key=lambda a: (a is None, len(a or ()), a or ()))
 
 
-def described_mesh(mesh: Mapping[str, int]) -> str:
-    """Write a mesh: `the mesh data=4, model=2`."""
+def described_mesh(mesh: Mapping[str, int], devices: int | None = None) -> str:
+    """Write a mesh: `the mesh data=4, model=2`; or the number of devices, given if it is not known."""
+    if devices is not None:
+        return f"{counted(devices, 'device')}, whose mesh is not known"
     return f"the mesh {', '.join(f'{n}={s}' for n, s in mesh.items())}" if mesh else "one device"

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
+from ._figures import total_sent
 from ._html import Html, Words, bar, code, element, folded, html, joined
 from ._text import described_seconds, phase_of
 from .collectives import Collective
@@ -148,10 +149,12 @@ class Transfers:
     def _time(self, x: _Alike) -> str | None:
         """Return the time of a transfer: its share of the time of all over its mesh axes."""
         bounds, axes = self._report.bounds, x.one.axes
-        counted = [c for c in self._report.collectives if c.axes == axes and not c.in_branch]
-        if bounds is None or axes not in bounds.links or x.one.in_branch or not known_sent(counted):
+        known = [c for c in self._report.collectives if c.axes == axes and c.total_sent is not None]
+        # The bound has the branches that send least.
+        whole = total_sent(known, least=True)
+        if bounds is None or axes not in bounds.links or x.one.in_branch or not whole:
             return None
-        return described_seconds(bounds.links[axes] * x.sent / known_sent(counted))
+        return described_seconds(bounds.links[axes] * x.sent / whole)
 
     # --- lines of code ---
 

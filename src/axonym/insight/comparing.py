@@ -10,6 +10,7 @@ from typing import Any
 from ..core.errors import describe_bytes
 from ..distribution.mesh_axes import AnyMesh
 from ._comparison_page import comparison_page
+from ._figures import needed_memory
 from ._html import Html
 from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
 from .chips import Chip
@@ -159,7 +160,7 @@ class Comparison(Page):
             columns.append(("arguments", lambda r: describe_bytes(r.memory.arguments if r.memory else 0)))
             columns.append(("memory", lambda r: describe_bytes(r.memory.total if r.memory else 0)))
         columns.append(("flops", lambda r: _or_unknown(r.flops, written_number)))
-        if all(r.bounds is not None for r in reports):
+        if all(r.bounds is not None and r.bounds.named() for r in reports):
             columns.append(("at least", lambda r: described_seconds(r.bounds.longest) if r.bounds else ""))
             columns.append(("bottleneck", lambda r: r.bounds.bottleneck if r.bounds else ""))
         return [["", *(title for title, _ in columns)]] + [
@@ -182,7 +183,8 @@ def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]
 
 def _too_large(report: Report) -> bool:
     capacity = None if report.bounds is None else report.bounds.capacity
-    return report.memory is not None and capacity is not None and report.memory.total > capacity
+    held = needed_memory(report)
+    return held is not None and capacity is not None and held > capacity
 
 
 def _sent(collectives: Sequence[Collective]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from ..core.source_lines import Frame, Source, source
 from ..distribution.decisions import distinct
 from . import _scopes
+from ._branches import Branches, mean
 from ._lowered import Product
 from ._named_events import NamedTrace, Sum
 
@@ -36,7 +37,7 @@ class RepeatedWork:
     """`forward`, `backward` or `recomputed`; empty if it is not differentiated."""
     source: Source | None
     flops: int
-    """The flops of each device in them."""
+    """The flops of each device in them, with the mean of the branches of conditionals."""
     copies: int
     """The number of devices that compute the same part."""
     axes: tuple[str, ...]
@@ -61,17 +62,18 @@ def _key(scope: str, frames: Sequence[Frame]) -> Key:
 
 
 def repeated(
-    step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame], int]], mesh: Mapping[str, int]
+    step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame], int, Branches]], mesh: Mapping[str, int]
 ) -> Iterator[RepeatedWork]:
     """Compare the products of a step with the ones that each device computes, in the order of the step.
 
     Arguments:
-        computed: the scope, the lines and the flops of products of each device.
+        computed: the scope, the lines, the flops and the branches of products of each device.
     """
-    own: dict[Key, int] = {}
-    for scope, frames, flops in computed:
+    own, taken = dict[Key, int](), dict[Key, int]()
+    for scope, frames, flops, branches in computed:
         key = _key(scope, frames)
         own[key] = own.get(key, 0) + flops
+        taken[key] = taken.get(key, 0) + mean(flops, branches)
     needed: dict[Key, int | None] = {}
     scopes: dict[Key, str] = {}
     for product in step:
@@ -83,7 +85,7 @@ def repeated(
     for key, flops in needed.items():
         if flops and own.get(key, 0) * devices >= _LEAST * flops:
             copies = round(own[key] * devices / flops)
-            yield RepeatedWork(*key, own[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
+            yield RepeatedWork(*key, taken[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
 
 
 def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
@@ -93,8 +95,8 @@ def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
         if isinstance(event, Sum) and event.flops:
             used = distinct(a for n, _ in event.axes for a in layout.used(n))
             idle = tuple(a for a, n in layout.mesh.items() if n > 1 and a not in used)
-            each = event.flops // layout.count(used) * (event.place.times or 1)
             place = event.place
+            each = mean(event.flops // layout.count(used) * (place.times or 1), place.branches)
             key = (str(place.operation) if place.operation else None, place.phase, source(place.frames)), idle
             found[key] = found.get(key, 0) + each
     for (key, idle), flops in found.items():

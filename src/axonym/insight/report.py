@@ -140,7 +140,7 @@ class Report(Figures, Page):
         return "\n\n".join(parts)
 
     def _head(self) -> Iterator[str]:
-        yield f"{self.step} on {described_mesh(self.mesh)} ({self.platform}, by={self.by!r})"
+        yield f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
         verdict = self.verdict
         yield f"{verdict.binds} {verdict.explanation}".strip()
 

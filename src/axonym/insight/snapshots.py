@@ -48,7 +48,7 @@ def snapshot(
         leaves = list(_placed(distributed(fn, mapping), args, kwargs))
     sizes = [_bytes_on_each(leaf) for leaf in leaves]
     rows = [(leaf.path, _described(leaf), errors.describe_bytes(n)) for leaf, n in zip(leaves, sizes, strict=True)]
-    parts = [f"on {described_mesh(report.mesh)}"]
+    parts = [f"on {described_mesh(report.mesh, report.devices)}"]
     parts.append("\n  ".join([f"arguments: {errors.describe_bytes(sum(sizes))} on each device", *aligned(rows)]))
     sent = sorted(counted(report.collectives).values(), key=lambda found: (-found[0] * found[1], found[2]))
     lines = [f"{times} x {errors.describe_bytes(n)}  {text}" for times, n, text in sent]

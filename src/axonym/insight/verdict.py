@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..core.errors import counted, describe_bytes, suggestion
 from ..core.source_lines import Source
 from ._arguments import PlacedArgument
-from ._figures import Bounds, Figures
+from ._figures import Bounds, Figures, needed_memory
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes, described_seconds, phase_of
 from .collectives import Collective
@@ -27,7 +27,7 @@ SMALL = 0.01
 _MUCH = 0.05
 """The share from which repeated work, copies, and transfers without a reason are worth a remark."""
 _MOST = 0.4
-"""The share of the bytes sent from which gradients of replicated parameters are wasteful rather than usual."""
+"""The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _binds(report: Figures) -> tuple[str, str]:
     if bounds is None or not bounds.named() or not bounds.longest:
         return _without_times(report, again)
     least = f"A step takes at least {described_seconds(bounds.longest)} on {bounds.chip}"
-    held = None if report.memory is None else report.memory.total
+    held = needed_memory(report)
     if held is not None and bounds.capacity is not None and held > bounds.capacity:
         return (
             f"This does not fit: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}.",
@@ -261,15 +261,15 @@ _Check = tuple[Sequence[Suspicion], str]
 
 
 def _fits(report: Figures) -> _Check:
-    memory, bounds = report.memory, report.bounds
-    if memory is None or bounds is None or bounds.capacity is None:
+    held, bounds = needed_memory(report), report.bounds
+    if held is None or bounds is None or bounds.capacity is None:
         return (), ""
-    if memory.total <= bounds.capacity:
+    if held <= bounds.capacity:
         # Otherwise some of the memory is not counted, or it is the memory that a CPU needs.
         if report.by != "compiled" or report.platform == "cpu":
             return (), ""
-        return (), f"it fits: {describe_bytes(memory.total)} of {describe_bytes(bounds.capacity)}"
-    cause = f"The step needs {describe_bytes(memory.total)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
+        return (), f"it fits: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}"
+    cause = f"The step needs {describe_bytes(held)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
     return [Suspicion("fix", cause, advice=_how_to_hold_less(report))], ""
 
 
@@ -285,21 +285,20 @@ def _how_to_hold_less(report: Figures) -> str:
         f"{describe_bytes(memory.arguments)}": memory.arguments,
     }
     advice = max(parts, key=parts.__getitem__)
-    again = report.undonated is None or report.undonated
     donate = f", and donating arguments (donate_args), beside which {describe_bytes(beside)} of results are held"
-    return f"{advice}{donate if again and beside > _MUCH * memory.total else ''}."
+    return f"{advice}{donate if report.undonated and beside > _MUCH * memory.total else ''}."
 
 
 def _donated(report: Figures) -> _Check:
-    """Find arguments that the step updates but does not donate, so that both are held."""
+    """Find arguments beside which results of the same sizes are held, since the step does not donate them."""
     sizes = {x.path: x.bytes for x in report.placed}
     held = sum(sizes.get(path, 0) for path in report.undonated or ())
     total = report.timeline.peak if report.timeline else report.memory.total if report.memory else sum(sizes.values())
     if held <= _MUCH * total:
         return (), "results take the place of the arguments that they update" if report.undonated == () else ""
     largest = sorted(dict.fromkeys(map(without_numbers, report.undonated or ())))
-    cause = f"Results are held beside the arguments that they update, which are not donated: {_some(largest)}."
-    so = f"With donation, a device holds {describe_bytes(held)} less."
+    cause = f"Results are held beside arguments of the same sizes, which are not donated: {_some(largest)}."
+    so = f"If the results are their updates, a device holds {describe_bytes(held)} less with donation."
     names = sorted({path.partition("/")[0] for path in report.undonated or ()})
     return [Suspicion("note", cause, (so,), f"donate_args for {_some(names)}, if the caller needs them no more.")], ""
 
@@ -329,7 +328,9 @@ def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
 def _mapping(report: Figures) -> _Check:
     found = []
     for name, over in _unknown(report).items():
-        hint = suggestion(name, set(report.axes) - report.mapping.keys()) or suggestion(name, report.axes)
+        # A mapping for several models has names that some have not; an axis that it shards is not meant by another.
+        of_it = [mapping for mapping in (report.parameter_mapping, report.mapping) if mapping.get(name)]
+        hint = suggestion(name, [n for n in report.axes if not all(mapping.get(n) for mapping in of_it)])
         work = [w for w in report.repeated if set(w.axes) & set(over)]
         share = _share(report, work)
         severity = "fix" if hint or share >= _MUCH else "note"
@@ -461,9 +462,11 @@ def _came_sharded(report: Figures) -> _Check:
         return (), ""
     taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
     stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    # The state of an optimizer may be sharded where its parameter is replicated: only updates are gathered then.
+    replicated = {_in_model(x) for x in _updated(report) if not any(x.over)}
     for x in _updated(report):
         for n, over in zip(x.axes, x.over, strict=True):
-            if taken.intersection(over) and not report.mapping.get(n or ""):
+            if taken.intersection(over) and not report.mapping.get(n or "") and _in_model(x) not in replicated:
                 stored.setdefault((n or "", over), {})[without_numbers(x.path)] = None
     found = []
     for (n, over), paths in stored.items():
@@ -478,7 +481,7 @@ def _lie_apart(report: Figures) -> _Check:
     """Find parameters and what an optimizer keeps of them that are sharded over different mesh axes."""
     alike: dict[Any, list[PlacedArgument]] = {}
     for x in _updated(report):
-        alike.setdefault((x.path.rpartition("/")[2], frozenset(x.axes)), []).append(x)
+        alike.setdefault(_in_model(x), []).append(x)
     pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
     if not pairs:
         return (), ""
@@ -491,6 +494,11 @@ def _lie_apart(report: Figures) -> _Check:
 def _updated(report: Figures) -> list[PlacedArgument]:
     """Return the arguments that the step updates, if their axes have names."""
     return [x for x in report.placed if x.path in report.updated and None not in x.axes]
+
+
+def _in_model(x: PlacedArgument) -> tuple[str, frozenset[str | None]]:
+    """Return what a parameter has in common with what an optimizer keeps of it."""
+    return x.path.rpartition("/")[2], frozenset(x.axes)
 
 
 def _differ(a: PlacedArgument, b: PlacedArgument) -> bool:
@@ -522,16 +530,25 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
     cause = f"{_percent(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
     cause += f",{along}: {_listed(arrays)}." if over else f": {_listed(arrays)}."
     stored = [x for x in report.placed if over and set(over) <= {a for axes in x.over for a in axes}]
-    sent = _sent_paths(report)
+    sent, capacity = _sent_paths(report), report.bounds.capacity if report.bounds else None
     if stored := [x for x in stored if x.path in sent]:
         cause += f" Sharded{along}: only {_listed(stored)}."
     so = [f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."]
     share = _share_of_sums(report, over, {x.path for x in arrays})
     if share >= _MUCH:
         so.append(f"Their gradients are all-reduced{along}, {_percent(share)} of the bytes sent.")
+    # Data parallelism is usual: it sends less than sharded parameters, if the copies fit.
+    wasteful = (stored and share >= _MOST) or (capacity and size - left >= _MOST * capacity)
+    return Suspicion("look" if wasteful else "note", cause, tuple(so), _how_to_store(report, over, arrays, share))
+
+
+def _how_to_store(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], share: float) -> str:
+    """Advise to shard replicated parameters, whose gradients are a share of the bytes sent."""
     common = _free_in_all(report, arrays)
-    advice = f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp." if common and over else ""
-    return Suspicion("look" if share >= _MOST else "note", cause, tuple(so), advice)
+    if not common or not over:
+        return ""
+    more = ", which sends half as much again" if share >= _MUCH else ""
+    return f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp{more}."
 
 
 def _share_of_sums(report: Figures, over: Sequence[str], paths: set[str]) -> float:
