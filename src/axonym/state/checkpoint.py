@@ -148,7 +148,7 @@ def save_checkpoint_async(path: str | os.PathLike[str], tree: Any) -> PendingChe
 
 
 def _copy_in_host_memory(x: jax.Array) -> jax.Array:
-    """Copy the shards of an array to host memory; of replicated ones, one in each process if it has a named sharding."""
+    """Copy the shards of an array to host memory; of replicated ones, one in each process."""
     try:
         there = x.sharding.with_memory_kind("pinned_host")
     except ValueError as e:
