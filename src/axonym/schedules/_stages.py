@@ -163,7 +163,8 @@ class Stages:
             if names is None or self._batch not in names:
                 raise ValueError(
                     f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
-                    f"must have; got {errors.describe_axes(names or (), x.shape)}."
+                    f"must have; got {errors.describe_axes(names or (), x.shape)}. Give it the axis, or pass it as a "
+                    "further argument if the layers do not change it."
                 )
             position = names.index(self._batch)
             shards = shard_count(self._mesh, spec[position])
