@@ -77,7 +77,7 @@ def test_answers_to_all(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_told() -> None:
-    with pytest.raises(TypeError, match=r"same\['seed'\] must be a text, got int; use `str\(\.\.\.\)`"):
+    with pytest.raises(TypeError, match=r"same\['seed'\] must be a text, got int"):
         connecting.connect_processes(same={"seed": 3})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="coordinator_address 'node0' has no port"):
         connecting._meet("node0", None, 2, 1, {}, 1)

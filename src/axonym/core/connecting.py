@@ -73,9 +73,7 @@ def connect_processes(
         raise RuntimeError("connect_processes: the processes are connected already. Call it once, at the start.")
     for key, text in (same or {}).items():
         if not isinstance(text, str):
-            raise TypeError(
-                f"connect_processes: same[{key!r}] must be a text, got {type(text).__name__}; use `str(...)`."
-            )
+            raise TypeError(f"connect_processes: same[{key!r}] must be a text, got {type(text).__name__}.")
     versions = {
         "JAX": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
