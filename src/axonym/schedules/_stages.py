@@ -177,12 +177,13 @@ class Stages:
             if not (isinstance(self._schedule, GPipe) or jnp.issubdtype(x.dtype, jnp.inexact)):
                 raise TypeError(
                     f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
-                    f"{x.dtype}{errors.describe_axes(names, x.shape)}."
+                    f"{x.dtype}{errors.describe_axes(names, x.shape)}. Use GPipe for it."
                 )
             if {*self._stages} & {*axes_in(entries_by_name(names))}:
                 raise ValueError(
                     f"{what}: the carry {errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
-                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
+                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch. Map its axes "
+                    "to other mesh axes."
                 )
 
     def _prepared(self, stacked: Arrays, carry: Arrays, rest: Arrays) -> list[Arrays]:

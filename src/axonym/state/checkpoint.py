@@ -114,7 +114,8 @@ def save_checkpoint_async(path: str | os.PathLike[str], tree: Any) -> PendingChe
     The tree may be donated or changed afterwards. A thread writes the files. See `save_checkpoint` for all else.
 
     Call `wait` of the result before the next checkpoint, and before the program ends: only then is it known that the
-    checkpoint could be written. With several processes, all of them must call `wait` at the same place, and the
+    checkpoint could be written. Otherwise a failure is a warning, when the next one is saved in the same folder, or at
+    the end. With several processes, all of them must call `wait` at the same place, and the
     checkpoint appears when they do.
 
     Arguments:
@@ -206,7 +207,7 @@ class PendingCheckpoint:
         """Why the thread has failed."""
         self._outcome: BaseException | None = None
         """What `wait` has raised."""
-        self._claim = contextlib.ExitStack()
+        self._claim, self._waiting = contextlib.ExitStack(), threading.RLock()
         self._thread = threading.Thread(target=self._run, args=(write,), daemon=True)
         self._thread.start()
 
@@ -233,10 +234,14 @@ class PendingCheckpoint:
         ...     pending.wait()
         ...     axn.state.verify(f"{folder}/100")
         """
-        if self._over:
-            if self._outcome is not None:
-                raise self._outcome
-            return
+        with self._waiting:
+            if not self._over:
+                self._wait()
+                return
+        if self._outcome is not None:
+            raise self._outcome
+
+    def _wait(self) -> None:
         try:
             with (
                 _all_or_nothing(self._path, self._thread.is_alive),
