@@ -182,8 +182,8 @@ class Stages:
             if {*self._stages} & {*axes_in(entries_by_name(names))}:
                 raise ValueError(
                     f"{what}: the carry {errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
-                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch. Map its axes "
-                    "to other mesh axes."
+                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch. Map "
+                    "its axes to other mesh axes."
                 )
 
     def _prepared(self, stacked: Arrays, carry: Arrays, rest: Arrays) -> list[Arrays]:
