@@ -226,9 +226,8 @@ def check_asynchronous_saves(folder: Path) -> None:
     for x in tree.values():
         x.delete()
     pending.wait()
-    for x in restore_checkpoint(
-        folder / "1", {name: jax.ShapeDtypeStruct(values.shape, np.int32) for name in tree}
-    ).values():
+    template: dict[str, Any] = {name: jax.ShapeDtypeStruct(values.shape, np.int32) for name in tree}
+    for x in restore_checkpoint(folder / "1", template).values():
         for shard in x.addressable_shards:
             np.testing.assert_array_equal(shard.data, values[shard.index])
 
