@@ -49,9 +49,11 @@ def start(config: Config) -> None:
 
 
 def _show_whom_hosts_wait_for() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("train_lm.py: %(message)s"))
-    logging.getLogger("axonym").addHandler(handler)
+    logging.getLogger("axonym").addHandler(_WAITING)  # once, also if this runs again
+
+
+_WAITING = logging.StreamHandler()
+_WAITING.setFormatter(logging.Formatter("train_lm.py: %(message)s"))
 
 
 def describe() -> str:

@@ -131,7 +131,7 @@ class _Hosts:
         `silent` is for how many seconds its process gave no sign of life.
         """
         mine = {"host": socket.gethostname(), "process": process, "generation": self.generation, "state": state}
-        mine |= {"id": self._id, "members": self.members, "silent": silent, "why": why}
+        mine |= {"id": self._id, "count": self.count, "members": self.members, "silent": silent, "why": why}
         mine["lost"] = {str(i): [text, self.id_of(i)] for i, text in self.lost.items()}
         before, now = self.told.get(self.index, {}), time.monotonic()
         if before != mine | {"beat": self._beat} or now > self._written + _BEAT:
@@ -169,12 +169,16 @@ class _Hosts:
     def name(self, i: int) -> str:
         return f"{i} ({self.told[i]['host']})" if i in self.told else str(i)
 
-    def plan(self, address: str, lock: Path) -> dict[str, Any] | None:
-        """Return which hosts go on, and where they meet, once all that are left wait for it: the first one decides."""
+    def plan(self, address: str, lock: Path, comes_back: bool = False) -> dict[str, Any] | None:
+        """Return which hosts go on, and where they meet, once all that are left wait for it: the first one decides.
+
+        One that comes back decides nothing while it sees no other member: to it, all seem lost if it is cut off.
+        """
         path = self.folder / f"plan-{self.generation}.json"
         waiting = self.waiting(self.generation)
         left = [i for i in self.members if i not in self.lost and self.state(i) != "ended"]
-        if set(left) <= set(waiting) and waiting[0] == self.index and not path.exists():
+        decides = set(left) <= set(waiting) and waiting[0] == self.index and not path.exists()
+        if decides and not (comes_back and set(waiting).isdisjoint(self.others())):
             _remove_lock(lock, [(told["host"], told["process"]) for told in self.told.values()])
             hosts = waiting[: self.most(len(waiting))]
             _write(path, {"hosts": hosts, "coordinator": f"{address}:{_free_port()}"})
@@ -200,15 +204,32 @@ class _Hosts:
         self._heard = dict.fromkeys(range(self.count), time.monotonic())
 
     def join(self) -> bool:
-        """Go on as a host that is started again, if the others give signs of life: then a run goes on without it."""
+        """Go on as a host that is started again, if others train: then a run goes on without it.
+
+        While those wait for a plan, it is not known yet who will train. Others that come back do not count: they know
+        no more than this one.
+        """
+        path = self.folder / f"{self.index}.json"
+        mine = _read(path)
         self.listen()
-        before, stop = dict(self.told), time.monotonic() + 3 * _BEAT
-        while before and time.monotonic() < stop:
-            time.sleep(_LOOK)
-            self.listen()
-            if alive := [told for i, told in self.told.items() if told != before.get(i)]:
-                self.members, self.generation = alive[0]["members"], alive[0]["generation"]
+        while self.told:
+            before, stop = dict(self.told), time.monotonic() + 3 * _BEAT
+            while time.monotonic() < stop:
+                time.sleep(_LOOK)
+                self.listen()
+                if (found := _read(path)) is not None and found != mine:
+                    _say(f"Host {self.index} runs already, on {found['host']}; each has its own --process-index.")
+                    sys.exit(1)
+            alive = [told for i, told in self.told.items() if told != before.get(i) and i in told["members"]]
+            train = [told for told in alive if told["state"] == "runs"]
+            if train:
+                if (count := train[0].get("count", self.count)) != self.count:
+                    _say(f"This run began with {count} hosts, so a host comes back with --processes {count}.")
+                    sys.exit(1)
+                self.members, self.generation = train[0]["members"], train[0]["generation"]
                 return True
+            if all(told["state"] != "waits" for told in alive):
+                return False
         return False
 
 
@@ -258,7 +279,7 @@ class _Supervisor:
         options = self.options
         if not options.elastic or options.process_index is None or options.processes is None:
             return None
-        for folder in (options.out / "hosts").glob("*"):
+        for folder in filter(Path.is_dir, (options.out / "hosts").glob("*")):
             hosts = _Hosts(folder, options.process_index, options.processes, options.host_timeout)
             if hosts.join():
                 _say(f"Training goes on without this host, {hosts.index}. It comes back after the next checkpoint.")
@@ -372,7 +393,11 @@ class _Supervisor:
             if comes_back and all(hosts.state(i) in ("ended", "failed") for i in hosts.members):
                 _say("Training has ended without this host.")
                 return None
-            if (plan := hosts.plan(_address(self.options.coordinator), self.options.out / "lock.json")) is not None:
+            if comes_back and set(hosts.others()) <= set(hosts.lost):
+                _say("This host sees none that trains. Start it again when one does, or start all of them.")
+                return None
+            address, lock = _address(self.options.coordinator), self.options.out / "lock.json"
+            if (plan := hosts.plan(address, lock, comes_back)) is not None:
                 return plan
             time.sleep(_LOOK)
 

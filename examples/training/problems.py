@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 
 class Problem(Exception):
     """One sentence for the user: what is wrong, and what to do about it. It is shown without a traceback."""
@@ -15,6 +17,8 @@ class Problem(Exception):
 def reason_of(error: BaseException) -> str:
     """Why something failed, in a few words: the errors of file systems and checkpoints are long."""
     text = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
+        return "there is not enough memory for a copy"
     full = re.search(r"no space left|disk quota|RESOURCE_EXHAUSTED", text, flags=re.IGNORECASE)
     if full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         where = re.search(r"\w+ failed in process \d+ of \d+: ", text)

@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym.sharding import fail_together
 from axonym.state import (
+    checkpoint,
     load_state_dict,
     restore_checkpoint,
     save_checkpoint,
+    save_checkpoint_async,
     save_state_dict,
     to_numpy_state_dict,
     to_torch_compatible_state_dict,
@@ -205,6 +208,51 @@ def check_interrupt_in_a_write(folder: Path) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"failed in process 0 of .*: it was interrupted"):
                 save_state_dict(raw(), folder / "a.safetensors")
+    gathers_are_right()
+
+
+def check_asynchronous_saves(folder: Path) -> None:
+    """Each process copies one replica of its shards, and all end if one is interrupted in `wait`."""
+    mesh, values = axn.make_mesh({"data": 4, "model": 2}), np.arange(2**20, dtype=np.int32)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in (("all", P()), ("model", P("model")))}
+    tree = {
+        name: jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+        for name, sharding in shardings.items()
+    }
+    copied = checkpoint._copy_in_host_memory(tree["all"])
+    assert len(copied.sharding.device_set) == jax.process_count()
+    pending = save_checkpoint_async(folder / "1", tree)
+    interrupted = save_checkpoint_async(folder / "2", tree)
+    for x in tree.values():
+        x.delete()
+    pending.wait()
+    template: dict[str, Any] = {name: jax.ShapeDtypeStruct(values.shape, np.int32) for name in tree}
+    for x in restore_checkpoint(folder / "1", template).values():
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, values[shard.index])
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    if jax.process_index() == 0:
+        interrupted._asks = mock.Mock(get=interrupt, put=interrupted._asks.put)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt if jax.process_index() == 0 else RuntimeError):
+            interrupted.wait()
+    gathers_are_right()
+    assert os.listdir(folder) == ["1"]
+
+
+def check_programs_without_text(folder: Path) -> None:
+    program = jax.jit(lambda x: x + 1).lower(1)
+    with mock.patch.object(type(program), "as_text", side_effect=ZeroDivisionError("no text")) as text:
+        if jax.process_index() != 1:
+            text.side_effect = lambda: "a program"
+        with (
+            pytest.raises(ZeroDivisionError, match=r"compare failed in process 1 .*no text"),
+            fail_together("compare") as agree,
+        ):
+            agree({"program": program})
     gathers_are_right()
 
 

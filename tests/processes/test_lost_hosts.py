@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,43 @@ def test_who_goes_on(tmp_path: Path) -> None:
     assert set(hosts[3].lost) == {0, 1, 2, 4}
     _Hosts(tmp_path / "2", 0, 2, timeout=1).remove_earlier()
     assert not (tmp_path / "1").exists()
+
+
+def test_who_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a host that is not here already, with others that train; a host that sees no other one decides nothing."""
+    module = training.train_lm.hosts
+    monkeypatch.setattr(module, "_BEAT", 0.2)
+    monkeypatch.setattr(module, "_LOOK", 0.01)
+    hosts = [_Hosts(tmp_path, i, 4, timeout=100) for i in range(4)]
+    hosts[2].members, hosts[2].generation = [2, 3], 5
+    states = {1: "waits", 2: "runs", 3: "runs"}  # host 1 comes back, too, and knows nothing yet
+    hosts[1].members = [0, 2, 3]
+
+    def live() -> None:
+        while not ended.wait(0.01):
+            for i, state in states.items():
+                hosts[i].tell(state, i)
+
+    ended, lives = threading.Event(), threading.Thread(target=live)
+    for i, state in states.items():
+        hosts[i].tell(state, i)
+    lives.start()
+    try:
+        again = _Hosts(tmp_path, 0, 4, timeout=100)
+        assert again.join() and (again.members, again.generation) == ([2, 3], 5)
+        for index, count in ((2, 4), (0, 3)):
+            with pytest.raises(SystemExit):
+                _Hosts(tmp_path, index, count, timeout=100).join()
+    finally:
+        ended.set()
+        lives.join()
+    printed = capsys.readouterr().err
+    assert f"Host 2 runs already, on {HOST}." in printed and "comes back with --processes 4." in printed
+    assert not _Hosts(tmp_path, 0, 4, timeout=100).join()
+    again.lost = dict.fromkeys((2, 3), "it gave no sign of life")
+    again.tell("waits", 0)
+    assert again.plan("here", tmp_path / "lock.json", comes_back=True) is None
+    assert again.plan("here", tmp_path / "lock.json") is not None
 
 
 @pytest.mark.further

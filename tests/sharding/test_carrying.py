@@ -123,7 +123,7 @@ def test_tasks_keep_their_own(mesh: Mesh) -> None:
 
 
 def test_tasks_without_it_see_each_other() -> None:
-    """Which is an error at the end of the block: JAX has one mesh and one context for each thread."""
+    """Which is an error where their blocks are not nested: JAX has one mesh and one context for each thread."""
 
     async def enters(seconds: float) -> None:
         with axn.axis_mapping(MAPPINGS[0]):
@@ -132,17 +132,51 @@ def test_tasks_without_it_see_each_other() -> None:
             await asyncio.sleep(seconds)
 
     async def main() -> Any:
-        task = asyncio.create_task(enters(0.01))
+        tasks = [asyncio.create_task(enters(0.01 * (i + 1))) for i in range(2)]
         await asyncio.sleep(0)
         seen = here()
-        with pytest.raises(RuntimeError, match=r"^axis_mapping: .* `await`.*`axn\.in_context\(fn\)`"):
-            await task
-        with pytest.raises(TimeoutError):  # another error is not replaced
-            await asyncio.wait_for(enters(60), 0.01)
+        for task in tasks:
+            with pytest.raises(RuntimeError, match=r"^axis_mapping: .* `await`.*`axn\.in_context\(fn\)`"):
+                await task
+        tasks = [asyncio.create_task(enters(0.01 * (i + 1))) for i in range(2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):  # another error is not replaced
+            await tasks[0]
+        with pytest.raises(RuntimeError, match="await"):
+            await tasks[1]
+        assert here() == (None, None)
+        # Tasks that an own one makes do not keep theirs.
+        made = await asyncio.gather(axn.in_context(two)(), return_exceptions=True)
+        assert isinstance(made[0], RuntimeError)
         return seen
 
+    async def two() -> None:
+        await asyncio.gather(enters(0.01), enters(0.02))
+
     assert asyncio.run(main()) == (MAPPINGS[0], None)
-    asyncio.run(enters(0))  # alone
+    assert here() == (None, None)
+
+
+def test_tasks_of_which_one_uses_blocks() -> None:
+    """Others may wait for it, run beside it without blocks, or have blocks inside of its own."""
+
+    async def idle() -> None:
+        await asyncio.sleep(0.02)
+
+    async def enters(*inside: Any) -> None:
+        with axn.axis_mapping(MAPPINGS[0]):
+            await asyncio.gather(*(fn() for fn in inside))
+            await asyncio.wait_for(asyncio.sleep(0), 60)
+
+    async def main() -> None:
+        background = asyncio.create_task(idle())
+        await asyncio.wait_for(enters(), 60)
+        await asyncio.create_task(enters(idle, enters))
+        await background
+
+    asyncio.run(main())
+    assert here() == (None, None)
 
 
 def test_tasks_that_fail_or_are_cancelled(auto_mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym.state import latest_checkpoint, restore_checkpoint, save_checkpoint, save_checkpoint_async, verify
+from axonym.state import (
+    checkpoint,
+    latest_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+    save_checkpoint_async,
+    verify,
+)
 from tests.helpers import compilations
 from tests.state.models import assert_same_tree
 
@@ -279,6 +287,69 @@ def test_saving_while_the_arrays_are_donated(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["x"].array, np.arange(64).reshape(16, 4))
     with pytest.raises(FileExistsError, match="exists already"):
         save_checkpoint_async(tmp_path / "1", {"x": 1})
+
+
+def test_saving_copies_all_that_can_change(tmp_path: Path) -> None:
+    """Also arrays that are in pinned host memory already, and NumPy's; of replicas, only one."""
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    tree = {
+        "rows": jax.device_put(jnp.arange(16), rows),
+        "pinned": jax.device_put(jnp.arange(16), rows.with_memory_kind("pinned_host")),
+        "replicated": jax.device_put(jnp.arange(16), jax.NamedSharding(mesh, jax.P())),
+        "numpy": np.arange(16),
+    }
+    copied = {key: checkpoint._copy_in_host_memory(x) for key, x in tree.items() if key != "numpy"}
+    assert {key: len(x.sharding.device_set) for key, x in copied.items()} == {"rows": 4, "pinned": 4, "replicated": 1}
+    pending = save_checkpoint_async(tmp_path / "1", tree)
+    for x in tree.values():
+        x.fill(-1) if isinstance(x, np.ndarray) else x.delete()
+    pending.wait()
+    for x in restore_checkpoint(tmp_path / "1", dict.fromkeys(tree, np.zeros(16, int))).values():
+        np.testing.assert_array_equal(x, np.arange(16))
+
+
+def test_an_interrupted_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread goes on, so it completes the checkpoint; until then, nobody else can write to the same path."""
+    go_on, write = threading.Event(), checkpoint._write
+
+    def slow(*args: Any) -> None:
+        assert go_on.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "_write", slow)
+    pending = save_checkpoint_async(tmp_path / "1", {"x": 1})
+    for save in (save_checkpoint, save_checkpoint_async):
+        with pytest.raises(FileExistsError, match="1 is being written already"):
+            save(tmp_path / "1", {"x": 2})
+
+    def interrupted() -> None:
+        go_on.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pending, "_asks", type("", (), {"get": staticmethod(interrupted), "put": lambda *_: None})())
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    pending.wait()
+    assert restore_checkpoint(tmp_path / "1", {"x": 0}) == {"x": 1}
+
+
+def test_a_failure_is_raised_again_and_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: str, *_: Any) -> None:
+        Path(f"{path}.orbax-checkpoint-tmp").mkdir()
+        raise OSError("the cable is cut")
+
+    (tmp_path / "run1.orbax-checkpoint-tmp").mkdir()  # of another checkpoint, which the name as a pattern would match
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write", fails)
+        pending = save_checkpoint_async(tmp_path / "run[1]", {"x": 1})
+        for _ in range(2):
+            with pytest.raises(OSError, match="the cable is cut"):
+                pending.wait()
+        save_checkpoint_async(tmp_path / "run[1]", {"x": 1})._thread.join()
+    with pytest.warns(RuntimeWarning, match=r"run\[1\] could not be written: the cable is cut"):
+        save_checkpoint(tmp_path / "run[1]", {"x": 1})
+    assert sorted(os.listdir(tmp_path)) == ["run1.orbax-checkpoint-tmp", "run[1]"]
 
 
 def test_without_orbax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _SAY_AFTER, _SAY_AGAIN = 10.0, 60.0
 _LOOK = 0.1
 _OTHERS = 2.0
 """Seconds that a difference waits for further processes, so that the message shows which one is the odd one."""
+_ALIVE, _SILENT = 1.0, 10.0
+"""Seconds from one line of the first process to the next, and after which one without a line is another program."""
 _LINE = 2**24
 """The most bytes that a process may tell."""
 
@@ -50,7 +52,8 @@ def connect_processes(
     their numbers of devices, and the texts in `same`. If these differ, or if two processes have one number, all of
     them raise the same ValueError, which names the processes and the difference. While a process is missing, the
     others log whom they wait for, and in the end raise a TimeoutError. On a cluster that tells JAX its processes, they
-    compare once JAX has connected them.
+    compare once JAX has connected them, by JAX's own collectives; so there, versions that cannot run together may fail
+    with JAX's message.
 
     Arguments:
         coordinator_address: host and port of the first process; by default, and for the next two, what JAX detects.
@@ -66,8 +69,14 @@ def connect_processes(
     ...     print(e)
     connect_processes: process_id must be from 0 to 1, got 2.
     """
+    if jax.distributed.is_initialized():
+        raise RuntimeError("connect_processes: the processes are connected already. Call it once, at the start.")
+    for key, text in (same or {}).items():
+        if not isinstance(text, str):
+            raise TypeError(f"connect_processes: same[{key!r}] must be a text, got {type(text).__name__}.")
     versions = {
         "JAX": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "Axonym": _installed(),
         "Python": platform.python_version(),
     }
@@ -77,8 +86,11 @@ def connect_processes(
     if address is not None and num_processes is not None and process_id is not None and num_processes > 1:
         if not 0 <= process_id < num_processes:
             raise ValueError(f"connect_processes: process_id must be from 0 to {num_processes - 1}, got {process_id}.")
+        if _jax_has_started():  # which JAX would refuse only after all have met
+            raise RuntimeError("connect_processes: JAX has started already. Call this before any other JAX function.")
         _meet(
             address,
+            options.get("coordinator_bind_address") or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
             num_processes,
             process_id,
             facts | {"numbers of processes": str(num_processes)},
@@ -96,6 +108,20 @@ def connect_processes(
         agree_on("connect_processes", facts)
 
 
+_ASKING = threading.Lock()
+
+
+def _jax_has_started() -> bool:
+    with _ASKING:
+        before: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+        try:  # JAX has no function that says it, but refuses to change this then
+            jax.config.update("jax_num_cpu_devices", before + 1)
+        except RuntimeError:
+            return True
+        jax.config.update("jax_num_cpu_devices", before)
+        return False
+
+
 def _installed() -> str:
     try:
         return importlib.metadata.version("axonym")
@@ -103,17 +129,29 @@ def _installed() -> str:
         return "of a source folder"
 
 
-def _meet(address: str, count: int, index: int, facts: Mapping[str, str], timeout: float) -> None:
-    """Tell the first process what this one runs; raise an error if the processes differ, or one is missing."""
+def _host_and_port(what: str, address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError(
+            f"connect_processes: {what} {address!r} has no port; it is a host and a port, as in 'node0:1234'."
+        )
+    return host.strip("[]"), int(port)
+
+
+def _meet(
+    address: str, bind_address: str | None, count: int, index: int, facts: Mapping[str, str], timeout: float
+) -> None:
+    """Tell the first process what this one runs; raise an error if the processes differ, or one is missing."""
+    host, port = _host_and_port("coordinator_address", address)
+    bound = ("", port) if bind_address is None else _host_and_port("coordinator_bind_address", bind_address)
     stop = time.monotonic() + timeout
     meeting = None
     if index == 0:
         with contextlib.suppress(_InUse):  # maybe by another process with this number, which then says so
-            meeting = _Reception(int(port), count, stop)
+            meeting = _Reception(*bound, count, stop)
     me = {"process": index, "id": secrets.token_hex(8), "who": f"process {os.getpid()} on {socket.gethostname()}"}
     try:
-        answer = _ask(host.strip("[]"), int(port), json.dumps(me | {"same": dict(facts)}), count, stop)
+        answer = _ask(host, port, json.dumps(me | {"same": dict(facts)}), count, stop)
     finally:
         if meeting is not None:
             meeting.end()
@@ -130,19 +168,23 @@ def _ask(host: str, port: int, told: str, count: int, stop: float) -> Any:
         strange = False
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5) as s:
             s.sendall(told.encode() + b"\n")
-            s.settimeout(max(1.0, stop - time.monotonic()) + 10)
+            s.settimeout(_SILENT)
+            strange = True  # unless it says something
             with s.makefile("rb") as lines:
-                for line in lines:
+                while line := lines.readline(_LINE):
                     try:
                         answer = json.loads(line)
                         waiting, _ = answer["waiting"], answer["problem"]
                     except (ValueError, KeyError, TypeError):
-                        strange = True
                         break
+                    strange = False
                     if not waiting:
                         return answer
-                    say_at = time.monotonic() + _SAY_AGAIN
-                    _log(f"Waiting for {waiting}.")
+                    if time.monotonic() > say_at:
+                        say_at = time.monotonic() + _SAY_AGAIN
+                        _log(f"Waiting for {waiting}.")
+                else:
+                    strange = False  # it has ended, and may start again
         now = time.monotonic()
         if now > say_at:
             if strange:
@@ -168,19 +210,20 @@ class _InUse(Exception):
 class _Reception:
     """The place where the first process listens to all, in threads, and answers them."""
 
-    def __init__(self, port: int, count: int, stop: float):
+    def __init__(self, host: str, port: int, count: int, stop: float):
         self.count, self.stop = count, stop
         self.said: queue.Queue[tuple[socket.socket, Any]] = queue.Queue()
         """What came from each process; None after it has closed its connection."""
         self.present: dict[socket.socket, Any] = {}
         """The processes that wait for an answer, and what they told."""
         try:
-            if socket.has_dualstack_ipv6():
+            if host in ("", "::") and socket.has_dualstack_ipv6():
                 self.listener = socket.create_server(
                     ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=count
                 )
             else:
-                self.listener = socket.create_server(("", port), backlog=count)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                self.listener = socket.create_server((host, port), family=family, backlog=count)
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
                 raise _InUse from None
@@ -205,15 +248,30 @@ class _Reception:
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as lines:
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError),
+            connection.makefile("rb") as lines,
+        ):
             told = json.loads(lines.readline(_LINE))
-            hello = {"process": int(told["process"]), "id": told["id"], "who": told["who"], "same": dict(told["same"])}
+            same = {str(key): str(text) for key, text in told["same"].items()}
+            hello = {"process": int(told["process"]), "id": str(told["id"]), "who": str(told["who"]), "same": same}
             self.said.put((connection, hello))
             lines.read(1)
         self.said.put((connection, None))
 
     def _decide(self) -> None:
-        say_at, stop = time.monotonic() + _SAY_AFTER, self.stop
+        try:
+            answer, missing = self._compare()
+        except Exception as e:  # nobody would hear of it in this thread
+            answer, missing = (
+                {"waiting": "", "problem": f"connect_processes failed in process 0: {e!r}", "missing": ""},
+                [],
+            )
+        self._answer(answer, missing)
+
+    def _compare(self) -> tuple[dict[str, str], list[str]]:
+        """Wait for all processes; return the answer to them, and which are missing."""
+        say_at, stop = 0.0, self.stop
         while True:
             self._listen()
             by_index = {hello["process"]: hello for hello in self.present.values()}
@@ -227,9 +285,9 @@ class _Reception:
             if problem or not missing or now >= stop:
                 break
             if now > say_at:
-                say_at = now + _SAY_AGAIN
+                say_at = now + _ALIVE
                 _send(self.present, {"waiting": names, "problem": "", "missing": ""})
-        self._answer({"waiting": "", "problem": problem, "missing": "" if problem else names}, missing)
+        return {"waiting": "", "problem": problem, "missing": "" if problem else names}, missing
 
     def _listen(self) -> Any:
         """Take what came from a process, if something did, and return it."""
@@ -245,12 +303,15 @@ class _Reception:
     def _answer(self, answer: Mapping[str, str], missing: list[str]) -> None:
         """Answer all, and for a while those that come late to hear of a problem, until they have closed."""
         _send(self.present, answer)
+        known = list(self.present.values())
         late = set(missing) if answer["problem"] else set()
         stop = time.monotonic() + 5
         while (self.present or late) and time.monotonic() < stop:
             if (hello := self._listen()) is not None:
                 late.discard(str(hello["process"]))
-                _send({c: h for c, h in self.present.items() if h is hello}, answer)
+                known.append(hello)
+                problem = answer["problem"] or self._twice(known)  # also with one that has its answer
+                _send({c: h for c, h in self.present.items() if h is hello}, {**answer, "problem": problem})
 
     def _twice(self, present: list[Any]) -> str:
         for index in sorted({hello["process"] for hello in present}):

@@ -8,6 +8,7 @@ they finish its collectives, exchange whether they succeeded, and then all raise
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import sys
@@ -66,7 +67,12 @@ def fail_together(what: str) -> Iterator[ProcessAgreement]:
 
 def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
     """Raise an error in all processes if one of them has other texts or programs, or has failed."""
-    _agree(what, None, {key: x if isinstance(x, str) else _text_of_program(x) for key, x in same.items()})
+    try:
+        texts = {key: x if isinstance(x, str) else _text_of_program(x) for key, x in same.items()}
+    except BaseException as error:
+        _agree(what, error, {})
+        raise
+    _agree(what, None, texts)
 
 
 _ADDRESS = re.compile(r'(?<=backend_config = ")[0-9]+(?=")')
@@ -80,24 +86,58 @@ def _text_of_program(lowered: jax.stages.Lowered) -> str:
 
 def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:
     """Exchange whether each process succeeded; raise an error if one of them failed."""
-    payload = json.dumps({"error": None if error is None else _described(error), "same": dict(same)}).encode()
-    summary = np.array([error is not None, len(payload), zlib.crc32(payload)], np.uint32)
-    summaries = from_all_processes(summary)
-    if not summaries[:, 0].any() and (summaries == summaries[0]).all():
-        return
-    size = max(1024, 1 << int(summaries[:, 1].max() - 1).bit_length())  # few sizes: each compiles a gather
-    padded = np.zeros(size, np.uint8)
-    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    told = [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), summaries[:, 1], strict=True)]
-    failed = {i: one["error"] for i, one in enumerate(told) if one["error"] is not None}
-    if not failed:
-        raise ValueError(difference(what, {i: one["same"] for i, one in enumerate(told)}))
+    summaries = from_all_processes(
+        np.array([error is not None, zlib.crc32(json.dumps(dict(same)).encode())], np.uint32)
+    )
+    if not summaries[:, 0].any():
+        if (summaries == summaries[0]).all():
+            return
+        hashes = _exchanged({key: _hashes(text) for key, text in same.items()})
+        raise ValueError(difference(what, dict(enumerate(_exchanged(_own_lines(same, hashes))))))
+    told = _exchanged(None if error is None else _described(error))
+    failed = {i: one for i, one in enumerate(told) if one is not None}
     first = next(iter(failed.values()))
     if error is not None and (
         not isinstance(error, Exception) or (len(failed) == len(told) and all(e == first for e in failed.values()))
     ):
         return  # the caller raises it unchanged: all processes have it, or it is an interrupt
     raise _made(what, failed, len(told)) from error
+
+
+def _exchanged(x: Any) -> list[Any]:
+    """Return what each process gives to this function."""
+    payload = json.dumps(x).encode()
+    lengths = from_all_processes(np.array([len(payload)], np.uint32))[:, 0]
+    padded = np.zeros(
+        max(1024, 1 << int(lengths.max() - 1).bit_length()), np.uint8
+    )  # few sizes: each compiles a gather
+    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+    return [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), lengths, strict=True)]
+
+
+def _hashes(text: str) -> list[str]:
+    """Return a hash of a text and of each of its lines: the texts of programs are too long to send them all."""
+    return [
+        hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        for part in (text, *text.splitlines())
+    ]
+
+
+def _own_lines(same: Mapping[str, str], told: list[dict[str, list[str]]]) -> dict[str, str]:
+    """Return a few lines of this process, of each text that differs, which some process does not have."""
+    own: dict[str, str] = {}
+    for key in dict.fromkeys(key for one in told for key in one):
+        hashes = [one.get(key, [""]) for one in told]
+        if all(one == hashes[0] for one in hashes):
+            continue
+        text = same.get(key, "")
+        whole, *mine = _hashes(text)
+        everywhere = set.intersection(*(set(lines) for _, *lines in hashes))
+        lines = [line for line, name in zip(text.splitlines(), mine, strict=True) if name not in everywhere]
+        own[key] = "\n".join(dict.fromkeys(lines[:4]))
+        if all(set(lines) == everywhere for _, *lines in hashes):
+            own[key] = f"the same lines in another order or number ({whole})"
+    return own
 
 
 def from_all_processes(x: np.ndarray) -> np.ndarray:

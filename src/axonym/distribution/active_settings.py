@@ -11,7 +11,6 @@ Without settings, the value is `None`, as when a thread starts.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import threading
 import weakref
@@ -60,9 +59,6 @@ _INTERNING = threading.Lock()
 # Created when the package is imported, not when a module is first used: the context is part of every jit cache key, so
 # a new one makes JAX compile everything again.
 ACTIVE = jax.make_user_context(None)
-
-TASK_KEEPS_ITS_OWN: contextvars.ContextVar[bool] = contextvars.ContextVar("axonym_task_keeps_its_own", default=False)
-"""Whether this code runs in a task of `in_context`, whose settings are not active while it waits."""
 
 activated = False
 """Whether settings were ever active. If not, an eager operation does not have to ask JAX for them."""

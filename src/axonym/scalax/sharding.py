@@ -21,7 +21,7 @@ from ..sharding import rules, with_sharding_annotation as _annotated
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.annotations import HashablePlacement, hashable_annotations, sharding_annotations as sharding_annotations
 from ..sharding.leaves import Leaf, leaves_of
-from ..sharding.mapping import EnteredBlocks
+from ..sharding.mapping import enter_block, leave_block
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import LeafPlacement, Placement, described, listed, resolve
 from ..sharding.process_local_data import from_process_local_data
@@ -336,18 +336,15 @@ class MeshShardingHelper:
         self.axis_dims = tuple(axis_dims)
         self.axis_names = tuple(axis_names)
         self.mesh = Mesh(devices, tuple(axis_names), axis_types=(kind,) * len(shape))
-        self._entered = EnteredBlocks()
 
     # --- the active mesh ---
 
     def __enter__(self) -> MeshShardingHelper:
-        block = self.get_context()
-        block.__enter__()
-        self._entered.blocks.append((block, None))
+        enter_block(self, self.get_context())
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._entered.blocks.pop()[0].__exit__(*raised)
+        leave_block(self, "MeshShardingHelper", *raised)
 
     @contextlib.contextmanager
     def get_context(self, annotation_shardings: Mapping[str, Placement] | None = None) -> Iterator[MeshShardingHelper]:

@@ -163,7 +163,8 @@ class Stages:
             if names is None or self._batch not in names:
                 raise ValueError(
                     f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
-                    f"must have; got {errors.describe_axes(names or (), x.shape)}."
+                    f"must have; got {errors.describe_axes(names or (), x.shape)}. Give it the axis, or pass it as a "
+                    "further argument if the layers do not change it."
                 )
             position = names.index(self._batch)
             shards = shard_count(self._mesh, spec[position])
@@ -176,12 +177,13 @@ class Stages:
             if not (isinstance(self._schedule, GPipe) or jnp.issubdtype(x.dtype, jnp.inexact)):
                 raise TypeError(
                     f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
-                    f"{x.dtype}{errors.describe_axes(names, x.shape)}."
+                    f"{x.dtype}{errors.describe_axes(names, x.shape)}. Use GPipe for it."
                 )
             if {*self._stages} & {*axes_in(entries_by_name(names))}:
                 raise ValueError(
                     f"{what}: the carry {errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
-                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
+                    f"stages, {errors.describe_axes(self._stages)}; every stage works on all of a microbatch. Map "
+                    "its axes to other mesh axes."
                 )
 
     def _prepared(self, stacked: Arrays, carry: Arrays, rest: Arrays) -> list[Arrays]:

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from ..distribution import active_settings
+from .mapping import own_blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,11 +53,7 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
 
         @functools.wraps(fn)
         async def task(*args: P.args, **kwargs: P.kwargs) -> Any:
-            token = active_settings.TASK_KEEPS_ITS_OWN.set(True)
-            try:
-                return await _CoroutineInContext(fn(*args, **kwargs), taken)
-            finally:
-                active_settings.TASK_KEEPS_ITS_OWN.reset(token)
+            return await _CoroutineInContext(fn(*args, **kwargs), taken)
 
         return task  # pyright: ignore[reportReturnType]
 
@@ -98,12 +95,13 @@ class _CoroutineInContext:
 
     def __init__(self, coroutine: Any, taken: _ContextSnapshot):
         self._coroutine, self._taken = coroutine, taken
+        self._blocks: list[Any] = []
 
     def __await__(self) -> Generator[Any, Any, Any]:
         resume: Callable[[], Any] = functools.partial(self._coroutine.send, None)
         try:
             while True:
-                with self._taken.active():
+                with self._taken.active(), own_blocks(self._blocks):
                     try:
                         waited_for = resume()
                     except StopIteration as end:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from ..axis import Axis, name_of
@@ -113,37 +113,63 @@ def axis_mapping(
     return ActiveSettings("axis_mapping", settings)
 
 
-class EnteredBlocks(threading.local):
-    """The with-blocks of one object that this thread is in: others may use the object at the same time."""
+class _Entered(threading.local):
+    """The with-blocks that this thread is in, the innermost last: of which object, and in which task."""
 
     def __init__(self):
-        self.blocks: list[tuple[contextlib.AbstractContextManager[Any], _Waiting | None]] = []
+        self.blocks: list[tuple[object, contextlib.AbstractContextManager[Any], Any]] = []
 
 
-class _Waiting:
-    """Finds out whether an event loop has run other tasks since this was made."""
+_ENTERED = _Entered()
 
-    def __init__(self, loop: Any):
-        self._loop, self._has_waited = loop, False
-        self._handle = loop.call_soon(self._note)  # which runs if this task waits
 
-    @staticmethod
-    def here() -> _Waiting | None:
-        """Return a new one inside a task that does not keep its own settings, or else None."""
-        asyncio = sys.modules.get("asyncio")
-        if asyncio is None or active_settings.TASK_KEEPS_ITS_OWN.get():
-            return None
-        try:
-            return _Waiting(asyncio.get_running_loop())
-        except RuntimeError:  # no loop
-            return None
+@contextlib.contextmanager
+def own_blocks(blocks: list[Any]) -> Iterator[None]:
+    """Enter and leave with-blocks apart from the other code of this thread, whose settings are not active here."""
+    before, _ENTERED.blocks = _ENTERED.blocks, blocks
+    try:
+        yield
+    finally:
+        _ENTERED.blocks = before
 
-    def _note(self) -> None:
-        self._has_waited = True
 
-    def has_let_others_run(self) -> bool:
-        self._handle.cancel()
-        return self._has_waited and len(sys.modules["asyncio"].all_tasks(self._loop)) > 1
+def _current_task() -> Any:
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return None if asyncio is None else asyncio.current_task()
+    except RuntimeError:  # no loop
+        return None
+
+
+def enter_block(of: object, block: contextlib.AbstractContextManager[Any]) -> None:
+    """Enter a with-block of an object, which other threads may use, and this one again."""
+    block.__enter__()
+    _ENTERED.blocks.append((of, block, _current_task()))
+
+
+def leave_block(of: object, what: str, *raised: Any) -> None:
+    """Leave the innermost with-block of an object; raise an error if blocks of several tasks were not nested."""
+    blocks, task = _ENTERED.blocks, _current_task()
+    theirs = [i for i, (its, _, _) in enumerate(blocks) if its is of]
+    mine = [i for i in theirs if blocks[i][2] is task]
+    start = max(mine or theirs, default=len(blocks))
+    inside = blocks[start:]
+    if inside and all(entered_in is task for _, _, entered_in in inside):
+        del blocks[start]
+        inside[0][1].__exit__(*raised)
+        return
+    # Each block restores what was active before it, so all are left that other tasks have entered since. If this one
+    # is not there, another task has left it so.
+    del blocks[start:]
+    for _, block, _ in reversed(inside):
+        with contextlib.suppress(ValueError):  # context variables of another task, which end with it
+            block.__exit__(None, None, None)
+    if not any(raised):
+        raise RuntimeError(
+            f"{what}: this with-block contains an `await`, and another task entered or left one meanwhile. The tasks "
+            "of an event loop share a thread, so each ran under the settings of the other. Make each task from "
+            "`axn.in_context(fn)`, where `fn` is its coroutine function."
+        )
 
 
 class ActiveSettings:
@@ -152,25 +178,15 @@ class ActiveSettings:
     def __init__(self, what: str, settings: Callable[[Settings | None], Settings | None]):
         self._what = what
         self._settings = settings
-        self._entered = EnteredBlocks()
 
     def _active(self) -> contextlib.AbstractContextManager[None]:
         return active_settings.activate(self._settings(active_settings.active_settings()))
 
     def __enter__(self) -> None:
-        block = self._active()
-        block.__enter__()
-        self._entered.blocks.append((block, _Waiting.here()))
+        enter_block(self, self._active())
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        block, waiting = self._entered.blocks.pop()
-        block.__exit__(kind, error, trace)
-        if waiting is not None and waiting.has_let_others_run() and error is None:
-            raise RuntimeError(
-                f"{self._what}: this with-block contains an `await`. The tasks of an event loop share a thread, so "
-                "other tasks ran under its settings, and this one maybe under theirs. Make each task from "
-                "`axn.in_context(fn)`, where `fn` is its coroutine function."
-            )
+    def __exit__(self, *raised: Any) -> None:
+        leave_block(self, self._what, *raised)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,13 +17,19 @@ from typing import Any
 
 _lock = threading.Lock()
 _users = 0
+_mine = threading.local()
 _made: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Orbax quiet in a with-block; several threads may be in one. Nothing changes for other code."""
+    """Keep Orbax quiet in a with-block; several threads may be in one.
+
+    For the whole process, this replaces `asyncio.new_event_loop` and adds a filter to the logger of Abseil, since Orbax
+    offers nothing narrower. Both only act on Orbax in a thread that is in such a block, or in a thread of Orbax.
+    """
     global _users, _made
+    _mine.depth = getattr(_mine, "depth", 0) + 1
     with _lock:
         _users += 1
         if _users == 1:
@@ -31,6 +38,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
+        _mine.depth -= 1
         with _lock:
             _users -= 1
             if _users == 0:
@@ -46,12 +54,18 @@ def wait_for_threads() -> None:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+    return "orbax" not in record.pathname or not _is_mine()
+
+
+def _is_mine() -> bool:
+    """Return whether this thread is in a block, or Orbax has started it."""
+    here = threading.current_thread()
+    return getattr(_mine, "depth", 0) > 0 or type(here).__module__.startswith("orbax.")
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     loop = _made()
-    if str(sys._getframe(1).f_globals.get("__name__")).startswith("orbax."):
+    if str(sys._getframe(1).f_globals.get("__name__")).startswith("orbax.") and _is_mine():
         close = loop.close
 
         def wait_and_close() -> None:
@@ -67,13 +81,14 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 def remove_unfinished(path: Any) -> None:
     """Remove what is left of a checkpoint that could not be written; its folder has the name of a temporary one."""
     with contextlib.suppress(OSError):
-        for unfinished in list(path.parent.glob(f"{path.name}.orbax-checkpoint-tmp*")):
-            _remove(unfinished)
+        for child in list(path.parent.iterdir()):  # a pattern would take the name for one, too
+            if child.name.startswith(f"{path.name}.orbax-checkpoint-tmp"):
+                _remove(child)
 
 
 def _remove(path: Any) -> None:
     with contextlib.suppress(OSError):
-        if not path.is_dir():
+        if os.path.islink(path) or not path.is_dir():
             path.unlink()
             return
         for child in list(path.iterdir()):
