@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,9 +106,9 @@ class _Bytes:
     def __init__(self) -> None:
         self.parts: dict[Axes, float] = {}
 
-    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> None:
+    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, share: float = 1.0) -> None:
         axes, whole = _divided(layout, x, over)
-        self.parts[axes] = self.parts.get(axes, 0.0) + whole
+        self.parts[axes] = self.parts.get(axes, 0.0) + whole * share
 
     def at(self, sizes: Sizes) -> Amount:
         return sum((whole / sizes.count(axes) for axes, whole in self.parts.items()), start=0.0)
@@ -197,7 +197,14 @@ class PatternAccount:
         scale = 1.0
         if self._stages is not None:
             scale = min(self._stages.count, self._stages.microbatches) / self._stages.microbatches
-        return _memory(self._trace, self._stored, self.layout, self._parameters, sizes, scale)
+        return _memory(self._trace, self._stored, self.layout, self._parameters, sizes, scale, self._at_once)
+
+    def _at_once(self, place: Occurrence) -> float:
+        """Return the share of a layer's batch that a stage computes at once: schedules may trace it as a whole."""
+        stages, turn = self._stages, self._turn(place)
+        if stages is None or not turn.layers:
+            return 1.0
+        return min(1.0, turn.times / stages.size / stages.microbatches)
 
     def parts(self, sizes: Sizes, touched: Amount, least: bool = False) -> list[Part]:
         """Return the parts of the step.
@@ -366,6 +373,7 @@ def _memory(
     parameters: Collection[frozenset[str]],
     sizes: Sizes,
     in_flight: float = 1.0,
+    at_once: Callable[[Occurrence], float] = lambda _: 1.0,
 ) -> tuple[Amount, Amount]:
     """Return the bytes of arguments and results, and the bytes that each device keeps at least.
 
@@ -376,6 +384,7 @@ def _memory(
     Arguments:
         used: the layout where arrays are computed.
         in_flight: the share of what loops keep that a device keeps at once.
+        at_once: returns the share of a product that a device has at once.
     """
     arguments, results, loops, gradients = (_Bytes() for _ in range(4))
     for x in trace.arguments:
@@ -388,10 +397,10 @@ def _memory(
     again: dict[int, _Bytes] = {}
     found = [e for e in trace.events if isinstance(e, Sum) and e.flops]
     for e in found:
-        axes, whole = _divided(used, e.result)
-        largest[axes] = max(largest.get(axes, 0.0), whole)
+        (axes, whole), share = _divided(used, e.result), at_once(e.place)
+        largest[axes] = max(largest.get(axes, 0.0), whole * share)
         if e.place.recomputes and e.place.phase == "recomputed":
-            again.setdefault(e.place.within, _Bytes()).add(used, e.result)
+            again.setdefault(e.place.within, _Bytes()).add(used, e.result, share=share)
     stacked = [x for x in trace.arguments if frozenset(x.names) in parameters]
     for e in found if again else ():
         if e.place.phase == "backward" and e.place.times != 1 and (layers := _stacked_along(e.result, stacked)):
