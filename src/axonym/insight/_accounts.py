@@ -187,7 +187,7 @@ class PatternAccount:
                     fits &= size % sizes.count(over) == 0
         touched, memory = self.memory(sizes)
         parts = least = self.parts(sizes, touched)
-        if any(e.place.branches for e in self._trace.events):
+        if any(e.place.branches or (isinstance(e, Sum) and e.narrow) for e in self._trace.events):
             least = self.parts(sizes, touched, least=True)
         bound = cost_model.bound(least, meshes, chip, touched)
         return Evaluated(fits, cost_model.estimate(parts, meshes, chip), bound, memory)
@@ -211,12 +211,14 @@ class PatternAccount:
 
         Arguments:
             touched: the bytes of arguments and results.
-            least: whether to leave out what is in a branch, rather than count its share.
+            least: whether to leave out what is in a branch, rather than count its share, and products of 8 bits.
         """
         products: dict[_Turns, list[Multiplication]] = {}
         results: dict[_Turns, _Bytes] = {}
         for event in self._trace.events:
-            if not isinstance(event, Sum) or not event.flops or (least and event.place.branches):
+            if not isinstance(event, Sum) or not event.flops:
+                continue
+            if least and (event.place.branches or event.narrow):
                 continue
             place = self._turn(event.place)
             product = self._product(event, sizes)

@@ -184,7 +184,11 @@ class Sending(Protocol):
 
 
 def bounds_on(chip: Chip, exchanges: Iterable[Sending], memory: Memory | None, flops: int | None) -> Bounds:
-    """Return lower bounds on the time of a step, given its least flops; conditionals send as little as they can."""
+    """Return lower bounds on the time of a step; conditionals send as little as they can.
+
+    Arguments:
+        flops: the least flops, without products of 8 bits, which chips compute at other rates.
+    """
     sent = [
         # The bytes of an all-reduce are those of two passes.
         (e.branches, e.axes, e.total_sent * least_passes(e.kind, chip) // (2 if e.kind == "all-reduce" else 1))

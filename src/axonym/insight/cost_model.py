@@ -436,7 +436,7 @@ class Part:
     touched: Amount = 0.0
     """The bytes that it reads and writes, beside products."""
     offloaded: Amount = 0.0
-    """The bytes that go to the memory of the host, or come from there."""
+    """The bytes that go to the memory of the host, or come from there. Traces do not tell them: a plan has none."""
     forward: bool = True
     """Whether it is not in the backward pass, nor recomputed for it."""
     waits: bool = False
