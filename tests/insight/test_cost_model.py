@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from axonym.insight import CHIPS, Islands, Torus, cost_model
+from axonym.insight._accounts import parts_of_report
 from axonym.insight.cost_model import Multiplication, Part, Placement, Sent, rate_of, topologies_of
 
 pytestmark = pytest.mark.further
@@ -204,6 +206,17 @@ def test_bounds_of_sums() -> None:
         (islands, {"model": 8}, own * 7 / 8 / 450e9),
     ):
         assert seconds("all-reduce", topology, one(topology, mesh), ("model",), own)[1] == pytest.approx(least)
+
+
+def test_exchanges_of_a_pipeline_overlap_with_its_layers() -> None:
+    """A pipeline of six turns exchanges while it computes the layers, which are of other turns; amounts stay."""
+    layers, head = (Part(n, (Multiplication(flops, 64),)) for n, flops in ((4, 1e12), (1, 1e9)))
+    of: dict[str, Any] = {"axes": ("stage",), "sent": 1, "devices": 2, "parameters": (), "stored": (), "branches": ()}
+    sent = [SimpleNamespace(kind="collective-permute", size=100, times=n, phase="forward", **of) for n in (6, 1)]
+    report: Any = SimpleNamespace(flops=None, collectives=sent)
+    first, last = parts_of_report(report, [layers, head])
+    assert [(x.size * first.times, x.count * first.times) for x in first.sent] == [(600, 6)]
+    assert [(x.size, x.count) for x in last.sent] == [(100, 1)]
 
 
 def test_counts_that_are_no_power_of_two() -> None:

@@ -353,6 +353,13 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         one = _named_exchange(c.kind, c.axes, size / ways(c.branches), gradient, parameter or bool(c.stored))
         times, forward = c.times or 1, c.phase not in ("backward", "recomputed")
         like = next((i for i, p in enumerate(found) if (p.times, p.forward) == (times, forward) and p.products), None)
+        if like is None and times > 1:
+            # A pipeline has loops of its own, and exchanges while stages compute.
+            loops = [i for i, p in enumerate(found) if p.forward == forward and p.products and p.times > 1]
+            like = max(loops, key=lambda i: sum(float(x.flops) for x in found[i].products), default=None)
+            if like is not None:
+                turns = times / found[like].times
+                one = dataclasses.replace(one, size=one.size * turns, count=turns)
         if like is None:
             found.append(Part(times, sent=(one,), forward=forward))
         else:
