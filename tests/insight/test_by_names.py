@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -487,6 +488,24 @@ def test_bounds_take_the_least_branch() -> None:
     assert report.bounds.compute == product / chip.flops
     assert report.bounds.links == {("data",): 6 / chip.link_bandwidth}
     assert report.least_flops == product and "and at least" in str(report)
+
+
+def test_bounds_leave_out_products_of_8_bits() -> None:
+    """Chips multiply more of them in a second; on GPUs, an all-reduce sends an array once at least."""
+    chip = axn.insight.CHIPS["h100"]
+    mesh = cases.mesh_of(data=4)
+
+    def of(dtype: str) -> Any:
+        return axn.ones({"embed": 16, "mlp": 32}, dtype), axn.ones({"batch": 8, "embed": 16}, dtype)
+
+    for by, dtype in itertools.product(("names", "partitioner"), ("int8", "float32")):
+        given = jax.eval_shape(lambda dtype=dtype: of(dtype))
+        step = lambda w, x: axn.dot(x, w, axis="embed")
+        report = axn.insight.explain(step, *given, mapping={"embed": "data"}, mesh=mesh, by=by, chip=chip)
+        sent = report.total_sent()
+        assert report.flops == 2 * 8 * 16 * 32 // 4 and sent and report.bounds is not None
+        assert report.bounds.compute == (0 if dtype == "int8" else report.flops / chip.flops)
+        assert report.bounds.links == {("data",): sent / 2 / chip.link_bandwidth}
 
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")

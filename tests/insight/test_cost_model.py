@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from axonym.insight import CHIPS, Islands, Torus, cost_model
+from axonym.insight._accounts import parts_of_report
 from axonym.insight.cost_model import Multiplication, Part, Placement, Sent, rate_of, topologies_of
 
 pytestmark = pytest.mark.further
@@ -140,3 +142,98 @@ def test_several_meshes_at_once() -> None:
         alone = cost_model.estimate(parts, {("all-gather", ("data",)): rate}, torus.chip)
         assert seconds.at(i).seconds == pytest.approx(float(alone.seconds))
     assert np.shape(seconds.seconds) == (len(each),)
+
+
+MIB = 2**20
+
+
+def seconds(kind: str, topology: Any, placed: Placement, axes: tuple[str, ...], size: float) -> tuple[float, ...]:
+    """The seconds at published rates of an exchange of a complete array, and those that its resources are busy."""
+    reached = dataclasses.replace(topology.chip.reached, links=1.0, network=1.0)
+    ideal = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, reached=reached))
+    rate = rate_of(kind, ideal.route(placed, axes), ideal.chip)
+    return rate.per_byte * size, max(rate.busy.values()) * size
+
+
+def test_an_all_to_all_sends_what_a_device_has() -> None:
+    """Each of k devices sends its s bytes but for its own share: the complete array has k times as many."""
+    own = 64 * MIB
+    islands = Islands("h100", 8)
+    for found in seconds("all-to-all", islands, Placement({"expert": 8}), ("expert",), 8 * own):
+        assert found == pytest.approx(own * 7 / 8 / 450e9)
+    # Sixteen in two islands: half of what a device has goes over its network card.
+    islands = Islands("h100", 16)
+    for found in seconds("all-to-all", islands, Placement({"expert": 16}), ("expert",), 16 * own):
+        assert found == pytest.approx(own / 2 / 50e9)
+    # Through each of the two cuts of a ring of 16, an eighth of 16 devices' bytes goes one way; in 16 x 16 as well.
+    torus = Torus("v5e", (16, 16))
+    placed = one(torus, {"data": 16, "model": 16})
+    for found in seconds("all-to-all", torus, placed, ("model",), 16 * own):
+        assert found == pytest.approx(own * 16 / 8 / 50e9)
+    for found in seconds("all-to-all", torus, one(torus, {"expert": 256}), ("expert",), 256 * own):
+        assert found == pytest.approx(own * 16 / 8 / 50e9)
+    # The middle of a line of four carries what two devices send to the two others, one way.
+    grid = Torus("v5e", (4, 4))
+    for found in seconds("all-to-all", grid, one(grid, {"data": 4, "model": 4}), ("model",), 4 * own):
+        assert found == pytest.approx(own * 4 / 4 / 50e9)
+    # Two slices: half of what a device has goes over the network.
+    slices = Torus("v5e", (4, 4), slices=2)
+    for found in seconds("all-to-all", slices, one(slices, {"expert": 32}), ("expert",), 32 * own):
+        assert found == pytest.approx(own / 2 / 3.125e9)
+
+
+def test_a_shift_to_a_neighbor_uses_one_link() -> None:
+    own = 64 * MIB
+    cube, slices, islands = Torus("v5p", (8, 8, 8)), Torus("v5e", (4, 4), slices=2), Islands("h100", 16)
+    for topology, mesh, rate in (
+        (cube, {"pos": 512}, 100e9),
+        (cube, {"data": 64, "pos": 8}, 100e9),
+        (slices, {"pos": 32}, 3.125e9),
+        (islands, {"pos": 16}, 50e9),
+        (islands, {"data": 2, "pos": 8}, 450e9),
+    ):
+        found, _ = seconds("collective-permute", topology, one(topology, mesh), ("pos",), own)
+        assert found == pytest.approx(own / rate), mesh
+
+
+def test_bounds_of_sums() -> None:
+    """A line reduces to one end and returns at the same time; a ring of n sends (1 - 1/n) twice, both ways."""
+    own = 64 * MIB
+    line, ring, islands = Torus("v5e", (8, 8)), Torus("v5e", (16, 16)), Islands("h100", 8)
+    for topology, mesh, least in (
+        (line, {"data": 8, "model": 8}, own / 50e9),
+        (ring, {"data": 16, "model": 16}, own * 15 / 16 / 50e9),
+        (islands, {"model": 8}, own * 7 / 8 / 450e9),
+    ):
+        assert seconds("all-reduce", topology, one(topology, mesh), ("model",), own)[1] == pytest.approx(least)
+
+
+def test_exchanges_of_a_pipeline_overlap_with_its_layers() -> None:
+    """A pipeline of six turns exchanges while it computes the layers, which are of other turns; amounts stay."""
+    layers, head = (Part(n, (Multiplication(flops, 64),)) for n, flops in ((4, 1e12), (1, 1e9)))
+    of: dict[str, Any] = {"axes": ("stage",), "sent": 1, "devices": 2, "parameters": (), "stored": (), "branches": ()}
+    sent = [SimpleNamespace(kind="collective-permute", size=100, times=n, phase="forward", **of) for n in (6, 1)]
+    report: Any = SimpleNamespace(flops=None, collectives=sent)
+    first, last = parts_of_report(report, [layers, head])
+    assert [(x.size * first.times, x.count * first.times) for x in first.sent] == [(600, 6)]
+    assert [(x.size, x.count) for x in last.sent] == [(100, 1)]
+
+
+def test_counts_that_are_no_power_of_two() -> None:
+    cluster = Islands("h100", 24)
+    for mesh, axis, counts in (
+        ({"data": 8, "model": 3}, "model", [3]),  # 8 are no multiple of 3: some threes lie in two islands
+        ({"data": 6, "model": 4}, "data", [2, 3]),
+        ({"data": 4, "model": 6}, "model", [2, 3]),
+        ({"data": 3, "model": 8}, "data", [3]),
+    ):
+        levels = cluster.route(Placement(mesh), (axis,))
+        assert [level.count for level in levels] == counts, (mesh, axis)
+    assert [level.count for level in Islands("h100", 6).route(Placement({"model": 6}), ("model",))] == [6]
+
+
+def test_a_chip_without_a_largest_slice() -> None:
+    own = dataclasses.replace(CHIPS["v5e"], name="own", pod=())
+    assert Torus(own, (4, 4)) in topologies_of(16, own)
+    with pytest.raises(ValueError, match="a topology is written as 'v5p:8x8x8'"):
+        topologies_of("v5e:16x16xslices", "v5p")

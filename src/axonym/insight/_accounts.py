@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,9 @@ import numpy as np
 from ..distribution.decisions import distinct
 from ..distribution.mesh_axes import Axes
 from . import cost_model
+from ._branches import ways
 from ._by_names import Account, CountedExchange, Layout
-from ._named_events import NamedTrace, Occurrence, Sum, Value
+from ._named_events import NamedTrace, Occurrence, Open, Sum, Value
 from .chips import Chip
 from .cost_model import Amount, Estimate, Multiplication, Part, Placement, Rate, Sent, Topology
 from .report import Report
@@ -105,9 +106,9 @@ class _Bytes:
     def __init__(self) -> None:
         self.parts: dict[Axes, float] = {}
 
-    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, times: int = 1) -> None:
+    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, share: float = 1.0) -> None:
         axes, whole = _divided(layout, x, over)
-        self.parts[axes] = self.parts.get(axes, 0.0) + whole * times
+        self.parts[axes] = self.parts.get(axes, 0.0) + whole * share
 
     def at(self, sizes: Sizes) -> Amount:
         return sum((whole / sizes.count(axes) for axes, whole in self.parts.items()), start=0.0)
@@ -150,6 +151,7 @@ class PatternAccount:
     def __init__(
         self,
         trace: NamedTrace,
+        parameters: Sequence[set[str]],
         axes: Axes,
         compute: Mapping[str, Any],
         storage: Mapping[str, Any],
@@ -157,6 +159,7 @@ class PatternAccount:
         exchanges: bool = True,
     ):
         """Arguments:
+        parameters: the axes of each array of the model.
         exchanges: whether to work out what it exchanges, which raises `NotKnown` if names do not tell.
         """
         self._trace, self._stages = trace, stages
@@ -170,7 +173,8 @@ class PatternAccount:
             else self.layout
         )
         self._exchanges = Account(trace, self.layout, divides=False).exchanges if exchanges else []
-        self._parameters = {frozenset(x.names) for x in trace.arguments}
+        self._parameters = {frozenset(names) for names in parameters}
+        self._loops = set[int]() if stages is None else {id(e.place.eqns[0]) for e in loops_over(trace, stages.layers)}
         self._known: dict[frozenset[str], bool] = {}
 
     def evaluate(self, meshes: Meshes, chip: Chip) -> Evaluated:
@@ -183,64 +187,66 @@ class PatternAccount:
                     fits &= size % sizes.count(over) == 0
         touched, memory = self.memory(sizes)
         parts = least = self.parts(sizes, touched)
-        if any(e.place.branches for e in self._trace.events):
+        if any(e.place.branches or (isinstance(e, Sum) and e.narrow) for e in self._trace.events):
             least = self.parts(sizes, touched, least=True)
         bound = cost_model.bound(least, meshes, chip, touched)
         return Evaluated(fits, cost_model.estimate(parts, meshes, chip), bound, memory)
 
     def memory(self, sizes: Sizes) -> tuple[Amount, Amount]:
         """Return the bytes of arguments and results, and the bytes that each device keeps at least: see `kept`."""
-        found = kept_by(self._trace, self._stored, lambda: _Bytes(), self.layout)
-        arguments, results, loops, products, again, gradients = found
         scale = 1.0
         if self._stages is not None:
             scale = min(self._stages.count, self._stages.microbatches) / self._stages.microbatches
-        largest: dict[Axes, float] = {}
-        for axes, whole in (pair for b in products for pair in b.parts.items()):
-            largest[axes] = max(largest.get(axes, 0.0), whole)
-        most = functools.reduce(np.maximum, (whole / sizes.count(axes) for axes, whole in largest.items()), 0.0)
-        recomputed = functools.reduce(np.maximum, (b.at(sizes) for b in again), 0.0)
-        given, made = arguments.at(sizes), results.at(sizes)
-        kept = np.maximum(given, made) + loops.at(sizes) * scale + most + recomputed + gradients.at(sizes)
-        return given + made, kept
+        return _memory(self._trace, self._stored, self.layout, self._parameters, sizes, scale, self._at_once)
+
+    def _at_once(self, place: Occurrence) -> float:
+        """Return the share of a layer's batch that a stage computes at once: schedules may trace it as a whole."""
+        stages, turn = self._stages, self._turn(place)
+        if stages is None or not turn.layers:
+            return 1.0
+        return min(1.0, turn.times / stages.size / stages.microbatches)
 
     def parts(self, sizes: Sizes, touched: Amount, least: bool = False) -> list[Part]:
         """Return the parts of the step.
 
         Arguments:
             touched: the bytes of arguments and results.
-            least: whether to leave out what is in a branch, rather than count its share.
+            least: whether to leave out what is in a branch, rather than count its share, and products of 8 bits.
         """
         products: dict[_Turns, list[Multiplication]] = {}
         results: dict[_Turns, _Bytes] = {}
         for event in self._trace.events:
-            if not isinstance(event, Sum) or not event.flops or (least and event.place.branches):
+            if not isinstance(event, Sum) or not event.flops:
                 continue
-            place = _Turns.of(event.place)
+            if least and (event.place.branches or event.narrow):
+                continue
+            place = self._turn(event.place)
             product = self._product(event, sizes)
             products.setdefault(place, []).append(
-                dataclasses.replace(product, flops=product.flops * _weight(event.place))
+                dataclasses.replace(product, flops=product.flops / ways(event.place.branches))
             )
             if not product.core:
                 results.setdefault(place, _Bytes()).add(self.layout, event.result)
         sent: dict[_Turns, list[Sent]] = {}
         for e in self._exchanges:
             if e.sent and not (least and e.place.branches):
-                sent.setdefault(_Turns.of(e.place), []).append(self._sent(e, sizes))
+                sent.setdefault(self._turn(e.place), []).append(self._sent(e, sizes))
         found = [Part(1.0, touched=touched)]
         for place in dict.fromkeys((*products, *sent)):
             read = TOUCHED * results[place].at(sizes) if place in results else 0.0
             exchanges = _merged(sent.get(place, ()))
             part = Part(place.times, tuple(products.get(place, ())), exchanges, read, forward=place.forward)
-            found += self._staged(part) if self._stages is not None else [part]
+            found += self._staged(part) if place.layers else [part]
         return found
+
+    def _turn(self, place: Occurrence) -> _Turns:
+        layers = any(id(eqn) in self._loops for eqn in place.eqns)
+        return _Turns(place.times or 1, place.phase not in ("backward", "recomputed"), layers)
 
     def _staged(self, part: Part) -> list[Part]:
         """Divide a loop over layers over stages, of which each waits for others at the beginning and the end."""
         stages = self._stages
         assert stages is not None
-        if part.times % stages.size:
-            return [part]
         own = dataclasses.replace(part, times=part.times / stages.count)
         waits = dataclasses.replace(own, times=own.times * (stages.count - 1) / stages.microbatches, waits=True)
         return [own, waits]
@@ -267,7 +273,7 @@ class PatternAccount:
         return Multiplication(flops, functools.reduce(np.minimum, (rows, columns, summed)), core)
 
     def _is_parameter(self, names: frozenset[str]) -> bool:
-        """Return whether an array with some axes is an argument, or a slice of one."""
+        """Return whether an array with some axes is a parameter, or a slice of one."""
         if names not in self._known:
             self._known[names] = any(names <= x and len(x - names) <= 1 for x in self._parameters)
         return self._known[names]
@@ -281,7 +287,7 @@ class PatternAccount:
         parameter = self._is_parameter(frozenset(e.value.names)) and bool(e.value.names)
         gradient = parameter and e.place.phase == "backward"
         gathered = parameter and e.kind == "all-gather"
-        return _named_exchange(e.kind, e.axes, size * _weight(e.place), gradient, gathered)
+        return _named_exchange(e.kind, e.axes, size / ways(e.place.branches), gradient, gathered)
 
 
 class _Turns(NamedTuple):
@@ -289,10 +295,14 @@ class _Turns(NamedTuple):
 
     times: int
     forward: bool
+    layers: bool
+    """Whether it is in a loop over layers that stages divide."""
 
-    @staticmethod
-    def of(place: Occurrence) -> _Turns:
-        return _Turns(place.times or 1, place.phase not in ("backward", "recomputed"))
+
+def loops_over(trace: NamedTrace, axis: str | None = None) -> list[Open]:
+    """Return the loops that go over an axis, or over any."""
+    loops = [e for e in trace.events if isinstance(e, Open) and e.what == "a loop"]
+    return [e for e in loops if axis is None or axis in e.names]
 
 
 def _summed(event: Sum, names: Sequence[frozenset[str]]) -> frozenset[str]:
@@ -301,11 +311,6 @@ def _summed(event: Sum, names: Sequence[frozenset[str]]) -> frozenset[str]:
     assert operation is not None
     results = {a.name for term in operation.results for a in term}
     return (names[0] & names[1]) - results
-
-
-def _weight(place: Occurrence) -> float:
-    """Return the share of a branch: each of the branches of a conditional is assumed to run as often."""
-    return 1 / math.prod(of for _, of, _ in place.branches)
 
 
 def _named_exchange(kind: str, axes: Axes, size: Amount, gradient: bool, parameter: bool, count: Amount = 1) -> Sent:
@@ -345,12 +350,18 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         size = c.size * c.devices if c.kind in ("reduce-scatter", "all-to-all") else c.size
         parameter = bool(c.parameters)
         gradient = parameter and c.kind in ("all-reduce", "reduce-scatter")
-        weight = 1 / math.prod(of for _, of, _ in c.branches)
-        one = _named_exchange(c.kind, c.axes, size * weight, gradient, parameter or bool(c.stored))
-        place = _Turns(c.times or 1, c.phase not in ("backward", "recomputed"))
-        like = next((i for i, p in enumerate(found) if (p.times, p.forward) == place and p.products), None)
+        one = _named_exchange(c.kind, c.axes, size / ways(c.branches), gradient, parameter or bool(c.stored))
+        times, forward = c.times or 1, c.phase not in ("backward", "recomputed")
+        like = next((i for i, p in enumerate(found) if (p.times, p.forward) == (times, forward) and p.products), None)
+        if like is None and times > 1:
+            # A pipeline has loops of its own, and exchanges while stages compute.
+            loops = [i for i, p in enumerate(found) if p.forward == forward and p.products and p.times > 1]
+            like = max(loops, key=lambda i: sum(float(x.flops) for x in found[i].products), default=None)
+            if like is not None:
+                turns = times / found[like].times
+                one = dataclasses.replace(one, size=one.size * turns, count=turns)
         if like is None:
-            found.append(Part(place.times, sent=(one,), forward=place.forward))
+            found.append(Part(times, sent=(one,), forward=forward))
         else:
             found[like] = dataclasses.replace(found[like], sent=(*found[like].sent, one))
     return [dataclasses.replace(p, sent=_merged(p.sent)) for p in found]
@@ -359,53 +370,62 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
 # --- memory ---
 
 
-class _BytesHere:
-    """A sum of bytes on the mesh of a layout."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, times: int = 1) -> None:
-        self.total += layout.bytes(x, over) * times
+def kept(trace: NamedTrace, layout: Layout, parameters: Sequence[set[str]]) -> int:
+    """Return the bytes that each device keeps at least, on the mesh of a layout."""
+    return int(_memory(trace, layout, layout, {frozenset(names) for names in parameters}, Sizes(layout.mesh))[1])
 
 
-def kept(trace: NamedTrace, layout: Layout) -> int:
-    """Return the bytes on each device, counting results that become arguments of the next step once.
+def _memory(
+    trace: NamedTrace,
+    layout: Layout,
+    used: Layout,
+    parameters: Collection[frozenset[str]],
+    sizes: Sizes,
+    in_flight: float = 1.0,
+    at_once: Callable[[Occurrence], float] = lambda _: 1.0,
+) -> tuple[Amount, Amount]:
+    """Return the bytes of arguments and results, and the bytes that each device keeps at least.
 
-    Beside what loops keep, a backward pass that recomputes layers has the products of one of them, and the gradients of
-    all layers that a loop goes through, since it stacks them.
-    """
-    arguments, results, loops, products, again, gradients = kept_by(trace, layout, _BytesHere, layout)
-    most, recomputed = (max((b.total for b in found), default=0) for found in (products, again))
-    return max(arguments.total, results.total) + loops.total + most + recomputed + gradients.total
-
-
-def kept_by(
-    trace: NamedTrace, layout: Layout, new: Callable[[], Any], used: Layout
-) -> tuple[Any, Any, Any, list[Any], list[Any], Any]:
-    """Add up what a device keeps: arguments, results, what loops keep, each product, recomputed ones, and gradients.
+    Results that become arguments of the next step count once. Beside what loops keep, a backward pass that recomputes
+    layers has the products of one of them, and the gradients of all layers that a loop goes through, since it stacks
+    them.
 
     Arguments:
-        new: makes a sum.
         used: the layout where arrays are computed.
+        in_flight: the share of what loops keep that a device keeps at once.
+        at_once: returns the share of a product that a device has at once.
     """
-    arguments, results, loops, gradients = new(), new(), new(), new()
+    arguments, results, loops, gradients = (_Bytes() for _ in range(4))
     for x in trace.arguments:
         arguments.add(layout, x, layout.over(x.base))
     for x in trace.results:
         results.add(layout, x, layout.over(x.base))
     for x in trace.kept:
         loops.add(layout, x)
-    products, again = [], dict[int, Any]()
-    stacked = [{*x.names} for x in trace.arguments]
+    largest: dict[Axes, float] = {}
+    again: dict[int, _Bytes] = {}
     found = [e for e in trace.events if isinstance(e, Sum) and e.flops]
     for e in found:
-        products.append(new())
-        products[-1].add(used, e.result)
+        (axes, whole), share = _divided(used, e.result), at_once(e.place)
+        largest[axes] = max(largest.get(axes, 0.0), whole * share)
         if e.place.recomputes and e.place.phase == "recomputed":
-            again.setdefault(e.place.within, new()).add(used, e.result)
+            again.setdefault(e.place.within, _Bytes()).add(used, e.result, share=share)
+    stacked = [x for x in trace.arguments if frozenset(x.names) in parameters]
     for e in found if again else ():
-        own = {*e.result.names}
-        if e.place.phase == "backward" and e.place.times != 1 and any(own < n and len(n - own) == 1 for n in stacked):
-            gradients.add(used, e.result, used.over(e.result.base), e.place.times or 1)
-    return arguments, results, loops, products, list(again.values()), gradients
+        if e.place.phase == "backward" and e.place.times != 1 and (layers := _stacked_along(e.result, stacked)):
+            all_layers = dataclasses.replace(e.result, base=(*e.result.base, layers))
+            gradients.add(used, all_layers, [*used.over(e.result.base), layout.used(layers[0])])
+    products = [whole / sizes.count(axes) for axes, whole in largest.items()]
+    most = functools.reduce(np.maximum, [*products, *(b.at(sizes) for b in again.values())], 0.0)
+    given, made = arguments.at(sizes), results.at(sizes)
+    kept = np.maximum(given, made) + loops.at(sizes) * in_flight + most + gradients.at(sizes)
+    return given + made, kept
+
+
+def _stacked_along(x: Value, stacked: Iterable[Value]) -> tuple[str | None, int] | None:
+    """Return the axis that one of some arrays has, and that its slices of the axes of an array lack."""
+    own = {*x.names}
+    return next(
+        (d for y in stacked if own < {*y.names} and len(y.base) == len(own) + 1 for d in y.base if d[0] not in own),
+        None,
+    )

@@ -19,9 +19,14 @@ NOTE = (
 )
 
 
+def ways(branches: Branches) -> int:
+    """Return how many ways conditionals may go, of which one runs an operation: as if each were taken equally often."""
+    return math.prod(of for _, of, _ in branches)
+
+
 def mean(amount: int, branches: Branches) -> int:
-    """Return the mean of an amount over the branches that may run, as if each ran equally often."""
-    return amount // math.prod(of for _, of, _ in branches)
+    """Return the mean of an amount over the branches that may run."""
+    return amount // ways(branches)
 
 
 def least(amounts: Iterable[tuple[Branches, Thing, int]]) -> Counter[Thing]:

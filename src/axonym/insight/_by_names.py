@@ -247,7 +247,7 @@ class Account:
         self.exchanges: list[CountedExchange] = []
         self.flops: int | None = None if trace.uncounted else 0
         self._counted: list[tuple[Branches, str, int]] = []
-        """The flops of each product."""
+        """The flops of each product; also as `wide`, unless it is of 8 bits."""
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self.saved = 0
@@ -269,7 +269,8 @@ class Account:
 
     def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
         """Return lower bounds on time."""
-        return bounds_on(chip, self.exchanges, memory, self.least_flops)
+        flops = None if self.flops is None else least(self._counted)["wide"]
+        return bounds_on(chip, self.exchanges, memory, flops)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -375,7 +376,8 @@ class Account:
         each = event.flops // self.layout.count(used)
         mean_flops = mean(each * (times or 1), event.place.branches)
         self.flops = None if times is None or self.flops is None else self.flops + mean_flops
-        self._counted.append((event.place.branches, "flops", each * (times or 1)))
+        kinds = ("flops",) if event.narrow else ("flops", "wide")
+        self._counted += [(event.place.branches, kind, each * (times or 1)) for kind in kinds]
         self.saved += each * (times or 1) if event.place.avoidable else 0
 
     def _must_lie(self, event: Sum) -> PlacedAxes | None:

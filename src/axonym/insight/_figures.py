@@ -12,6 +12,7 @@ from ._branches import Branches, least as fewest
 from ._text import described_axes, in_order
 from .chips import Chip
 from .collectives import Collective
+from .cost_model import least_passes
 from .repeating import RepeatedWork
 from .timeline import MemoryTimeline
 
@@ -184,8 +185,10 @@ def needed_memory(report: Figures) -> int | None:
 
 
 class Sending(Protocol):
-    """An exchange: the mesh axes that it runs over, its bytes in a call, and the branches around it."""
+    """An exchange: its kind, the mesh axes that it runs over, its bytes in a call, and the branches around it."""
 
+    @property
+    def kind(self) -> str: ...
     @property
     def axes(self) -> tuple[str, ...] | None: ...
     @property
@@ -195,8 +198,17 @@ class Sending(Protocol):
 
 
 def bounds_on(chip: Chip, exchanges: Iterable[Sending], memory: Memory | None, flops: int | None) -> Bounds:
-    """Return lower bounds on the time of a step, given its least flops; conditionals send as little as they can."""
-    sent = [(e.branches, e.axes, e.total_sent) for e in exchanges if e.axes and e.total_sent is not None]
+    """Return lower bounds on the time of a step; conditionals send as little as they can.
+
+    Arguments:
+        flops: the least flops, without products of 8 bits, which chips compute at other rates.
+    """
+    sent = [
+        # The bytes of an all-reduce are those of two passes.
+        (e.branches, e.axes, e.total_sent * least_passes(e.kind, chip) // (2 if e.kind == "all-reduce" else 1))
+        for e in exchanges
+        if e.axes and e.total_sent is not None
+    ]
     touched = None if memory is None else memory.arguments + memory.results
     return Bounds(
         chip=chip.name,

@@ -71,6 +71,8 @@ class Sum:
     """The axes of all operands together."""
     flops: int
     """The flops of the operation on all devices together, if it is a product or a convolution."""
+    narrow: bool = False
+    """Whether its operands have 8 bits, or fewer, of which chips multiply more in a second."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -364,7 +364,9 @@ class _Events:
             self.unnamed += 1
         self._noted(place, xs, y, product=True)
         axes = (*kept, *summed)
-        self.found.append(Sum(place, y, self._summed(place, summed), axes, 2 * math.prod(n for _, n in axes)))
+        narrow = left.dtype.itemsize == right.dtype.itemsize == 1
+        flops = 2 * math.prod(n for _, n in axes)
+        self.found.append(Sum(place, y, self._summed(place, summed), axes, flops, narrow))
 
     def _convolved(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record a convolution: a product along its channels, with windows that names say nothing of."""

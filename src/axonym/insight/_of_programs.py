@@ -51,17 +51,24 @@ class _Count:
         """Return the flops without the branches that take more, and without products of rows with other groups."""
         return None if self.flops is None else least(self._needed)["flops"]
 
+    @property
+    def wide_flops(self) -> int | None:
+        """Return the least flops without products of 8 bits, of which chips multiply more in a second."""
+        return None if self.flops is None else least(self._needed)["wide"]
+
     def add(self, visit: Visit) -> None:
         """Add the flops of a product or convolution."""
         instruction, operands = visit.instruction, self._program.operands(visit)
-        each = _flops.of_instruction(instruction, [s for _, shapes in operands for s in shapes])
+        given = [s for _, shapes in operands for s in shapes]
+        each = _flops.of_instruction(instruction, given)
         own = each // _scopes.groups(instruction.scope) if self._platform == "cpu" else each
         self.grouped += (each - own) * (visit.times or 1)
         if visit.times is None:
             self.flops = None
             return
         self.products.append((instruction.scope, self._program.frames(instruction), own * visit.times, visit.branches))
-        self._needed.append((visit.branches, "flops", own * visit.times))
+        kinds = ("flops",) if all(s.bits <= 8 for s in given) else ("flops", "wide")
+        self._needed += [(visit.branches, kind, own * visit.times) for kind in kinds]
         self.flops = None if self.flops is None else self.flops + mean(each * visit.times, visit.branches)
 
 
@@ -99,7 +106,7 @@ def report_on(
         tuple(_converted(c, late) for c in carried),
         memory,
         count.flops,
-        None if chip is None else bounds_on(chip, collectives, memory, count.least_flops),
+        None if chip is None else bounds_on(chip, collectives, memory, count.wide_flops),
         tuple(notes),
         timeline=course,
         arguments=names.added_up((scope, shape.bytes) for scope, shape in shards),

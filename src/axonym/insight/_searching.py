@@ -14,10 +14,10 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import DividedLayers, Meshes, PatternAccount, RatesAt, Sizes, kept, parts_of_report
+from ._accounts import DividedLayers, Meshes, PatternAccount, RatesAt, Sizes, kept, loops_over, parts_of_report
 from ._by_names import Account, Layout, check_sizes
 from ._figures import Bounds
-from ._named_events import NamedTrace, NotKnown, Open, Renamed, Sum
+from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from .cost_model import Estimate, Placement, Topology
 from .explaining import explain
@@ -78,7 +78,7 @@ class TracedStep:
 
     def stages(self, count: int, microbatches: int) -> DividedLayers | None:
         """Return the stages over which the layers can be divided: the axis of the model that a loop goes over."""
-        loops = [n for e in self.trace.events if isinstance(e, Open) and e.what == "a loop" for n in sorted(e.names)]
+        loops = [n for e in loops_over(self.trace) for n in sorted(e.names)]
         layers = next((n for n in loops if n in self.of_model), None)
         if layers is None:
             return None
@@ -106,8 +106,8 @@ class Search:
         """The shardings that are not considered, each with the reason."""
         self._sizes = {n: size for x in self.trace.arguments for n, size in x.dims if n is not None}
         if like is not None and like._sizes.keys() == self._sizes.keys():
-            for name in ("refused", "batch", "tensor", "_multiplied", "stored", "groups"):
-                setattr(self, name, getattr(like, name))
+            self.refused, self.batch, self.tensor = like.refused, like.batch, like.tensor
+            self._multiplied, self.stored, self.groups = like._multiplied, like.stored, like.groups
             return
         alone = [n for n in self._sizes if self._told({n: "model"}, {})]
         self.refused = sorted((n for n in self._sizes if n not in alone), key=lambda n: n not in of_batch)
@@ -166,11 +166,11 @@ class Search:
     def _account(
         self, axes: Axes, compute: Mapping[str, Over], storage: Mapping[str, Over], exchanges: bool = True
     ) -> PatternAccount:
-        return PatternAccount(self.trace, axes, compute, storage, self.stages, exchanges)
+        return PatternAccount(self.trace, self.step.parameters, axes, compute, storage, self.stages, exchanges)
 
     def _patterns(self) -> Iterator[tuple[Axes, dict[str, Over], dict[str, Over]]]:
         """Yield mesh axes and mappings: of the batch, of groups of axes, and of stored parameters."""
-        if self.chips == 1:
+        if self.chips == (self.stages.count if self.stages else 1):
             yield (), {}, {}
         for batch, group in itertools.product(self.batch or [None], self.groups):
             if batch in group:
@@ -212,10 +212,11 @@ class Search:
         mesh = {a: n for a, n in placed.mesh.items() if n > 1} or {"data": 1}
         layout = Layout({**mesh, **own}, ranked.compute, ranked.storage, self.trace.joined)
         account = Account(self.trace, layout)
-        compute, storage = self._with_stages(ranked.compute), self._with_stages(ranked.storage)
+        compute = self._with_stages(ranked.compute)
+        storage = self._with_stages(ranked.storage) if ranked.storage else {}
         flops, bounds = account.flops, account.bounds(self.chip, None)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
-        memory = kept(self.trace, layout)
+        memory = kept(self.trace, layout, self.step.parameters)
         if self.stages is not None:
             # Layers are divided over the stages; the few things beside them are not, so these are not quite bounds.
             n = self.stages.count
@@ -228,7 +229,7 @@ class Search:
         )  # fmt: skip
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
-        return {**mapping, **({self.stages.layers: DividedLayers.over} if self.stages and mapping else {})}
+        return {**mapping, **({self.stages.layers: DividedLayers.over} if self.stages else {})}
 
     # --- by reports ---
 
@@ -314,7 +315,7 @@ class Search:
             check_sizes(layout, self.trace.arguments)
         except ValueError:
             return None
-        if (memory := kept(self.trace, layout)) > limit:
+        if (memory := kept(self.trace, layout, self.step.parameters)) > limit:
             return None
         mapping = (storage, compute) if storage else compute
         try:

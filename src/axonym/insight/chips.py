@@ -61,7 +61,7 @@ class Chip:
 
     name: str
     flops: float
-    """Floating-point operations in a second, in products of bfloat16."""
+    """Floating-point operations in a second, in products of bfloat16. Bounds leave out products of 8 bits."""
     memory: int
     """Bytes of memory."""
     memory_bandwidth: float

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -31,19 +32,27 @@ Amount: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The part of an exchange that uses one kind of link: within a torus or an island, or between them."""
+    """The part of an exchange that uses one kind of link: within a torus or an island, or between them.
 
-    count: float
+    Seconds are for each byte of the complete array, at published rates.
+    """
+
+    count: int
     """How many groups of devices exchange over it."""
-    per_byte: float
-    """Seconds for each byte of a complete array to be gathered, at the rate that is reached."""
+    gathers: float
+    """Seconds of a gather."""
+    passes: float
+    """Seconds for each byte that a device passes to its neighbor, over one link in one direction."""
     hops: float
     """Seconds for the hops of one gather."""
     busy: Mapping[str, float]
-    """For each resource, the seconds for each byte of the array that a gather keeps it busy at least."""
-    trades: float = 0.0
-    """How much faster an all-to-all is than a gather, where devices pass on what others send; 0 where each sends its
-    own to all others."""
+    """For each resource, the seconds that a gather keeps it busy at least."""
+    sums: Mapping[str, float]
+    """For each resource, the seconds that an all-reduce keeps it busy at least."""
+    trades: Mapping[str, float]
+    """For each resource, the seconds that an all-to-all of the groups keeps it busy at least."""
+    reached: float
+    """The share of the published rates that is reached."""
     hides: float = 1.0
     """How much of an exchange computing hides, beside what it hides of others."""
 
@@ -87,12 +96,11 @@ class Torus:
 
     def __init__(self, chip: Chip | str, shape: Sequence[int], slices: int = 1):
         chip, shape = known_chip(chip, "Torus"), tuple(shape)
-        longest = sorted(chip.pod, reverse=True)
         if not chip.torus or len(shape) > chip.torus:
             raise ValueError(
                 f"Torus: chips of {chip.name} are linked in {chip.torus} dimensions, got the shape {shape}."
             )
-        if any(n > most for n, most in zip(sorted(shape, reverse=True), longest, strict=False)):
+        if not _in_pod(shape, chip):
             raise ValueError(
                 f"Torus: the largest slice of {chip.name} is {_times(chip.pod)}, got {_times(shape)}. Use several: "
                 f'Torus("{chip.name}", shape, slices=2).'
@@ -154,12 +162,22 @@ class Torus:
             rates = {d: (2 if rings[d] else 1) * chip.link / distance for d, (_, distance) in counts.items()}
             hops = sum((n / 2 if rings[d] else n - 1) * distance for d, (n, distance) in counts.items())
             received = 1 - 1 / inside
-            # If dimensions are gathered one after another, the first has the least to send.
-            busy = {f"links of dimension {d}": (1 - 1 / n) * n / inside / rates[d] for d, (n, _) in counts.items()}
-            per_byte = received / sum(rates.values()) / chip.reached.links
-            busy["links"] = received / chip.link_bandwidth
-            trades = 4.0 if all(rings.values()) else 2.0
-            levels.append(Level(inside, per_byte, hops * chip.reached.hop, busy, trades))
+            busy, sums, trades = ({"links": t * received / chip.link_bandwidth} for t in (1, 2, 1 / inside))
+            for d, (n, _) in counts.items():
+                name, of_byte = f"links of dimension {d}", 1 / inside / rates[d]
+                # If dimensions are gathered one after another, the first has the least to send.
+                busy[name] = (n - 1) * of_byte
+                # To sum a byte over n positions and to return it crosses n - 1 links twice, of which a ring has n.
+                sums[name] = (2 * (n - 1) if rings[d] else n) * of_byte
+                # Each half sends to each device of the other one, through the middle of a line, or both cuts of a ring.
+                trades[name] = (n // 2) * ((n + 1) // 2) / n * of_byte
+            farthest = max(distance for _, distance in counts.values())
+            levels.append(
+                Level(
+                    inside, received / sum(rates.values()), farthest / chip.link, hops * chip.reached.hop, busy, sums,
+                    trades, chip.reached.links,
+                )
+            )  # fmt: skip
         return (*levels, *_network(chip, chip.network, slices, inside))
 
 
@@ -208,19 +226,19 @@ class Islands:
         >>> islands = axn.insight.Islands("h100", 64)
         >>> placed = islands.placements({"data": 4, "model": 16})[0]
         >>> [level.count for level in islands.route(placed, ["model"])]
-        [8.0, 2.0]
+        [8, 2]
         """
-        chip, inside, distance, count = self.chip, 1.0, 1, 1
+        chip, inside, distance, count = self.chip, 1, 1, 1
+        size = min(self.size, self.chips)
         for a, n in reversed(tuple(placed.mesh.items())):
             if a in axes:
-                inside, count = inside * min(max(self.size / distance, 1.0), n), count * n
+                inside, count = inside * (1 if size % distance else math.gcd(n, size // distance)), count * n
             distance *= n
         levels = []
         if inside > 1:
-            seconds = (1 - 1 / inside) / chip.link
             hops = (inside - 1) * chip.reached.hop
-            levels.append(Level(inside, seconds / chip.reached.links, hops, {"links": seconds}))
-        return (*levels, *_network(chip, self.network, count / inside, inside))
+            levels.append(_switched(chip, "links", inside, 1 / chip.link, 1 / chip.link, hops, chip.reached.links))
+        return (*levels, *_network(chip, self.network, count // inside, inside))
 
 
 Topology: TypeAlias = Torus | Islands
@@ -232,23 +250,19 @@ def topologies_of(chips: int | str | Topology, chip: Chip | str) -> list[Topolog
         return [chips]
     if isinstance(chips, str):
         name, _, shape = chips.partition(":")
-        parts = shape.split("x")
         of = known_chip(name, "plan")
-        slices = int(parts.pop().removesuffix("slices")) if parts[-1].endswith("slices") else 1
-        if not all(n.isdecimal() for n in parts):
+        if not (parts := re.fullmatch(r"(\d+(?:x\d+)*?)(?:x(\d+)slices)?", shape)):
             raise ValueError(
                 f"plan: a topology is written as 'v5p:8x8x8', 'v5p:8x8x8x2slices' or 'h100:64', got {chips!r}."
             )
-        sizes = tuple(map(int, parts))
-        return [Torus(of, sizes, slices) if of.torus else Islands(of, math.prod(sizes))]
+        sizes = tuple(map(int, parts[1].split("x")))
+        return [Torus(of, sizes, int(parts[2] or 1)) if of.torus else Islands(of, math.prod(sizes))]
     of = known_chip(chip, "plan")
     if not of.torus:
         return [Islands(of, chips)]
-    most = math.prod(of.pod)
+    most = math.prod(of.pod) if of.pod else chips
     slices = next((n for n in range(1, chips + 1) if chips % n == 0 and chips // n <= most), 1)
-    shapes = [
-        s for s in _shapes(chips // slices, of.torus) if all(a <= b for a, b in zip(s, sorted(of.pod), strict=True))
-    ]
+    shapes = [s for s in _shapes(chips // slices, of.torus) if _in_pod(s, of)]
     usual = [s for s in shapes if all(n <= 4 or n % 4 == 0 for n in s)]
     if not shapes:
         raise ValueError(
@@ -258,13 +272,32 @@ def topologies_of(chips: int | str | Topology, chip: Chip | str) -> list[Topolog
     return [Torus(of, s, slices) for s in usual or shapes]
 
 
-def _network(chip: Chip, rate: float, count: float, inside: float) -> Iterator[Level]:
+def _network(chip: Chip, rate: float, count: int, inside: int) -> Iterator[Level]:
     """Yield the level between slices or islands, of which each device sends what others inside do not."""
     if count > 1:
-        reached, seconds = chip.reached, (1 - 1 / count) / inside / rate
-        hides = reached.ahead_network / reached.ahead
-        hops = (count - 1) * reached.network_hop
-        yield Level(count, seconds / reached.network, hops, {"network": seconds}, hides=hides)
+        reached = chip.reached
+        hides, hops = reached.ahead_network / reached.ahead, (count - 1) * reached.network_hop
+        yield _switched(chip, "network", count, 1 / inside / rate, 1 / rate, hops, reached.network, hides)
+
+
+def _switched(
+    chip: Chip, resource: str, count: int, of_byte: float, passes: float, hops: float, reached: float, hides: float = 1
+) -> Level:
+    """Return a level where each device sends to each other one.
+
+    Arguments:
+        of_byte: the seconds in which a device sends its share of each byte of a complete array.
+    """
+    gathers = (1 - 1 / count) * of_byte
+    busy, trades = {resource: gathers}, {resource: gathers / count}
+    sums = {resource: gathers * least_passes("all-reduce", chip)}
+    return Level(count, gathers, passes, hops, busy, sums, trades, reached, hides)
+
+
+def _in_pod(shape: Sequence[int], chip: Chip) -> bool:
+    """Return whether a slice is within the largest one, if that is known."""
+    longest = sorted(chip.pod, reverse=True)
+    return all(n <= most for n, most in zip(sorted(shape, reverse=True), longest, strict=False))
 
 
 def _times(shape: Sequence[int]) -> str:
@@ -334,26 +367,33 @@ class Rate:
     """For each resource, the seconds for each byte that it is busy at least."""
 
 
+def least_passes(kind: str, chip: Chip) -> int:
+    """Return how often a device sends an array at least: switches of islands may add up what chips send."""
+    return 2 if kind == "all-reduce" and chip.torus else 1
+
+
 def rate_of(kind: str, route: Route, chip: Chip) -> Rate:
     """Return what an exchange takes on a route. Levels work at the same time on parts of an array."""
-    passes = 2.0 if kind == "all-reduce" else 1.0
-    # Switches of islands may add up what chips send, so that each sends an array once.
-    least = passes if chip.torus else 1.0
-    inside, longest, hides, hops = 1.0, 0.0, 1.0, 0.0
+    passes = 2 if kind == "all-reduce" else 1
+    inside, longest, hides, hops = 1, 0.0, 1.0, 0.0
     busy: dict[str, float] = {}
     count = math.prod(level.count for level in route)
     for level in route:
-        traded = 1.0
-        if kind == "all-to-all":
-            traded = 1 / level.trades if level.trades else inside * level.count / count
-        elif kind.startswith("collective"):  # it goes to a neighbour
-            traded = 1 / (1 - 1 / level.count)
-        if (seconds := level.per_byte * traded) > longest:
-            longest, hides = seconds, level.hides
-        busy |= {resource: seconds * traded * least for resource, seconds in level.busy.items()}
-        hops += level.hops * passes
         inside *= level.count
-    return Rate(longest * passes, hops + chip.reached.launch if route else 0.0, hides, busy)
+        if kind == "all-to-all":
+            # A device sends the same to each other one, so less to the few that are near.
+            found = {resource: t * (inside / count) ** 2 for resource, t in level.trades.items()}
+            seconds = max(found.values())
+        elif kind.startswith("collective"):  # it goes to a neighbor
+            found = {resource: t / (1 - 1 / level.count) for resource, t in level.busy.items()}
+            seconds = level.passes
+        else:
+            found, seconds = level.sums if passes == 2 else level.busy, level.gathers * passes
+        if seconds / level.reached > longest:
+            longest, hides = seconds / level.reached, level.hides
+        busy |= found
+        hops += level.hops * passes
+    return Rate(longest, hops + chip.reached.launch if route else 0.0, hides, busy)
 
 
 # --- steps ---
@@ -396,7 +436,7 @@ class Part:
     touched: Amount = 0.0
     """The bytes that it reads and writes, beside products."""
     offloaded: Amount = 0.0
-    """The bytes that go to the memory of the host, or come from there."""
+    """The bytes that go to the memory of the host, or come from there. Traces do not tell them: a plan has none."""
     forward: bool = True
     """Whether it is not in the backward pass, nor recomputed for it."""
     waits: bool = False

@@ -71,6 +71,9 @@ class PlannedMapping:
     def seconds(self) -> float:
         """Return the lower bound on the time of a step: the longest of its bounds.
 
+        It takes the links of a chip together. A plan prunes by a longer bound, for the links of each dimension of a
+        topology, and for all exchanges over them.
+
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
         >>> axn.insight.plan(step, w, x, chips=2).best.seconds > 0
@@ -278,7 +281,7 @@ class MappingPlan(Page):
             memory = describe_bytes(p.memory) if p.peak is None else f"{describe_bytes(p.peak)}, compiled"
             rows.append(
                 [mesh, *([_listed(p.choices, "=")] if chosen else []), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(p.estimate.seconds), described_seconds(p.seconds), p.bounds.bottleneck,
+                 described_seconds(_as_shown(p.estimate.seconds)), described_seconds(p.seconds), p.bounds.bottleneck,
                  describe_bytes(p.sent), memory, flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
@@ -306,9 +309,10 @@ def plan(
     remaining mappings are not considered, and the result says so. A step with operations whose flops are not known,
     such as kernels of Pallas, is refused.
 
-    Mappings are ordered by an estimate of the time of a step, to the three digits shown: the sum of its products, and
-    of that part of its exchanges that computing does not hide. Of the branches of a conditional, the one that takes
-    least counts in bounds; all experts are assumed to get equally many rows.
+    Mappings are ordered by an estimate of the time of a step, to the two digits shown: the sum of its products, and of
+    that part of its exchanges that computing does not hide. What a step moves to the memory of the host does not count:
+    of policies that offload what layers keep, the memory counts, and the time does not. Of the branches of a
+    conditional, the one that takes least counts in bounds; all experts are assumed to get equally many rows.
 
     With `choices`, `fn` is a builder: `fn(**choices)` returns the step, or the step and its arguments. A choice named
     `stages` divides the layers over that many stages of a pipeline, along a mesh axis `stage`, with as many
@@ -570,8 +574,8 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
 
 def _as_shown(seconds: float) -> float:
-    """Round a time to the digits that are shown, by which plans are ordered."""
-    return float(f"{seconds:.3g}")
+    """Round a time to the two digits that are shown, by which plans are ordered: estimates are no better."""
+    return float(f"{seconds:.2g}")
 
 
 def _agreement(p: PlannedMapping) -> str:
