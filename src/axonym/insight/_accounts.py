@@ -351,20 +351,26 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         parameter = bool(c.parameters)
         gradient = parameter and c.kind in ("all-reduce", "reduce-scatter")
         one = _named_exchange(c.kind, c.axes, size / ways(c.branches), gradient, parameter or bool(c.stored))
-        times, forward = c.times or 1, c.phase not in ("backward", "recomputed")
-        like = next((i for i, p in enumerate(found) if (p.times, p.forward) == (times, forward) and p.products), None)
-        if like is None and times > 1:
-            # A pipeline has loops of its own, and exchanges while stages compute.
-            loops = [i for i, p in enumerate(found) if p.forward == forward and p.products and p.times > 1]
-            like = max(loops, key=lambda i: sum(float(x.flops) for x in found[i].products), default=None)
-            if like is not None:
-                turns = times / found[like].times
-                one = dataclasses.replace(one, size=one.size * turns, count=turns)
-        if like is None:
-            found.append(Part(times, sent=(one,), forward=forward))
-        else:
-            found[like] = dataclasses.replace(found[like], sent=(*found[like].sent, one))
+        _add(one, c.times or 1, c.phase not in ("backward", "recomputed"), found)
     return [dataclasses.replace(p, sent=_merged(p.sent)) for p in found]
+
+
+def _add(one: Sent, times: int, forward: bool, parts: list[Part]) -> None:
+    """Add an exchange to the part that it overlaps with, or if there is none, as a part of its own.
+
+    A pipeline has loops of its own, and exchanges while stages compute: its exchanges are spread over the turns of the
+    loop that computes most.
+    """
+    alike = [i for i, p in enumerate(parts) if p.forward == forward and p.products]
+    if not (like := [i for i in alike if parts[i].times == times][:1]) and times > 1:
+        like = [i for i in alike if parts[i].times > 1]
+    if not like:
+        parts.append(Part(times, sent=(one,), forward=forward))
+        return
+    i = max(like, key=lambda i: sum(float(x.flops) for x in parts[i].products))
+    turns = times / parts[i].times
+    one = dataclasses.replace(one, size=one.size * turns, count=one.count * turns)
+    parts[i] = dataclasses.replace(parts[i], sent=(*parts[i].sent, one))
 
 
 # --- memory ---
