@@ -317,11 +317,15 @@ def test_any_mesh_will_do() -> None:
 
 
 def test_a_loop_whose_length_is_not_known() -> None:
-    def summed(x: Any) -> Any:
-        return jax.lax.while_loop(lambda x: x.array[0] < 9, lambda x: x + axn.sum(axn.ones(x.axes) * x), x)
+    def summed(x: Any, most: Any) -> Any:
+        def double(carry: Any) -> Any:
+            count, x = carry
+            return 2 * count, x + axn.sum(axn.ones(x.axes) * x)
 
-    x = jax.eval_shape(lambda: axn.ones({"batch": 8}))
-    report = axn.insight.explain(summed, x, mapping={"batch": "data"}, mesh=cases.mesh_of(data=8), by="names")
+        return jax.lax.while_loop(lambda carry: carry[0] < most, double, (most // most, x))
+
+    x, most = jax.eval_shape(lambda: (axn.ones({"batch": 8}), 9))
+    report = axn.insight.explain(summed, x, most, mapping={"batch": "data"}, mesh=cases.mesh_of(data=8), by="names")
     assert [(c.kind, c.times) for c in report.collectives] == [("all-reduce", None)]
     assert report.total_sent() is None
 

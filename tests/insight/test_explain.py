@@ -271,7 +271,7 @@ def test_the_forms_of_a_report() -> None:
     ("options", "message"),
     [
         ({"by": "guess"}, "`by` is one of 'compiled', 'partitioner'"),
-        ({"chip": "v0"}, "the chips with figures are v5e"),
+        ({"chip": "v0"}, "the chips with figures are v4, v5e"),
         ({"mapping": 3}, "a mapping is a resource mapping, or a pair"),
     ],
 )

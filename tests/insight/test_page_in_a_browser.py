@@ -102,7 +102,7 @@ def test_nothing_is_asked_of_the_network_and_nothing_fails(name: str, window: Br
 def test_the_first_screen_has_the_verdict(window: Browser, folder: Path) -> None:
     bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
     opened(window, folder, "report", 1280)
-    assert window.run(bottom.format(".two")) <= 900
+    assert window.run(bottom.format(".two .item")) <= 900
     opened(window, folder, "report", 390)
     assert window.run(bottom.format(".card")) <= 844
 
