@@ -243,7 +243,7 @@ def test_who_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         ended.set()
         lives.join()
     printed = capsys.readouterr().err
-    assert f"Host 2 runs already, on {HOST}." in printed and "comes back with --processes 4." in printed
+    assert f"Host 2 runs already, on {HOST}; each has" in printed and "comes back with --processes 4." in printed
     assert not _Hosts(tmp_path, 0, 4, timeout=100).join()
     again.lost = dict.fromkeys((2, 3), "it gave no sign of life")
     again.tell("waits", 0)
