@@ -133,8 +133,8 @@ class Torus:
     def placements(self, mesh: Mapping[str, int], most: int = 4) -> list[Placement]:
         """Return the ways to lay a mesh on the torus, those that share the fewest dimensions first, and at most some.
 
-        >>> [spans] = axn.insight.Torus("v5e", (4, 8)).placements({"data": 8, "model": 4})
-        >>> spans.spans["model"]
+        >>> placed, *_ = axn.insight.Torus("v5e", (4, 8)).placements({"data": 8, "model": 4})
+        >>> placed.spans["model"]
         ((0, 4, 1),)
         """
         sizes = tuple(mesh.values())
@@ -149,7 +149,7 @@ class Torus:
         >>> torus = axn.insight.Torus("v5p", (8, 8, 8))
         >>> [placed] = torus.placements({"data": 64, "model": 8})
         >>> [name for level in torus.route(placed, ["model"]) for name in level.busy]
-        ['links of dimension 0', 'links']
+        ['links', 'links of dimension 0']
         """
         chip, counts = self.chip, dict[int, tuple[int, int]]()
         for dim, count, distance in (span for a in axes for span in placed.spans[a]):
