@@ -507,8 +507,9 @@ def test_bounds_leave_out_products_of_8_bits() -> None:
         step = lambda w, x: axn.dot(x, w, axis="embed")
         report = axn.insight.explain(step, *given, mapping={"embed": "data"}, mesh=mesh, by=by, chip=chip)
         sent = report.total_sent()
-        assert report.flops == 2 * 8 * 16 * 32 // 4 and sent and report.bounds is not None
-        assert report.bounds.compute == (0 if dtype == "int8" else report.flops / chip.flops)
+        flops = 2 * 8 * 16 * 32 // 4
+        assert report.flops == flops and sent and report.bounds is not None
+        assert report.bounds.compute == (0 if dtype == "int8" else flops / chip.flops)
         assert report.bounds.links == {("data",): sent / 2 / chip.link_bandwidth}
 
 

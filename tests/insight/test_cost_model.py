@@ -96,6 +96,7 @@ def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
         for placed in topology.placements(mesh):
             for a in mesh:
                 axes: tuple[str, ...] = (a,)
+                rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate]
                 rates = {(kind, axes): rate_of(kind, topology.route(placed, axes), topology.chip)}
                 product = Multiplication(1e12, 64)
                 parts = [Part(3, (product,), (Sent(kind, axes, 1e8, "exchanging activations"),), 1e6)]
@@ -137,9 +138,10 @@ def test_several_meshes_at_once() -> None:
     each = [gather(torus, p, "data") for n in (2, 4, 8) for p in torus.placements({"data": 128 // n, "model": n})]
     together = cost_model.stacked(each)
     parts = [Part(1, (), (Sent("all-gather", ("data",), 1e9, "gathering parameters"),))]
-    seconds = cost_model.estimate(parts, {("all-gather", ("data",)): together}, torus.chip)
+    key: tuple[str, tuple[str, ...]] = ("all-gather", ("data",))
+    seconds = cost_model.estimate(parts, {key: together}, torus.chip)
     for i, rate in enumerate(each):
-        alone = cost_model.estimate(parts, {("all-gather", ("data",)): rate}, torus.chip)
+        alone = cost_model.estimate(parts, {key: rate}, torus.chip)
         assert seconds.at(i).seconds == pytest.approx(float(alone.seconds))
     assert np.shape(seconds.seconds) == (len(each),)
 
