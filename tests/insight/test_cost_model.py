@@ -20,6 +20,10 @@ def gather(topology: Any, placed: Placement, *axes: str) -> cost_model.Rate:
     return rate_of("all-gather", topology.route(placed, axes), topology.chip)
 
 
+def of_gathers(rate: cost_model.Rate) -> dict[tuple[str, tuple[str, ...]], cost_model.Rate]:
+    return {("all-gather", ("data",)): rate}
+
+
 def one(topology: Any, mesh: dict[str, int]) -> Placement:
     return topology.placements(mesh)[0]
 
@@ -138,10 +142,9 @@ def test_several_meshes_at_once() -> None:
     each = [gather(torus, p, "data") for n in (2, 4, 8) for p in torus.placements({"data": 128 // n, "model": n})]
     together = cost_model.stacked(each)
     parts = [Part(1, (), (Sent("all-gather", ("data",), 1e9, "gathering parameters"),))]
-    key: tuple[str, tuple[str, ...]] = ("all-gather", ("data",))
-    seconds = cost_model.estimate(parts, {key: together}, torus.chip)
+    seconds = cost_model.estimate(parts, of_gathers(together), torus.chip)
     for i, rate in enumerate(each):
-        alone = cost_model.estimate(parts, {key: rate}, torus.chip)
+        alone = cost_model.estimate(parts, of_gathers(rate), torus.chip)
         assert seconds.at(i).seconds == pytest.approx(float(alone.seconds))
     assert np.shape(seconds.seconds) == (len(each),)
 
