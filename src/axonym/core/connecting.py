@@ -213,7 +213,7 @@ class _Reception:
     def __init__(self, host: str, port: int, count: int, stop: float):
         self.count, self.stop = count, stop
         self.said: queue.Queue[tuple[socket.socket, Any]] = queue.Queue()
-        """What came from each process; None after it has closed its connection."""
+        """The message from each process; None after it has closed its connection."""
         self.present: dict[socket.socket, Any] = {}
         """The processes that wait for an answer, and what they told."""
         try:

@@ -76,7 +76,7 @@ def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
 
 
 _ADDRESS = re.compile(r'(?<=backend_config = ")[0-9]+(?=")')
-"""Where the rule of a custom partitioning lies in the memory of a process."""
+"""The address of a custom partitioning's rule in the memory of a process."""
 
 
 def _text_of_program(lowered: jax.stages.Lowered) -> str:

@@ -79,7 +79,7 @@ class Meshes:
 
 
 class RatesAt:
-    """What exchanges take on one mesh."""
+    """The rates of exchanges on one mesh."""
 
     def __init__(self, topology: Topology, placed: Placement):
         self._topology, self._placed = topology, placed
@@ -121,10 +121,10 @@ def _divided(layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> tu
 
 
 class Evaluated(NamedTuple):
-    """What a step takes on each of several meshes."""
+    """The cost of a step on each of several meshes."""
 
     fits: Any
-    """Whether the mesh axes divide the axes of the arguments."""
+    """True where the mesh axes divide the axes of the arguments."""
     estimate: Estimate
     bound: Amount
     memory: Amount
@@ -137,7 +137,7 @@ class DividedLayers:
     layers: str
     """The axis of the layers."""
     size: int
-    """How many layers there are."""
+    """The number of layers."""
     count: int
     microbatches: int
 
@@ -296,7 +296,7 @@ class _Turns(NamedTuple):
     times: int
     forward: bool
     layers: bool
-    """Whether it is in a loop over layers that stages divide."""
+    """True in a loop over layers that stages divide."""
 
 
 def loops_over(trace: NamedTrace, axis: str | None = None) -> list[Open]:

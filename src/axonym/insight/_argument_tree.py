@@ -10,11 +10,11 @@ from ._arguments import PlacedArgument
 from ._html import Html, Words, bar, code, element, joined
 
 _OPEN = 2
-"""How deep parts are shown open."""
+"""The depth to which parts are shown open."""
 _MOST = 600
-"""How many arrays are written."""
+"""The largest number of arrays that are written."""
 _LARGE = 12
-"""How many children a part that is shown open has at most."""
+"""The largest number of children of a part that is shown open."""
 
 
 @dataclasses.dataclass

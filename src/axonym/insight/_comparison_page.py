@@ -16,7 +16,7 @@ Comparison: TypeAlias = Any
 """A comparison: its module uses this one, and imports point one way."""
 
 _CHANGES = 8
-"""How many transfers that differ are shown at once."""
+"""The largest number of differing transfers that are shown at once."""
 
 Quantity: TypeAlias = tuple[Html, str, Mapping[str, float | None], Any]
 """A name, the class of its bars, its value for each mapping, and how a value is written."""

@@ -96,7 +96,7 @@ class Figures:
     platform: str
     mesh: Mapping[str, int]
     by: str
-    """How it was made: by `compiled`, `partitioner` or `names`."""
+    """The tier that made the report: `compiled`, `partitioner` or `names`."""
     collectives: tuple[Collective, ...]
     memory: Memory | None
     """None where nothing was compiled to the end."""
