@@ -99,7 +99,7 @@ class Page(abc.ABC):
         return f'{said}{text}<iframe title="report" style="{style}" srcdoc={quoteattr(self.to_html())}></iframe>'
 
 
-@functools.cache
+@functools.lru_cache(1)
 def _parts() -> dict[str, str]:
     """Return the page around a body, and its script."""
     folder = importlib.resources.files("axonym.insight")
