@@ -61,10 +61,10 @@ SLOW = (
 )
 QUICK_FUNCTIONS = 2
 
-# Modules that are `further` as a whole: other libraries' names for functions tested under ours; files, command lines
-# and pages; values composed of operations that are tested with every version; and parsing, comparisons and messages
-# without JAX.
-FURTHER = (
+# Modules that `.ci/run` runs with the oldest JAX only: other libraries' names for functions tested under ours; files,
+# command lines and pages; values composed of operations that are tested with every version; and parsing, comparisons
+# and messages without JAX.
+WITH_OLDEST = (
     "tests/examples/test_plans.py",
     "tests/examples/test_run_folder.py",
     "tests/fuzz/test_fuzz.py::test_planted",
@@ -99,19 +99,23 @@ FURTHER = (
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as `further`, and a sample as `quick`: the first case of the first two test functions of each module.
+    """Mark tests that `.ci/run` runs with one version of JAX only, and a sample as `quick`.
 
-    Of the cases of a test function, half are `further`: the first always runs, and a checksum of their names chooses
-    among the others, so that it takes each kind of mesh about as often. Modules begin with the basics. Slow tests do
-    not count. A test may also be marked `quick` or `further` where it is defined, as one call of every operation is.
+    The first case of a test function runs with both versions; a checksum of their names deals the others out as
+    `oldest` and `newest`, so that each version gets each kind of mesh about as often. The sample is the first case of
+    the first two test functions of each module, since modules begin with the basics; slow tests do not count. A test
+    may also be marked where it is defined, as one call of every operation is.
     """
     functions: dict[object, set[str]] = {}
-    has_run: set[str] = set()
+    with_both: set[str] = set()
     for item in items:
         case_of = item.nodeid.partition("[")[0]
-        if item.nodeid.startswith(FURTHER) or (case_of in has_run and zlib.crc32(item.nodeid.encode()) % 2):
-            item.add_marker("further")
-        has_run.add(case_of)
+        if item.nodeid.startswith(WITH_OLDEST) or item.get_closest_marker("oldest"):
+            item.add_marker("oldest")
+        elif case_of in with_both:
+            item.add_marker("oldest" if zlib.crc32(item.nodeid.encode()) % 2 else "newest")
+        else:
+            with_both.add(case_of)
         if item.nodeid.startswith(SLOW):
             continue
         seen = functions.setdefault(item.path, set())

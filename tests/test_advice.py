@@ -828,7 +828,7 @@ def in_messages() -> Iterator[str]:
                     yield code
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_every_message_with_code_is_in_the_table() -> None:
     found, known = set(in_messages()), {advice.says for advice in TABLE}
     assert found - known - EXCEPTIONS.keys() == set()
@@ -881,7 +881,7 @@ def foreign() -> list[str]:
     return sorted(codes, key=lambda code: ("load_" in code, code))
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_advice_about_names_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it runs; what each is for, `test_foreign_names` says."""
     monkeypatch.chdir(tmp_path)
@@ -945,7 +945,7 @@ def say_how_to_call() -> dict[str, Any]:
     }
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("path", say_how_to_call())
 def test_calls_in_messages(path: str) -> None:
     """Whatever argument is unknown, the call that the message advises runs."""

@@ -9,7 +9,7 @@ pytest.importorskip("optax")
 from benchmarks import accelerator, peers
 from benchmarks.peers.case import Sizes
 
-pytestmark = pytest.mark.further
+pytestmark = pytest.mark.oldest
 
 
 def test_libraries_agree() -> None:

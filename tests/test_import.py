@@ -81,7 +81,7 @@ def test_what_is_loaded() -> None:
     assert loaded >= set(ORDINARY)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_loading_a_module_keeps_what_is_compiled() -> None:
     """A module that changed the key of JAX's caches would make everything compile again when it is first used."""
     code = """
@@ -111,7 +111,7 @@ print("equinox" in sys.modules)
     assert fresh(code).split() == ["False", "False", "True"]
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", ["named_jit", "vmap", "NamedRef", "psum", "field"])
 def test_names_load_on_use(name: str) -> None:
     """And are then what a plain import would have made of them."""
@@ -125,7 +125,7 @@ def test_submodules_are_attributes(name: str) -> None:
     assert isinstance(module, ModuleType) and module.__name__ == f"axonym.{name}"
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_any_way_of_importing() -> None:
     code = """
 import axonym.nn as nn, axonym.sharding
@@ -146,7 +146,7 @@ def test_everything_at_once() -> None:
     assert sorted(names) == sorted(axn.__all__) == sorted(exports(axn))  # pyright: ignore
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     "path", ["axonym.named_array", "axonym.ops.reductions", "axonym.nn.linear", "axonym.sharding.jit"]
 )
@@ -155,7 +155,7 @@ def test_arrays_have_methods_whatever_is_imported_first(path: str) -> None:
     assert fresh(code).startswith("sum")
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match=r"^module 'axonym' has no attribute 'vmpa'\. Did you mean 'vmap'\?$"):
         axn.vmpa  # pyright: ignore
@@ -167,7 +167,7 @@ def test_unknown_names() -> None:
     assert fresh(f"{code}; print('axonym._late_names' in sys.modules)") == "False"
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_dir_and_help() -> None:
     found = fresh("import axonym; print(*(name for name in dir(axonym) if not name.startswith('_')))")
     assert {*exports(axn), *SUBMODULES} == set(found.split())
@@ -176,7 +176,7 @@ def test_dir_and_help() -> None:
     assert [test.name for test in doctest.DocTestFinder(recurse=False).find(axn)] == ["axonym"]
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_pickling() -> None:
     for thing in (axn.named_jit, axn.vmap, axn.NamedRef, axn.nn.Linear, axn.MeshAxis):
         assert pickle.loads(pickle.dumps(thing)) is thing

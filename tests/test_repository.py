@@ -28,7 +28,7 @@ SMALL: dict[str, list[str]] = {
 # Training a language model has tests of its own, in tests/examples.
 SCRIPTS = {*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "models" / "train.py"}
 EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / name for name in ("generate.py", "train_lm.py")})
-# The examples that depend most on JAX's behavior. The others are further.
+# The examples that depend most on JAX's behavior. The others run with the oldest JAX only.
 WITH_EVERY_VERSION = ("custom_partitioning.py", "language_model_fsdp.py", "pallas_kernel.py", "tour.py")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -80,7 +80,7 @@ def test_readme_block_runs(block: str, tmp_path: Path) -> None:
 DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and _blocks(page, "python")]
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("page", DOCS, ids=_relative)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     """The blocks of a page run in order as one program, and print what the page says they print."""
@@ -105,7 +105,7 @@ def _without_digits(text: str) -> str:
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(path, id=_relative(path), marks=[] if path.name in WITH_EVERY_VERSION else pytest.mark.further)
+        pytest.param(path, id=_relative(path), marks=[] if path.name in WITH_EVERY_VERSION else pytest.mark.oldest)
         for path in EXAMPLES
     ],
 )
@@ -187,7 +187,7 @@ def test_sdist_holds_what_its_tests_need(tmp_path: Path) -> None:
     assert not missing, f"not in the sdist: {sorted(missing)}"
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_benchmarks_start() -> None:
     """They choose the number of devices, so none may ask JAX for its devices when it is imported."""
     command = [sys.executable, "-m", "benchmarks", "--help"]

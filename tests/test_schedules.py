@@ -564,7 +564,7 @@ def test_results_are_sharded_like_the_carry() -> None:
         assert not gathers
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("schedule", [GPipe(3), OneFOneB(3)])
 def test_draw_into_axes(schedule: Any) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()

@@ -393,7 +393,7 @@ def test_threads() -> None:
         np.testing.assert_allclose(found.array, jax.nn.logsumexp(RAW * (i + 1.0), axis=1), rtol=1e-5)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_builders_declare_every_parameter_that_holds_names() -> None:
     """One that is forgotten would be part of the program."""
     found, missing = 0, []

@@ -7,7 +7,7 @@ import axonym as axn
 
 # The most demanding one is tested with every version of JAX.
 BOTH = {"batch": "data", "vocab": "model"}
-FURTHER = [pytest.param(m, marks=pytest.mark.further) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})]
+FURTHER = [pytest.param(m, marks=pytest.mark.oldest) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})]
 
 
 @pytest.fixture(params=["auto", "explicit"])

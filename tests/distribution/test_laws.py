@@ -72,7 +72,7 @@ def _misplaced(case: Case, mapping: Mapping[str, str], mesh: Mesh) -> list[str]:
     return found
 
 
-@pytest.mark.further  # with every version, test_operations.py checks that axes of operands stay sharded
+@pytest.mark.oldest  # with every version, test_operations.py checks that axes of operands stay sharded
 def test_results_lie_by_the_mapping(explicit_mesh: Mesh) -> None:
     traced = [case for case in CASES if case.sharded and case.jit]
     found = {
@@ -242,7 +242,7 @@ def _differences(step: Any, operation: Operation, mapping: Any) -> set[str]:
     ("what", "gradient"),
     [
         # Gradients send what their operation sends, and more.
-        pytest.param(what, gradient, marks=[] if gradient or not o.differentiable else pytest.mark.further)
+        pytest.param(what, gradient, marks=[] if gradient or not o.differentiable else pytest.mark.oldest)
         for what, o in OPERATIONS.items()
         for gradient in (False, True)[: 1 + o.differentiable]
     ],

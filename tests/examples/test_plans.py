@@ -64,7 +64,7 @@ def test_the_plan_is_of_the_step_that_trains(planned: Planned) -> None:
     assert planned.options == {"chips": 8, "chip": "v5e", "ask": 4}
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_more_questions_find_no_better_plan(planned: Planned) -> None:
     """The script partitions the step for fewer mappings than `plan` does by default."""
     best = insight.plan(*planned.args, chips=8, chip="v5e").best
@@ -85,7 +85,7 @@ def test_the_winner_is_trained_under(planned: Planned, finished: Path) -> None:
     assert (dict(strategy.mesh), strategy.schedule()) == (kept(out)["mesh"], None)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_experts_are_planned(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mappings of experts, whose devices exchange tokens, are among those compared; the best one is trained under."""
     made, found = insight.plan, list[insight.MappingPlan]()
@@ -151,7 +151,7 @@ def test_other_devices_have_another_plan(planned: Planned, tmp_path: Path, monke
     assert again.strategy == found.strategy and again.table is None
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     class Device:
         platform, device_kind = "tpu", "TPU v6 lite"

@@ -50,7 +50,7 @@ def worker() -> Iterator[Worker]:
             Uneven(case, tuple(mesh.items()), tuple(mapping.items()), *by_hand)
             for case, mesh, mapping, *by_hand in FAILED
         ),
-        *(pytest.param(of, marks=pytest.mark.further) for of in SAMPLE),
+        *(pytest.param(of, marks=pytest.mark.oldest) for of in SAMPLE),
     ],
     ids=str,
 )

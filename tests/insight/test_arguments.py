@@ -141,7 +141,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     assert hidden.source is not None and hidden.source.file == __file__
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_what_is_made_late_is_not_kept_with_what_is_gone() -> None:
     """What the backward pass does not use, and what it uses and makes itself, is not kept at all."""
     text = """HloModule jit_f, is_scheduled=true

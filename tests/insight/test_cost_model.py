@@ -13,7 +13,7 @@ from axonym.insight import CHIPS, Islands, Torus, cost_model
 from axonym.insight._accounts import parts_of_report
 from axonym.insight.cost_model import Multiplication, Part, Placement, Sent, rate_of, topologies_of
 
-pytestmark = pytest.mark.further
+pytestmark = pytest.mark.oldest
 
 
 def gather(topology: Any, placed: Placement, *axes: str) -> cost_model.Rate:

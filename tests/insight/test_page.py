@@ -17,7 +17,7 @@ from axonym import insight
 from axonym.insight._html import visible
 from tests.insight import pages
 
-pytestmark = pytest.mark.further
+pytestmark = pytest.mark.oldest
 
 
 def parsed(page: insight.Page, source: bool = False) -> ElementTree.Element:

@@ -15,7 +15,7 @@ from tests.insight import pages
 from tests.insight.browser import FOUND, Browser, browser
 
 pytestmark = [
-    pytest.mark.further,
+    pytest.mark.oldest,
     pytest.mark.skipif(FOUND is None, reason="no Chromium or Chrome is on PATH, in which pages could be looked at"),
 ]
 

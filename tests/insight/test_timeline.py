@@ -48,7 +48,7 @@ ENTRY %main (a: f32[256]) -> f32[256] {
 """
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_the_state_of_a_loop_is_in_one_place() -> None:
     """The counter, the state, and what is four times as large; a donated argument gives its place to the state."""
     kept = re.sub(r", input_output_alias=.*", "", LOOP)
@@ -61,7 +61,7 @@ def test_the_state_of_a_loop_is_in_one_place() -> None:
         assert sum(b.shape.bytes for b in found.held_at(at)) == expected
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_what_is_used_again_keeps_its_place() -> None:
     text = """HloModule jit_f, is_scheduled=true
 
@@ -145,7 +145,7 @@ def test_what_is_not_compiled_has_no_timeline() -> None:
     assert report.timeline is None and report.draw().axes == []
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_a_program_of_an_unknown_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported without a timeline, and the report says so."""
     made = Lifetimes._results

@@ -32,7 +32,7 @@ def glance(report: Report) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        name if bug.by == "names" or name in ON_ALL_VERSIONS else pytest.param(name, marks=pytest.mark.further)
+        name if bug.by == "names" or name in ON_ALL_VERSIONS else pytest.param(name, marks=pytest.mark.oldest)
         for name, bug in BUGS.items()
     ],
 )
@@ -84,11 +84,9 @@ def sorted_parts(found: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            ("classifier", "height"), marks=pytest.mark.further
-        ),  # convolutions repeat a little at their edges
+        pytest.param(("classifier", "height"), marks=pytest.mark.oldest),  # convolutions repeat a little at their edges
         ("mixture", "experts"),
-        pytest.param(("llama", "mixed"), marks=pytest.mark.further),
+        pytest.param(("llama", "mixed"), marks=pytest.mark.oldest),
     ],
 )
 def test_no_work_is_said_to_be_repeated_where_none_is(case: tuple[str, str]) -> None:
@@ -215,7 +213,7 @@ def test_a_finding_has_what_follows_from_it() -> None:
     assert any("gradients are all-reduced over data, 30% of the bytes sent" in so for so in copies.consequences)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_a_gather_has_the_work_that_is_repeated_after_it() -> None:
     gathered, *others = BUGS["replicated scores"].report().verdict.suspicious
     assert gathered.cause.startswith("batch is gathered") and "of the compute is repeated" in gathered.consequences[0]

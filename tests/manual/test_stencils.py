@@ -283,7 +283,7 @@ def test_map_overlap_refuses_other_sizes(auto_mesh: Mesh) -> None:
 # --- reports ---
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_report_by_names_has_each_halo(steps: int, auto_mesh: Mesh) -> None:
     def loss(u: NamedArray) -> Any:
@@ -317,7 +317,7 @@ for n in (4, 64, 512):
 """
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_bytes_are_the_same_on_512_devices() -> None:
     root = Path(__file__).parents[2]
     ran = subprocess.run(

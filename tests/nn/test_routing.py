@@ -82,8 +82,8 @@ MAPPINGS: list[Any] = [
     {"tokens": "data", "experts": "data"},
     {"tokens": "data", "experts": "model"},
     {"experts": "data", "mlp": "model"},
-    pytest.param({"tokens": ("data", "model"), "experts": ("data", "model"), "embed": None}, marks=pytest.mark.further),
-    pytest.param({"tokens": "data"}, marks=pytest.mark.further),
+    pytest.param({"tokens": ("data", "model"), "experts": ("data", "model"), "embed": None}, marks=pytest.mark.oldest),
+    pytest.param({"tokens": "data"}, marks=pytest.mark.oldest),
 ]
 
 
@@ -222,7 +222,7 @@ def test_memory_is_that_of_one_round(auto_mesh: Mesh) -> None:
     assert short < long / 3
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_it_is_the_same_on_every_mesh() -> None:
     """With a norm among the experts, whose derivative at zero is not finite."""
 

@@ -326,14 +326,14 @@ FIRST = {case.name: case for case in reversed(CASES)}
 
 
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Mark modes as `further`: on one device, transformations depend on names and the kernel, not on JAX's version.
+    """Mark modes as `oldest`: on one device, transformations depend on names and the kernel, not on JAX's version.
 
     With every version, operations are called eagerly, and on meshes also in jit and in gradients. The eager call is the
     quick one.
     """
     one_device = ("layout", "jit", "grad", "vmap")
     if case is not FIRST[case.name] or mode in one_device:
-        return (pytest.mark.further,)
+        return (pytest.mark.oldest,)
     return (pytest.mark.quick,) if mode == "eager" else ()
 
 

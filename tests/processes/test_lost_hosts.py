@@ -135,7 +135,7 @@ def steps(out: Path) -> list[tuple[int, int]]:
     )
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_the_others_end(tmp_path: Path) -> None:
     """Soon, and with one line, also when the process is killed that connects the others; here on slices of a TPU."""
     out, killed = tmp_path / "run", 0.0
@@ -160,7 +160,7 @@ LOST: dict[str, tuple[list[list[int]], list[int]]] = {
 }
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize(("lost", "counts"), LOST.values(), ids=list(LOST))
 def test_four_hosts_of_which_some_are_lost(lost: list[list[int]], counts: list[int], tmp_path: Path) -> None:
     """Those go on whose number divides the one in the beginning; of steps, none is left out or done twice."""
@@ -251,7 +251,7 @@ def test_who_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert again.plan("here", tmp_path / "lock.json") is not None
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_a_lost_host_comes_back(tmp_path: Path) -> None:
     """A host whose process stops is named as slow; one that is lost, and started again, goes on with the others."""
     out = tmp_path / "run"

@@ -56,7 +56,7 @@ def expected(params) -> Any:
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    "layout", ["one axis", pytest.param("replicas", marks=pytest.mark.further), "with tensor parallelism"]
+    "layout", ["one axis", pytest.param("replicas", marks=pytest.mark.oldest), "with tensor parallelism"]
 )
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
     sizes, storage, compute = LAYOUTS[layout]

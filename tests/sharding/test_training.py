@@ -59,7 +59,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.further), 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.oldest), 8])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_mesh_axis(strategy: str, devices: int, explicit: bool, expected) -> None:
     storage, compute = STRATEGIES[strategy]

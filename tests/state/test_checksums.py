@@ -175,7 +175,7 @@ for files in ("manifest.ocdbt", "d/*", "ocdbt.process_0/d/*"):
 """
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_reads_that_are_left_say_nothing(tmp_path: Path) -> None:
     """Of many arrays that cannot be read, an error names one, and the others do not complain of a closed loop."""
     ended = subprocess.run([sys.executable, "-c", DAMAGED, tmp_path], capture_output=True, text=True, timeout=120)

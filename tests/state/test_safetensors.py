@@ -159,7 +159,7 @@ save_state_dict({"a": np.ones((512, 512)), "b": np.ones(2)}, sys.argv[1])
 """
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     """The older file stays whole, and the next export removes what was written of the other."""
     path = tmp_path / "a.safetensors"

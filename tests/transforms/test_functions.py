@@ -301,7 +301,7 @@ NAMED_JIT = axn.named_jit(lambda x, holder, _: _number(x, holder))
 BY_FIELD = axn.named_jit(_number)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("run", PROGRAMS.values(), ids=PROGRAMS)
 def test_static_values_are_told_apart_by_type_and_sign(run: Callable[[Any], Any]) -> None:
     values = [v for alike in ALIKE.values() for v in alike]

@@ -15,7 +15,7 @@ import axonym as axn
 MAPPINGS: list[Any] = [
     {"batch": "data", "vocab": "model"},
     {"vocab": ("data", "model")},
-    *(pytest.param(m, marks=pytest.mark.further) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})),
+    *(pytest.param(m, marks=pytest.mark.oldest) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})),
 ]
 
 
