@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelection, Names
 from ..core import errors
+from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray
 from . import _kernels
 from ._operands import as_float, at_least_float32, distinct, extreme, one_axis, require_named, require_subset
@@ -137,6 +138,9 @@ def _segment_kernel(what: str, names: Names, own: Names, new_axis: Axis, axis: A
     def positional(x, segments):
         if not jnp.issubdtype(segments.dtype, jnp.integer):
             raise TypeError(f"{what}: `segments` must be integers, got {segments.dtype}.")
+        # On several mesh axes, XLA reduces the padding too if an axis is sharded unevenly.
+        x = replicate_uneven(what, names, x, several=True)
+        segments = replicate_uneven(what, own, segments, several=True)
         sizes = dict(zip(names, x.shape, strict=True)) | {new_axis.name: new_axis.size}
         numbers = jnp.expand_dims(_kernels.transpose_to(segments, own, ordered), -1)
         return scatter([sizes[n] for n in out_names], numbers, x)
