@@ -241,7 +241,7 @@ def test_donation_by_parameter(auto_mesh) -> None:
                 call(compiled, a, b)
                 assert a.array.is_deleted() and not b.array.is_deleted()
     for number in (0, (0,), {"a": 1}):
-        with pytest.raises(TypeError, match="by True and False rather than by number"):
+        with pytest.raises(TypeError, match="takes True or False for each argument, not numbers"):
             axn.named_jit(fn, donate_args=number)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

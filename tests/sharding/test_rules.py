@@ -212,7 +212,7 @@ def test_without_strict_they_are_whole(mesh):
         (("w",), "a pair of a pattern and a placement"),
         ((P(), "w"), "a pair of a pattern and a placement"),
         (("w", None), r"P\(\) replicates"),
-        (("w", "data"), "goes to a placement"),
+        (("w", "data"), "needs a placement"),
     ],
 )
 def test_patterns_go_to_placements(pair, message):

@@ -11,7 +11,7 @@ one place decides and no other repeats it: operations along an axis (`make_along
 attention along the sequence, dispatch to experts. Neither are the rules of users (`custom_partitioning`), where an axis
 may have several factors, and the largest operand decides where `settle` raises an error.
 
-On Explicit axes, JAX adds up partial sums on the way to where the decision says that the result lies. FSDP's operations
+On Explicit axes, the decision says where the result lies, and JAX adds up partial sums to get there. FSDP's operations
 add them up as `sums` says. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather, which JAX
 makes: `add_up` returns it for the report by names only.
 
@@ -102,8 +102,9 @@ def add_up(
 def gathered_over(names: Iterable[str | None], others: Iterable[str], by: Mappings) -> Axes | None:
     """Return the mesh axes over which an operand is all-gathered before use because it is a parameter.
 
-    There are none if the operand is stored as it is used. Return None if it is not, but cannot be gathered: its storage
-    sharding must refine its compute sharding, and other operands must be sharded over the mesh axes of the gather.
+    There are none if the operand is stored as it is used; None means that it is not, but cannot be gathered. To be
+    gathered, its storage sharding must refine its compute sharding, and other operands must be sharded over the mesh
+    axes of the gather.
 
     Arguments:
         others: the mesh axes that other operands are sharded over.
