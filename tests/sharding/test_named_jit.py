@@ -178,7 +178,7 @@ def test_what_cannot_be_hashed_is_an_error() -> None:
     class Odd:
         __hash__: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    with pytest.raises(TypeError, match="so it must be hashable, which this Odd is not"):
+    with pytest.raises(TypeError, match="so it must be hashable, but this Odd is not"):
         axn.named_jit(lambda a: a)(Odd())
 
 
