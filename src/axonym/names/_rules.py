@@ -531,6 +531,9 @@ WINDOWS = """reduce_window reduce_window_sum reduce_window_max reduce_window_min
 SCATTERS = "scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max"
 SCATTERS += " scatter-sub scatter_sub"
 
+LEADING = """bitcast_convert_type random_bits random_split random_seed random_unwrap random_wrap empty axis_index
+create_token after_all"""
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(COMPARISONS.split(), _compared),
@@ -544,7 +547,6 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
     "tile": _tile,
-    "bitcast_convert_type": _leading,
     "reshape": _reshape,
     "split": _split,
     "slice": _slice,
@@ -569,13 +571,8 @@ RULES: dict[str, Rule] = {
     "select_if_vmap": _elementwise,
     "maybe_set": _as_first_of_shape,
     **dict.fromkeys(("unvmap_any", "unvmap_all", "unvmap_max"), lambda axes, step, xs: unknown(step)),
-    "random_bits": _leading,
-    "random_split": _leading,
-    "random_seed": _leading,
-    "random_unwrap": _leading,
-    "random_wrap": _leading,
     "triangular_solve": _triangular_solve,
     **dict.fromkeys(_FACTORS, _factorized),
-    **dict.fromkeys(("empty", "axis_index", "create_token", "after_all"), _leading),
+    **dict.fromkeys(LEADING.split(), _leading),
 }
 """How the axes of the results of each primitive follow from those of its operands."""
