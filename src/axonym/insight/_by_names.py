@@ -403,18 +403,23 @@ class Account:
     def _use(self, event: Use) -> None:
         layout, place, names = self.layout, event.place, event.operand.names
         over = {a for n in event.others for a in layout.used(n)}
-        extra, spliced = policy.gathered_over(names, over, layout), self.trace.spliced
-        if extra == () or (spliced and not _is_product(place) and over.isdisjoint(layout.extra(names))):
+        extra, elementwise = policy.gathered_over(names, over, layout), self.trace.spliced and not _is_product(place)
+        if extra == () or (elementwise and over.isdisjoint(layout.extra(names))):
             return  # it is used as it is stored
         stored = f"[{', '.join(names)}], which is stored sharded"
-        gathers = spliced or (place.operation is not None and _scopes.gathers_parameters(place.operation))
-        if extra is None or not gathers:
+        if extra is None or not (elementwise or self._gathers(place.operation)):
             why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
             self.open.setdefault(why, place)
         elif _scopes.dispatch(place.scope) and any(layout.used(n) for n in names):
             self.open.setdefault(f"{stored}, and sharded where it is used{_within(place)}", place)
         else:
             self._gather(event, extra)
+
+    def _gathers(self, operation: _scopes.ScopedOperation | None) -> bool:
+        """Return whether an operation gathers parameters; convolutions do whose results `distribute` constrains."""
+        return operation is not None and (
+            _scopes.gathers_parameters(operation) or (self.trace.spliced and operation.name == "conv")
+        )
 
     def _gather(self, event: Use, extra: Axes) -> None:
         """Count the all-gather of a parameter, unless it was gathered before for the same use."""

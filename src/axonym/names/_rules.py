@@ -98,9 +98,9 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
     base = last_base(role)
     if any(last_base(f) is base for other in dims if other is not axis for f in leaves(other)):
         return axis
-    others = [find(a[0]) for a in met if len(a) == 1]
-    if any(other in bases(role) and other is not role for other in others):
-        return (next(other for other in bases(role) if other in others and other is not role),)
+    others = {find(a[0]) for a in met if len(a) == 1}
+    if own := [b for b in bases(role) if b is not role and b in others]:
+        return (own[0],)
     return (base,) if any(are_apart(role, other) for other in others) else axis
 
 
@@ -129,7 +129,7 @@ def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     if step.name in ("eq", "ne") and all(x.points is not None and len(x.points) == 1 for x in xs):
         (a,), (b,) = (x.points for x in xs if x.points is not None)
         own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
-        if own == [False, True] or own == [True, False]:
+        if own[0] is not own[1]:
             index, positions = (a, b) if own[1] else (b, a)
             _point(axes, step, index, positions.axis or ())
     return results
