@@ -318,8 +318,8 @@ def test_operations_that_exchange_are_in_the_law() -> None:
     needed = _made_with_care() | LIES_ELSEWHERE.keys()
     missing = sorted(needed - IN_THE_LAW.keys() - EXCUSED.keys())
     assert not missing, (
-        f"{', '.join(missing)}: add an operation to OPERATIONS in {Path(__file__).name}, and its name to IN_THE_LAW; or "
-        "say in EXCUSED why there is none"
+        f"{', '.join(missing)}: add an operation to OPERATIONS in {Path(__file__).name}, and its name to IN_THE_LAW, "
+        "or say in EXCUSED why there is none"
     )
     gone = sorted((IN_THE_LAW.keys() | EXCUSED.keys()) - needed)
     assert not gone and set(IN_THE_LAW.values()) <= OPERATIONS.keys(), gone
