@@ -352,7 +352,7 @@ def _annotations(owner: Any) -> Mapping[str, Any]:
             for name, annotation in inspect.get_annotations(part).items():
                 try:
                     found[name] = eval(annotation, dict(scope)) if isinstance(annotation, str) else annotation
-                except Exception:
+                except Exception:  # the user's code, which may raise anything
                     found.pop(name, None)
         return found
 
