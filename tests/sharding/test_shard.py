@@ -439,7 +439,8 @@ def test_warnings_point_at_the_users_line(auto_mesh) -> None:
 
 
 def test_a_mapping_by_hand_of_which_nothing_applies_warns(x, auto_mesh) -> None:
-    with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=r"none of the mapping's axes 'bacth'.*Did you mean 'batch'\?"):
+    hint = r"none of the mapping's axes 'bacth'.*Did you mean 'batch'\?"
+    with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=hint):
         axn.shard(x, {"bacth": "data"})
 
 
