@@ -161,6 +161,15 @@ def ring_in_a_pipeline(**options: Any) -> Any:
     return axn.insight.explain(axn.named_jit(fold, mapping, in_placement=mapping), x, mesh=mesh, by="partitioner")
 
 
+def layers_of(number: int) -> Any:
+    return nn.Stacked.init(axn.Axis("layers", number), nn.Linear)(X.axes[1], X.axes[1], key=KEY)
+
+
+def in_stages(layers: Any) -> axn.NamedArray:
+    with axn.axis_mapping({"layers": "stage"}):
+        return jax.block_until_ready(jax.jit(layers.fold_via(lambda layer, x: layer(x), schedule=GPipe(2)))(X))
+
+
 def untyped_set(x: Any) -> None:
     x["batch", 0] = 1
 
@@ -629,6 +638,13 @@ TABLE = [
         names={"int32": jnp.int32},
     ),
     # Experts, caches, quantization, contractions.
+    Advice(
+        "Stacked.init(..., divisible_by={…})",
+        lambda: on_mesh(axn.make_mesh({"stage": 4}), lambda: in_stages(layers_of(6))),
+        lambda made: same(in_stages(made), in_stages(layers_of(6))),
+        run="nn.CODE(X.axes[1], X.axes[1], key=KEY)",
+        dots="axn.Axis('layers', 6), nn.Linear",
+    ),
     Advice(
         "keep_sharded=[{…}]",
         lambda: ring_in_a_pipeline(),
