@@ -23,7 +23,6 @@ from .linear import BOUND, _stored
 __all__ = ["MoELinear"]
 
 
-@errors.say_how_to_make
 class MoELinear(eqx.Module):
     """A linear layer of several experts, each of which handles its own group of rows.
 

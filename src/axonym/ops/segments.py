@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelection, Names
-from ..core import errors
 from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray
 from . import _kernels
@@ -23,7 +22,6 @@ from .creation import ones_like
 from .elementwise import divide, maximum
 
 
-@errors.say_how_to_call
 def segment_sum(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -43,7 +41,6 @@ def segment_sum(
     return _reduce("segment_sum", array, segments, new_axis, axis)
 
 
-@errors.say_how_to_call
 def segment_mean(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -60,7 +57,6 @@ def segment_mean(
     return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
 
 
-@errors.say_how_to_call
 def segment_prod(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -75,7 +71,6 @@ def segment_prod(
     return _reduce("segment_prod", array, segments, new_axis, axis)
 
 
-@errors.say_how_to_call
 def segment_max(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -90,7 +85,6 @@ def segment_max(
     return _reduce("segment_max", array, segments, new_axis, axis)
 
 
-@errors.say_how_to_call
 def segment_min(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
