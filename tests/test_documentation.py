@@ -128,21 +128,6 @@ def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: d
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6, atol=1e-6)
 
 
-def foreign_rows() -> list[str]:
-    """Return the rows of the table of foreign names; names with the same advice share a row."""
-    by_answer: dict[str, list[str]] = {}
-    for names in (foreign_names.ARRAY, foreign_names.PACKAGE, foreign_names.NETWORKS):
-        for name, answer in names.items():
-            known = by_answer.setdefault(foreign_names.sentence(answer, ("'batch'", "'embed'")).strip(), [])
-            known += [name] if name not in known else []
-    return [f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in by_answer.items()]
-
-
-def test_cheat_sheet_has_names_from_elsewhere() -> None:
-    table = CHEAT_SHEET.partition("## Names you may know")[2]
-    assert table.split("|---|---|\n")[1].splitlines() == foreign_rows()
-
-
 # --- names in the text ---
 
 
@@ -187,6 +172,16 @@ def test_gallery_is_what_the_script_writes() -> None:
     assert gallery.page(outputs) == text, "write it again: python docs/gallery.py"
     assert all(output and len(output.splitlines()) <= gallery.LINES + 1 for output in outputs.values())
     assert outputs.keys() == gallery.EXAMPLES.keys()
+
+
+def test_names_elsewhere_are_what_the_script_writes() -> None:
+    names = _script("names_elsewhere")
+    text = names.PAGE.read_text()
+    assert names.page() == text, "write it again: python docs/names_elsewhere.py"
+    headings = re.findall(r"^## `(.+)`$", text, flags=re.MULTILINE)
+    tables = {*foreign_names.ARRAY, *foreign_names.PACKAGE, *(f"nn.{name}" for name in foreign_names.NETWORKS)}
+    assert sorted(headings) == sorted(tables)
+    assert names.MORE.keys() <= set(headings)
 
 
 def test_the_page_of_peers_is_what_the_script_writes() -> None:
