@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -23,44 +24,46 @@ from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
 from axonym import NamedArray, insight
+from axonym.core.errors import describe_bytes
 
 FOLDER = Path(__file__).parent / "assets" / "pictures"
 
-# The devices of a row of the mesh have shades of one color.
-LIGHT = {
-    "text": "#1f2328",
-    "muted": "#59636e",
-    "line": "#818b98",
-    "empty": "#eff2f5",
-    "accent": "#4051b5",
-    "devices": ["#a9cdff", "#6ea8f5", "#aee9bf", "#68cf8b", "#fbe08a", "#efb93a", "#f8c4e0", "#ee8cc0"],
-}
-DARK = {
-    "text": "#e6e8ee",
-    "muted": "#a5adba",
-    "line": "#7d8590",
-    "empty": "#2b2f3a",
-    "accent": "#98a7ff",
-    "devices": ["#1c4a8a", "#3a78c8", "#1b5f37", "#2f9457", "#755000", "#a97a10", "#852459", "#b94a87"],
-}
+# Of pages of `axonym.insight`, whose colors the pictures have too: m1 to m5 are for mesh axes, and for nothing else.
+_COLORS = re.findall(
+    r"--(\w+): light-dark\((#\w+), (#\w+)\)", (Path(insight.__file__).parent / "page.html").read_text()
+)
+LIGHT, DARK = ({name: both[i] for name, *both in _COLORS} for i in (0, 1))
 
 
 class Picture:
-    """A drawing of rectangles, lines and words, with colors that a page's scheme fills in."""
+    """A drawing of rectangles, lines and words, with colors that a page's scheme fills in.
 
-    def __init__(self, title: str, width: int, height: int):
-        self.title, self.width, self.height = title, width, height
+    Filled is what the first device holds. A cut between shards has the color of its mesh axis, and so has the name of a
+    mesh axis in a text.
+    """
+
+    def __init__(self, title: str, width: int, height: int, mesh: Mapping[str, int] | None = None):
+        self.title, self.width, self.height, self.mesh = title, width, height, dict(mesh or {})
         self.parts: list[str] = []
+
+    def color(self, axis: str) -> int:
+        """Return the number of the color of a mesh axis."""
+        return [*self.mesh].index(axis) + 1
+
+    def _words(self, text: str) -> str:
+        names = "|".join(map(re.escape, self.mesh)) or "$^"
+        colored = re.compile(rf"\b(?:{names})\b(?!-)")
+        return colored.sub(lambda m: f'<tspan class="m{self.color(m[0])}">{m[0]}</tspan>', escape(text))
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
         kind = f' class="{kind}"' if kind else ""
         place = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.parts.append(f'<text x="{x:g}" y="{y:g}"{kind}{place}>{escape(text)}</text>')
+        self.parts.append(f'<text x="{x:g}" y="{y:g}"{kind}{place}>{self._words(text)}</text>')
 
     def upright(self, x: float, y: float, text: str) -> None:
         """A word that is read from below."""
         turn = f'transform="translate({x:g} {y:g}) rotate(-90)"'
-        self.parts.append(f'<text class="small" text-anchor="middle" {turn}>{escape(text)}</text>')
+        self.parts.append(f'<text class="small" text-anchor="middle" {turn}>{self._words(text)}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
         self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>')
@@ -71,16 +74,42 @@ class Picture:
     def arrow(self, x: float, y: float, length: float) -> None:
         self.path(f"M{x:g} {y:g}h{length:g}m-5 -4l5 4l-5 4", "line")
 
-    def svg(self, colors: dict[str, Any]) -> str:
-        devices = "".join(f".d{i}{{fill:{color}}}" for i, color in enumerate(colors["devices"]))
+    def bar(self, x: float, y: float, length: float, axes: Sequence[str]) -> None:
+        """A bar for bytes that are sent over mesh axes."""
+        for i, axis in enumerate(axes):
+            self.box(x + i * length / len(axes), y, length / len(axes), 10, f"m{self.color(axis)}")
+
+    def cuts(self, left: float, top: float, width: float, height: float, over: Sequence[Sequence[str]]) -> None:
+        """A rectangle whose rows and columns are sharded over mesh axes."""
+        rows, columns = ([self.mesh[a] for a in axes] for axes in over)
+        self.box(left, top, width, height, "empty")
+        self.box(left, top, width / math.prod(columns), height / math.prod(rows), "held")
+        for sizes, axes, horizontal in ((rows, over[0], True), (columns, over[1], False)):
+            for i in range(1, count := math.prod(sizes)):
+                before, after = (np.unravel_index(j, sizes) for j in (i - 1, i))
+                axis = next(a for a, m, n in zip(axes, before, after, strict=True) if m != n)
+                line = (
+                    f"M{left:g} {top + height * i / count:g}h{width:g}"
+                    if horizontal
+                    else f"M{left + width * i / count:g} {top:g}v{height:g}"
+                )
+                self.path(line, f"cut{self.color(axis)}")
+        self.path(f"M{left:g} {top:g}h{width:g}v{height:g}h{-width:g}z", "line")
+
+    def svg(self, colors: dict[str, str]) -> str:
+        c = colors
+        axes = "".join(
+            f".m{i}{{fill:{c[f'm{i}']}}}.cut{i}{{fill:none;stroke:{c[f'm{i}']};stroke-width:2}}"
+            for i in range(1, len(self.mesh) + 1)
+        )
         style = (
-            f"text{{font:15px system-ui,sans-serif;fill:{colors['text']}}}"
-            ".code{font:14px ui-monospace,monospace}.small{font-size:13px}.id{font-size:12px}"
-            f".muted{{font-size:13px;fill:{colors['muted']}}}.accent{{font-weight:600;fill:{colors['accent']}}}"
-            f".line{{fill:none;stroke:{colors['line']};stroke-width:1.5}}"
-            f".summed{{fill:none;stroke:{colors['accent']};stroke-width:4}}"
-            f".node{{fill:{colors['empty']};stroke:{colors['line']};stroke-width:1.5}}"
-            f".empty{{fill:{colors['empty']}}}{devices}"
+            f"text{{font:15px system-ui,sans-serif;fill:{c['text']}}}.code{{font:13px ui-monospace,monospace}}"
+            f".small{{font-size:13px}}.soft{{font-size:13px;fill:{c['soft']}}}.on{{font-size:12px;fill:{c['bg']}}}"
+            f".id{{font-size:12px}}.head{{font-size:17px}}.head,.strong,tspan{{font-weight:600}}"
+            f".line{{fill:none;stroke:{c['mid']};stroke-width:1.5}}"
+            f".summed{{fill:none;stroke:{c['fill']};stroke-width:4}}"
+            f".held{{fill:{c['fill']}}}.mid{{fill:{c['mid']}}}.pale{{fill:{c['pale']}}}.empty{{fill:{c['empty']}}}"
+            f"{axes}"
         )
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">'
         return "\n".join([head, f"<title>{self.title}</title>", f"<style>{style}</style>", *self.parts, "</svg>\n"])
@@ -89,23 +118,21 @@ class Picture:
 # --- arrays, as the library places them ---
 
 
-def shards(picture: Picture, x: NamedArray, left: float, top: float, width: float, height: float) -> None:
-    """Draw an array of two axes. A shard that several devices hold has a stripe for each of them."""
-    rows, columns = x.axes
-    picture.text(left + width / 2, top - 6, columns.name, "small", "middle")
-    picture.upright(left - 6, top + height / 2, rows.name)
-    owners: dict[tuple[float, ...], list[int]] = {}
-    for device, indices in x.array.sharding.devices_indices_map(x.array.shape).items():
-        (r0, r1, _), (c0, c1, _) = (s.indices(a.size) for s, a in zip(indices, x.axes, strict=True))
-        place = (c0 / columns.size, r0 / rows.size, (c1 - c0) / columns.size, (r1 - r0) / rows.size)
-        owners.setdefault(place, []).append(device.id)
-    for place, devices in sorted(owners.items()):
-        x0, y0, w, h = (share * side for share, side in zip(place, (width, height) * 2, strict=True))
-        for i, device in enumerate(devices):
-            stripe = w / len(devices)
-            picture.box(left + x0 + i * stripe, top + y0, stripe, h, f"d{device}")
-            picture.text(left + x0 + (i + 0.5) * stripe, top + y0 + h / 2 + 4, str(device), "id", "middle")
-        picture.path(f"M{left + x0:g} {top + y0:g}h{w:g}v{h:g}h{-w:g}z", "line")
+def drawn(
+    picture: Picture, x: NamedArray, left: float, top: float, width: float, height: float, over: bool = False
+) -> None:
+    """Draw an array of two axes with its cuts, and write the mesh axes beside the names of its axes if asked."""
+    sharding = x.array.sharding
+    sharded = [(e,) if isinstance(e, str) else tuple(e or ()) for e in (*sharding.spec, None, None)[:2]]
+    shape = [
+        size // math.prod(picture.mesh[a] for a in axes) for size, axes in zip(x.array.shape, sharded, strict=True)
+    ]
+    first = sharding.devices_indices_map(x.array.shape)[sharding.mesh.devices.flat[0]]
+    assert [s.indices(n)[:2] for s, n in zip(first, x.array.shape, strict=True)] == [(0, n) for n in shape]
+    rows, columns = ("/".join((a.name, *axes)) if over else a.name for a, axes in zip(x.axes, sharded, strict=True))
+    picture.text(left + width / 2, top - 6, columns, "small", "middle")
+    picture.upright(left - 6, top + height / 2, rows)
+    picture.cuts(left, top, width, height, sharded)
 
 
 def placement() -> Picture:
@@ -113,17 +140,19 @@ def placement() -> Picture:
     Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
     mesh, mapping = axn.make_mesh({"data": 4, "model": 2}), {"batch": "data", "mlp": "model"}
     x, w = axn.shard((axn.ones((Batch, Embed)), axn.ones((Embed, Mlp))), mapping, mesh)
-    picture = Picture("A mesh of eight devices, and two arrays whose shards lie on it", 520, 220)
+    title = "A mesh of eight devices, and two arrays of which the first device holds the filled shards"
+    picture = Picture(title, 520, 220, mesh.shape)
     picture.text(72, 24, "the mesh", anchor="middle")
     picture.text(72, 58, "model=2", "small", "middle")
-    picture.upright(24, 128, "data=4")
+    picture.upright(26, 128, "data=4")
+    picture.cuts(34, 66, 76, 122, [("data",), ("model",)])
     for (row, column), device in np.ndenumerate(mesh.devices):
-        picture.box(34 + 39 * column, 66 + 31 * row, 36, 28, f"d{device.id}")
-        picture.text(52 + 39 * column, 85 + 31 * row, str(device.id), "id", "middle")
+        kind = "id" if device.id else "on"
+        picture.text(53 + 38 * column, 86 + 30.5 * row, str(device.id), kind, "middle")
     for left, array, name in ((178, x, "x"), (358, w, "w")):
-        picture.text(left + 70, 24, f"{name}: {_spec(array)}", "code", "middle")
-        shards(picture, array, left, 64, 140, 122)
-    picture.text(260, 212, _mapping(mapping), "code accent", "middle")
+        picture.text(left + 70, 24, name, "code", "middle")
+        drawn(picture, array, left, 66, 140, 122, over=True)
+    picture.text(260, 214, _mapping(mapping), "code", "middle")
     return picture
 
 
@@ -136,10 +165,10 @@ def mappings() -> Picture:
         h = axn.dot(x, up, axis="embed")
         return h, axn.dot(h, down, axis="mlp")
 
-    picture = Picture("One program under three mappings", 520, 486)
+    mesh = axn.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
+    picture = Picture("One program under three mappings", 520, 486, mesh.shape)
     for y, line in ((18, 'h = axn.dot(x, up, axis="embed")'), (38, 'y = axn.dot(h, down, axis="mlp")')):
         picture.text(260, y, line, "code", "middle")
-    mesh = axn.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
     top = 74
     for mapping in ({"batch": ("data", "model")}, {"mlp": ("data", "model")}, {"batch": "data", "mlp": "model"}):
         with jax.set_mesh(mesh):
@@ -147,15 +176,101 @@ def mappings() -> Picture:
             compiled = axn.named_jit(program, mapping).lower(*placed).compile()
             h, y = jax.block_until_ready(compiled(*placed))
         sent = [kind for kind in ("all-reduce", "all-gather", "all-to-all") if f" {kind}(" in compiled.as_text()]
-        picture.text(8, top, _mapping(mapping), "code accent")
-        picture.text(512, top, f"sends: {', '.join(sent) or 'nothing'}", "muted", "end")
+        picture.text(8, top, _mapping(mapping), "code")
+        picture.text(512, top, f"sends: {', '.join(sent) or 'nothing'}", "soft", "end")
         for i, (name, array) in enumerate(
             zip(("x", "up", "h", "down", "y"), (*placed[:2], h, placed[2], y), strict=True)
         ):
             left = 26 + 102 * i
-            shards(picture, array, left, top + 32, 76, 60)
+            drawn(picture, array, left, top + 32, 76, 60)
             picture.text(left + 38, top + 110, name, "code", "middle")
         top += 142
+    return picture
+
+
+# --- the layer of the home page ---
+
+BOTH = ("data", "model")
+HOME: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "home-data": ("Data parallel", {"batch": BOTH}, {}),
+    "home-tensor": ("Data and tensor parallel", {"batch": "data", "mlp": "model"}, {}),
+    "home-fsdp": ("Fully sharded (FSDP)", {"batch": BOTH}, {"embed": BOTH}),
+}
+"""The titles of three mappings, and each with what it stores otherwise."""
+
+
+def layer(x: NamedArray, up: NamedArray, down: NamedArray) -> tuple[NamedArray, NamedArray]:
+    """The layer of the home page, which returns its hidden features too."""
+    h = axn.tanh(axn.dot(x, up, axis="embed"))
+    return h, axn.dot(h, down, axis="mlp")
+
+
+def home_report(name: str, by: str = "names") -> insight.Report:
+    """The report of a training step of the layer under a mapping of the home page."""
+    Batch, Embed, Mlp = axn.make_axes(batch=4096, embed=1024, mlp=4096)
+    shapes = {"up": (Embed, Mlp), "down": (Mlp, Embed)}
+    weights, x = jax.eval_shape(lambda: ({n: axn.ones(axes) for n, axes in shapes.items()}, axn.ones((Batch, Embed))))
+
+    def step(weights: Any, x: NamedArray) -> Any:
+        gradients = axn.grad(lambda w: axn.mean(layer(x, **w)[1] ** 2))(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    _, mapping, stored = HOME[name]
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    return insight.explain(step, weights, x, mesh=mesh, mapping=(stored, mapping) if stored else mapping, by=by)
+
+
+def sent_at_home(report: insight.Report) -> dict[tuple[str, tuple[str, ...]], int]:
+    """What each device sends in a step, in words and with the mesh axes it goes over."""
+    found: dict[tuple[str, tuple[str, ...]], int] = {}
+    for c in report.collectives:
+        what = "weights" if c.kind == "all-gather" else "gradients" if c.phase == "backward" else "y"
+        key = f"{c.kind} of {what}", tuple(c.axes or ())
+        found[key] = found.get(key, 0) + (c.total_sent or 0)
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def home(name: str) -> Picture:
+    """The layer of the home page under one mapping: where each array lies, and what a training step sends."""
+    head, mapping, stored = HOME[name]
+    report = home_report(name)
+    weights, sent = describe_bytes(report.arguments["weights"]), sent_at_home(report)
+    said = [f"{describe_bytes(size)} {what} over {' and '.join(axes)}" for (what, axes), size in sent.items()]
+    title = f"{head}: each of 8 devices holds {weights} of weights and sends {', '.join(said)}"
+
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    picture = Picture(title, 370, 322, mesh.shape)
+    picture.text(0, 18, head, "head")
+    picture.text(0, 40, _mapping(mapping), "code")
+    if stored:
+        picture.text(0, 59, f"stored: {_mapping(stored)}", "code")
+    Batch, Embed, Mlp = axn.make_axes(batch=16, embed=16, mlp=16)  # the sizes do not decide where arrays lie
+    with jax.set_mesh(mesh):
+        x, up, down = axn.shard((axn.ones((Batch, Embed)), axn.ones((Embed, Mlp)), axn.ones((Mlp, Embed))), mapping)
+        h, y = jax.block_until_ready(axn.named_jit(layer, mapping)(x, up, down))
+        up, down = axn.shard((up, down), mapping | stored) if stored else (up, down)
+    length, middle, left = {"batch": 84, "embed": 34, "mlp": 54}, 136, 18.0
+    for label, array, after in (
+        ("x", x, "\u00b7"),
+        ("up", up, ">"),
+        ("h", h, "\u00b7"),
+        ("down", down, ">"),
+        ("y", y, ""),
+    ):
+        height, width = (length[n] for n in array.names)
+        drawn(picture, array, left, middle - height / 2, width, height)
+        picture.text(left + width / 2, middle + height / 2 + 16, label, "code", "middle")
+        left += width
+        if after == ">":
+            picture.arrow(left + 4, middle, 14)
+        else:
+            picture.text(left + 7, middle + 5, after)
+        left += 37 if after == ">" else 31
+    picture.text(0, 216, f"Each device holds {weights} of weights and sends", "soft")
+    for i, ((what, axes), size) in enumerate(sent.items()):
+        picture.text(0, 241 + 46 * i, f"{describe_bytes(size)} {what}", "strong")
+        picture.bar(0, 251 + 46 * i, 170 * size / 56 / 2**20, axes)
+        picture.text(170 * size / 56 / 2**20 + 8, 260 + 46 * i, f"over {' and '.join(axes)}", "small")
     return picture
 
 
@@ -180,10 +295,11 @@ def contraction() -> Picture:
                 picture.path(f"M{middle} {top + 62}L{end} {y:g}h{24 * side}", "line")
                 picture.text(end + 30 * side, y + 5, axis, "small", "end" if side < 0 else "start")
         picture.path(f"M170 {top + 62}H350", "summed")
-        picture.text(260, top + 52, "embed", "accent small", "middle")
-        picture.text(260, top + 84, "summed over", "muted", "middle")
+        picture.text(260, top + 52, "embed", "strong small", "middle")
+        picture.text(260, top + 84, "summed over", "soft", "middle")
         for side, name in ((-1, first), (1, second)):
-            picture.box(260 + 90 * side - 32, top + 44, 64, 36, "node")
+            picture.box(260 + 90 * side - 32, top + 44, 64, 36, "empty")
+            picture.path(f"M{260 + 90 * side - 32} {top + 44}h64v36h-64z", "line")
             picture.text(260 + 90 * side, top + 67, name, "code", "middle")
         kept = ", ".join(f"{n}={size}" for n, size in result.shape.items())
         shared = [n for n in a.names if n in b.names and n in result.names]
@@ -211,48 +327,32 @@ def fsdp() -> Picture:
         compiled = axn.fsdp(step, {"embed": "data"}, {"batch": "data"}).lower(params, x).compile()
         stored = axn.shard(params, {"embed": "data"})["up"]
         rows = axn.shard(x, {"batch": "data"})
+        report = insight.explain(step, params, x, mapping=({"embed": "data"}, {"batch": "data"}), by="names")
     text = compiled.as_text()
     assert " all-gather(" in text and " reduce-scatter(" in text and " all-reduce(" not in text
+    sent = {c.kind: describe_bytes(c.sent or 0) for c in report.collectives}
 
-    picture = Picture("A step of fully sharded data parallelism on four devices", 520, 356)
-    lefts, size = (66, 192, 318, 444), 60
-    heads = (
-        ("storage", "a shard of w"),
-        ("compute", "all of w"),
-        ("its rows of x", "gradient of w"),
-        ("storage", "w, updated"),
-    )
-    for left, (head, below) in zip(lefts, heads, strict=True):
-        picture.text(left + size / 2, 18, head, "", "middle")
-        picture.text(left + size / 2, 36, below, "muted", "middle")
-    for device in range(4):
-        top = 50 + 64 * device
-        picture.text(4, top + 30, f"device {device}", "small")
-        own = {id(a): _rows_of(a, device) for a in (stored, rows)}
-        for column in range(4):
-            left = lefts[column]
-            picture.box(left, top, size, 48, "empty")
-            if column == 1:
-                for other in range(4):
-                    first, share = _rows_of(stored, other)
-                    picture.box(left, top + 48 * first, size, 48 * share, f"d{2 * other}")
-            elif column == 2:
-                # The rows of the batch beside the gradient that they give: of all of the weight.
-                first, share = own[id(rows)]
-                picture.box(left, top + 48 * first, 16, 48 * share, f"d{2 * device}")
-                picture.box(left + 22, top, size - 22, 48, f"d{2 * device}")
-                picture.path(f"M{left} {top}h16v48h-16zM{left + 22} {top}h{size - 22}v48h{22 - size}z", "line")
-                continue
-            else:
-                first, share = own[id(stored)]
-                picture.box(left, top + 48 * first, size, 48 * share, f"d{2 * device}")
-            picture.path(f"M{left} {top}h{size}v48h{-size}z", "line")
-        for left in lefts[:-1]:
-            picture.arrow(left + size + 12, top + 24, 40)
-    for left, name in zip(lefts, ("all-gather", "", "reduce-scatter"), strict=False):
-        picture.text(left + size + 32, 322, name, "accent small", "middle")
-    picture.text(lefts[1] + size + 32, 322, "gradients", "small", "middle")
-    picture.text(260, 346, "In storage and in the update, a device has a fourth of every parameter.", "muted", "middle")
+    picture = Picture("What the first of four devices holds of a weight in a step of FSDP", 520, 194, mesh.shape)
+    width, height, top = 72, 64, 58
+    for left, head, below, array in (
+        (26, "storage", "w", stored),
+        (162, "compute", "w", params["up"]),
+        (298, "compute", "gradient of w", params["up"]),
+        (438, "storage", "w, updated", stored),
+    ):
+        picture.text(left + width / 2, 18, head, "", "middle")
+        picture.text(left + width / 2, top + height + 18, below, "small", "middle")
+        if array is stored:
+            drawn(picture, array, left, top, width, height, over=True)
+        else:
+            picture.cuts(left, top, width, height, [(), ()])
+    drawn(picture, rows, 264, top, 18, height, over=True)
+    picture.text(273, top + height + 18, "x", "small", "middle")
+    for left, name in ((102, "all-gather"), (374, "reduce-scatter")):
+        picture.arrow(left + 4, top + height / 2, 38)
+        picture.text(left + 22, top + height / 2 - 10, sent[name], "small", "middle")
+        picture.text(left + 22, top + height + 38, name, "small", "middle")
+    picture.text(260, 188, "Filled is what the first of four devices along data holds.", "soft", "middle")
     return picture
 
 
@@ -270,25 +370,34 @@ def heat() -> Picture:
 
     hot = axn.zeros((X, Y)).at["x", 8:16, "y", 4:8].set(100.0)
     many = jax.jit(lambda u, n: jax.lax.fori_loop(0, n, lambda i, u: step(u), u))
-    picture = Picture("The temperature at three times, and what a device sends to its neighbors in a step", 520, 318)
+    picture = Picture(
+        "The temperature at three times, and what a device sends to its neighbors in a step", 520, 318, mesh.shape
+    )
     cell = 5.0
     for i, steps in enumerate((0, 20, 100)):
         left, top = 6 + 174 * i, 28
         picture.text(left + 80, 18, f"{steps} steps", "small", "middle")
         picture.box(left, top, 32 * cell, 16 * cell, "empty")
-        # Bands of one color: cells above a temperature, from thin to dense.
+        # Bands of gray: cells above a temperature, from thin to dense.
         values = np.asarray(many(hot, steps).rearrange(("y", "x")).array)
-        for level, shade in ((2, 4), (10, 5), (40, 7)):
+        for level, shade in ((2, "pale"), (10, "mid"), (40, "held")):
             for row, column in np.argwhere(values > level):
                 start = column == 0 or values[row, column - 1] <= level
                 if start:
                     rest = values[row, column:] <= level
                     length = int(np.argmax(rest)) if rest.any() else 32 - int(column)
-                    picture.box(left + cell * column, top + cell * row, cell * length, cell, f"d{shade}")
+                    picture.box(left + cell * column, top + cell * row, cell * length, cell, shade)
         for line in range(1, 4):
-            picture.path(f"M{left + 40 * line} {top}v80", "line")
-        picture.path(f"M{left} {top + 40}h160M{left} {top}h160v80h-160z", "line")
-    picture.text(260, 126, "from inside to outside: above 40, 10 and 2 degrees", "muted", "middle")
+            picture.path(f"M{left + 40 * line} {top}v80", "cut1")
+        picture.path(f"M{left} {top + 40}h160", "cut2")
+        picture.path(f"M{left} {top}h160v80h-160z", "line")
+    picture.text(
+        260,
+        126,
+        "from inside to outside: above 40, 10 and 2 degrees; cut by cols and rows",
+        "soft",
+        "middle",
+    )
 
     report = axn.insight.explain(step, hot, mesh=mesh, mapping=mapping, by="names")
     left, top, width, height = 160, 168, 200, 100
@@ -296,18 +405,18 @@ def heat() -> Picture:
     picture.path(f"M{left} {top}h{width}v{height}h{-width}z", "line")
     x, y = ([c for c in report.collectives if axis in (c.axes or ())] for axis in ("cols", "rows"))
     for c, (at, toward) in zip(x, ((left + width - 12, 1), (left, -1)), strict=True):
-        picture.box(at, top, 12, height, "d1")
+        picture.box(at, top, 12, height, "m1")
         middle, end = top + height / 2, left + width if toward > 0 else left
         picture.path(f"M{end} {middle}h{44 * toward}m{-5 * toward} -4l{5 * toward} 4l{-5 * toward} 4", "line")
-        picture.text(end + 50 * toward, middle + 5, f"{c.sent} B", "small", "start" if toward > 0 else "end")
+        picture.text(end + 50 * toward, middle + 5, f"{c.sent} B over cols", "small", "start" if toward > 0 else "end")
     for c, (at, toward) in zip(y, ((top + height - 12, 1), (top, -1)), strict=True):
-        picture.box(left, at, width, 12, "d2")
+        picture.box(left, at, width, 12, "m2")
         middle, end = left + width / 2, top + height if toward > 0 else top
         picture.path(f"M{middle} {end}v{18 * toward}m-4 {-5 * toward}l4 {5 * toward}l4 {-5 * toward}", "line")
-        picture.text(middle + 10, end + (16 if toward > 0 else -8), f"{c.sent} B", "small")
+        picture.text(middle + 10, end + (16 if toward > 0 else -8), f"{c.sent} B over rows", "small")
     picture.text(left + width / 2, top + height / 2 + 5, "a shard: x=8, y=8", "small", "middle")
     picture.text(
-        260, 312, "To each neighbor, a device sends the row or column of its shard beside it.", "muted", "middle"
+        260, 312, "To each neighbor, a device sends the row or column of its shard beside it.", "soft", "middle"
     )
     return picture
 
@@ -328,17 +437,10 @@ def peers() -> Picture:
         picture.text(8, top, title)
         for j, (name, ratio) in enumerate(ratios.items()):
             y, length = top + 10 + 22 * j, 330 * ratio / max(ratios.values())
-            picture.text(88, y + 13, name, "accent" if name == "Axonym" else "small", "end")
-            picture.box(96, y, length, 17, "d1" if name == "Axonym" else "d0")
+            picture.text(88, y + 13, name, "strong small" if name == "Axonym" else "small", "end")
+            picture.box(96, y, length, 17, "held" if name == "Axonym" else "mid")
             picture.text(102 + length, y + 13, f"{ratio:.2f}", "small")
     return picture
-
-
-def _rows_of(x: NamedArray, device: int) -> tuple[float, float]:
-    """Where the shard of a device starts along the first axis, and how long it is, as shares of the axis."""
-    indices = {d.id: i for d, i in x.array.sharding.devices_indices_map(x.array.shape).items()}
-    start, stop, _ = indices[device][0].indices(x.axes[0].size)
-    return start / x.axes[0].size, (stop - start) / x.axes[0].size
 
 
 # --- schedules ---
@@ -354,21 +456,23 @@ def schedules() -> Picture:
     for top, schedule, table in ((40, gpipe, cells), (212, both, both.table(stages))):
         picture.text(left, top - 12, type(schedule).__name__, "code")
         idle = f"a stage is idle in {schedule.idle(stages):.0%}"
-        picture.text(left + 14 * width - 2, top - 12, idle, "muted", "end")
+        picture.text(left + 14 * width - 2, top - 12, idle, "soft", "end")
         for stage, row in enumerate(table):
             y = top + 29 * stage
             picture.text(left - 8, y + 18, f"stage {stage}", "small", "end")
             for tick, cell in enumerate(row):
                 x, halves = left + width * tick, None not in cell
-                picture.box(x, y, width - 2, 27, "empty")
+                picture.path(f"M{x} {y}h{width - 2}v27h{2 - width}z", "line")
                 for way, microbatch in enumerate(cell):
                     if microbatch is not None:
                         height = 13 if halves else 27
                         place = y + 14 * way if halves else y
-                        picture.box(x, place, width - 2, height, f"d{2 * microbatch + way}")
-                        picture.text(x + width / 2 - 1, place + height / 2 + 4, str(microbatch), "id", "middle")
+                        picture.box(x, place, width - 2, height, ("pale", "held")[way])
+                        picture.text(
+                            x + width / 2 - 1, place + height / 2 + 4, str(microbatch), ("id", "on")[way], "middle"
+                        )
     picture.text(left, 174, "forward", "small")
-    picture.text(left + 7 * width, 174, "and backward, in deeper colors", "small")
+    picture.text(left + 7 * width, 174, "and backward, filled", "small")
     return picture
 
 
@@ -385,7 +489,7 @@ class Screen:
         self.style = re.sub(r"^svg .*\n|^@media .*\n", "", style, flags=re.MULTILINE)
         self.body = text.partition("<main>")[2].partition(until)[0]
 
-    def svg(self, colors: dict[str, Any]) -> str:
+    def svg(self, colors: dict[str, str]) -> str:
         width, height = self.size
         scheme = "dark" if colors is DARK else "light"
         lines = [
@@ -459,10 +563,6 @@ def planned() -> Screen:
 # --- words and files ---
 
 
-def _spec(x: NamedArray) -> str:
-    return str(x.array.sharding.spec).replace("PartitionSpec", "P")
-
-
 def _mapping(mapping: dict[str, Any]) -> str:
     return str(mapping).replace("'", '"')
 
@@ -470,6 +570,7 @@ def _mapping(mapping: dict[str, Any]) -> str:
 PICTURES: dict[str, Callable[[], Picture | Screen]] = {
     "placement": placement,
     "mappings": mappings,
+    **{name: functools.partial(home, name) for name in HOME},
     "contraction": contraction,
     "fsdp": fsdp,
     "schedules": schedules,
@@ -483,9 +584,9 @@ PICTURES: dict[str, Callable[[], Picture | Screen]] = {
 
 def files() -> dict[str, str]:
     """The name and the text of every file."""
-    drawn = {name: draw() for name, draw in PICTURES.items()}
+    found = {name: draw() for name, draw in PICTURES.items()}
     schemes = {"light": LIGHT, "dark": DARK}
-    return {f"{name}-{s}.svg": picture.svg(c) for name, picture in drawn.items() for s, c in schemes.items()}
+    return {f"{name}-{s}.svg": picture.svg(c) for name, picture in found.items() for s, c in schemes.items()}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pandas
 import pytest
 import xarray
@@ -856,6 +857,7 @@ def test_every_message_with_code_is_in_the_table() -> None:
 WORDS: dict[str, Any] = {
     "a": np.ones((4, 3)),
     "coords": {"batch": [1, 2, 3, 4]},
+    "data": xarray.DataArray(np.ones(3), dims="embed"),
     "device": jax.devices()[0],
     "f": lambda x: x,
     "indices": axn.named([0, 1], "draw"),
@@ -866,6 +868,7 @@ WORDS: dict[str, Any] = {
     "model": {"weight": X},
     "new": axn.named([0.5], "batch"),
     "positions": axn.arange({"batch": 4}, dtype=float),
+    "step": lambda x: x,
     "targets": axn.named([0, 1, 2, 0], "batch"),
     "value": 0.0,
     "values": 0.0,
@@ -995,6 +998,7 @@ COMMON: dict[str, Any] = {
     "jnp": jnp,
     "numpy": np,
     "equinox": eqx,
+    "optax": optax,
     "key": KEY,
 }
 

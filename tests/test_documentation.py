@@ -17,6 +17,7 @@ import pytest
 
 import axonym as axn
 from axonym.core import foreign_names
+from axonym.core.errors import describe_bytes
 from tests.helpers import exports, modules, public_name
 
 ROOT = Path(__file__).parent.parent
@@ -128,21 +129,6 @@ def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: d
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6, atol=1e-6)
 
 
-def foreign_rows() -> list[str]:
-    """Return the rows of the table of foreign names; names with the same advice share a row."""
-    by_answer: dict[str, list[str]] = {}
-    for names in (foreign_names.ARRAY, foreign_names.PACKAGE, foreign_names.NETWORKS):
-        for name, answer in names.items():
-            known = by_answer.setdefault(foreign_names.sentence(answer, ("'batch'", "'embed'")).strip(), [])
-            known += [name] if name not in known else []
-    return [f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in by_answer.items()]
-
-
-def test_cheat_sheet_has_names_from_elsewhere() -> None:
-    table = CHEAT_SHEET.partition("## Names you may know")[2]
-    assert table.split("|---|---|\n")[1].splitlines() == foreign_rows()
-
-
 # --- names in the text ---
 
 
@@ -180,6 +166,43 @@ def test_pictures_are_those_that_the_script_draws() -> None:
     assert all(len(text) < 20_000 for text in files.values())
 
 
+def test_the_first_picture_has_the_figures_of_reports() -> None:
+    """What the partitioner makes of the layer, in the picture, and in the texts beside it."""
+    pictures = _script("pictures")
+    texts = (ROOT / "README.md").read_text(), (DOCS / "index.md").read_text()
+    for name in pictures.HOME:
+        report = pictures.home_report(name, by="partitioner")
+        sent = pictures.sent_at_home(report)
+        assert sum(sent.values()) == report.total_sent() > 0
+        weights = f"holds {describe_bytes(report.arguments['weights'])} of weights"
+        figures = [f"{describe_bytes(size)} {what}" for (what, _), size in sent.items()]
+        over = [f"over {' and '.join(axes)}" for _, axes in sent]
+        for scheme in ("light", "dark"):
+            file = DOCS / "assets" / "pictures" / f"{name}-{scheme}.svg"
+            title, said = file.read_text().partition("</title>")[::2]
+            title = title.partition("<title>")[2]
+            said = re.sub(r"<(?!text)[^>]*>", "", said)
+            for text in (title, said):
+                assert all(words in text for words in (weights, *figures, *over))
+                assert len(re.findall(r"\d+ [KM]iB", text)) == len(sent) + 1
+            assert all(title in text and f"{name}-{scheme}.svg" in text for text in texts)
+
+
+def test_a_color_is_a_mesh_axis_with_its_name() -> None:
+    """All else is gray; the colors are those of pages, which tell two mesh axes apart for everyone."""
+    pictures = _script("pictures")
+    for scheme, colors in (("light", pictures.LIGHT), ("dark", pictures.DARK)):
+        axes = {colors[f"m{i}"]: f"m{i}" for i in range(1, 6)}
+        for name in (name for name in pictures.PICTURES if not name.startswith("page-")):
+            text = (DOCS / "assets" / "pictures" / f"{name}-{scheme}.svg").read_text()
+            for color in set(re.findall(r"#[0-9a-f]{6}", text)):
+                red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+                assert color in axes or max(red, green, blue) - min(red, green, blue) < 32, (name, color)
+            used = set(re.findall(r'class="(?:m|cut)(\d)"', text))
+            named = set(re.findall(r'<tspan class="m(\d)">', text))
+            assert used == named, (name, "a color without its name")
+
+
 def test_gallery_is_what_the_script_writes() -> None:
     gallery = _script("gallery")
     text = gallery.PAGE.read_text()
@@ -187,6 +210,16 @@ def test_gallery_is_what_the_script_writes() -> None:
     assert gallery.page(outputs) == text, "write it again: python docs/gallery.py"
     assert all(output and len(output.splitlines()) <= gallery.LINES + 1 for output in outputs.values())
     assert outputs.keys() == gallery.EXAMPLES.keys()
+
+
+def test_names_elsewhere_are_what_the_script_writes() -> None:
+    names = _script("names_elsewhere")
+    text = names.PAGE.read_text()
+    assert names.page() == text, "write it again: python docs/names_elsewhere.py"
+    headings = re.findall(r"^## `(.+)`$", text, flags=re.MULTILINE)
+    tables = {*foreign_names.ARRAY, *foreign_names.PACKAGE, *(f"nn.{name}" for name in foreign_names.NETWORKS)}
+    assert sorted(headings) == sorted(tables)
+    assert names.MORE.keys() <= set(headings)
 
 
 def test_the_page_of_peers_is_what_the_script_writes() -> None:

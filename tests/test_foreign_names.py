@@ -34,6 +34,7 @@ X: Any = axn.ones({"batch": 2, "pos": 3})
         ("clamp", "`axonym.clip(x, 0, 1)`"),
         ("isel", "`x['batch', 0]` selects by position"),
         ("value", "`x.array` is the JAX array"),
+        ("fillna", "`axonym.where(axonym.isnan(x), 0, x)`"),
         ("add_", "arrays are immutable: write `x = x + y`"),
     ],
 )
@@ -61,6 +62,10 @@ def test_attributes_of_an_array(name: str, advice: str) -> None:
         (axn.random, "unifrom", "Did you mean 'uniform'?"),
         (nn.Dropout, "init", "since it has no parameters. Write `Dropout(0.1)`."),
         (nn, "Conv2d", "`axonym.nn.Conv.init(('height', 'width'), In, Out, kernel_size=3, key=key)`"),
+        (axn, "DataLoader", "`axonym.named(a, ('batch', 'embed'))`"),
+        (axn, "DDP", "`axonym.named_jit(step, {'batch': 'data'})`"),
+        (axn, "state_dict", "`axonym.state.to_state_dict(model)`"),
+        (nn, "Rngs", "Layers take a key"),
         (nn, "Sequential", "`axonym.nn.Stacked`"),
         (nn, "Linaer", "Did you mean 'Linear'?"),
     ],

@@ -140,6 +140,17 @@ def test_readme_commands_are_single_lines() -> None:
     assert sum("examples/tour.py" in command for command in commands) == 1, commands
 
 
+def test_the_readme_says_how_long_its_commands_take() -> None:
+    """So does the page for contributors, and in the same words."""
+    readme, contributing = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    training = readme.partition("examples/train_lm.py\n```")[2].partition("```")[0]
+    tests = readme.partition("-m pytest\n```")[2].partition("##")[0]
+    assert re.search(r"about \w+ minutes on two\s+cores", training)
+    (whole,) = re.findall(r"take about \w+ minutes on two\s+cores", tests)
+    assert re.search(r"`-m quick`.*?less than two\s+minutes", tests, flags=re.DOTALL)
+    assert whole.replace("take ", "takes ") in contributing and "takes less than two minutes" in contributing
+
+
 def test_the_resumed_run_trains_on_and_leaves_nothing_for_git() -> None:
     (command,) = [c for block in _blocks(ROOT / "README.md", "bash") for c in block.splitlines() if "--resume" in c]
     default = re.search(r"^    steps: int = (\d+)$", (ROOT / "examples/training/config.py").read_text(), re.MULTILINE)

@@ -28,6 +28,8 @@ _NAME = "`axonym.named(a, ('batch', 'embed'))` names the axes of an array or a l
 _DRAW = "`axonym.random.{name}(key, {'batch': 8})` draws numbers with a key"
 _JOIN = "`axonym.concatenate([x, y], {last})` joins along an axis, and `axonym.stack([x, y], 'new')` along a new one"
 _PARTS = "[axonym.Axis({last}, 1), axonym.Axis({last}, x.axis_size({last}) - 1)]"
+_SHARDED = "`axonym.shard(x, {'batch': 'data'})` places an array by name"
+_OF_XARRAY = "`axonym.to_xarray(x, coords)` converts to xarray, with coordinates"
 _STATEFUL = "equinox.nn.make_with_state(axonym.nn.BatchNorm.init)({})"
 _NETWORK_FUNCTIONS = ("softmax", "log_softmax", "relu", "gelu", "silu", "sigmoid", "elu", "leaky_relu", "one_hot")
 _IN_NN = {name: f"it is `axonym.nn.{name}`" for name in _NETWORK_FUNCTIONS}
@@ -63,9 +65,9 @@ ARRAY = {
     "gather": "`x[{last}, indices]` selects elements by a named array of indices",
     **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
     **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; coordinates stay in xarray"),
-    **dict.fromkeys(
-        ("coords", "groupby", "to_xarray"), "`axonym.to_xarray(x, coords)` converts to xarray, with coordinates"
-    ),
+    **dict.fromkeys(("coords", "assign_coords", "loc", "attrs", "groupby", "to_xarray"), _OF_XARRAY),
+    **dict.fromkeys(("isnull", "notnull", "fillna"), "`axonym.where(axonym.isnan(x), 0, x)` replaces what is missing"),
+    "coarsen": "`axonym.unflatten_axis(x, {last}, {'block': 2, 'within': 3}).mean('within')` averages blocks",
     "dims": "`x.names` are the names of the axes",
     **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),
     **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
@@ -93,10 +95,24 @@ PACKAGE = {
     **dict.fromkeys(("no_grad", "inference_mode"), "nothing records gradients here; " + _GRADIENT),
     "manual_seed": "random functions take a key, `jax.random.key(0)`",
     **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` shards too"),
+    **dict.fromkeys(("vjp", "jvp", "eval_shape"), "JAX's own take functions of named arrays"),
+    **dict.fromkeys(("with_sharding_constraint", "with_logical_constraint", "device_put", "reshard"), _SHARDED),
+    **dict.fromkeys(("DTensor", "distribute_tensor"), _SHARDED),
+    **dict.fromkeys(("DeviceMesh", "init_device_mesh"), "`axonym.make_mesh({'data': 4, 'model': 2})` makes a mesh"),
     **dict.fromkeys(
-        ("with_sharding_constraint", "with_logical_constraint", "device_put", "reshard"),
-        "`axonym.shard(x, {'batch': 'data'})` places an array by name",
+        ("DDP", "DistributedDataParallel", "DataParallel", "pmap"),
+        "`axonym.named_jit(step, {'batch': 'data'})` computes a step whose batch is sharded",
     ),
+    **dict.fromkeys(
+        ("FSDP", "FullyShardedDataParallel", "fully_shard"),
+        "`axonym.fsdp(step, {'embed': 'data'}, {'batch': 'data'})` computes a step whose parameters are stored sharded",
+    ),
+    "DataLoader": "`axonym.named(a, ('batch', 'embed'))` names the arrays of a batch, whatever loads them",
+    "state_dict": "`axonym.state.to_state_dict(model)` makes a state dict",
+    **dict.fromkeys(("optim", "Adam", "AdamW", "SGD"), "optimizers are Optax's, such as `optax.adamw(1e-3)`"),
+    "einops": "axes have names already: " + _MERGE,
+    "reduce": "`axonym.mean(x, {last})` and other reductions take the names of axes",
+    **dict.fromkeys(("DataArray", "Dataset"), "`axonym.from_xarray(data)` takes arrays and names from xarray"),
     **dict.fromkeys(
         ("logical_axis_rules", "axis_rules"),
         "`with axonym.axis_mapping({'batch': 'data'}):` shards each axis over a mesh axis",
@@ -123,6 +139,17 @@ NETWORKS = {
     **dict.fromkeys(
         ("ReLU", "GELU", "SiLU", "Sigmoid", "Tanh", "Softmax"), "activations are functions, such as `axonym.nn.relu`"
     ),
+    **dict.fromkeys(
+        ("Param", "Variable"), PACKAGE["Module"] + ", and every array in them is a parameter: there is no wrapper"
+    ),
+    **dict.fromkeys(("Rngs", "make_rng"), "layers take a key, `jax.random.key(0)`"),
+    **dict.fromkeys(
+        ("merge", "GraphDef"),
+        "models are pytrees: `equinox.partition(model, equinox.is_array)` takes one apart, `equinox.combine` joins it",
+    ),
+    **dict.fromkeys(("Dense", "LinearGeneral", "Einsum"), "`axonym.nn.Linear.init(In, Out, key=key)` takes any axes"),
+    "Embed": "`axonym.nn.Embedding.init(In, Out, key=key)` is a table of embeddings",
+    **dict.fromkeys(("with_partitioning", "with_logical_partitioning"), "parameters have names: " + _SHARDED),
     "functional": "the functions are in `axonym.nn` itself",
     **dict.fromkeys(
         ("CrossEntropyLoss", "NLLLoss", "cross_entropy"), "`axonym.nn.cross_entropy_loss(logits, 'label', targets)`"
