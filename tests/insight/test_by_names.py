@@ -616,7 +616,8 @@ def test_raw_models_whose_parameters_are_stored_sharded(
         )
     assert early.flops == true.flops
     assert 0 < (true.total_sent() or 0) - (early.total_sent() or 0) <= early.uncertain
-    assert summed(early) == summed(true) or not exact
+    if exact:
+        assert summed(early) == summed(true)
 
 
 def test_updates_of_a_raw_table_that_is_stored_sharded() -> None:

@@ -168,9 +168,8 @@ NETWORKS = {
         "`axonym.nn.GroupNorm.init(Channels, Channels.size, ('height', 'width'))`",
     ),
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
-    **dict.fromkeys(
-        ("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"
-    ),
+    **dict.fromkeys(("MaxPool1d", "MaxPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"),
+    **dict.fromkeys(("AvgPool1d", "AvgPool2d"), "`axonym.nn.mean_pool(x, {'height': 2, 'width': 2}, stride=2)`"),
 }
 """Advice by name in `axonym.nn`."""
 

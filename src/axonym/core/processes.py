@@ -30,9 +30,9 @@ class ProcessAgreement(Protocol):
 def fail_together(what: str) -> Iterator[ProcessAgreement]:
     """Raise in all processes an error that one of them raises in a with-block; the message names the process.
 
-    All processes must enter the block. A process that fails skips the rest of the block. So before a collective, call
-    the function that the block gets after anything that can fail in only some processes. It also takes texts and
-    lowered programs by key, which must be the same in every process.
+    All processes must enter the block. A process that fails skips the rest of the block. The block gets a function:
+    call it before a collective if anything before that can fail in only some processes. It also takes texts and lowered
+    programs by key, which must be the same in every process.
 
     With one process this does nothing.
 

@@ -203,8 +203,10 @@ def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
     entries = []
     for along in np.moveaxis(starts, -1, 0):
         # A dimension is sharded over a mesh axis if a step along the mesh axis is a step along the dimension.
-        steps = [along[tuple(np.eye(devices.ndim, dtype=int)[i])] if n > 1 else 0 for i, n in enumerate(devices.shape)]
-        by_step = sorted((i for i, step in enumerate(steps) if step), key=steps.__getitem__, reverse=True)
-        told = np.array_equal(along, np.tensordot(steps, np.indices(devices.shape), 1))
-        entries.append(tuple(mesh.axis_names[i] for i in by_step) or None if told else None)
+        steps = [np.take(along, 1, i).flat[0] if n > 1 else 0 for i, n in enumerate(devices.shape)]
+        if np.array_equal(along, np.tensordot(steps, np.indices(devices.shape), 1)):
+            by_step = sorted((i for i, step in enumerate(steps) if step), key=steps.__getitem__, reverse=True)
+            entries.append(tuple(mesh.axis_names[i] for i in by_step) or None)
+        else:
+            entries.append(None)
     return tuple(entries)

@@ -403,7 +403,8 @@ class Account:
     def _use(self, event: Use) -> None:
         layout, place, names = self.layout, event.place, event.operand.names
         over = {a for n in event.others for a in layout.used(n)}
-        extra, elementwise = policy.gathered_over(names, over, layout), self.trace.spliced and not _is_product(place)
+        extra = policy.gathered_over(names, over, layout)
+        elementwise = self.trace.spliced and not _is_product(place)
         if extra == () or (elementwise and over.isdisjoint(layout.extra(names))):
             return  # it is used as it is stored
         stored = f"[{', '.join(names)}], which is stored sharded"
@@ -424,7 +425,8 @@ class Account:
     def _gather(self, event: Use, extra: Axes) -> None:
         """Count the all-gather of a parameter, unless it was gathered before for the same use."""
         place, dims, origin = event.place, event.operand.dims, event.operand.origin
-        known, phase = {key[1] for key in self._gathered}, place.phase
+        known = {key[1] for key in self._gathered}
+        phase = place.phase
         if self.trace.spliced:
             # The compiler gathers each array that it multiplies once, and what it broadcasts anew for each operation.
             apart = not _is_product(place) and not event.others.issubset(n for n, _ in dims)

@@ -129,7 +129,7 @@ def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     if step.name in ("eq", "ne") and all(x.points is not None and len(x.points) == 1 for x in xs):
         (a,), (b,) = (x.points for x in xs if x.points is not None)
         own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
-        if own[0] is not own[1]:
+        if own[0] != own[1]:
             index, positions = (a, b) if own[1] else (b, a)
             _point(axes, step, index, positions.axis or ())
     return results

@@ -52,7 +52,8 @@ from ..named_array import NamedArray, wrap_result
 CACHE_SIZE = 8192
 
 GATHERING: set[str] = set()
-"""The operations that gather parameters themselves. `make_kernel` adds them, and reports by name read it."""
+"""The operations that gather parameters themselves. Tracing an operation makes its kernel, which adds its name here, so
+the set is complete for a report by names of what was traced."""
 
 
 class Kernel:

@@ -45,7 +45,8 @@ def _binary_kernel(
         a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
         return fn(a, b) if static is None else fn(a, b, static)
 
-    in_names, out_names = (a_names, b_names), names if outputs == 1 else (names,) * outputs
+    in_names = (a_names, b_names)
+    out_names = names if outputs == 1 else (names,) * outputs
     per_device = functools.partial(fsdp_ops.run_gathering_parameters, positional, in_names, names)
     return _kernels.make_kernel(name, positional, in_names, out_names, native=True, per_device=per_device, gathers=True)
 

@@ -110,7 +110,7 @@ class PlacementCheck:
     given: list[tuple[LeafPlacement, Leaf]]
     """The placement of each leaf, which may be a rule, with the leaf as the rule sees it."""
     answers: list[tuple[LeafPlacement, Leaf]]
-    """The answers of rules, without those of FSDP, whose mappings are for other leaves too."""
+    """The answers of rules, except FSDP's rules, whose mappings are for other leaves too."""
     problems: list[tuple[str, str]]
     """Paths and messages."""
     not_told: list[Leaf]
@@ -334,8 +334,8 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
 _WAY_OUT = (
     "Resize it to a multiple of {shards} (axonym.sharding.round_axis_for_partitioning gives {size}), "
     "or map it elsewhere.",
-    "Resize it to a multiple of {shards} (such as {size}), or choose another placement; `rule.lenient()` replicates it "
-    "instead.",
+    "Resize it to a multiple of {shards} (such as {size}), or choose another placement. A rule can replicate it "
+    "instead: `rule.lenient()`.",
 )
 """Advice about a size: of named arrays, and of raw ones."""
 
