@@ -19,6 +19,7 @@ from ._parameters import carried_axes, without_numbers
 from ._text import described_axes, described_seconds, phase_of
 from .collectives import Collective
 from .repeating import RepeatedWork
+from .timeline import described_held
 
 _COSTLIEST = 3
 """The number of transfers in a verdict."""
@@ -26,6 +27,9 @@ SMALL = 0.01
 """The share of a total below which rows are folded, and work that is repeated is not said."""
 _MUCH = 0.05
 """The share from which repeated work, copies, and transfers without a reason are worth a remark."""
+_WIDE = 0.2
+"""The share of the flops from which products in a larger dtype than their operands are worth a remark; and of the
+memory, from which arguments that are not donated are."""
 _MOST = 0.4
 """The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
 
@@ -112,10 +116,12 @@ def _binds(report: Figures) -> tuple[str, str]:
     if bounds is None or not bounds.named() or not bounds.longest:
         return _without_times(report, again)
     least = f"A step takes at least {described_seconds(bounds.longest)} on {bounds.chip}"
-    held = needed_memory(report)
+    held, about = needed_memory(report), ""
+    if held is None and report.timeline is not None and report.timeline.held:
+        held, about = report.timeline.peak, "about "
     if held is not None and bounds.capacity is not None and held > bounds.capacity:
         return (
-            f"This does not fit: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}.",
+            f"This does not fit: {about}{describe_bytes(held)} of {describe_bytes(bounds.capacity)}.",
             f"{least}. The table of the peak says what is held.",
         )
     if bounds.bottleneck == "compute" and bounds.compute is not None:
@@ -300,7 +306,10 @@ def _donated(report: Figures) -> _Check:
     cause = f"Results are held beside arguments of the same sizes, which are not donated: {_some(largest)}."
     so = f"If the results are their updates, a device holds {describe_bytes(held)} less with donation."
     names = sorted({path.partition("/")[0] for path in report.undonated or ()})
-    return [Suspicion("note", cause, (so,), f"donate_args for {_some(names)}, if the caller needs them no more.")], ""
+    # Of a model and its state, results are the updates.
+    severity = "look" if held >= _WIDE * total and len(names) > 1 else "note"
+    advice = f"donate_args for {_some(names)}"
+    return [Suspicion(severity, cause, (so,), f"{advice}, if the caller needs them no more.")], ""
 
 
 def _kept(report: Figures) -> _Check:
@@ -311,7 +320,7 @@ def _kept(report: Figures) -> _Check:
     if kept <= report.timeline.peak / 2:
         return (), "the backward pass does not keep most of the memory"
     cause = f"{_percent(kept / report.timeline.peak)} of the peak is kept for the backward pass: "
-    cause += f"{report.timeline._kept()}."
+    cause += f"{described_held(report.timeline.kept_for_backward)}."
     return [Suspicion("note", cause, advice="gradient checkpointing, which computes some of it again.")], ""
 
 
@@ -441,9 +450,29 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
         for n in _free_axes(w, report.mapping):
             if n in sizes and sizes[n] % count == 0:
                 found[n] = None
+    more_of = [_also_over(report, n, over, sizes) for n in _shared_by(work, report.mapping)[:1] if n in sizes]
+    more_of = [said for said in more_of if said]
     # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
     rare = [n for n in found if having[n] <= len(report.placed) / 2]
-    return f"shard {' or '.join((rare or list(found))[:4])} over {described_axes(over)}." if found else ""
+    # An axis that no argument has is part of another one, or made of several: a mapping may have forgotten it.
+    made = [n for w in work for n in _free_axes(w, report.mapping) if report.placed and n not in sizes]
+    names = list(dict.fromkeys([*made, *(rare or found)]))[: 2 if more_of else 4]
+    few = [f"{' or '.join(names)} over {described_axes(over)}"] if names else []
+    return f"shard {', or '.join([*few, *more_of])}." if few or more_of else ""
+
+
+def _also_over(report: Figures, name: str, over: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """Say that an axis may be sharded over more mesh axes, if they divide it; empty otherwise."""
+    own = report.mapping[name]
+    wider = (*((own,) if isinstance(own, str) else own or ()), *over)
+    divides = len(set(wider)) == len(wider) and sizes[name] % math.prod(report.mesh[a] for a in wider) == 0
+    return f"{name} over {described_axes(wider)}" if divides else ""
+
+
+def _shared_by(work: Sequence[RepeatedWork], mapping: Mapping[str, Any]) -> list[str]:
+    """Return the axes of the first operands that a mapping shards, such as the batch."""
+    firsts = ((w.operation or "").partition("[")[2].partition(";")[0] for w in work)
+    return list(dict.fromkeys(n.strip() for first in firsts for n in first.split(",") if mapping.get(n.strip())))
 
 
 def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
@@ -458,7 +487,7 @@ def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
 
 def _came_sharded(report: Figures) -> _Check:
     """Find parameters that lie otherwise than a mapping says, over mesh axes that it gives to others."""
-    if report.parameter_mapping:
+    if report.parameter_mapping or report.placed_by_rule:
         return (), ""
     taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
     stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
@@ -602,13 +631,20 @@ class _Lost(NamedTuple):
 def _lost(report: Figures) -> list[_Lost]:
     """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent."""
     total = known_sent(report.collectives)
+    # Where placements trade shards along one axis for shards along another, as of experts, exchanges are asked for.
+    traded = {c.axes for c in report.collectives if c.moved and _is_of_placement(c)}
     together: dict[tuple[tuple[str, ...], Source | None, bool, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
+        lost = lost and not (c.moved and c.axes in traded)
         if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
             key = names, c.source, bool(c.gathered), c.reason or "why is not known"
             together[key] = together.get(key, 0) + (c.mean_sent or 0)
     return [_Lost(*key, sent) for key, sent in together.items() if total and sent >= _MUCH * total]
+
+
+def _is_of_placement(c: Collective) -> bool:
+    return (c.operation or "").startswith("shard[") or "a placement shards another axis" in (c.reason or "")
 
 
 def _moved(report: Figures) -> _Check:
@@ -619,8 +655,9 @@ def _moved(report: Figures) -> _Check:
         cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
         work = [w for w in report.repeated if source is not None and w.source == source]
         found.append(Suspicion("look", cause, tuple(_of_repeated(report, work)), _how_to_keep(said, at, reason)))
-    told = all(c.reason or c.parameters for c in report.collectives if c.kind in ("all-gather", "all-to-all"))
-    return found, "no large activation is gathered" if report.collectives and told else ""
+    gathers = [c for c in report.collectives if c.kind in ("all-gather", "all-to-all") and not c.parameters]
+    told = all(c.reason for c in gathers) and known_sent([c for c in gathers if "gather" in c.kind]) < _MUCH * total
+    return found, "no large activation is gathered" if report.collectives and (told or not gathers) else ""
 
 
 def _converted(report: Figures) -> _Check:
@@ -637,9 +674,20 @@ def _converted(report: Figures) -> _Check:
     return [Suspicion("look", cause, advice=f"convert them to {late[0].converted} before the placement.")], ""
 
 
+def _widened(report: Figures) -> _Check:
+    """Find a step of which most products are in a larger dtype than the one that an operand came in."""
+    if report.widened < _WIDE:
+        return (), "products have the dtype of their operands" if report.flops and report.by != "names" else ""
+    cause = f"{_percent(report.widened)} of the flops are in products of which one operand, often a parameter, is "
+    cause += f"converted to a larger dtype because the other one has it: {report.widened_at}."
+    so = "The activations between them have this dtype, too: they take more memory, and chips multiply it more slowly."
+    advice = "find what made them so before: an array or a scale of that dtype. Convert it, or write a Python number."
+    return [Suspicion("look", cause, (so,), advice)], ""
+
+
 def _how_to_keep(axes: str, at: str, reason: str) -> str:
     if "a placement" in reason:
-        return f"add {axes} to the placement{at}."
+        return f"add {axes} to the placement{at}, or leave the placement out."
     if "code without names" in reason:
         return f"write it with names, along another axis than {axes}, or inside axonym.shard_map."
     return f"another axis than {axes}, or an operation that does not need all of it."
@@ -654,18 +702,18 @@ def _again(report: Figures) -> _Check:
         for c in report.collectives
         if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0]) and total
     ]
-    found = []
-    for kind in dict.fromkeys(c.kind for c in again):
-        same = [c for c in again if c.kind == kind]
-        sent = known_sent(same)
-        if sent >= _MUCH * total:
-            what = "The same parameters are" if "gather" in kind else "Gradients of the same parameters are"
-            times = max(c.times or 0 for c in same)
-            paths = ", ".join(list(dict.fromkeys(map(path_of, same)))[:4])
-            share = f"{_percent(sent / total)} of the bytes sent"
-            cause = f"{what} sent again in each turn of a loop, {times} times, {share}: {paths}."
-            advice = "if the loop is over microbatches, fewer and larger ones, or one all-reduce after the loop."
-            found.append(Suspicion("look", cause, advice=advice))
+    sent, found = known_sent(again), []
+    if sent >= _MUCH * total and total:
+        kinds = {"gather" in c.kind: "parameters" if "gather" in c.kind else "gradients" for c in again}
+        times = sorted({c.times or 0 for c in again})
+        often = f"{times[0]} to {times[-1]} times" if times[1:] else f"{times[0]} times"
+        paths = _some(list(dict.fromkeys(map(path_of, sorted(again, key=lambda c: -(c.total_sent or 0))))))
+        share = f"{_percent(sent / total)} of the bytes sent"
+        cause = (
+            f"The same {' and '.join(kinds.values())} are sent again in each turn of a loop, {often}, {share}: {paths}."
+        )
+        advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
+        found = [Suspicion("look", cause, advice=advice)]
     told = all(c.parameters or c.times == 1 for c in report.collectives if _may_be_of_a_parameter(c))
     return found, "no loop sends the same parameter again" if report.collectives and told else ""
 
@@ -682,10 +730,18 @@ def _reasons(report: Figures) -> _Check:
         return (), "the cause of each large transfer is known" if total else ""
     (c, *_), most = (largest := grouped(unknown)[0]), known_sent(largest)
     at = _at(c.source)
-    in_ = f" in {c.operation.partition('[')[0]}" if c.operation else ""
-    largest = f"{_percent(most / total)} by the {c.kind}{in_}{at}"
+    largest = f"{_percent(most / total)} by the {c.kind} of {c.array}{f' in {c.operation}' if c.operation else ''}{at}"
     cause = f"Why {_percent(sent / total)} of the bytes are sent is not known: {largest}."
-    return [Suspicion("look", cause, advice="names for the arrays there: see axonym.names.")], ""
+    over = described_axes(c.axes)
+    if (c.operation or "").startswith("shard["):
+        advice = f"see what the placement there leaves out: an axis that was sharded over {over} before it."
+    elif c.operation:
+        advice = (
+            f"see which of these axes is sharded over {over}: what looks up, sorts, joins or cuts it needs all of it."
+        )
+    else:
+        advice = "names for the arrays there: see axonym.names."
+    return [Suspicion("look", cause, advice=advice)], ""
 
 
 def _certain(report: Figures) -> _Check:
@@ -708,7 +764,7 @@ def _percent(share: float) -> str:
 
 
 _CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _came_sharded, _lie_apart, _copies, _converted, _donated,
-    _kept, _reasons, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _came_sharded, _lie_apart, _copies, _converted, _widened,
+    _donated, _kept, _reasons, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""
