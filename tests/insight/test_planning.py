@@ -223,7 +223,7 @@ def test_what_is_offloaded_takes_time_and_no_memory() -> None:
     assert set(by) == {("full", 8), ("offload", 8)}, "eight devices do not share four texts"
     full, offload = by["full", 8], by["offload", 8]
     assert full.bounds.host is None and offload.bounds.host == 8 * moved / axn.insight.CHIPS["v5e"].host
-    assert full.memory - offload.memory == moved and offload.seconds >= offload.bounds.host
+    assert full.memory - offload.memory == moved and offload.seconds >= 8 * moved / axn.insight.CHIPS["v5e"].host
 
 
 def test_all_chips_may_be_stages() -> None:

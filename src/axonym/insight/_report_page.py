@@ -14,10 +14,11 @@ from ._figures import needed_memory
 from ._html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
 from ._mesh_picture import mesh_picture
 from ._parameters import without_numbers
+from ._suspicions import Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of, written_number
+from ._transfer_groups import SMALL, known_sent
 from ._transfer_rows import Transfers, percent, short_operation
 from .timeline import HeldArray, MemoryTimeline
-from .verdict import SMALL, Suspicion, known_sent, repeated_share
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""

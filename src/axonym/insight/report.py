@@ -24,10 +24,11 @@ from ._text import (
     written_number,
     written_table,
 )
+from ._transfer_groups import SMALL, known_sent, path_of
 from .collectives import Collective
 from .page import Page
 from .timeline import described_held, draw
-from .verdict import SMALL, Verdict, known_sent, path_of, verdict_of
+from .verdict import Verdict, verdict_of
 
 _SHOWN = 8
 """How many arguments are written."""
