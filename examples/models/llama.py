@@ -36,6 +36,15 @@ from axonym import Axis, NamedArray, nn
 from axonym.nn.attention import Causal, KVCache, Rotary, apply_rotary, dot_product_attention, sliding_window_mask
 from axonym.state import ModuleWithStateDictSerialization
 
+REMAT: dict[str, bool | axn.ScanCheckpointPolicy] = {
+    "full": True,
+    "mlp": axn.ScanCheckpointPolicy(save_block_internals=["attention"]),
+    "none": False,
+    "offload": axn.ScanCheckpointPolicy(save_carries="offload"),
+}
+"""What the backward pass computes again in each block: everything, the perceptron, nothing, or everything from inputs
+that are kept in the memory of the host."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -73,6 +82,8 @@ class Config:
     logit_cap: float | None = None
     """The soft cap of the logits, if any."""
     activation: Callable[[NamedArray], NamedArray] = nn.silu
+    remat: bool | axn.ScanCheckpointPolicy = True
+    """What the backward pass computes again in each block, by default everything; see `REMAT`."""
     Experts: Axis | None = None
     """The perceptrons of each block's mixture; None for one perceptron, without a mixture."""
     choices: int = 2
@@ -122,7 +133,7 @@ class Attention(eqx.Module):
         if self.window is not None and slides is not None:
             near = sliding_window_mask(q.resolve_axis("pos"), k.resolve_axis("key_pos"), self.window)
             mask = Causal("pos", also=near | ~slides)
-        return self.o_proj(self._attended(q, k, v, mask))
+        return self.o_proj(axn.tree_checkpoint_name(self._attended(q, k, v, mask), "attention"))
 
     def extend(
         self,
@@ -151,7 +162,7 @@ class Attention(eqx.Module):
         self, x: NamedArray, positions: str | NamedArray, slides: NamedArray | None
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Return queries, keys and values."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = axn.tree_checkpoint_name((self.q_proj(x), self.k_proj(x), self.v_proj(x)), "attention")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (self._rotated(x, positions, slides) for x in (q, k))
@@ -352,7 +363,7 @@ class Llama(ModuleWithStateDictSerialization):
         table, blocks, head = jax.random.split(key, 3)
         # All blocks are made as one, whose weights have the axis `layers`, and they run in a loop: so a model of 80
         # blocks compiles as fast as one of 2. With checkpointing, the backward pass computes each block again.
-        stacked = nn.Stacked.init(config.Layers, Block, gradient_checkpointing=True)
+        stacked = nn.Stacked.init(config.Layers, Block, gradient_checkpointing=config.remat)
         return Llama(
             table=nn.Embedding.init(config.Vocab, config.Embed, key=table),
             blocks=stacked(config, key=blocks),

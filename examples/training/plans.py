@@ -1,4 +1,5 @@
-"""Make the plan of `--mapping plan`: the mesh and the mappings with the shortest step time, as computed from names.
+"""Make the plan of `--mapping plan`: the mesh, the mappings, what the backward pass computes again, and the number of
+microbatches with the shortest step time, as computed from names.
 
 The folder of the run keeps the plan, as a file that `--mapping` also reads, with the table of the candidates. A resumed
 run uses this plan, unless the number of devices has changed.
@@ -11,8 +12,10 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
+from models import llama
 
 from axonym import NamedArray, insight
 from axonym.precision import Policy
@@ -37,7 +40,7 @@ class Plan:
         """The strategy as a file that `--mapping` reads."""
         chosen = self.strategy
         parts = {"mesh": chosen.mesh, "mapping": chosen.compute, "parameter_mapping": chosen.storage}
-        return json.dumps(parts, indent=2) + "\n"
+        return json.dumps({**parts, "remat": chosen.remat, "accumulate": chosen.accumulate}, indent=2) + "\n"
 
     def keep(self, path: Path) -> None:
         """Write the strategy to such a file."""
@@ -61,13 +64,21 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
     if chip is None:
         known = ", ".join(insight.CHIPS)
         raise Problem(f"--mapping plan has no figures of {devices.describe()}: let --chip be one of {known}.")
-    start, train, _ = steps.plain_functions(config.model, config.optimizer, Policy.parse(config.precision))
-    abstract = jax.eval_shape(start, jax.random.key(0))
+
+    def build(remat: str = "full", accumulate: int = 1) -> tuple[Any, tuple[Any, NamedArray]]:
+        policy = Policy.parse(config.precision)
+        start, train, _ = steps.plain_functions(
+            config.model, config.optimizer, policy, remat=remat, accumulate=accumulate
+        )
+        return train, (jax.eval_shape(start, jax.random.key(0)), tokens)
+
+    _, (abstract, _) = build()
+    choices = {"remat": list(llama.REMAT), "accumulate": [n for n in (1, 2, 4) if config.batches.batch % n == 0]}
     try:
-        found = insight.plan(train, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4)
+        found = insight.plan(build, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4, choices=choices)
     except ValueError as e:
         why = str(e).split(". ")[0].rstrip(".")  # what follows is what was not considered
         raise Problem(f"--mapping plan finds no mapping: {why}. Choose another --mapping.") from None
     best = found.best
-    strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute)
+    strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute, **best.choices)
     return Plan(strategy, f"{said}{found}", found.to_markdown())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,9 @@ def make_functions(
     sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, strategy: Strategy
 ) -> Functions:
     """The functions of a run under a strategy."""
-    start, train, evaluate = plain_functions(sizes, optimizer_settings, policy, strategy.schedule())
+    start, train, evaluate = plain_functions(
+        sizes, optimizer_settings, policy, strategy.schedule(), strategy.remat, strategy.accumulate
+    )
     # Each device makes its own shards, so none ever holds more. This runs once, so it need not be fast; on a
     # CPU, most of the time would go into compiling how random numbers are drawn.
     on_cpu = jax.default_backend() == "cpu"
@@ -91,10 +94,19 @@ def make_functions(
 
 
 def plain_functions(
-    sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, schedule: Any = None
+    sizes: settings.ModelSizes,
+    optimizer_settings: settings.Optimizer,
+    policy: Policy,
+    schedule: Any = None,
+    remat: str = "full",
+    accumulate: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """What starts, trains and evaluates, not yet compiled."""
-    axes, optimizer = model_config(sizes), make_optimizer(optimizer_settings)
+    """What starts, trains and evaluates, not yet compiled.
+
+    `remat` is one of `llama.REMAT`; with `accumulate`, the gradients of so many microbatches are added up.
+    """
+    axes = dataclasses.replace(model_config(sizes), remat=llama.REMAT[remat])
+    optimizer = make_optimizer(optimizer_settings)
     of_policy = functools.partial(loss, policy=policy, schedule=schedule)
 
     def start(key: jax.Array) -> State:
@@ -104,12 +116,27 @@ def plain_functions(
 
     def train(state: State, tokens: NamedArray) -> tuple[State, Metrics]:
         of_training = functools.partial(of_policy, penalties=True)
-        value, gradients = jax.value_and_grad(of_training)(state.model, tokens)
+        value, gradients = accumulated(jax.value_and_grad(of_training), state.model, tokens, accumulate)
         updates, kept = optimizer.update(gradients, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
 
     return start, train, of_policy
+
+
+def accumulated(of: Callable[..., Any], model: llama.Llama, tokens: NamedArray, count: int) -> Any:
+    """The mean of what a function returns for each of some microbatches, one after another."""
+    if count == 1:
+        return of(model, tokens)
+    # Texts of a device go to microbatches in turn, so each has its share of every one.
+    Batch, Micro = axn.make_axes(batch=tokens.axis_size("batch") // count, micro=count)
+
+    def add(total: Any, texts: NamedArray) -> tuple[Any, None]:
+        return jax.tree.map(operator.add, total, of(model, texts)), None
+
+    nothing = jax.tree.map(lambda x: x * 0, (jax.numpy.zeros(()), model))  # distributed as the model is
+    total, _ = axn.scan(add, Micro)(nothing, tokens.unflatten_axis("batch", (Batch, Micro)))
+    return jax.tree.map(lambda x: x / count, total)
 
 
 def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> Callable[..., Any]:

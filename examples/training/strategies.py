@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from models import llama
 
 import axonym as axn
 from axonym import NamedArray
@@ -36,6 +37,10 @@ class Strategy:
     storage: ResourceMapping
     microbatches: int = 1
     """Where layers are sharded over stages: how many microbatches the batch of a device is cut into."""
+    remat: str = "full"
+    """What the backward pass computes again, one of `llama.REMAT`."""
+    accumulate: int = 1
+    """How many microbatches follow one another, where there are no stages."""
 
     def as_text(self) -> str:
         """What must be the same in every process."""
@@ -98,7 +103,9 @@ def choose(mapping: str, mesh: str, kv_heads: int, devices: int, microbatches: i
 def describe(strategy: Strategy, mesh: jax.sharding.Mesh) -> str:
     """A strategy in words."""
     text = f"{strategy.name} on the mesh {_sizes(mesh.shape)}: {_mapped(strategy.compute)}"
-    return text if strategy.storage == strategy.compute else f"{text}; parameters stored by {_mapped(strategy.storage)}"
+    text += "" if strategy.storage == strategy.compute else f"; parameters stored by {_mapped(strategy.storage)}"
+    text += "" if strategy.remat == "full" else f"; the backward pass computes again: {strategy.remat}"
+    return text if strategy.accumulate == 1 else f"{text}; {strategy.accumulate} microbatches a step"
 
 
 def make_mesh(strategy: Strategy) -> jax.sharding.Mesh:
@@ -149,6 +156,11 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
             f"The {own} texts of a device cannot be cut into {strategy.microbatches} microbatches of one size; change "
             "--batch, --microbatches or --mesh."
         )
+    if own % strategy.accumulate:
+        raise Problem(
+            f"The {own} texts of a device cannot be cut into accumulate={strategy.accumulate} microbatches of one "
+            "size; change --batch or the file of the mapping."
+        )
 
 
 # --- reading ---
@@ -169,12 +181,18 @@ def read(path: Path) -> Strategy:
         )
     except (ValueError, RecursionError) as e:
         raise Problem(f"The mapping in {path} is not valid {path.suffix[1:].upper()}: {e}.") from None
-    parts = ("mesh", "mapping", "parameter_mapping")
-    if not isinstance(found, dict) or not {"mesh", "mapping"} <= set(found) <= set(parts):
+    parts, more = ("mesh", "mapping", "parameter_mapping"), ("remat", "accumulate")
+    if not isinstance(found, dict) or not {"mesh", "mapping"} <= set(found) <= {*parts, *more}:
         has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
         raise Problem(
-            f"A file with a mapping has mesh, mapping and maybe parameter_mapping; {path} has {has or 'none'}."
+            f"A file with a mapping has mesh, mapping and maybe parameter_mapping, remat or accumulate; {path} has "
+            f"{has or 'none'}."
         )
+    remat, accumulate = (found.pop(part, default) for part, default in zip(more, ("full", 1), strict=True))
+    if remat not in llama.REMAT:
+        raise Problem(f"In {path}, remat must be one of {', '.join(llama.REMAT)}, got {remat!r}.")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise Problem(f"In {path}, accumulate must be a number from 1, got {accumulate!r}.")
     for part in found:
         if not isinstance(found[part], dict) or not found[part]:
             raise Problem(f"In {path}, {part} must be a table, such as {_EXAMPLES[part]}.")
@@ -188,7 +206,8 @@ def read(path: Path) -> Strategy:
                 raise Problem(f"In {path}, {part} sends axis {axis!r} to {entry!r}, which is no name of a mesh axis.")
             if len(set(over)) < len(over):
                 raise Problem(f"In {path}, {part} sends axis {axis!r} to a mesh axis twice, {entry!r}.")
-    return Strategy(str(path), found["mesh"], found["mapping"], found.get("parameter_mapping", found["mapping"]))
+    storage = found.get("parameter_mapping", found["mapping"])
+    return Strategy(str(path), found["mesh"], found["mapping"], storage, remat=remat, accumulate=accumulate)
 
 
 _EXAMPLES = {"mesh": '{"data": -1}', "mapping": '{"batch": "data"}', "parameter_mapping": '{"embed": "data"}'}

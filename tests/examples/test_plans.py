@@ -37,9 +37,10 @@ def planned(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Planned:
     calls: list[tuple[Any, Any, insight.MappingPlan]] = []
 
     def plan(*args: Any, **options: Any) -> insight.MappingPlan:
-        calls.append((args, options, make(*args, **options)))
+        calls.append((args, options, make(*args, **options | {"choices": few})))
         return calls[-1][-1]
 
+    few: Any = {"remat": ["full", "none"], "accumulate": [1, 2]}
     with pytest.MonkeyPatch.context() as p:
         p.setattr(train_lm.Reporter, "say", lambda self, text="": said.append(text))
         p.setattr(insight, "plan", plan)
@@ -57,25 +58,52 @@ def test_the_plan_is_of_the_step_that_trains(planned: Planned) -> None:
     start, step, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
     state = train_lm.jax.eval_shape(start, train_lm.jax.random.key(0))
     tokens = train_lm.steps.abstract_tokens(*train_lm.axn.make_axes(batch=8, pos=16))
-    of, *arguments = planned.args
+    build, *arguments = planned.args
     assert jax.tree.structure(arguments) == jax.tree.structure([state, tokens])
     assert jax.tree.leaves(arguments) == jax.tree.leaves([state, tokens])
+    of, arguments = build(remat="full", accumulate=1)
     assert str(jax.make_jaxpr(of)(*arguments)) == str(jax.make_jaxpr(step)(state, tokens))
-    assert planned.options == {"chips": 8, "chip": "v5e", "ask": 4}
+    choices = {"remat": ["full", "mlp", "none", "offload"], "accumulate": [1, 2, 4]}
+    assert planned.options == {"chips": 8, "chip": "v5e", "ask": 4, "choices": choices}
+    assert {tuple(p.choices) for p in planned.plan.found} == {("remat", "accumulate")}
 
 
 @pytest.mark.oldest
 def test_more_questions_find_no_better_plan(planned: Planned) -> None:
     """The script partitions the step for fewer mappings than `plan` does by default."""
-    best = insight.plan(*planned.args, chips=8, chip="v5e").best
-    assert (best.mesh, best.mapping) == (planned.plan.best.mesh, planned.plan.best.mapping)
+    (step, arguments), best = planned.args[0](**planned.plan.best.choices), planned.plan.best
+    again = insight.plan(step, *arguments, chips=8, chip="v5e").best
+    assert (best.mesh, best.mapping) == (again.mesh, again.mapping)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("remat", ["mlp", "offload"])
+def test_microbatches_and_kept_values_change_no_loss(remat: str, text: Path, tmp_path: Path, finished: Path) -> None:
+    """A file with a mapping may say them, as that of a plan does."""
+    mapping = {"mapping": {"batch": "data"}, "parameter_mapping": {"embed": "data"}, "mesh": {"data": 2, "model": 4}}
+    file = tmp_path / "mapping.json"
+    file.write_text(json.dumps(mapping | {"remat": remat, "accumulate": 2}))
+    assert train(text, tmp_path / "run", "--mapping", file, "--samples", "0") == 0
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(finished), rtol=1e-4)
+    for change, message in (
+        ({"remat": "some"}, r"remat must be one of full, mlp, none, offload, got 'some'"),
+        ({"accumulate": 0}, r"accumulate must be a number from 1, got 0"),
+    ):
+        file.write_text(json.dumps(mapping | change))
+        with pytest.raises(Problem, match=message):
+            train_lm.strategies.read(file)
+    strategy = train_lm.strategies.Strategy("own", {"data": 8}, {"batch": "data"}, {"batch": "data"}, accumulate=3)
+    state, mesh = jax.eval_shape(lambda: None), train_lm.strategies.make_mesh(strategy)
+    tokens = train_lm.steps.abstract_tokens(*train_lm.axn.make_axes(batch=8, pos=16))
+    with pytest.raises(Problem, match="The 1 texts of a device cannot be cut into accumulate=3 microbatches"):
+        train_lm.strategies.check(strategy, mesh, state, tokens)
 
 
 def test_the_winner_is_trained_under(planned: Planned, finished: Path) -> None:
     out, said, best = planned.out, planned.said, planned.plan.best
     stored = best.storage or best.compute
     assert kept(out) == json.loads(
-        json.dumps({"mesh": best.mesh, "mapping": best.compute, "parameter_mapping": stored})
+        json.dumps({"mesh": best.mesh, "mapping": best.compute, "parameter_mapping": stored, **best.choices})
     )
     assert best.code() in said and best.code() in (out / "plan.md").read_text()
     np.testing.assert_allclose(losses(out), losses(finished), rtol=1e-4)
@@ -83,6 +111,7 @@ def test_the_winner_is_trained_under(planned: Planned, finished: Path) -> None:
         assert (out / "checkpoints" / name / "plan.json").read_text() == (out / "plan.json").read_text()
     strategy = train_lm.strategies.choose(str(out / "plan.json"), "auto", 2, 8)
     assert (dict(strategy.mesh), strategy.schedule()) == (kept(out)["mesh"], None)
+    assert {"remat": strategy.remat, "accumulate": strategy.accumulate} == best.choices
 
 
 @pytest.mark.oldest
@@ -91,7 +120,8 @@ def test_experts_are_planned(text: Path, tmp_path: Path, monkeypatch: pytest.Mon
     made, found = insight.plan, list[insight.MappingPlan]()
 
     def plan(*args: Any, **options: Any) -> insight.MappingPlan:
-        found.append(made(*args, **options | {"memory": "700 KiB", "verify": 0}))
+        few: Any = {"remat": ["full"], "accumulate": [1]}
+        found.append(made(*args, **options | {"memory": "700 KiB", "verify": 0, "choices": few}))
         return found[-1]
 
     monkeypatch.setattr(insight, "plan", plan)
@@ -125,12 +155,12 @@ def test_a_run_goes_on_under_its_plan(
     shutil.copytree(planned.out, out)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     (out / "explanation.md").unlink()
-    other = {"mesh": {"data": 4, "model": 2}, "mapping": {"batch": "data", "mlp": "model"}}
+    other = {"mesh": {"data": 4, "model": 2}, "mapping": {"batch": "data", "mlp": "model"}, "accumulate": 2}
     (out / "plan.json").write_text(json.dumps(other))
     monkeypatch.setattr(insight, "plan", None)
     assert train_lm.main(["--resume", "--out", str(out)]) == 0
     np.testing.assert_allclose(losses(out), losses(finished), rtol=1e-4)
-    assert kept(out) == other | {"parameter_mapping": other["mapping"]}
+    assert kept(out) == other | {"parameter_mapping": other["mapping"], "remat": "full"}
     assert (out / "checkpoints" / "step-000006" / "plan.json").read_text() == (out / "plan.json").read_text()
     assert not (out / "explanation.md").exists()
 

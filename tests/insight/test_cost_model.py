@@ -67,8 +67,41 @@ def test_axes_on_the_same_links_add_up() -> None:
     rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate]
     rates = {("all-gather", (a,)): gather(torus, placed, a) for a in ("data", "model")}
     sent = [Sent("all-gather", (a,), 1e9, "exchanging activations") for a in ("data", "model")]
-    alone = [cost_model.bounds([Part(1, sent=(x,))], rates, torus.chip)["links"] for x in sent]
-    assert cost_model.bounds([Part(1, sent=tuple(sent))], rates, torus.chip)["links"] == pytest.approx(sum(alone))
+    links = cost_model.bounds([Part(1, sent=tuple(sent))], rates, torus.chip).links
+    # Both leave a chip over the same six links; each has dimensions of its own.
+    assert links["data", "model"] == pytest.approx((63 / 64 + 7 / 8) * 1e9 / 600e9)
+    assert set(links) == {("data", "model"), ("data",), ("model",)}
+
+
+def test_bounds_take_the_least_of_branches() -> None:
+    """An estimate takes their mean; products of 8 bits count in estimates only; so on several meshes at once."""
+    chip = CHIPS["v5p"]
+    rates = of_gathers(cost_model.Rate(1e-9, 0.0, 0.0, {"network": np.array([1e-9, 2e-9])}))
+
+    def branch(i: int, flops: float, size: float) -> tuple[Multiplication, Sent]:
+        at = ((7, 2, i),)
+        sent = Sent("all-gather", ("data",), np.array([size, 2 * size]), "gathering parameters", branches=at)
+        return Multiplication(np.array([flops, 1.0]), 1e9, branches=at), sent
+
+    (a, x), (b, y) = branch(0, 4e12, 1e9), branch(1, 1e12, 3e9)
+    narrow = Multiplication(8e12, 1e9, narrow=True)
+    part = Part(2, (a, b, narrow), (x, y))
+    least = cost_model.bounds([part], rates, chip)
+    assert least.compute == pytest.approx(np.array([2e12, 2.0]) / chip.flops)
+    assert least.links["data",] == pytest.approx(np.array([2.0, 8.0]))
+    products = cost_model.estimate([part], rates, chip).terms["products"]
+    assert products[0] == pytest.approx(2 * (2.5e12 + 8e12) / chip.flops / chip.reached.products, rel=1e-3)
+    assert cost_model.bounds([Part(1, (a,))], rates, chip).compute == 0, "the other branch computes nothing"
+
+
+def test_what_moves_to_the_host_takes_its_link() -> None:
+    """It leaves in the forward pass and returns in the backward pass, one after the other."""
+    chip = CHIPS["v6e"]
+    parts = [Part(4, touched=1e6, offloaded=8e9), Part(4, touched=1e6, offloaded=8e9, forward=False)]
+    least, seconds = cost_model.bounds(parts, {}, chip), cost_model.estimate(parts, {}, chip)
+    assert least.host == pytest.approx(4 * 8e9 / 32e9) and least.bottleneck == "moving to the host"
+    assert seconds.terms["offloading"] == pytest.approx(2 * 4 * 8e9 / 32e9, rel=1e-4)
+    assert cost_model.bounds([Part(1, touched=1e6)], {}, chip).host is None
 
 
 def test_tensor_parallelism_falls_off_an_island() -> None:

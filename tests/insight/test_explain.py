@@ -255,7 +255,7 @@ def test_the_forms_of_a_report() -> None:
     assert report.memory is not None and report.bounds is not None and report.flops is not None
     assert report.memory.arguments == 4 * (2 * 8 * 24 + 4 * 32)
     assert report.bounds.compute is not None and report.bounds.compute * 197e12 == pytest.approx(report.flops)
-    assert report.bounds.links["data",] == (report.total_sent("data") or 0) / 200e9
+    assert report.bounds.links["data",] == pytest.approx((report.total_sent("data") or 0) / 200e9)
     text, markdown, data = str(report), report.to_markdown(), json.loads(report.to_json())
     assert (
         "over data: each device sends" in text

@@ -72,6 +72,20 @@ def test_the_best_mapping_is_one_that_fits() -> None:
     assert f"{heads} sends the least" in words(insight.Comparison(unbound))
 
 
+def test_what_names_tell_of_a_large_step() -> None:
+    """Compute by pass, temporaries by name, and the parameters of transfers in the loop over layers."""
+    report = pages.large().reports["kv_heads"]
+    assert report.flops == sum(report.computed.values())
+    assert report.computed["backward"] > 2 * report.computed["recomputed"] > report.computed["forward"]
+    assert report.memory is not None and sum(x.bytes for x in report.temporaries) == report.memory.temporaries
+    assert any("layers=80" in x.array for x in report.temporaries)
+    gathers = [c for c in report.collectives if c.kind == "all-gather" and c.stored]
+    assert gathers and all(c.parameters for c in gathers)
+    assert any(path.endswith("attention/q_proj/weight") for c in gathers for path in c.parameters)
+    said = words(report)
+    assert "computed" in said and "The temporaries that are counted" in said and "layers=80" in said
+
+
 def test_a_plan_says_why_the_first_is_first() -> None:
     plan = pages.planned()
     said = plain(words(plan))
@@ -82,7 +96,7 @@ def test_a_plan_says_why_the_first_is_first() -> None:
 
 def test_a_plan_shows_estimates_and_choices() -> None:
     plan = pages.planned()
-    estimate = insight.Estimate({"products": 2.0, "gathering parameters over data": 0.5})
+    estimate = insight.Estimate({"products": 2.0, "gathering parameters over data": 0.523})
     best = dataclasses.replace(plan.best, estimate=estimate, choices={"remat": "full"})
     said = plain(words(dataclasses.replace(plan, found=(best, *plan.found[1:]))))
     assert "rematfull" in said and "About2.5sastep,by" in said and "atleast" in said

@@ -377,3 +377,59 @@ def test_a_mesh_that_is_not_known_is_not_one_device() -> None:
     report = axn.insight.explain(step, one, by="partitioner")
     assert report.devices == 8 and "8 devices, whose mesh is not known" in str(report)
     assert "8 devices · mesh axes are not known" in report.to_html() and "one device" not in report.to_html()
+
+
+def test_products_in_a_larger_dtype_are_said() -> None:
+    """One array of float32 makes all that comes after it so, in a model that computes in bfloat16."""
+    w = jax.eval_shape(lambda: {"up": axn.ones({"embed": 32, "mlp": 64}), "down": axn.ones({"mlp": 64, "embed": 32})})
+    x = jax.eval_shape(lambda: axn.ones({"batch": 16, "embed": 32}, "bfloat16"))
+
+    def step(scale: Any) -> Any:
+        def loss(w: Any, x: axn.NamedArray) -> Any:
+            w = jax.tree.map(lambda a: a.astype("bfloat16"), w)
+            x = axn.dot(axn.tanh(axn.dot(x * scale, w["up"], axis="embed")), w["down"], axis="mlp")
+            return axn.mean(x.astype("float32")).scalar()
+
+        return jax.grad(loss)
+
+    mesh = axn.make_mesh({"data": 8})
+    for scale, wide in ((axn.ones({"embed": 32}), True), (0.5, False)):
+        report = axn.insight.explain(step(scale), w, x, mapping={"batch": "data"}, mesh=mesh, by="partitioner")
+        said = [str(found) for found in report.verdict.suspicious if "larger dtype" in found.cause]
+        assert bool(said) == wide == (report.widened > 0.4)
+        if wide:
+            assert "bf16 to f32, first in dot[batch, embed; embed, mlp -> batch, mlp]" in said[0]
+        else:
+            assert "products have the dtype of their operands" in report.verdict.fine
+
+
+def test_exchanges_between_two_placements_are_asked_for() -> None:
+    """As on the way to experts and back."""
+    mesh = axn.make_mesh({"data": 8})
+    x = jax.eval_shape(lambda: axn.ones({"batch": 64, "experts": 64, "embed": 64}))
+
+    def there_and_back(x: axn.NamedArray) -> axn.NamedArray:
+        return axn.shard(axn.tanh(axn.shard(x, {"experts": "data"})), {"batch": "data"})
+
+    report = axn.insight.explain(there_and_back, x, mapping={"batch": "data"}, mesh=mesh, by="partitioner")
+    assert report.count("all-to-all") == 2 and not [s for s in report.verdict.suspicious if "moved" in s.cause]
+
+
+def test_an_axis_may_be_sharded_over_more_mesh_axes() -> None:
+    """Where devices along a mesh axis repeat work, the batch may be sharded over that one too."""
+    w, x = jax.eval_shape(lambda: (axn.ones({"embed": 32, "mlp": 64}), axn.ones({"batch": 16, "embed": 32})))
+    step = lambda w, x: axn.dot(x, w, axis="embed")
+    report = axn.insight.explain(
+        step, w, x, mapping={"batch": "data"}, mesh=axn.make_mesh({"data": 2, "model": 4}), by="partitioner"
+    )
+    (found,) = (s for s in report.verdict.suspicious if s.severity == "fix")
+    assert found.advice == "shard mlp over model, or batch over data and model."
+
+
+def test_parameters_placed_by_a_rule_came_so() -> None:
+    mesh = axn.make_mesh({"data": 8})
+    w, x = jax.eval_shape(lambda: (axn.ones({"embed": 64, "mlp": 64}), axn.ones({"batch": 16, "embed": 64})))
+    rule = axn.sharding.FSDPShardingRule("data", 8, min_fsdp_size=0)
+    step = lambda w, x: jax.grad(lambda w: axn.mean(axn.dot(x, w, axis="embed")).scalar())(w)
+    report = axn.insight.explain(axn.fsdp(step, rule, {"batch": "data"}), w, x, mesh=mesh, by="partitioner")
+    assert report.placed_by_rule and not [s for s in report.verdict.suspicious if "came sharded" in s.cause]

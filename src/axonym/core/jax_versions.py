@@ -100,6 +100,11 @@ def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list
     return list(constants), list(carry), list(scanned)
 
 
+def is_on_host(aval: Any) -> bool:
+    """Return whether an array of a traced program is in the memory of the host."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:
     """Return the program of an operation that `jax.experimental.hijax` defines; None for any other equation."""
     operation = params.get("_prim")

@@ -9,13 +9,14 @@ keep with the tests. From the command line, `python -m axonym.insight` explains 
 
 from ..core.source_lines import Source as Source
 from ._arguments import PlacedArgument as PlacedArgument
-from ._figures import Bounds as Bounds, Memory as Memory
+from ._figures import Memory as Memory
+from ._suspicions import Suspicion as Suspicion
 from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
 from .collectives import Collective as Collective
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
-from .cost_model import Estimate as Estimate, Islands as Islands, Torus as Torus
+from .cost_model import Bounds as Bounds, Estimate as Estimate, Islands as Islands, Torus as Torus
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
 from .page import Page as Page
@@ -24,5 +25,5 @@ from .repeating import RepeatedWork as RepeatedWork
 from .report import Report as Report
 from .snapshots import snapshot as snapshot
 from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline
-from .verdict import Suspicion as Suspicion, Verdict as Verdict
+from .verdict import Verdict as Verdict
 from .verifying import Verification as Verification, verify as verify

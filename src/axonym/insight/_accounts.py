@@ -17,16 +17,12 @@ import numpy as np
 from ..distribution.decisions import distinct
 from ..distribution.mesh_axes import Axes
 from . import cost_model
-from ._branches import ways
+from ._branches import Branches, ways
 from ._by_names import Account, CountedExchange, Layout
-from ._named_events import NamedTrace, Occurrence, Open, Sum, Value
+from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
 from .chips import Chip
 from .cost_model import Amount, Estimate, Multiplication, Part, Placement, Rate, Sent, Topology
 from .report import Report
-
-TOUCHED = 2.7
-"""The bytes that steps read and write beside products, for each byte of the results of these. A guess, for layers of
-transformers, of which compilers fuse what is between products."""
 
 
 class Sizes(dict[str, Amount]):
@@ -181,15 +177,13 @@ class PatternAccount:
         """Return what the step takes on each mesh."""
         sizes = meshes.sizes
         fits = np.ones(len(meshes.placed), bool)
-        for x in self._trace.arguments:
+        for x in self._trace.sized:
             for (_, size), over in zip(x.dims, self._stored.over(x.dims), strict=True):
                 if over:
                     fits &= size % sizes.count(over) == 0
         touched, memory = self.memory(sizes)
-        parts = least = self.parts(sizes, touched)
-        if any(e.place.branches or (isinstance(e, Sum) and e.narrow) for e in self._trace.events):
-            least = self.parts(sizes, touched, least=True)
-        bound = cost_model.bound(least, meshes, chip, touched)
+        parts = self.parts(sizes, touched)
+        bound = cost_model.bound(parts, meshes, chip, touched)
         return Evaluated(fits, cost_model.estimate(parts, meshes, chip), bound, memory)
 
     def memory(self, sizes: Sizes) -> tuple[Amount, Amount]:
@@ -206,36 +200,36 @@ class PatternAccount:
             return 1.0
         return min(1.0, turn.times / stages.size / stages.microbatches)
 
-    def parts(self, sizes: Sizes, touched: Amount, least: bool = False) -> list[Part]:
+    def parts(self, sizes: Sizes, touched: Amount) -> list[Part]:
         """Return the parts of the step.
 
         Arguments:
             touched: the bytes of arguments and results.
-            least: whether to leave out what is in a branch, rather than count its share, and products of 8 bits.
         """
         products: dict[_Turns, list[Multiplication]] = {}
         results: dict[_Turns, _Bytes] = {}
         for event in self._trace.events:
             if not isinstance(event, Sum) or not event.flops:
                 continue
-            if least and (event.place.branches or event.narrow):
-                continue
             place = self._turn(event.place)
             product = self._product(event, sizes)
-            products.setdefault(place, []).append(
-                dataclasses.replace(product, flops=product.flops / ways(event.place.branches))
-            )
+            products.setdefault(place, []).append(product)
             if not product.core:
                 results.setdefault(place, _Bytes()).add(self.layout, event.result)
         sent: dict[_Turns, list[Sent]] = {}
         for e in self._exchanges:
-            if e.sent and not (least and e.place.branches):
+            if e.sent:
                 sent.setdefault(self._turn(e.place), []).append(self._sent(e, sizes))
+        moved: dict[_Turns, _Bytes] = {}
+        for event in self._trace.events:
+            if isinstance(event, Offloaded):
+                moved.setdefault(self._turn(event.place), _Bytes()).add(self.layout, event.array)
         found = [Part(1.0, touched=touched)]
-        for place in dict.fromkeys((*products, *sent)):
-            read = TOUCHED * results[place].at(sizes) if place in results else 0.0
+        for place in dict.fromkeys((*products, *sent, *moved)):
+            read = cost_model.TOUCHED * results[place].at(sizes) if place in results else 0.0
+            offloaded = moved[place].at(sizes) if place in moved else 0.0
             exchanges = _merged(sent.get(place, ()))
-            part = Part(place.times, tuple(products.get(place, ())), exchanges, read, forward=place.forward)
+            part = Part(place.times, tuple(products.get(place, ())), exchanges, read, offloaded, place.forward)
             found += self._staged(part) if place.layers else [part]
         return found
 
@@ -262,15 +256,16 @@ class PatternAccount:
         terms = () if operation is None else operation.operands[:2]
         names = [frozenset(a.name for a in term) for term in terms]
         flops = 2 * local(event.axes)
+        around: dict[str, Any] = {"narrow": event.narrow, "branches": event.place.branches}
         if len(names) < 2:
-            return Multiplication(flops, 1e9)
+            return Multiplication(flops, 1e9, **around)
         given = dict(event.axes)
         rows, columns, summed = (
             local([(n, given[n]) for n in found if n in given])
             for found in (names[0] - names[1], names[1] - names[0], _summed(event, names))
         )
         core = not any(self._is_parameter(term) for term in names)
-        return Multiplication(flops, functools.reduce(np.minimum, (rows, columns, summed)), core)
+        return Multiplication(flops, functools.reduce(np.minimum, (rows, columns, summed)), core, **around)
 
     def _is_parameter(self, names: frozenset[str]) -> bool:
         """Return whether an array with some axes is a parameter, or a slice of one."""
@@ -287,7 +282,7 @@ class PatternAccount:
         parameter = self._is_parameter(frozenset(e.value.names)) and bool(e.value.names)
         gradient = parameter and e.place.phase == "backward"
         gathered = parameter and e.kind == "all-gather"
-        return _named_exchange(e.kind, e.axes, size / ways(e.place.branches), gradient, gathered)
+        return _named_exchange(e.kind, e.axes, size, gradient, gathered, e.place.branches)
 
 
 class _Turns(NamedTuple):
@@ -313,16 +308,16 @@ def _summed(event: Sum, names: Sequence[frozenset[str]]) -> frozenset[str]:
     return (names[0] & names[1]) - results
 
 
-def _named_exchange(kind: str, axes: Axes, size: Amount, gradient: bool, parameter: bool, count: Amount = 1) -> Sent:
+def _named_exchange(kind: str, axes: Axes, size: Amount, gradient: bool, parameter: bool, branches: Branches) -> Sent:
     what = "summing gradients" if gradient else "gathering parameters" if parameter else "exchanging activations"
-    return Sent(kind, axes, size, what, ahead=gradient or parameter, count=count)
+    return Sent(kind, axes, size, what, ahead=gradient or parameter, branches=branches)
 
 
 def _merged(sent: Iterable[Sent]) -> tuple[Sent, ...]:
     """Add up exchanges of one kind."""
     found: dict[Any, Sent] = {}
     for x in sent:
-        key = x.kind, x.axes, x.what
+        key = x.kind, x.axes, x.what, x.branches
         before = found.get(key)
         found[key] = (
             x if before is None else dataclasses.replace(x, size=before.size + x.size, count=before.count + x.count)
@@ -336,7 +331,7 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
     Stages of a pipeline compute while they wait for others, so these flops are among those of the report.
     """
     own = [p for p in parts if not p.waits]
-    flops = sum(float(product.flops) * p.times for p in own for product in p.products)
+    flops = sum(float(product.flops) * p.times / ways(product.branches) for p in own for product in p.products)
     scale = (report.flops or flops) / flops if flops else 1.0
     found = [
         dataclasses.replace(
@@ -350,7 +345,7 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         size = c.size * c.devices if c.kind in ("reduce-scatter", "all-to-all") else c.size
         parameter = bool(c.parameters)
         gradient = parameter and c.kind in ("all-reduce", "reduce-scatter")
-        one = _named_exchange(c.kind, c.axes, size / ways(c.branches), gradient, parameter or bool(c.stored))
+        one = _named_exchange(c.kind, c.axes, size, gradient, parameter or bool(c.stored), c.branches)
         _add(one, c.times or 1, c.phase not in ("backward", "recomputed"), found)
     return [dataclasses.replace(p, sent=_merged(p.sent)) for p in found]
 
@@ -406,7 +401,7 @@ def _memory(
         arguments.add(layout, x, layout.over(x.base))
     for x in trace.results:
         results.add(layout, x, layout.over(x.base))
-    for x in trace.kept:
+    for x, _ in trace.kept:
         loops.add(layout, x)
     largest: dict[Axes, float] = {}
     again: dict[int, _Bytes] = {}
@@ -417,7 +412,7 @@ def _memory(
         if e.place.recomputes and e.place.phase == "recomputed":
             again.setdefault(e.place.within, _Bytes()).add(used, e.result, share=share)
     stacked = [x for x in trace.arguments if frozenset(x.names) in parameters]
-    for e in found if again else ():
+    for e in found:
         if e.place.phase == "backward" and e.place.times != 1 and (layers := _stacked_along(e.result, stacked)):
             all_layers = dataclasses.replace(e.result, base=(*e.result.base, layers))
             gradients.add(used, all_layers, [*used.over(e.result.base), layout.used(layers[0])])

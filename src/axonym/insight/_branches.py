@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 Branches: TypeAlias = tuple[tuple[int, int, int], ...]
 """The branches around an operation, each by the number of its conditional, of how many it is one, and which."""
@@ -29,20 +31,28 @@ def mean(amount: int, branches: Branches) -> int:
     return amount // ways(branches)
 
 
-def least(amounts: Iterable[tuple[Branches, Thing, int]]) -> Counter[Thing]:
+def least(amounts: Iterable[tuple[Branches, Thing, Any]]) -> defaultdict[Thing, Any]:
     """Add up amounts of several things; of the branches of a conditional, add the least amount of each thing.
 
-    Each amount comes with the branches around the operation that takes it, and the thing, such as flops.
+    Each amount comes with the branches around the operation that takes it, and the thing, such as flops. Amounts are
+    numbers, or arrays of one for each of several meshes. A thing of which nothing is taken has the amount 0.
     """
-    total = Counter[Thing]()
-    conditionals: dict[tuple[int, int], dict[int, list[tuple[Branches, Thing, int]]]] = {}
+    total = defaultdict[Thing, Any](int)
+    conditionals: dict[tuple[int, int], dict[int, list[tuple[Branches, Thing, Any]]]] = {}
     for branches, what, amount in amounts:
         if branches:
             (number, of, i), *inside = branches
             conditionals.setdefault((number, of), {}).setdefault(i, []).append((tuple(inside), what, amount))
         else:
-            total[what] += amount
+            total[what] = total[what] + amount
     for (_, of), found in conditionals.items():
         if len(found) == of:  # otherwise a branch takes nothing
-            total += functools.reduce(Counter.__and__, map(least, found.values()))
+            first, *others = map(least, found.values())
+            for what, amount in first.items():
+                if all(what in other for other in others):
+                    total[what] = total[what] + functools.reduce(_smaller, (other[what] for other in others), amount)
     return total
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return np.minimum(a, b) if np.ndim(a) or np.ndim(b) else min(a, b)

@@ -40,6 +40,7 @@ from .chips import Chip
 from .collectives import Collective, sent_by
 from .repeating import repeated_by_names
 from .report import Report
+from .timeline import HeldArray
 
 
 class Layout(Mappings):
@@ -57,7 +58,8 @@ class Layout(Mappings):
         # A step uses the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
         self.used, self.stored = cached(self._used), cached(self._stored)
-        self._is_stored = cached(super().is_stored)
+        self._over = cached(self._sharded_over)
+        self._is_stored = cached(self._lies_as_stored)
 
     def _used(self, name: str | None) -> Axes:
         return self._large(a for n in self._parts(name) for a in super(Layout, self).used(n))
@@ -78,12 +80,17 @@ class Layout(Mappings):
 
     def is_stored(self, names: Iterable[str | None]) -> bool:
         """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
-        return self._is_stored(tuple(n for name in names for n in self._parts(name)))
+        return self._is_stored(tuple(names))
+
+    def _lies_as_stored(self, names: tuple[str | None, ...]) -> bool:
+        return super().is_stored(n for name in names for n in self._parts(name))
 
     def over(self, dims: Dims) -> list[Axes]:
         """Return the mesh axes that each axis of an array is sharded over."""
-        at = self.stored if self.is_stored(n for n, _ in dims) else self.used
-        return [at(n) for n, _ in dims]
+        return self._over(tuple([n for n, _ in dims]))
+
+    def _sharded_over(self, names: tuple[str | None, ...]) -> list[Axes]:
+        return [*map(self.stored if self.is_stored(names) else self.used, names)]
 
     def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
         """Return the sizes of a shard."""
@@ -162,6 +169,8 @@ def by_names(
         axes=tuple(sorted(n for n in names if n is not None)),
         least_flops=account.least_flops,
         updated=tuple(x.path for x in updated(given, kinds)),
+        temporaries=tuple(_temporaries(trace, layout)),
+        computed=account.computed,
     )
 
 
@@ -191,8 +200,8 @@ def _notes(account: Account) -> Iterator[str]:
         yield NOTE
 
 
-def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
-    """Raise an error if a mesh axis is unknown, or does not divide an axis of an argument."""
+def check_sizes(layout: Layout, trace: NamedTrace) -> None:
+    """Raise an error if a mesh axis is unknown, or does not divide an axis."""
     for mapping in (layout.compute, layout.storage):
         for name in mapping:
             if unknown := [a for a in mapped_axes(name, mapping) if a not in layout.mesh]:
@@ -200,7 +209,7 @@ def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
                     f"explain: axis {name!r} is mapped to mesh axis {unknown[0]!r}, but the mesh has "
                     f"{describe_axes(layout.mesh)}."
                 )
-    for x in arguments:
+    for x in trace.sized:
         for (name, size), axes in zip(x.dims, layout.over(x.dims), strict=True):
             if size % layout.count(axes):
                 raise ValueError(
@@ -227,14 +236,30 @@ def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
 
 def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
     """Return the memory of each device: all arguments and results, and a lower bound for temporaries."""
-    # At some time, the largest product exists; the others may use its memory before or after.
-    products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
     return Memory(
         arguments=sum(_of_arguments(trace, layout)),
         results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
         aliased=0,
-        temporaries=sum(layout.bytes(x) for x in trace.kept) + max(products, default=0),
+        temporaries=sum(x.bytes for x in _temporaries(trace, layout)),
     )
+
+
+def _temporaries(trace: NamedTrace, layout: Layout) -> list[HeldArray]:
+    """Return what loops keep for the backward pass, and the largest product, the largest first.
+
+    At some time, this product exists; the others may use its memory before or after.
+    """
+    products = ((e.result, e.place) for e in trace.events if isinstance(e, Sum) and e.flops)
+    most = max(products, key=lambda pair: layout.bytes(pair[0]), default=None)
+    found: dict[HeldArray, int] = {}
+    for x, place in (*trace.kept, *([] if most is None else [most])):
+        sizes = zip(x.base, layout.local(x.base), strict=True)
+        array = f"{_short(x)}[{', '.join(f'{n}={own}' if n else str(own) for (n, _), own in sizes)}]"
+        made = "kept by a loop" if most is None or x is not most[0] else str(place.operation or "a product")
+        held = HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))
+        found[held] = found.get(held, 0) + 1
+    alike = (dataclasses.replace(x, count=n, bytes=n * x.bytes) for x, n in found.items())
+    return sorted(alike, key=lambda x: -x.bytes)
 
 
 class Account:
@@ -247,6 +272,8 @@ class Account:
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
         self.flops: int | None = None if trace.uncounted else 0
+        self.computed: dict[str, int] = {}
+        """The flops in each phase."""
         self._counted: list[tuple[Branches, str, int]] = []
         """The flops of each product; also as `wide`, unless it is of 8 bits."""
         self.open: dict[str, Occurrence] = {}
@@ -257,7 +284,7 @@ class Account:
         self._gathered: set[tuple[int, int, Any]] = set()
         self._given = {x.origin for x in trace.arguments}
         if divides:
-            check_sizes(layout, trace.arguments)
+            check_sizes(layout, trace)
         for event in trace.events:
             self._add(event)
         if self.open:
@@ -377,6 +404,7 @@ class Account:
         each = event.flops // self.layout.count(used)
         mean_flops = mean(each * (times or 1), event.place.branches)
         self.flops = None if times is None or self.flops is None else self.flops + mean_flops
+        self.computed[event.place.phase] = self.computed.get(event.place.phase, 0) + mean_flops
         kinds = ("flops",) if event.narrow else ("flops", "wide")
         self._counted += [(event.place.branches, kind, each * (times or 1)) for kind in kinds]
         self.saved += each * (times or 1) if event.place.avoidable else 0

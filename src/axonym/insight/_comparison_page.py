@@ -10,7 +10,7 @@ from ..core.errors import describe_bytes
 from ._html import Html, Words, bar, code, element, folded, html, joined, over_of, table
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
 from ._text import described_seconds, in_order
-from .verdict import known_sent
+from ._transfer_groups import known_sent
 
 Comparison: TypeAlias = Any
 """A comparison: its module uses this one, and imports point one way."""

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ..distribution.active_settings import Entry
+from . import cost_model
 from ._arguments import PlacedArgument
 from ._branches import Branches, least as fewest
-from ._text import described_axes, in_order
+from ._text import in_order
 from .chips import Chip
 from .collectives import Collective
-from .cost_model import least_passes
+from .cost_model import AllLinks, Bounds, Multiplication, Part, Sent
 from .repeating import RepeatedWork
-from .timeline import MemoryTimeline
+from .timeline import HeldArray, MemoryTimeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,52 +41,6 @@ class Memory:
         10
         """
         return self.arguments + self.results - self.aliased + self.temporaries
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Lower bounds on the time of a call on a chip, in seconds. A step takes at least the longest of them.
-
-    >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={("data",): 5e-4}).bottleneck
-    'memory'
-    """
-
-    chip: str
-    compute: float | None
-    memory: float | None
-    """If each argument is read once and each result written once."""
-    links: Mapping[tuple[str, ...], float]
-    """For each set of mesh axes, sending over it with all links of a chip."""
-    capacity: int | None = None
-    """The bytes of memory of the chip."""
-
-    @property
-    def bottleneck(self) -> str:
-        """Return which of the bounds is the longest; `not known` if there is none.
-
-        >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).bottleneck
-        'sending over data'
-        """
-        return max(self.named(), key=lambda pair: pair[1], default=("not known", 0.0))[0]
-
-    @property
-    def longest(self) -> float:
-        """Return the longest of the bounds; 0 if there is none.
-
-        >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={}).longest
-        0.002
-        """
-        return max((t for _, t in self.named()), default=0.0)
-
-    def named(self) -> list[tuple[str, float]]:
-        """Return each bound with its name.
-
-        >>> axn.insight.Bounds("v5e", compute=1e-3, memory=None, links={("data",): 5e-4}).named()
-        [('compute', 0.001), ('sending over data', 0.0005)]
-        """
-        pairs = [("compute", self.compute), ("memory", self.memory)]
-        links = [(f"sending over {described_axes(axes)}", t) for axes, t in self.links.items()]
-        return [(name, t) for name, t in pairs if t is not None] + links
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +75,8 @@ class Figures:
     """The compute mapping of the step."""
     parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
     """The mapping that parameters are stored by, if it is another."""
+    placed_by_rule: bool = False
+    """Whether a rule places parameters, in place of a mapping."""
     axes: tuple[str, ...] = ()
     """The names of the axes of all arrays in the step."""
     least_flops: int | None = None
@@ -130,6 +87,15 @@ class Figures:
     """The paths of the arguments that are not donated although results may take their place; None if not known."""
     devices: int | None = None
     """The number of devices, if their mesh is not known."""
+    computed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The flops of each phase: `forward`, `recomputed`, `backward`, or empty for everything else."""
+    widened: float = 0.0
+    """The share of the flops in products of which an operand is converted to a larger dtype, such as bfloat16 to
+    float32, since the other one has it."""
+    widened_at: str = ""
+    """The dtypes before and after, and the first of these products."""
+    temporaries: tuple[HeldArray, ...] = ()
+    """By names: the temporaries that are counted, the largest first. Otherwise the timeline has those at the peak."""
 
     def total_sent(
         self, over: str | None = None, kind: str | None = None, phase: str | None = None, least: bool = False
@@ -198,25 +164,22 @@ class Sending(Protocol):
 
 
 def bounds_on(chip: Chip, exchanges: Iterable[Sending], memory: Memory | None, flops: int | None) -> Bounds:
-    """Return lower bounds on the time of a step; conditionals send as little as they can.
+    """Return lower bounds on the time of a step of which the topology is not known.
 
     Arguments:
         flops: the least flops, without products of 8 bits, which chips compute at other rates.
     """
-    sent = [
+    sent = tuple(
         # The bytes of an all-reduce are those of two passes.
-        (e.branches, e.axes, e.total_sent * least_passes(e.kind, chip) // (2 if e.kind == "all-reduce" else 1))
+        Sent(e.kind, e.axes, e.total_sent / (2 if e.kind == "all-reduce" else 1), "sending", branches=e.branches)
         for e in exchanges
         if e.axes and e.total_sent is not None
-    ]
-    touched = None if memory is None else memory.arguments + memory.results
-    return Bounds(
-        chip=chip.name,
-        compute=None if flops is None else flops / chip.flops,
-        memory=None if touched is None else touched / chip.memory_bandwidth,
-        links={axes: size / chip.link_bandwidth for axes, size in fewest(sent).items()},
-        capacity=chip.memory,
     )
+    products = () if flops is None else (Multiplication(flops, 1),)
+    touched = 0 if memory is None else memory.arguments + memory.results
+    found = cost_model.bounds([Part(1, products, sent)], AllLinks(chip), chip, touched)
+    unknown: dict[str, None] = {"compute": None} if flops is None else {}
+    return dataclasses.replace(found, **unknown, **({"memory": None} if memory is None else {}))
 
 
 def total_sent(found: Sequence[Collective], least: bool = False) -> int | None:

@@ -25,6 +25,8 @@ class Product:
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
     """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
+    widened: tuple[str, str] | None = None
+    """The dtype of an operand before it is converted to a larger one for this product, and that one."""
 
 
 _SAME = {
@@ -127,7 +129,10 @@ class _Walk:
         flops = 0 if op.name == "stablehlo.gather" else _flops_of(op, shapes)
         flops = flops * self._copies(scope) // _scopes.groups(scope)
         arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
-        return Product(scope, frames, None if times is None else flops * times, arguments)
+        widened = None
+        if flops:
+            widened = next(filter(None, map(_widened, list(op.operands)[:2])), None)
+        return Product(scope, frames, None if times is None else flops * times, arguments, widened)
 
     def _copies(self, scope: str) -> int:
         """Return how many devices a per-device operation needs, of which each has a part of the work.
@@ -159,6 +164,17 @@ class _Walk:
             else:
                 return None
         return None
+
+
+def _widened(value: Any) -> tuple[str, str] | None:
+    """Return the floating-point dtypes before and after a conversion to a larger one, whose result a value is."""
+    while getattr(value.owner, "name", "") in _SAME:
+        owner = value.owner
+        value = owner.operands[0]
+        if owner.name == "stablehlo.convert":
+            before, after = (str(x.type.element_type) for x in (value, owner.results[0]))
+            return (before, after) if before[:1] in "bf" and 8 < _bits(before) < _bits(after) else None
+    return None
 
 
 def _flops_of(op: Any, shapes: Sequence[Sequence[int]]) -> int:

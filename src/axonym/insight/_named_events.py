@@ -134,6 +134,14 @@ class PerDevice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """An array that goes to the memory of the host, or comes from there."""
+
+    place: Occurrence
+    array: Value
+
+
+@dataclasses.dataclass(frozen=True)
 class Passed:
     """A halo: each device passes elements at the end of its shard of an axis to a neighbor."""
 
@@ -143,7 +151,7 @@ class Passed:
     along: str
 
 
-Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Passed
+Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Passed | Offloaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +162,12 @@ class NamedTrace:
     events: tuple[Event, ...]
     arguments: tuple[Value, ...]
     results: tuple[Value, ...]
-    kept: tuple[Value, ...]
-    """The arrays that loops of the forward pass keep for the backward pass."""
+    kept: tuple[tuple[Value, Occurrence], ...]
+    """The arrays that loops of the forward pass keep on the device for the backward pass, each with its loop."""
+    parts: tuple[Value, ...]
+    """The arrays of which a reshape cut an axis, such as a batch into microbatches: mesh axes must divide the rest."""
+    slices: Mapping[int, int]
+    """For each slice that a loop takes, by its number, the number of the array that it is of."""
     unnamed: int
     """The number of products with operands that have axes without names."""
     uncounted: tuple[str, ...]
@@ -168,6 +180,11 @@ class NamedTrace:
     """True if only products have sharding constraints, as `axonym.names.distribute` adds them."""
     joined: Mapping[str, tuple[str, ...]]
     """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
+
+    @property
+    def sized(self) -> tuple[Value, ...]:
+        """Return the arrays of which mesh axes must divide each axis."""
+        return (*self.arguments, *self.parts)
 
 
 class NotKnown(ValueError):

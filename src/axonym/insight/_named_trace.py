@@ -22,7 +22,7 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
-from ..core.jax_versions import scan_operands
+from ..core.jax_versions import is_on_host, scan_operands
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.axis_marks import MARK, marking
@@ -46,6 +46,7 @@ from ._named_events import (
     NamedTrace,
     NotKnown,
     Occurrence,
+    Offloaded,
     Open,
     Passed,
     PerDevice,
@@ -109,8 +110,8 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     exchanged = events.close_dispatches()
     return NamedTrace(
         step_name(step), tuple(dict.fromkeys(events.found)), tuple(values), tuple(results), tuple(events.kept),
-        events.unnamed, tuple(events.uncounted), events.grouped, frozenset(exchanged),
-        isinstance(step, DistributedFunction), events.joined,
+        tuple(events.parts), events.slices, events.unnamed, tuple(events.uncounted), events.grouped,
+        frozenset(exchanged), isinstance(step, DistributedFunction), events.joined,
     )  # fmt: skip
 
 
@@ -163,7 +164,9 @@ class _Events:
 
     def __init__(self, names_of: Callable[[Axed], tuple[str | None, ...]], given: set[str]) -> None:
         self.found: list[Event] = []
-        self.kept: list[Value] = []
+        self.kept: list[tuple[Value, Occurrence]] = []
+        self.parts: list[Value] = []
+        self.slices: dict[int, int] = {}
         self.unnamed = 0
         self.uncounted: dict[str, None] = {}
         self.grouped = False
@@ -176,6 +179,8 @@ class _Events:
         """The numbers of results, by the operation and the numbers of its operands."""
         self._constants: set[int] = set()
         """The numbers of arrays that depend on no argument."""
+        self._together: set[tuple[str, ...]] = set()
+        """The axes of the results so far: what holds for one of several arrays with these axes holds for all."""
         self._dispatches: dict[_scopes.ScopedOperation, tuple[Occurrence, set[str]]] = {}
         """Each dispatch of rows to experts, with the names of the groups in its products."""
 
@@ -254,10 +259,16 @@ class _Events:
             around, times=None if times is None else times * step.params["length"], within=next(self._numbers)
         )
         self._open(around.place(), "a loop", [x.dims[0] for x in stacked])
+        self.slices |= {own.origin: x.origin for own, x in zip(inside[kept:], stacked, strict=True)}
         results = self.run(body, [*consts, *carry, *inside[kept:]], inner)
         self._again(around, carry, results)
         if _scopes.phase(around.scope) == "forward":
-            self.kept += ys[len(carry) :]
+            # The slices that it goes through are kept anyway, and each array once.
+            seen = {x.origin for x in inside[kept:]}
+            for v, y, own in list(zip(step.eqn.outvars, ys, results, strict=True))[len(carry) :]:
+                if not is_on_host(v.aval) and own.origin not in seen:
+                    seen.add(own.origin)
+                    self.kept.append((y, around.place()))
 
     def _while(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
         tests, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
@@ -327,8 +338,9 @@ class _Events:
         if step.name == "reshape" and _large(x.dims) != _large(y.dims):
             place = around.place()
             if not self._moves_rows(step, [x], place):
-                dims = x.dims if place.operation is not None else _torn(x.dims, y.dims)
-                self._open(place, step.name, dims)
+                self._open(place, step.name, _torn(x.dims, y.dims, place.operation is not None))
+                if any(n is not None and size < dict(x.dims).get(n, size) for n, size in y.dims):
+                    self.parts.append(y)
             return y
         return dataclasses.replace(y, origin=x.origin, base=x.base if x.names else y.base)
 
@@ -454,6 +466,11 @@ class _Events:
                     self.differ(place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
             self._noted(place, xs, y)
 
+    def _moved(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        for v, w, y in zip(step.eqn.invars, step.eqn.outvars, ys, strict=True):
+            if is_on_host(v.aval) != is_on_host(w.aval):
+                self.found.append(Offloaded(place, y))
+
     def _passed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record a halo. It is joined with the elements of its block, and the gradient of this takes it off again."""
         if place.operation is None or place.operation.name != "halo" or step.name not in ("concatenate", "split"):
@@ -488,12 +505,13 @@ class _Events:
         for x in operands:
             # In a product, a broadcast operand counts with all its axes.
             dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
-            others = frozenset(n for n, _ in dims if n is not None)
+            others = frozenset(n for n, size in dims if n is not None and size > 1)
             if x.names and not others.issubset(x.names):
                 constant = x.origin in self._constants
                 self.found.append(Use(dataclasses.replace(place, avoidable=place.avoidable or constant), x, others))
         names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
-        if len(names) > 1:
+        if len(names) > 1 and names not in self._together:
+            self._together.add(names)
             self.found.append(Together(place, names))
 
     # --- experts ---
@@ -563,8 +581,11 @@ def _count(axes: _scopes.Term) -> int:
     return math.prod(a.size or 1 for a in axes)
 
 
-def _torn(before: Dims, after: Dims) -> list[tuple[str | None, int]]:
-    """Return the axes that a reshape joins or splits otherwise than at the first of several, as its devices can."""
+def _torn(before: Dims, after: Dims, named: bool) -> list[tuple[str | None, int]]:
+    """Return the axes that a reshape joins or splits otherwise than at the first of several, as its devices can.
+
+    A named operation gives the first of several the name of the axis that they are parts of, or another one.
+    """
     found: list[tuple[str | None, int]] = []
     left, right = ([d for d in reversed(dims) if d[1] != 1] for dims in (before, after))
     while left and right:
@@ -575,7 +596,7 @@ def _torn(before: Dims, after: Dims) -> list[tuple[str | None, int]]:
                 break
             of.append(more.pop())
         (whole, *rest), parts = (old, new) if len(old) == 1 else (new, old)
-        if rest or whole[0] != "*".join(n or "" for n, _ in parts):
+        if rest or whole[0] != (parts[0][0] if named else "*".join(n or "" for n, _ in parts)):
             found += old
         elif len(parts) > 1:
             found += parts[1:]
@@ -617,6 +638,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys((f"reduce_window{what}" for what in ("", "_max", "_min", "_sum")), _Events._windowed),
     **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _Events._windowed),
     **dict.fromkeys(("pure_callback", "io_callback"), _Events._called_back),
+    "device_put": _Events._moved,
     "dot_general": _Events._product,
     "conv_general_dilated": _Events._convolved,
     "ragged_dot_general": _Events._grouped_product,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..core.source_lines import Frame
+from ..core.source_lines import Frame, source
 from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
@@ -21,7 +21,7 @@ from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory, bounds_on
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
-from ._lowered import read_step
+from ._lowered import Product, read_step
 from ._parameters import Kind, kind_of, updated, used_by, with_parameters
 from .chips import Chip
 from .collectives import Collective
@@ -44,6 +44,8 @@ class _Count:
         """The flops, with the mean of the branches of conditionals; None if the length of a loop depends on values."""
         self.grouped = 0
         """The flops of products of rows with matrices of other groups."""
+        self.computed: dict[str, int] = {}
+        """The flops in each phase, of products that run a known number of times."""
         self._needed: list[tuple[Branches, str, int]] = []
 
     @property
@@ -69,7 +71,9 @@ class _Count:
         self.products.append((instruction.scope, self._program.frames(instruction), own * visit.times, visit.branches))
         kinds = ("flops",) if all(s.bits <= 8 for s in given) else ("flops", "wide")
         self._needed += [(visit.branches, kind, own * visit.times) for kind in kinds]
-        self.flops = None if self.flops is None else self.flops + mean(each * visit.times, visit.branches)
+        done, phase = mean(each * visit.times, visit.branches), _scopes.phase(instruction.scope)
+        self.flops = None if self.flops is None else self.flops + done
+        self.computed[phase] = self.computed.get(phase, 0) + done
 
 
 def report_on(
@@ -114,11 +118,14 @@ def report_on(
         repeated=tuple(repeated(found.products, count.products, mesh)) if mesh else (),
         mapping=mappings[0],
         parameter_mapping=mappings[1],
+        placed_by_rule=getattr(_function_of(compiled_step), "placed_by_rule", False),
         axes=_names_in(lowered, names.arrays),
         least_flops=count.least_flops,
         updated=tuple(x.path for x in updated(names.arrays, kinds)),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
+        computed=count.computed,
+        **_widened(found.products),
     )
 
 
@@ -191,10 +198,26 @@ def _notes(
 
 def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the compute and the parameter mapping that are active in a step."""
-    if isinstance(compiled_step, BoundCompiledFunction):
-        compiled_step = compiled_step.__func__
+    compiled_step = _function_of(compiled_step)
     own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
     return own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())
+
+
+def _function_of(compiled_step: Any) -> Any:
+    return compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
+
+
+def _widened(products: Sequence[Product]) -> dict[str, Any]:
+    """Return the share of the flops in products that are computed in a larger dtype than an operand came in."""
+    found = [p for p in products if p.widened and p.flops]
+    total = sum(p.flops or 0 for p in products)
+    if not found or not total:
+        return {}
+    (first, *_), (before, after) = found, found[0].widened or ("", "")
+    operation, line = _scopes.operation(first.scope), source(first.frames)
+    said = f"{operation or 'a product without names'}{f', at {line}' if line else ''}"
+    share = sum(p.flops or 0 for p in found) / total
+    return {"widened": share, "widened_at": f"{before} to {after}, first in {said}"}
 
 
 def _kinds_of(results: Any) -> set[Kind]:

@@ -48,10 +48,14 @@ def used_by_names(trace: NamedTrace, given: Sequence[GivenArray]) -> dict[Place,
     known = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}
     uses: dict[Place, list[GivenArray]] = {}
     for event in trace.events:
-        if isinstance(event, Use) and event.operand.origin in known:
-            place = event.place
+        if not isinstance(event, Use):
+            continue
+        place, origin = event.place, event.operand.origin
+        while origin not in known and origin in trace.slices:  # in a loop over layers
+            origin = trace.slices[origin]
+        if origin in known:
             key = str(place.operation) if place.operation else None, source(place.frames)
-            uses.setdefault(key, []).append(known[event.operand.origin])
+            uses.setdefault(key, []).append(known[origin])
     return uses
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
 from ._html import Html, Words, copyable, element, folded, joined, listed, stacked, table
-from ._text import described_seconds
+from ._text import as_shown, described_seconds
 
 Plan: TypeAlias = Any
 """A plan: its module uses this one, and imports point one way."""
@@ -37,7 +37,14 @@ def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Htm
     header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
     first = element(
         "section",
-        element("h1", "About ", described_seconds(best.estimate.seconds), " a step, by ", words.mesh(best.mesh), "."),
+        element(
+            "h1",
+            "About ",
+            described_seconds(as_shown(best.estimate.seconds)),
+            " a step, by ",
+            words.mesh(best.mesh),
+            ".",
+        ),
         element("p", words.said(f"{plan.why()} {considered}.".strip()), class_="lead"),
         *(element("p", element("b", "Caution: "), words.said(c)) for c in plan.cautions),
         copyable("The first as code", best.code()),
@@ -74,7 +81,7 @@ def _row(number: int, p: Any, others: int, most: float, words: Words) -> Sequenc
         ),
         lines,
         _times(p, most, words),
-        element("span", described_seconds(p.estimate.seconds), class_="num"),
+        element("span", described_seconds(as_shown(p.estimate.seconds)), class_="num"),
         element("span", described_seconds(p.seconds), class_="num"),
         element("span", describe_bytes(p.memory if p.peak is None else p.peak), class_="num"),
     )

@@ -14,10 +14,11 @@ from ._figures import needed_memory
 from ._html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
 from ._mesh_picture import mesh_picture
 from ._parameters import without_numbers
-from ._text import described_axes, described_seconds, phase_of
+from ._suspicions import Suspicion, repeated_share
+from ._text import described_axes, described_seconds, phase_of, written_number
+from ._transfer_groups import SMALL, known_sent
 from ._transfer_rows import Transfers, percent, short_operation
-from .timeline import MemoryTimeline
-from .verdict import SMALL, Suspicion, known_sent, repeated_share
+from .timeline import HeldArray, MemoryTimeline
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -249,21 +250,25 @@ def _lies(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
 
 
 def _phases(report: Report, words: Words) -> Html:
-    """Return a table of the bytes sent in each pass over each set of mesh axes."""
+    """Return a table of the flops in each pass, and of the bytes sent over each set of mesh axes."""
+    phases = ("forward", "recomputed", "backward", "")
     sums = {
         phase: {axes: known_sent([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
-        for phase in ("forward", "recomputed", "backward", "")
+        for phase in phases
     }
-    most = max((n for row in sums.values() for n in row.values()), default=0)
-    if not most:
-        return html("")
-    header = ["", *(joined(["sent over ", words.axes(a)]) for a in report.by_axes())]
+    most = max((n for row in sums.values() for n in row.values()), default=0) or 1
+    flops = {phase: report.computed.get(phase, 0) for phase in phases} if report.flops else {}
+    header = ["", *(["computed"] if flops else []), *(joined(["sent over ", words.axes(a)]) for a in report.by_axes())]
     rows = [
-        [phase_of(phase), *(_measured(describe_bytes(n), n / most, words.color(a)) for a, n in row.items())]
+        [
+            phase_of(phase),
+            *([_measured(f"{written_number(flops[phase])} flops", flops[phase] / report.flops)] if flops else []),
+            *(_measured(describe_bytes(n), n / most, words.color(a)) for a, n in row.items()),
+        ]
         for phase, row in sums.items()
-        if any(row.values())
+        if any(row.values()) or flops.get(phase)
     ]
-    return table("passes", header, rows)
+    return table("passes", header, rows) if rows else html("")
 
 
 def _measured(number: str, share: float, kind: str = "") -> Html:
@@ -289,8 +294,13 @@ def _memory(report: Report, words: Words) -> Html:
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
     if timeline is not None and timeline.held:
-        parts += [_over_the_step(timeline), *_held(timeline, words)]
+        arguments = sum(h.bytes for h in timeline.at_peak if h.kind == "argument")
+        others = [h for h in timeline.at_peak if h.kind != "argument"]
+        title = f"Held at the peak, beside {describe_bytes(arguments)} of arguments"
+        parts += [_over_the_step(timeline), *_held(title, others, timeline.peak, words)]
     elif memory is not None:
+        if report.temporaries:
+            parts += _held("The temporaries that are counted", report.temporaries, memory.temporaries, words)
         parts.append(element("p", "Over the course of the step, by='compiled' on CPUs shows it.", class_="small"))
     return joined(parts)
 
@@ -332,16 +342,14 @@ def _over_the_step(timeline: MemoryTimeline) -> Html:
     return picture(label, left + width, base + 36, *filter(None, parts))
 
 
-def _held(timeline: MemoryTimeline, words: Words) -> Iterator[Html]:
-    """Yield the table of the arrays at the peak."""
-    arguments = sum(h.bytes for h in timeline.at_peak if h.kind == "argument")
-    others = [h for h in timeline.at_peak if h.kind != "argument"]
+def _held(title: str, others: Sequence[HeldArray], whole: int, words: Words) -> Iterator[Html]:
+    """Yield the table of some arrays; the bars are shares of a whole."""
     rows: list[Sequence[str]] = []
     for h in others[:_AT_PEAK]:
         times = f"{h.count} × " if h.count > 1 else None
         rows.append(
             (
-                _measured(describe_bytes(h.bytes), h.bytes / timeline.peak),
+                _measured(describe_bytes(h.bytes), h.bytes / (whole or 1)),
                 joined([times, words.array(h.array)]),
                 phase_of(h.phase),
                 short_operation(h.operation or "no named operation"),
@@ -351,9 +359,9 @@ def _held(timeline: MemoryTimeline, words: Words) -> Iterator[Html]:
     if rest := others[_AT_PEAK:]:
         size = sum(h.bytes for h in rest)
         smaller = f"{sum(h.count for h in rest)} smaller"
-        rows.append((_measured(describe_bytes(size), size / timeline.peak), smaller, "", "", ""))
-    yield element("h3", f"Held at the peak, beside {describe_bytes(arguments)} of arguments")
-    yield table("held at the peak", ("bytes", "array on each device", "made in", "by", "line"), rows)
+        rows.append((_measured(describe_bytes(size), size / (whole or 1)), smaller, "", "", ""))
+    yield element("h3", title)
+    yield table(title.lower(), ("bytes", "array on each device", "made in", "by", "line"), rows)
 
 
 # --- arguments ---

@@ -214,15 +214,17 @@ class Search:
         account = Account(self.trace, layout)
         compute = self._with_stages(ranked.compute)
         storage = self._with_stages(ranked.storage) if ranked.storage else {}
-        flops, bounds = account.flops, account.bounds(self.chip, None)
+        flops = account.flops
         sent = sum(e.total_sent or 0 for e in account.exchanges)
         memory = kept(self.trace, layout, self.step.parameters)
         if self.stages is not None:
-            # Layers are divided over the stages; the few things beside them are not, so these are not quite bounds.
+            # Layers are divided over the stages; the few things beside them are not.
             n = self.stages.count
             flops, sent, memory = flops and flops // n, sent // n, int(ranked.memory[row])
-            links = {a: t / n for a, t in bounds.links.items()}
-            bounds = dataclasses.replace(bounds, compute=bounds.compute and bounds.compute / n, links=links)
+        pattern = self._account(ranked.axes, ranked.compute, ranked.storage)
+        sizes = Sizes({a: float(n) for a, n in placed.mesh.items()})
+        touched, _ = pattern.memory(sizes)
+        bounds = cost_model.bounds(pattern.parts(sizes, touched), RatesAt(topology, placed), self.chip, touched)
         return Found(
             mesh, compute, storage, bounds, ranked.estimate.at(row), memory, flops, sent, account.uncertain,
             "names", topology, placed,
@@ -251,7 +253,10 @@ class Search:
         ]
         estimate, topology, placed = min(each, key=lambda one: float(one[0].seconds))
         terms = {name: float(t) for name, t in estimate.terms.items()}
-        return dataclasses.replace(found, estimate=Estimate(terms), topology=topology, placed=placed)
+        bounds = cost_model.bounds(parts, RatesAt(topology, placed), self.chip, touched)
+        if report.bounds is not None:
+            bounds = dataclasses.replace(bounds, compute=report.bounds.compute)
+        return dataclasses.replace(found, bounds=bounds, estimate=Estimate(terms), topology=topology, placed=placed)
 
     def ask(self, limit: int) -> Iterator[Found]:
         """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
@@ -312,7 +317,7 @@ class Search:
         """Plan a mapping by the partitioner, if it divides the axes and fits into memory."""
         layout = Layout(mesh, compute, storage, self.trace.joined)
         try:
-            check_sizes(layout, self.trace.arguments)
+            check_sizes(layout, self.trace)
         except ValueError:
             return None
         if (memory := kept(self.trace, layout, self.step.parameters)) > limit:

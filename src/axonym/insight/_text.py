@@ -35,6 +35,11 @@ def described_seconds(t: float) -> str:
     return f"{t / 1e-9:.3g} ns"
 
 
+def as_shown(seconds: float) -> float:
+    """Round an estimate to the two digits that are shown, by which plans are ordered: it is no better."""
+    return float(f"{seconds:.2g}")
+
+
 def phase_of(phase: str) -> str:
     """Write a phase; work that is not differentiated may be anywhere in a step."""
     return phase or "other"

@@ -14,8 +14,8 @@ from ..core.source_lines import Source
 from ._figures import total_sent
 from ._html import Html, Words, bar, code, element, folded, html, joined
 from ._text import described_seconds, phase_of
+from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
 from .collectives import Collective
-from .verdict import SMALL, grouped, known_sent, path_of, why
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""

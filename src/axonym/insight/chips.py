@@ -81,7 +81,7 @@ class Chip:
     network: float = 6.25e9
     """Bytes that it sends in a second over the network to other islands or slices."""
     host: float = 16e9
-    """Bytes that it sends in a second to the memory of its host."""
+    """Bytes that it sends in a second to the memory of its host, or gets from there."""
     reached: Reached = dataclasses.field(default_factory=Reached)
     """The shares of these rates that steps reach."""
 
@@ -97,31 +97,42 @@ class Chip:
 
 def _tpu(name: str, flops: float, memory: int, bandwidth: float, links: float, pod: tuple[int, ...], network: float,
          host: float = 16e9, **reached: float) -> Chip:  # fmt: skip
-    """Return a TPU. The network's share of a chip is from its page, where that says it, or from the scaling book."""
+    """Return a TPU. The network's share of a chip is from its page, where that says it, or from the scaling book.
+
+    The bandwidth to the host is from https://jax-ml.github.io/scaling-book/tpus, "PCIe".
+    """
     return Chip(
         name, flops, memory, bandwidth, links, f"https://cloud.google.com/tpu/docs/{name}", len(pod), pod,
         4 if len(pod) == 3 else 16, 0, network, host, dataclasses.replace(_TPU, **reached),
     )  # fmt: skip
 
 
-def _gpu(name: str, flops: float, memory: int, bandwidth: float, links: float, network: float, source: str) -> Chip:
-    return Chip(name, flops, memory, bandwidth, links, source, 0, (), 0, 8, network, 55e9, _GPU)
+def _gpu(name: str, flops: float, memory: int, bandwidth: float, links: float, network: float, host: float,
+         source: str) -> Chip:  # fmt: skip
+    """Return a GPU. The bandwidth to the host is half of what its page says of PCIe, for both directions."""
+    return Chip(name, flops, memory, bandwidth, links, source, 0, (), 0, 8, network, host, _GPU)
 
 
 CHIPS = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            # v4's links: 45 GB/s usable each, https://jax-ml.github.io/scaling-book/tpus, as the bandwidth of hosts.
+            # v4's links: 45 GB/s usable each, https://jax-ml.github.io/scaling-book/tpus.
             _tpu("v4", 275e12, 32 * 2**30, 1200e9, 300e9, (16, 16, 16), 6.25e9),
             _tpu("v5e", 197e12, 16 * 10**9, 819e9, 200e9, (16, 16), 3.125e9, products=0.88),
             _tpu("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, (16, 20, 28), 6.25e9),
             # Matrix units of 256 x 256, which a head of 128 features fills by half.
             _tpu("v6e", 918e12, 32 * 10**9, 1638e9, 400e9, (16, 16), 12.5e9, 32e9, products=0.72, cores=0.4),
             # https://www.nvidia.com/en-us/data-center/dgx-h100 and dgx-a100: one network card for each GPU.
-            _gpu("a100", 312e12, 80 * 10**9, 2039e9, 300e9, 25e9, "https://www.nvidia.com/en-us/data-center/a100/"),
-            _gpu("h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9, "https://www.nvidia.com/en-us/data-center/h100/"),
-            _gpu("h200", 989e12, 141 * 10**9, 4800e9, 450e9, 50e9, "https://www.nvidia.com/en-us/data-center/h200/"),
+            _gpu(
+                "a100", 312e12, 80 * 10**9, 2039e9, 300e9, 25e9, 32e9, "https://www.nvidia.com/en-us/data-center/a100/"
+            ),
+            _gpu(
+                "h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9, 64e9, "https://www.nvidia.com/en-us/data-center/h100/"
+            ),
+            _gpu(
+                "h200", 989e12, 141 * 10**9, 4800e9, 450e9, 50e9, 64e9, "https://www.nvidia.com/en-us/data-center/h200/"
+            ),
         )
     }
 )

@@ -15,16 +15,20 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from ._text import described_seconds
+from ._branches import Branches, least, ways
+from ._text import described_axes, described_seconds
 from .chips import Chip, known_chip
 
 Amount: TypeAlias = Any
 """A number, or an array of one for each mesh."""
+
+Resource: TypeAlias = str | tuple[str, ...]
+"""What exchanges keep busy: links of a topology, or if it is not known, the links for a set of mesh axes."""
 
 
 # --- topologies ---
@@ -363,7 +367,7 @@ class Rate:
     """Seconds for each exchange."""
     hides: Amount
     """The share that computing hides, beside that of the chip."""
-    busy: Mapping[str, Amount]
+    busy: Mapping[Resource, Amount]
     """For each resource, the seconds for each byte that it is busy at least."""
 
 
@@ -376,7 +380,7 @@ def rate_of(kind: str, route: Route, chip: Chip) -> Rate:
     """Return what an exchange takes on a route. Levels work at the same time on parts of an array."""
     passes = 2 if kind == "all-reduce" else 1
     inside, longest, hides, hops = 1, 0.0, 1.0, 0.0
-    busy: dict[str, float] = {}
+    busy: dict[Resource, float] = {}
     count = math.prod(level.count for level in route)
     for level in route:
         inside *= level.count
@@ -391,7 +395,7 @@ def rate_of(kind: str, route: Route, chip: Chip) -> Rate:
             found, seconds = level.sums if passes == 2 else level.busy, level.gathers * passes
         if seconds / level.reached > longest:
             longest, hides = seconds / level.reached, level.hides
-        busy |= found
+        busy.update(found)
         hops += level.hops * passes
     return Rate(longest, hops + chip.reached.launch if route else 0.0, hides, busy)
 
@@ -408,6 +412,9 @@ class Multiplication:
     """The least of the sizes of its rows, columns and summed axes: small ones do not fill the units of a chip."""
     core: bool = False
     """Whether no operand is a parameter, as in the core of attention."""
+    narrow: bool = False
+    """Whether its operands have 8 bits or fewer, of which chips multiply more in a second."""
+    branches: Branches = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,6 +431,7 @@ class Sent:
     """Whether computing need not wait for it: parameters are gathered a layer ahead, gradients needed at the end."""
     count: Amount = 1
     """How many exchanges these are: each is launched."""
+    branches: Branches = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,7 +444,7 @@ class Part:
     touched: Amount = 0.0
     """The bytes that it reads and writes, beside products."""
     offloaded: Amount = 0.0
-    """The bytes that go to the memory of the host, or come from there. Traces do not tell them: a plan has none."""
+    """The bytes that go to the memory of the host in the forward pass, or come from there in the backward pass."""
     forward: bool = True
     """Whether it is not in the backward pass, nor recomputed for it."""
     waits: bool = False
@@ -473,11 +481,78 @@ class Estimate:
         return Estimate({name: float(t[row] if np.ndim(t) else t) for name, t in self.terms.items()})
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Lower bounds on the time of a call on a chip, in seconds. A step takes at least the longest of them.
+
+    >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={("data",): 5e-4}).bottleneck
+    'memory'
+    """
+
+    chip: str
+    compute: Amount | None
+    memory: Amount | None
+    """If each argument is read once and each result written once."""
+    links: Mapping[tuple[str, ...], Amount]
+    """For each set of mesh axes, sending over it: with all links of a chip, or if the topology is known, over the links
+    that are busy longest with what only these axes send."""
+    capacity: int | None = None
+    """The bytes of memory of the chip."""
+    host: Amount | None = None
+    """Moving what layers keep to the memory of the host, and back."""
+
+    @property
+    def bottleneck(self) -> str:
+        """Return which of the bounds is the longest; `not known` if there is none.
+
+        >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).bottleneck
+        'sending over data'
+        """
+        return max(self.named(), key=lambda pair: pair[1], default=("not known", 0.0))[0]
+
+    @property
+    def longest(self) -> float:
+        """Return the longest of the bounds; 0 if there is none.
+
+        >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={}).longest
+        0.002
+        """
+        return max((t for _, t in self.named()), default=0.0)
+
+    def named(self) -> list[tuple[str, Amount]]:
+        """Return each bound with its name.
+
+        >>> axn.insight.Bounds("v5e", compute=1e-3, memory=None, links={("data",): 5e-4}).named()
+        [('compute', 0.001), ('sending over data', 0.0005)]
+        """
+        pairs = [("compute", self.compute), ("memory", self.memory)]
+        links = [(f"sending over {described_axes(axes)}", t) for axes, t in self.links.items()]
+        host = [] if self.host is None else [("moving to the host", self.host)]
+        return [(name, t) for name, t in pairs if t is not None] + links + host
+
+
 class Rates(Protocol):
     """What each kind of exchange takes over each set of mesh axes."""
 
     def __getitem__(self, key: tuple[str, tuple[str, ...]], /) -> Rate: ...
 
+
+class AllLinks:
+    """The least that exchanges take on a topology that is not known: each set of mesh axes may have all links."""
+
+    def __init__(self, chip: Chip):
+        self._chip = chip
+
+    def __getitem__(self, key: tuple[str, tuple[str, ...]]) -> Rate:
+        """Return the rate of the bytes that a device sends, of an all-reduce in one of its two passes."""
+        kind, axes = key
+        per_byte = least_passes(kind, self._chip) / self._chip.link_bandwidth
+        return Rate(per_byte, 0.0, 1.0, {axes: per_byte})
+
+
+TOUCHED = 2.7
+"""The bytes that steps read and write beside products, for each byte of the results of these. A guess, for layers of
+transformers, of which compilers fuse what is between products."""
 
 HALF = 120
 """The least size of a product at which it reaches half of what large ones do. From products on Ironwood, fitted:
@@ -507,10 +582,11 @@ def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
         "reading and writing": part.touched / chip.memory_bandwidth,
     }
     for p in part.products:
+        flops = p.flops / ways(p.branches)
         if p.core:
-            terms["attention"] = terms["attention"] + p.flops / (peak * reached.cores)
+            terms["attention"] = terms["attention"] + flops / (peak * reached.cores)
         else:
-            terms["products"] = terms["products"] + p.flops / peak * (p.least + HALF) / p.least
+            terms["products"] = terms["products"] + flops / peak * (p.least + HALF) / p.least
     computing = terms["products"] + terms["attention"] + terms["reading and writing"]
     for ahead, share in ((False, reached.waited), (True, reached.ahead)):
         found: list[tuple[str, Amount]] = []
@@ -518,7 +594,7 @@ def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
         for x in part.sent:
             if x.ahead == ahead:
                 rate = rates[x.kind, x.axes]
-                seconds = x.size * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
+                seconds = x.size / ways(x.branches) * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
                 found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
                 hidden = hidden + seconds * share * (rate.hides if ahead else 1.0)
         total = sum((t for _, t in found), start=0.0)
@@ -532,26 +608,44 @@ def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
     return terms
 
 
-def bounds(parts: Sequence[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> dict[str, Amount]:
-    """Return for each resource the seconds that it is busy at least.
+def bounds(parts: Iterable[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> Bounds:
+    """Return how long each resource is busy at least; of a conditional, the branch that takes least counts.
 
     Arguments:
         touched: the bytes of arguments and results of the step, each of which is read or written once.
     """
-    busy: dict[str, Amount] = {"computing": 0.0, "memory": touched / chip.memory_bandwidth}
+    computed: list[tuple[Branches, str, Amount]] = []
+    sent: list[tuple[Branches, Resource, Amount]] = []
+    moved = {True: 0.0, False: 0.0}
+    users: dict[Resource, dict[str, None]] = {}
     for part in (p for p in parts if not p.waits):
-        for p in part.products:
-            busy["computing"] = busy["computing"] + p.flops * part.times / chip.flops
+        # Bounds leave out products of 8 bits, which chips compute at other rates.
+        computed += [(p.branches, "flops", p.flops * part.times) for p in part.products if not p.narrow]
         for x in part.sent:
             for resource, per_byte in rates[x.kind, x.axes].busy.items():
-                busy[resource] = busy.get(resource, 0.0) + x.size * per_byte * part.times
-        busy["host"] = busy.get("host", 0.0) + part.offloaded / chip.host * part.times
-    return busy
+                sent.append((x.branches, resource, x.size * per_byte * part.times))
+                if np.any(per_byte):
+                    users.setdefault(resource, {}).update(dict.fromkeys(x.axes))
+        moved[part.forward] = moved[part.forward] + part.offloaded / chip.host * part.times
+    links: dict[tuple[str, ...], Amount] = {}
+    for resource, seconds in least(sent).items():
+        axes = resource if isinstance(resource, tuple) else tuple(sorted(users.get(resource, ())))
+        links[axes] = np.maximum(links[axes], seconds) if axes in links else seconds
+    host = np.maximum(moved[True], moved[False])
+    compute, memory = least(computed)["flops"] / chip.flops, touched / chip.memory_bandwidth
+    links = {axes: _plain(t) for axes, t in links.items()}
+    return Bounds(
+        chip.name, _plain(compute), _plain(memory), links, chip.memory, _plain(host) if np.any(host) else None
+    )
+
+
+def _plain(x: Amount) -> Amount:
+    return x if np.ndim(x) else float(x)
 
 
 def bound(parts: Sequence[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> Amount:
     """Return the seconds that a step takes at least: those of its busiest resource."""
-    return functools.reduce(np.maximum, bounds(parts, rates, chip, touched).values())
+    return functools.reduce(np.maximum, (t for _, t in bounds(parts, rates, chip, touched).named()))
 
 
 def stacked(rates: Sequence[Rate]) -> Rate:

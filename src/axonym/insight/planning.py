@@ -17,7 +17,7 @@ from ._figures import Bounds
 from ._html import Html
 from ._plan_page import plan_page
 from ._searching import Found, Ranked, Search, TracedStep, abstract
-from ._text import aligned, described_seconds, markdown_table, parsed_bytes, written_number
+from ._text import aligned, as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
 from .cost_model import Estimate, Placement, Topology, Torus, topologies_of, why_first
 from .explaining import explain
@@ -69,10 +69,7 @@ class PlannedMapping:
 
     @property
     def seconds(self) -> float:
-        """Return the lower bound on the time of a step: the longest of its bounds.
-
-        It takes the links of a chip together. A plan prunes by a longer bound, for the links of each dimension of a
-        topology, and for all exchanges over them.
+        """Return the lower bound on the time of a step, by which plans prune: the longest of its bounds.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -148,7 +145,7 @@ class PlannedMapping:
     def _order(self) -> tuple[float, float, int]:
         """Return the sort key of plans: if their estimates are shown alike, their bounds decide."""
         complexity = len(self.mesh) + len(self.compute) + len(self.storage)
-        return _as_shown(self.estimate.seconds), _as_shown(self.seconds), complexity
+        return as_shown(self.estimate.seconds), as_shown(self.seconds), complexity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +278,7 @@ class MappingPlan(Page):
             memory = describe_bytes(p.memory) if p.peak is None else f"{describe_bytes(p.peak)}, compiled"
             rows.append(
                 [mesh, *([_listed(p.choices, "=")] if chosen else []), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(_as_shown(p.estimate.seconds)), described_seconds(p.seconds), p.bounds.bottleneck,
+                 described_seconds(as_shown(p.estimate.seconds)), described_seconds(p.seconds), p.bounds.bottleneck,
                  describe_bytes(p.sent), memory, flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
@@ -310,9 +307,9 @@ def plan(
     such as kernels of Pallas, is refused.
 
     Mappings are ordered by an estimate of the time of a step, to the two digits shown: the sum of its products, and of
-    that part of its exchanges that computing does not hide. What a step moves to the memory of the host does not count:
-    of policies that offload what layers keep, the memory counts, and the time does not. Of the branches of a
-    conditional, the one that takes least counts in bounds; all experts are assumed to get equally many rows.
+    that part of its exchanges that computing does not hide, and of what it moves to the memory of the host and back. Of
+    the branches of a conditional, the one that takes least counts in bounds; all experts are assumed to get equally
+    many rows.
 
     With `choices`, `fn` is a builder: `fn(**choices)` returns the step, or the step and its arguments. A choice named
     `stages` divides the layers over that many stages of a pipeline, along a mesh axis `stage`, with as many
@@ -539,12 +536,10 @@ class _Planner:
     def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
         """Explain a mapping by the partitioner; its exchanges are those of the estimate."""
         report, search = self._explained(p, "partitioner"), self._searches[tuple(p.choices.items())]
-        assert report.bounds is not None, "there is a chip"
-        estimate = p.estimate
-        if report.total_sent() != p.sent:
-            f = Found(**{x.name: getattr(p, x.name) for x in dataclasses.fields(Found)})
-            estimate = search.estimated(f, report).estimate
-        return dataclasses.replace(p, bounds=report.bounds, verified=report, estimate=estimate)
+        if report.total_sent() == p.sent:
+            return dataclasses.replace(p, verified=report)
+        f = search.estimated(Found(**{x.name: getattr(p, x.name) for x in dataclasses.fields(Found)}), report)
+        return dataclasses.replace(p, bounds=f.bounds, verified=report, estimate=f.estimate)
 
     def _compiled(self, p: PlannedMapping) -> PlannedMapping:
         """Compile a mapping to the end, which tells its memory."""
@@ -571,11 +566,6 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
     gap = "" if sign == "=" else " "
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
-
-
-def _as_shown(seconds: float) -> float:
-    """Round a time to the two digits that are shown, by which plans are ordered: estimates are no better."""
-    return float(f"{seconds:.2g}")
 
 
 def _agreement(p: PlannedMapping) -> str:

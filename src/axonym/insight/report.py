@@ -24,10 +24,11 @@ from ._text import (
     written_number,
     written_table,
 )
+from ._transfer_groups import SMALL, known_sent, path_of
 from .collectives import Collective
 from .page import Page
-from .timeline import draw
-from .verdict import SMALL, Verdict, known_sent, path_of, verdict_of
+from .timeline import described_held, draw
+from .verdict import Verdict, verdict_of
 
 _SHOWN = 8
 """How many arguments are written."""
@@ -194,13 +195,17 @@ class Report(Figures, Page):
             each += [f"padding {describe_bytes(padding)}"] if padding > 0 else []
             yield f"arguments on each device: {', '.join(each)}"
         if self.timeline is not None and self.timeline.kept_for_backward:
-            yield f"kept for the backward pass, of the temporaries: {self.timeline._kept()}"
+            yield f"kept for the backward pass, of the temporaries: {described_held(self.timeline.kept_for_backward)}"
+        if self.temporaries:
+            yield f"temporaries that are counted: {described_held(self.temporaries)}"
         if self.uncertain:
             yield f"the bytes sent may be off by {describe_bytes(self.uncertain)}"
         flops = "not known" if self.flops is None else written_number(self.flops)
         least = self.least_flops
         bound = "" if least in (None, self.flops) else f", and at least {written_number(least)}"
-        yield f"flops of each device, in products and convolutions: {flops}{bound}"
+        each = [f"{phase_of(p)} {written_number(n)}" for p, n in self.computed.items() if n and self.flops is not None]
+        passes = f" ({', '.join(each)})" if len(each) > 1 else ""
+        yield f"flops of each device, in products and convolutions: {flops}{bound}{passes}"
         if self.bounds is not None and self.bounds.named():
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"

@@ -73,13 +73,6 @@ class MemoryTimeline:
         """
         return max(self.held)
 
-    def _kept(self) -> str:
-        """Describe the memory kept for the backward pass, with the largest arrays."""
-        rows = [f"{f'{h.count} x ' if h.count > 1 else ''}{h.array}" for h in self.kept_for_backward]
-        rest = sum(h.count for h in self.kept_for_backward[3:])
-        more = f", and {rest} smaller" if rest else ""
-        return f"{describe_bytes(sum(h.bytes for h in self.kept_for_backward))}: {', '.join(rows[:3])}{more}"
-
     def _section(self) -> Section:
         """Return the table of the arrays at the peak, with one row for all arguments."""
         phase = self.phases[self.held.index(self.peak)]
@@ -96,6 +89,14 @@ class MemoryTimeline:
             count = sum(h.count for h in rest)
             rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
         return title, ("array", "bytes", "when", "line", "operation"), rows
+
+
+def described_held(held: Sequence[HeldArray]) -> str:
+    """Describe some arrays: the bytes of all, and the largest."""
+    rows = [f"{f'{h.count} x ' if h.count > 1 else ''}{h.array}" for h in held]
+    rest = sum(h.count for h in held[3:])
+    more = f", and {rest} smaller" if rest else ""
+    return f"{describe_bytes(sum(h.bytes for h in held))}: {', '.join(rows[:3])}{more}"
 
 
 def draw(timeline: MemoryTimeline | None, sent: CollectivesByAxes, figure: Any) -> Any:

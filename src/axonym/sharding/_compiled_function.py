@@ -30,7 +30,7 @@ from ..core.tree_spec import PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, fla
 from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
 from .meshes import current_mesh, with_devices
-from .placement import Placement
+from .placement import ComputeMappingOrParameterRule, Placement
 from .shard import call_on_mesh, emptied, shard_arguments
 
 P = ParamSpec("P")
@@ -207,6 +207,11 @@ class CompiledFunction(Generic[P, R]):
     def active(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the mappings that are active inside, by their setting."""
         return self._active
+
+    @property
+    def placed_by_rule(self) -> bool:
+        """Return whether a rule places parameters, in place of a mapping."""
+        return any(isinstance(placement, ComputeMappingOrParameterRule) for _, placement in self._arguments)
 
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, sharded by their placements."""

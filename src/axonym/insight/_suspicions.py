@@ -1,0 +1,548 @@
+"""Find what is suspicious in a step: each check returns what it found, and what to say if it found nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.errors import describe_bytes, suggestion
+from ..core.source_lines import Source
+from ._arguments import PlacedArgument
+from ._figures import Figures, needed_memory
+from ._parameters import carried_axes, without_numbers
+from ._text import described_axes
+from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
+from .collectives import Collective
+from .repeating import RepeatedWork
+from .timeline import described_held
+
+_MUCH = 0.05
+"""The share from which repeated work, copies, and transfers without a reason are worth a remark."""
+_WIDE = 0.2
+"""The share of the flops from which products in a larger dtype than their operands are worth a remark; and of the
+memory, from which arguments that are not donated are."""
+_MOST = 0.4
+"""The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspicion:
+    """Something suspicious in a step: its cause, what follows from it, and what to try.
+
+    >>> print(axn.insight.Suspicion("fix", "Nothing uses the mesh axis model.", ("50% of compute is repeated.",)))
+    fix: Nothing uses the mesh axis model. So: 50% of compute is repeated.
+    """
+
+    severity: str
+    """`fix`, `look` or `note`."""
+    cause: str
+    consequences: tuple[str, ...] = ()
+    advice: str = ""
+
+    def __str__(self) -> str:
+        so = f" So: {' '.join(self.consequences)}" if self.consequences else ""
+        return f"{self.severity}: {self.cause}{so}{f' Try: {self.advice}' if self.advice else ''}"
+
+
+def repeated_share(report: Figures) -> float:
+    """Return the share of the compute that devices could leave to others."""
+    return sum(work.needless for work in report.repeated) / report.flops if report.flops else 0.0
+
+
+_Check = tuple[Sequence[Suspicion], str]
+
+
+def _fits(report: Figures) -> _Check:
+    held, bounds = needed_memory(report), report.bounds
+    if held is None or bounds is None or bounds.capacity is None:
+        return (), ""
+    if held <= bounds.capacity:
+        # Otherwise some of the memory is not counted, or it is the memory that a CPU needs.
+        if report.by != "compiled" or report.platform == "cpu":
+            return (), ""
+        return (), f"it fits: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}"
+    cause = f"The step needs {describe_bytes(held)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
+    return [Suspicion("fix", cause, advice=_how_to_hold_less(report))], ""
+
+
+def _how_to_hold_less(report: Figures) -> str:
+    """Name the largest part of the memory, and what makes it smaller."""
+    memory = report.memory
+    assert memory is not None, "it does not fit"
+    beside = memory.results - memory.aliased
+    parts = {
+        f"gradient checkpointing, or a smaller batch on each device: temporaries are the largest part, "
+        f"{describe_bytes(memory.temporaries)}": memory.temporaries,
+        f"storing parameters sharded over more mesh axes, with axonym.fsdp: arguments are the largest part, "
+        f"{describe_bytes(memory.arguments)}": memory.arguments,
+    }
+    advice = max(parts, key=parts.__getitem__)
+    donate = f", and donating arguments (donate_args), beside which {describe_bytes(beside)} of results are held"
+    return f"{advice}{donate if report.undonated and beside > _MUCH * memory.total else ''}."
+
+
+def _donated(report: Figures) -> _Check:
+    """Find arguments beside which results of the same sizes are held, since the step does not donate them."""
+    sizes = {x.path: x.bytes for x in report.placed}
+    held = sum(sizes.get(path, 0) for path in report.undonated or ())
+    total = report.timeline.peak if report.timeline else report.memory.total if report.memory else sum(sizes.values())
+    if held <= _MUCH * total:
+        return (), "results take the place of the arguments that they update" if report.undonated == () else ""
+    largest = sorted(dict.fromkeys(map(without_numbers, report.undonated or ())))
+    cause = f"Results are held beside arguments of the same sizes, which are not donated: {some(largest)}."
+    so = f"If the results are their updates, a device holds {describe_bytes(held)} less with donation."
+    names = sorted({path.partition("/")[0] for path in report.undonated or ()})
+    # Of a model and its state, results are the updates.
+    severity = "look" if held >= _WIDE * total and len(names) > 1 else "note"
+    advice = f"donate_args for {some(names)}"
+    return [Suspicion(severity, cause, (so,), f"{advice}, if the caller needs them no more.")], ""
+
+
+def _kept(report: Figures) -> _Check:
+    """Find a forward pass that keeps most of the memory for the backward pass."""
+    if report.timeline is None or not any(report.timeline.phases):
+        return (), ""
+    kept = sum(h.bytes for h in report.timeline.kept_for_backward)
+    if kept <= report.timeline.peak / 2:
+        return (), "the backward pass does not keep most of the memory"
+    cause = f"{percentage(kept / report.timeline.peak)} of the peak is kept for the backward pass: "
+    cause += f"{described_held(report.timeline.kept_for_backward)}."
+    return [Suspicion("note", cause, advice="gradient checkpointing, which computes some of it again.")], ""
+
+
+def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
+    """Return the names of the mappings that no array has, with their mesh axes."""
+    both = {**report.parameter_mapping, **report.mapping}
+    return {
+        n: (over,) if isinstance(over, str) else tuple(over)
+        for n, over in both.items()
+        if over and report.axes and n not in report.axes
+    }
+
+
+def _mapping(report: Figures) -> _Check:
+    found = []
+    for name, over in _unknown(report).items():
+        # A mapping for several models has names that some have not; an axis that it shards is not meant by another.
+        of_it = [mapping for mapping in (report.parameter_mapping, report.mapping) if mapping.get(name)]
+        hint = suggestion(name, [n for n in report.axes if not all(mapping.get(n) for mapping in of_it)])
+        work = [w for w in report.repeated if set(w.axes) & set(over)]
+        share = _share(report, work)
+        severity = "fix" if hint or share >= _MUCH else "note"
+        has = f"The mapping shards {name} over {described_axes(over)}, but no array has an axis of that name.{hint}"
+        advice = (
+            ""
+            if hint
+            else f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
+        )
+        so = [*_of_repeated(report, work), *_of_copies(report, over)] if severity == "fix" else []
+        found.append(Suspicion(severity, has, tuple(so), advice if severity == "fix" else ""))
+    return (
+        found,
+        "each name of the mapping is an axis of an array"
+        if report.axes and (report.mapping or report.parameter_mapping)
+        else "",
+    )
+
+
+def _idle(report: Figures) -> list[str] | None:
+    """Return the mesh axes that nothing uses; None if that is not known."""
+    devices = math.prod(report.mesh.values())
+    known = all(math.prod(report.mesh[a] for axes in x.over for a in axes) * x.copies == devices for x in report.placed)
+    if not report.placed or not known or any(c.axes is None for c in report.collectives):
+        return None
+    used = {a for x in report.placed for axes in x.over for a in axes}
+    used |= {a for c in report.collectives for a in c.axes or ()}
+    return [a for a, n in report.mesh.items() if n > 1 and a not in used]
+
+
+def _explained(report: Figures) -> set[str]:
+    """Return the mesh axes whose copies and repeated work follow from another remark."""
+    return {a for over in _unknown(report).values() for a in over}.union(_idle(report) or ())
+
+
+def _mesh_axes(report: Figures) -> _Check:
+    misspelt = {a for over in _unknown(report).values() for a in over}
+    idle, found = _idle(report), list[Suspicion]()
+    if over := [a for a in idle or () if a not in misspelt]:
+        work = [w for w in report.repeated if set(over) & set(w.axes)]
+        axes = f"mesh {'axis' if len(over) == 1 else 'axes'} {described_axes(over)}"
+        devices = math.prod(report.mesh[a] for a in over)
+        cause = f"Nothing uses the {axes}: {devices} devices along {'it' if len(over) == 1 else 'them'} hold the same."
+        advice = _axes_to_shard(report, work, *over) or f"a mesh without {described_axes(over)}."
+        # Code per device may use the place of a device without sending anything.
+        severity = "fix" if work or not report.flops else "look"
+        found.append(Suspicion(severity, cause, tuple(_of_repeated(report, work)), advice))
+    return found, "each mesh axis is used" if idle == [] and math.prod(report.mesh.values()) > 1 else ""
+
+
+def _repeated(report: Figures) -> _Check:
+    said, lines = _explained(report), {lost.source for lost in _lost(report)} - {None}
+    work = [w for w in report.repeated if not (w.axes and set(w.axes) <= said) and w.source not in lines]
+    found = [_of_work(report, work)] if _share(report, work) >= SMALL else []
+    fine = "no product is repeated outside of code per device"
+    fine = fine if report.flops and math.prod(report.mesh.values()) > 1 else ""
+    return found, fine if repeated_share(report) < SMALL else ""
+
+
+def _of_work(report: Figures, work: Sequence[RepeatedWork]) -> Suspicion:
+    severity = "fix" if _share(report, work) >= _MUCH else "look"
+    axes = max((w.axes for w in work), key=lambda axes: _share(report, [w for w in work if w.axes == axes]))
+    advice = _axes_to_shard(report, [w for w in work if w.axes == axes], *axes)
+    over = f" over {described_axes(axes)}" if axes else ""
+    first = next(w for w in work if w.axes == axes)
+    return Suspicion(
+        severity,
+        "".join(_of_repeated(report, work)),
+        advice=advice or f"keep an axis of {first.operation or 'its operands'} sharded{over}, where it is computed.",
+    )
+
+
+def _share(report: Figures, work: Sequence[RepeatedWork]) -> float:
+    return sum(w.needless for w in work) / report.flops if report.flops else 0.0
+
+
+def _of_repeated(report: Figures, work: Sequence[RepeatedWork]) -> Iterator[str]:
+    """Say how much of the compute is repeated, how often, and where that begins."""
+    if (share := _share(report, work)) >= SMALL:
+        first, along = work[0], dict[tuple[int, str], list[RepeatedWork]]()
+        for w in work:
+            over = f" along {described_axes(w.axes)}" if w.axes else ""
+            along.setdefault((w.copies, over), []).append(w)
+        parts = [f"{copies} devices{over}" for copies, over in along]
+        if len(along) > 1:
+            parts = [f"{p} ({percentage(_share(report, own))})" for p, own in zip(parts, along.values(), strict=True)]
+        at = f", at {first.source}" if first.source else ""
+        yield (
+            f"{percentage(share)} of the compute is repeated: {' and '.join(parts)} do the same, first in "
+            f"{first.operation or 'a product without names'}{at}."
+        )
+
+
+def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) -> str:
+    """Advise to shard axes of repeated operations over the mesh axes that repeat them.
+
+    These are axes of their first operands, such as the batch, if none of them is sharded, and else axes of parameters.
+    """
+    having: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for x in report.placed:
+        for n, size in zip(x.axes, x.sizes, strict=True):
+            if n is not None:
+                having[n], sizes[n] = having.get(n, 0) + 1, size
+    count = math.prod(report.mesh[a] for a in over)
+    found: dict[str, None] = {}
+    for w in work if over else ():
+        for n in _free_axes(w, report.mapping):
+            if n in sizes and sizes[n] % count == 0:
+                found[n] = None
+    more_of = [_also_over(report, n, over, sizes) for n in _shared_by(work, report.mapping)[:1] if n in sizes]
+    more_of = [said for said in more_of if said]
+    # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
+    rare = [n for n in found if having[n] <= len(report.placed) / 2]
+    # An axis that no argument has is part of another one, or made of several: a mapping may have forgotten it.
+    made = [n for w in work for n in _free_axes(w, report.mapping) if report.placed and n not in sizes]
+    names = list(dict.fromkeys([*made, *(rare or found)]))[: 2 if more_of else 4]
+    few = [f"{' or '.join(names)} over {described_axes(over)}"] if names else []
+    return f"shard {', or '.join([*few, *more_of])}." if few or more_of else ""
+
+
+def _also_over(report: Figures, name: str, over: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """Say that an axis may be sharded over more mesh axes, if they divide it; empty otherwise."""
+    own = report.mapping[name]
+    wider = (*((own,) if isinstance(own, str) else own or ()), *over)
+    divides = len(set(wider)) == len(wider) and sizes[name] % math.prod(report.mesh[a] for a in wider) == 0
+    return f"{name} over {described_axes(wider)}" if divides else ""
+
+
+def _shared_by(work: Sequence[RepeatedWork], mapping: Mapping[str, Any]) -> list[str]:
+    """Return the axes of the first operands that a mapping shards, such as the batch."""
+    firsts = ((w.operation or "").partition("[")[2].partition(";")[0] for w in work)
+    return list(dict.fromkeys(n.strip() for first in firsts for n in first.split(",") if mapping.get(n.strip())))
+
+
+def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
+    """Return the axes of a repeated product that the mapping leaves: of its first operand, or else of its second."""
+    inside = (work.operation or "").partition("[")[2].rstrip("]")
+    terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
+    if work.phase == "backward" or len(terms) != 3:
+        return []
+    first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
+    return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
+
+
+def _came_sharded(report: Figures) -> _Check:
+    """Find parameters that lie otherwise than a mapping says, over mesh axes that it gives to others."""
+    if report.parameter_mapping or report.placed_by_rule:
+        return (), ""
+    taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
+    stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    # The state of an optimizer may be sharded where its parameter is replicated: only updates are gathered then.
+    replicated = {_in_model(x) for x in _updated(report) if not any(x.over)}
+    for x in _updated(report):
+        for n, over in zip(x.axes, x.over, strict=True):
+            if taken.intersection(over) and not report.mapping.get(n or "") and _in_model(x) not in replicated:
+                stored.setdefault((n or "", over), {})[without_numbers(x.path)] = None
+    found = []
+    for (n, over), paths in stored.items():
+        cause = f"{some(list(paths))} came sharded over {described_axes(over)} along {n}, which no mapping says, and "
+        cause += "other axes are sharded over it."
+        so = "The compiler may sum or move activations instead of gathering parameters."
+        found.append(Suspicion("look", cause, (so,), "axonym.fsdp, with this as the parameter mapping."))
+    return found, ""
+
+
+def _lie_apart(report: Figures) -> _Check:
+    """Find parameters and what an optimizer keeps of them that are sharded over different mesh axes."""
+    alike: dict[Any, list[PlacedArgument]] = {}
+    for x in _updated(report):
+        alike.setdefault(_in_model(x), []).append(x)
+    pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
+    if not pairs:
+        return (), ""
+    (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
+    cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
+    so = "An update moves one to the other."
+    return [Suspicion("look", cause, (so,), "one placement for both.")], ""
+
+
+def _updated(report: Figures) -> list[PlacedArgument]:
+    """Return the arguments that the step updates, if their axes have names."""
+    return [x for x in report.placed if x.path in report.updated and None not in x.axes]
+
+
+def _in_model(x: PlacedArgument) -> tuple[str, frozenset[str | None]]:
+    """Return what a parameter has in common with what an optimizer keeps of it."""
+    return x.path.rpartition("/")[2], frozenset(x.axes)
+
+
+def _differ(a: PlacedArgument, b: PlacedArgument) -> bool:
+    """Return whether two arrays with the same axes are sharded over different mesh axes, and none is replicated."""
+    first, second = (dict(zip(x.axes, x.over, strict=True)) for x in (a, b))
+    return first != second and any(first.values()) and any(second.values())
+
+
+def _copies(report: Figures) -> _Check:
+    """Find parameters, and what an optimizer keeps of them. Batches have copies wherever a mesh axis is not theirs."""
+    said, total = _explained(report), sum(x.bytes for x in report.placed)
+    misspelt = {a for over in _unknown(report).values() for a in over}
+    parameters = {x.axes for x in report.placed if x.path in (*report.updated, *_sent_paths(report))}
+    large = [x for x in report.placed if x.copies > 1 and x.bytes > _MUCH * total]
+    groups: dict[tuple[tuple[str, ...], int], list[PlacedArgument]] = {}
+    for x in large:
+        over = {*x.replicated_over}
+        if x.axes in parameters and not (over and over <= said) and not over & misspelt:
+            groups.setdefault((x.replicated_over, x.copies), []).append(x)
+    found = [_held_in_copies(report, over, arrays, total) for (over, _), arrays in groups.items()]
+    several = report.placed and math.prod(report.mesh.values()) > 1
+    return found, "no large argument is held in copies" if several and not large else ""
+
+
+def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
+    """Describe replicated parameters, with the sums of gradients that follow from it."""
+    size, left = sum(x.bytes for x in arrays), sum(x.bytes // x.copies for x in arrays)
+    along = f" over {described_axes(over)}" if over else ""
+    cause = f"{percentage(size / total)} of the bytes of arguments are held in {arrays[0].copies} copies"
+    cause += f",{along}: {_listed(arrays)}." if over else f": {_listed(arrays)}."
+    stored = [x for x in report.placed if over and set(over) <= {a for axes in x.over for a in axes}]
+    sent, capacity = _sent_paths(report), report.bounds.capacity if report.bounds else None
+    if stored := [x for x in stored if x.path in sent]:
+        cause += f" Sharded{along}: only {_listed(stored)}."
+    so = [f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."]
+    share = _share_of_sums(report, over, {x.path for x in arrays})
+    if share >= _MUCH:
+        so.append(f"Their gradients are all-reduced{along}, {percentage(share)} of the bytes sent.")
+    # Data parallelism is usual: it sends less than sharded parameters, if the copies fit.
+    wasteful = (stored and share >= _MOST) or (capacity and size - left >= _MOST * capacity)
+    return Suspicion("look" if wasteful else "note", cause, tuple(so), _how_to_store(report, over, arrays, share))
+
+
+def _how_to_store(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], share: float) -> str:
+    """Advise to shard replicated parameters, whose gradients are a share of the bytes sent."""
+    common = _free_in_all(report, arrays)
+    if not common or not over:
+        return ""
+    more = ", which sends half as much again" if share >= _MUCH else ""
+    return f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp{more}."
+
+
+def _share_of_sums(report: Figures, over: Sequence[str], paths: set[str]) -> float:
+    """Return the share of the bytes sent that all-reduces of gradients over some mesh axes make up."""
+    sums = [c for c in report.collectives if c.kind == "all-reduce" and set(c.axes or ()) <= set(over)]
+    own = [c for c in sums if paths.intersection(c.parameters)]
+    return known_sent(own) / max(1, known_sent(report.collectives))
+
+
+def _free_in_all(report: Figures, arrays: Sequence[PlacedArgument]) -> list[str]:
+    """Return the axes that all of some arrays have, that nothing shards, and that their copies divide."""
+    free = [
+        {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
+        for x in arrays
+    ]
+    return sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
+
+
+def _sent_paths(report: Figures) -> set[str]:
+    return {path for c in report.collectives for path in c.parameters}
+
+
+def _listed(arrays: Sequence[PlacedArgument]) -> str:
+    """List the paths of arguments, the largest first."""
+    sizes: dict[str, int] = {}
+    for x in arrays:
+        path = without_numbers(x.path)
+        sizes[path] = sizes.get(path, 0) + x.bytes
+    return some(sorted(sizes, key=lambda path: -sizes[path]), 6)
+
+
+def _of_copies(report: Figures, over: Sequence[str]) -> Iterator[str]:
+    total = sum(x.bytes for x in report.placed)
+    arrays = [x for x in report.placed if set(x.replicated_over) & set(over) and x.bytes > _MUCH * total]
+    if arrays:
+        share = sum(x.bytes for x in arrays) / total
+        copies = " or ".join(map(str, sorted({x.copies for x in arrays})))
+        yield f"{percentage(share)} of the bytes of arguments are held in {copies} copies: {_listed(arrays)}."
+
+
+class _Lost(NamedTuple):
+    """Axes that are gathered, or moved to another axis, although a mapping shards them."""
+
+    names: tuple[str, ...]
+    source: Source | None
+    gathered: bool
+    reason: str
+    sent: int
+
+
+def _lost(report: Figures) -> list[_Lost]:
+    """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent."""
+    total = known_sent(report.collectives)
+    # Where placements trade shards along one axis for shards along another, as of experts, exchanges are asked for.
+    traded = {c.axes for c in report.collectives if c.moved and _is_of_placement(c)}
+    together: dict[tuple[tuple[str, ...], Source | None, bool, str], int] = {}
+    for c in report.collectives:
+        names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
+        lost = lost and not (c.moved and c.axes in traded)
+        if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
+            key = names, c.source, bool(c.gathered), c.reason or "why is not known"
+            together[key] = together.get(key, 0) + (c.mean_sent or 0)
+    return [_Lost(*key, sent) for key, sent in together.items() if total and sent >= _MUCH * total]
+
+
+def _is_of_placement(c: Collective) -> bool:
+    return (c.operation or "").startswith("shard[") or "a placement shards another axis" in (c.reason or "")
+
+
+def _moved(report: Figures) -> _Check:
+    total, found = known_sent(report.collectives), []
+    for names, source, gathered, reason, sent in _lost(report):
+        said, at = described_axes(names), at_line(source)
+        share = f"{percentage(sent / total)} of the bytes sent"
+        cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
+        work = [w for w in report.repeated if source is not None and w.source == source]
+        found.append(Suspicion("look", cause, tuple(_of_repeated(report, work)), _how_to_keep(said, at, reason)))
+    gathers = [c for c in report.collectives if c.kind in ("all-gather", "all-to-all") and not c.parameters]
+    told = all(c.reason for c in gathers) and known_sent([c for c in gathers if "gather" in c.kind]) < _MUCH * total
+    return found, "no large activation is gathered" if report.collectives and (told or not gathers) else ""
+
+
+def _converted(report: Figures) -> _Check:
+    """Find parameters that a placement gathers before the step converts them to a smaller dtype."""
+    late = [c for c in report.collectives if c.converted]
+    sent = known_sent(late)
+    if not late or sent < _MUCH * known_sent(report.collectives):
+        return (), ""
+    paths = list(dict.fromkeys(map(path_of, late)))
+    share = f"{percentage(sent / known_sent(report.collectives))} of the bytes sent"
+    dtype = late[0].array.partition("[")[0]
+    cause = f"Parameters are gathered as {dtype}{at_line(late[0].source)}, {share}, and only then converted to "
+    cause += f"{late[0].converted}: {some(paths)}."
+    return [Suspicion("look", cause, advice=f"convert them to {late[0].converted} before the placement.")], ""
+
+
+def _widened(report: Figures) -> _Check:
+    """Find a step of which most products are in a larger dtype than the one that an operand came in."""
+    if report.widened < _WIDE:
+        return (), "products have the dtype of their operands" if report.flops and report.by != "names" else ""
+    cause = f"{percentage(report.widened)} of the flops are in products of which one operand, often a parameter, is "
+    cause += f"converted to a larger dtype because the other one has it: {report.widened_at}."
+    so = "The activations between them have this dtype, too: they take more memory, and chips multiply it more slowly."
+    advice = "find what made them so before: an array or a scale of that dtype. Convert it, or write a Python number."
+    return [Suspicion("look", cause, (so,), advice)], ""
+
+
+def _how_to_keep(axes: str, at: str, reason: str) -> str:
+    if "a placement" in reason:
+        return f"add {axes} to the placement{at}, or leave the placement out."
+    if "code without names" in reason:
+        return f"write it with names, along another axis than {axes}, or inside axonym.shard_map."
+    return f"another axis than {axes}, or an operation that does not need all of it."
+
+
+def _again(report: Figures) -> _Check:
+    """Find parameters that a loop sends again in each turn, rather than a part of them."""
+    total = known_sent(report.collectives)
+    ranks = {x.path: len(x.axes) for x in report.placed}
+    again = [
+        c
+        for c in report.collectives
+        if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0]) and total
+    ]
+    sent, found = known_sent(again), []
+    if sent >= _MUCH * total and total:
+        kinds = {"gather" in c.kind: "parameters" if "gather" in c.kind else "gradients" for c in again}
+        times = sorted({c.times or 0 for c in again})
+        often = f"{times[0]} to {times[-1]} times" if times[1:] else f"{times[0]} times"
+        paths = some(list(dict.fromkeys(map(path_of, sorted(again, key=lambda c: -(c.total_sent or 0))))))
+        share = f"{percentage(sent / total)} of the bytes sent"
+        cause = (
+            f"The same {' and '.join(kinds.values())} are sent again in each turn of a loop, {often}, {share}: {paths}."
+        )
+        advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
+        found = [Suspicion("look", cause, advice=advice)]
+    told = all(c.parameters or c.times == 1 for c in report.collectives if _may_be_of_a_parameter(c))
+    return found, "no loop sends the same parameter again" if report.collectives and told else ""
+
+
+def _may_be_of_a_parameter(c: Collective) -> bool:
+    return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
+
+
+def _reasons(report: Figures) -> _Check:
+    total = known_sent(report.collectives)
+    unknown = [c for c in report.collectives if c.reason is None]
+    sent = known_sent(unknown)
+    if not total or sent <= _MUCH * total:
+        return (), "the cause of each large transfer is known" if total else ""
+    (c, *_), most = (largest := grouped(unknown)[0]), known_sent(largest)
+    at = at_line(c.source)
+    largest = (
+        f"{percentage(most / total)} by the {c.kind} of {c.array}{f' in {c.operation}' if c.operation else ''}{at}"
+    )
+    cause = f"Why {percentage(sent / total)} of the bytes are sent is not known: {largest}."
+    over = described_axes(c.axes)
+    if (c.operation or "").startswith("shard["):
+        advice = f"see what the placement there leaves out: an axis that was sharded over {over} before it."
+    elif c.operation:
+        advice = (
+            f"see which of these axes is sharded over {over}: what looks up, sorts, joins or cuts it needs all of it."
+        )
+    else:
+        advice = "names for the arrays there: see axonym.names."
+    return [Suspicion("look", cause, advice=advice)], ""
+
+
+def _certain(report: Figures) -> _Check:
+    if not report.uncertain:
+        return (), ""
+    return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
+
+
+CHECKS = (
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _came_sharded, _lie_apart, _copies, _converted, _widened,
+    _donated, _kept, _reasons, _certain,
+)  # fmt: skip
+"""The checks, in the order in which findings of equal severity are listed."""
