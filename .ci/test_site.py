@@ -22,8 +22,17 @@ pytestmark = pytest.mark.skipif(
     FOUND is None, reason="no Chromium or Chrome is on PATH, in which pages could be looked at"
 )
 
-PAGES = {"index": "home-data", "names_elsewhere": None, "partitioning": None, "tutorial": None, "fields": None}
-"""Pages, and the picture that is on the first screen of each."""
+PAGES = {
+    "index": "home-data",
+    "getting_started": "named",
+    "partitioning": "placement",
+    "several_hosts": "hosts",
+    "which_mapping": "batches",
+    "names_elsewhere": None,
+    "tutorial": None,
+    "fields": None,
+}
+"""Pages, and the picture on the first screen of each."""
 
 SEARCHES = {
     **{
