@@ -106,6 +106,21 @@ def test_the_first_screen(window: Browser, site: str) -> None:
     assert max(window.run(bottoms.format(".start pre, .md-button"))) <= 844
 
 
+def test_no_word_of_a_picture_is_cut_off(window: Browser) -> None:
+    inside = """(() => {
+      const all = document.documentElement.getBoundingClientRect();
+      const ends = (e) => e.getBoundingClientRect();
+      return [...document.querySelectorAll("text")].filter((e) => ends(e).left < all.left || ends(e).right > all.right
+        || ends(e).top < all.top || ends(e).bottom > all.bottom).map((e) => e.textContent);
+    })()"""
+    found = {}
+    for path in (SITE / "assets" / "pictures").glob("*-light.svg"):
+        if not path.name.startswith("page-"):  # of which only the beginning is shown
+            window.open(path)
+            found[path.name] = window.run(inside)
+    assert found and not any(found.values()), found
+
+
 def test_nothing_is_loaded_from_elsewhere(window: Browser, site: str) -> None:
     for page in PAGES:
         window.open(f"{site}/{page}.html")

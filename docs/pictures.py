@@ -146,7 +146,7 @@ def named() -> Picture:
         held = (
             f"{shard.nbytes} B of {array.array.nbytes} B" if shard.nbytes < array.array.nbytes else f"{shard.nbytes} B"
         )
-        picture.text(left + 70, 138, f"{held} on each device", "soft", "middle")
+        picture.text(left + 70, 138, f"{held} each", "soft", "middle")
     picture.text(256, 62, _mapping(mapping), "code", "middle")
     picture.arrow(236, 76, 40)
     return picture
@@ -320,7 +320,7 @@ def batches() -> Picture:
     picture = Picture(
         "What three mappings send with few rows in a batch, and with many", 520, 196, {"data": 4, "model": 2}
     )
-    for left, batch in ((8, 4096), (272, 65536)):
+    for left, batch in ((4, 4096), (264, 65536)):
         picture.text(left, 18, f"batch={batch}")
         for i, (name, (head, *_)) in enumerate(HOME.items()):
             top, at = 44 + 52 * i, float(left)
