@@ -143,10 +143,7 @@ def named() -> Picture:
     for left, array in ((26, axn.shard(x, {"batch": None}, mesh)), (356, axn.shard(x, mapping, mesh))):
         drawn(picture, array, left, 28, 140, 84, over=True)
         shard = array.array.addressable_shards[0].data
-        held = (
-            f"{shard.nbytes} B of {array.array.nbytes} B" if shard.nbytes < array.array.nbytes else f"{shard.nbytes} B"
-        )
-        picture.text(left + 70, 138, f"{held} each", "soft", "middle")
+        picture.text(left + 70, 138, f"{shard.nbytes} B of {array.array.nbytes} B each", "soft", "middle")
     picture.text(256, 62, _mapping(mapping), "code", "middle")
     picture.arrow(236, 76, 40)
     return picture
@@ -161,13 +158,8 @@ def hosts() -> Picture:
     picture.upright(left - 8, top + high, "model=2")
     picture.cuts(left, top, 4 * wide, 2 * high, [("model",), ("data",)])
     for (column, row), device in np.ndenumerate(mesh.devices):
-        picture.text(
-            left + wide * (column + 0.5),
-            top + high * (row + 0.6),
-            str(device.id),
-            "id" if device.id else "on",
-            "middle",
-        )
+        kind = "id" if device.id else "on"
+        picture.text(left + wide * (column + 0.5), top + high * (row + 0.6), str(device.id), kind, "middle")
     for host in range(2):
         side = left + 2 * wide * host
         picture.path(f"M{side + 3} {top - 6}v-6h{2 * wide - 6}v6", "line")
