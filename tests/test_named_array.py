@@ -587,7 +587,7 @@ def test_rank_mismatch() -> None:
     broken = jax.vmap(lambda row: axn.named(row, "embed"))(x.array)
     assert broken.names == ("embed",) and broken.array.shape == (2, 3)
     explained = re.escape(
-        "has 1 name (embed) for an array of rank 2, shape (2, 3). Positional functions leave such arrays behind"
+        "has 1 name (embed) for an array of rank 2, shape (2, 3). A positional function changed its rank"
     )
     for use in (
         lambda: broken + 1,

@@ -76,7 +76,7 @@ def test_terms_without_an_arrow():
         ("{a b -> c", "^", "this brace is not closed"),
         ("a} -> c", " ^", "this '}' closes nothing"),
         ("{a} b -> c", "    ^", "expected nothing after the closing brace"),
-        ("a {b} -> c", "  ^", "braces around the term as a whole"),
+        ("a {b} -> c", "  ^", "braces around the whole term"),
         ("a -> {a}", "     ^^^", "the output has an order"),
         ("a * b -> c", "  ^", r"unexpected '\*'.*letters, digits and underscores"),
         ("a 1b -> c", "  ^", "unexpected '1'.*does not start with a digit"),

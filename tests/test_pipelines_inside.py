@@ -93,8 +93,8 @@ class Both(eqx.Module):
         return self.mixture(self.attention(x, segments))
 
 
-def layers(block: Any) -> Any:
-    model = nn.Stacked.init(Layers, block)(key=jax.random.key(0))
+def layers(block: Any, number: int = 4, divisible_by: int = 1) -> Any:
+    model = nn.Stacked.init(Layers.resize(number), block, divisible_by=divisible_by)(key=jax.random.key(0))
     return jax.tree.map(lambda x: x.astype(jnp.float64), model)
 
 
@@ -116,6 +116,8 @@ class Row(NamedTuple):
     storage: dict[str, Any]
     schedule: Any
     kind: AxisType
+    layers: int = 4
+    """The number of layers, which are stored as four."""
 
 
 EP = {"layers": "stage", "batch": ("data", "expert"), "experts": "expert"}
@@ -132,6 +134,7 @@ ROWS = {
         {"embed": "data"},
         OneFOneB(2, "batch", "inside", 2, ["experts"]),
         EXPLICIT,
+        layers=3,
     ),
     "experts, fsdp before": Row(
         Mixture, {"stage": 2, "data": 2, "expert": 2}, EP, {"embed": "data"}, GPipe(2, keep_sharded=[Experts]), AUTO
@@ -145,7 +148,7 @@ ROWS = {
         AUTO,
     ),
     "sequence": Row(
-        Attention, {"stage": 2, "data": 2, "context": 2}, CP, {}, GPipe(2, rounds=2, keep_sharded=["pos"]), EXPLICIT
+        Attention, {"stage": 2, "data": 2, "context": 2}, CP, {}, GPipe(2, rounds=2, keep_sharded=["pos"]), EXPLICIT, 3
     ),
     "sequence, vocabulary": Row(
         Attention,
@@ -181,8 +184,8 @@ def test_values_and_communication(name: str) -> None:
     row = ROWS[name]
     schedule, sizes = row.schedule, row.mesh
     with jax.enable_x64(True):
-        arguments = layers(row.block), X, HEAD
-        expected = jax.jit(step)(*arguments)
+        expected = jax.jit(step)(layers(row.block, row.layers), X, HEAD)
+        arguments = layers(row.block, row.layers, divisible_by=4), X, HEAD
         fn = functools.partial(step, schedule=schedule)
         with jax.set_mesh(mesh_of(row)):
             if row.storage:
@@ -192,7 +195,9 @@ def test_values_and_communication(name: str) -> None:
             compiled = jitted.lower(*arguments).compile()
             found = jax.block_until_ready(jitted(*arguments))
             contract(never_gathers=["experts", "pos", "key_pos", "vocab"]).check(jitted, *arguments)
-    assert_equal(found, expected)
+    total, (of_layers, *others) = jax.device_get(found)
+    assert not any(x[row.layers :].any() for x in jax.tree.leaves(of_layers))
+    assert_equal((total, (jax.tree.map(lambda x: x[: row.layers], of_layers), *others)), expected)
     counts = executed(compiled)
     gathered = counts.pop("all-gather", (0, 0))[0]
     assert bool(gathered) == bool(row.storage)

@@ -59,5 +59,5 @@ def test_a_misspelled_mapping_in_part_of_a_placement_warns(auto_mesh) -> None:
     with jax.set_mesh(auto_mesh):
         with pytest.warns(UserWarning, match="Did you mean 'batch'"):
             axn.shard({"x": x, "y": x}, {"x": {"bath": "data"}, "y": jax.P()})
-        with pytest.warns(UserWarning, match="which has no named axes"):
+        with pytest.warns(UserWarning, match="it has no named axes"):
             axn.shard([x.array], {"batch": "data"})

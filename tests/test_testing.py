@@ -48,7 +48,9 @@ def test_psum_in_place_passes() -> None:
 
     result = check_shard_invariance(summed, X, W, draws=20)
     assert result.compared and result.refusals, "mappings that leave embed alone are refused"
-    assert all("psum: 'embed' is neither" in m or "both go to mesh axis" in m for m in result.refusals.values())
+    assert all(
+        "psum: 'embed' is neither" in m or "are both sharded over mesh axis" in m for m in result.refusals.values()
+    )
 
 
 def test_wrong_gradients_are_found() -> None:

@@ -7,7 +7,7 @@ import axonym as axn
 
 # The most demanding one is tested with every version of JAX.
 BOTH = {"batch": "data", "vocab": "model"}
-FURTHER = [pytest.param(m, marks=pytest.mark.oldest) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})]
+OTHERS = [pytest.param(m, marks=pytest.mark.oldest) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})]
 
 
 @pytest.fixture(params=["auto", "explicit"])
@@ -17,7 +17,7 @@ def mesh(request, auto_mesh, explicit_mesh):
         yield mesh
 
 
-@pytest.fixture(params=[BOTH, *FURTHER], ids=lambda m: "+".join(n for n, a in m.items() if a) or "neither")
+@pytest.fixture(params=[BOTH, *OTHERS], ids=lambda m: "+".join(n for n, a in m.items() if a) or "neither")
 def mapping(request):
     with axn.axis_mapping(request.param):
         yield request.param

@@ -322,7 +322,7 @@ def test_arrays_of_the_code_around():
 def test_operands_and_options():
     with pytest.raises(TypeError, match="operand 1 should be an array or a number, got str"):
         log_normalizer(LOGITS, "hot")
-    with pytest.raises(TypeError, match="top: `k` is handed on as it is; it is part of the program"):
+    with pytest.raises(TypeError, match="top: `k` is handed on as it is; it is static"):
         top(LOGITS, k=[2])
     with pytest.raises(ValueError, match="This named array has 2 names"):
         jax.vmap(lambda x: log_normalizer(x, 1.0))(LOGITS)

@@ -69,3 +69,15 @@ def test_program_of_a_vmap_is_still_split(auto_mesh):
 def test_program_inside_shard_map_over_all_mesh_axes(mesh):
     inside = axn.shard_map(lambda x: log_normalizer(x, 2.0), mapping={"batch": ("data", "model")})
     assert collectives(inside, axn.shard(LOGITS, {"batch": ("data", "model")})) == []
+
+
+def test_an_operand_that_is_sharded_over_half_of_a_mesh_axis(auto_mesh):
+    """Two of the four shards are in each row: no entry of a spec says so, and JAX raises when it decodes shardings."""
+
+    def best(x):
+        rows = axn.unflatten_axis(x * 2, "batch", (axn.Axis("rows", 2), axn.Axis("batch", 4)))
+        return axn.top_k(rows, "vocab", 3)[0]
+
+    with jax.set_mesh(auto_mesh):
+        x = axn.shard(LOGITS, {"batch": "data"})
+        check(jax.jit(best)(x).array, best(LOGITS).array)

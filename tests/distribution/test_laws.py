@@ -12,10 +12,12 @@ exceptions are data, each with its reason; one that is no longer needed fails.
 
 from __future__ import annotations
 
+import ast
 import collections
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +33,7 @@ from tests.insight import cases
 from tests.insight.test_by_names import MAPPINGS, language_model
 from tests.ops.case import SIZES as SIZES_OF_CASES, Case
 from tests.ops.test_operations import CASES
+from tests.test_code import TREES
 
 # --- law 1 ---
 
@@ -129,9 +132,11 @@ CHAIN = (AC, _array("cb"), _array("bd"))
 OPERATIONS: dict[str, Operation] = {
     "product": Operation(_dot("c"), (ABC, CD), fsdp=FSDP),
     "product in batches": Operation(_dot("c"), (ABC, _array("acd"))),
-    "three operands": Operation(_dot(("c", "b")), CHAIN),
+    "three operands": Operation(lambda *xs: axn.einsum("-> a d", *xs), CHAIN, fsdp=FSDP[:1]),
+    "one operand": Operation(_dot("c"), (ABC,)),
     "layers": Operation(_layers, CHAIN, fsdp=FSDP),
     "elementwise": Operation(axn.add, (ABC, _array("bc")), fsdp=FSDP),
+    "divmod": Operation(axn.divmod, (ABC, _array("bc")), differentiable=False, fsdp=FSDP[:1]),
     "where": Operation(lambda x, y: axn.where(x > 0, x, y), (AC, _array("c"))),
     "sum": Operation(lambda x: axn.sum(x, "c"), (ABC,)),
     "sum over several": Operation(lambda x: axn.sum(x, ("b", "c")), (ABC,)),
@@ -206,6 +211,10 @@ DIFFERENCES = (
         "uncertain", "drawn product 7", lambda stored, used, gradient: gradient and used.keys() == {"c", "e"},
         "a sum over axes on two mesh axes is one all-reduce over both, or one after the other",
     ),
+    Difference(
+        "names", "divmod", lambda stored, used, gradient: bool(stored),
+        "arrays that it computes from the parameter count as gathered, too, although the parameter is gathered once",
+    ),
 )  # fmt: skip
 """There is one more, which shows only under another policy: on CPUs, the partitioner makes no reduce-scatter, but an
 all-reduce and a slice, which send twice the bytes. A reduce-scatter for FSDP is the library's own, and stays one."""
@@ -258,6 +267,62 @@ def test_three_tiers_agree(what: str, gradient: bool) -> None:
         known = {d.tier for d in DIFFERENCES if d.operation == what and d.when(stored, used, gradient)}
         found = _differences(step, operation, mapping)
         assert found - {"refused"} == known and ("refused" not in found or what in REFUSED), mapping
+
+
+IN_THE_LAW = {
+    "fft.irfft-roundtrip": "fft",
+    "top_k": "top-k",
+    "fft.py _transform_kernel": "fft",
+    "ops/contraction.py _plan_kernel": "product",
+    "ops/elementwise.py _binary_kernel": "elementwise",
+    "ops/indexing.py get_kernel": "look-up",
+}
+"""The operation of the law for each case that lies elsewhere, and for each function that makes kernels of operations
+that run per device or along an axis."""
+_BATCHES, _OTHERWISE = (
+    "`make_along_kernel` distributes its batches as it does the batches of an FFT",
+    "on Auto mesh axes it avoids what XLA partitions wrongly: see `_on_auto_axes`",
+)
+EXCUSED = {
+    "put_along_axis-several": "along a sharded axis it is a look-up and an update, whose result has another name",
+    "take_along_axis-several": "along a sharded axis it is a look-up, whose result has another name",
+    "linalg.py _matrix_kernel": _BATCHES,
+    "linalg.py _norm_kernel": _BATCHES,
+    "linalg.py _system_kernel": _BATCHES,
+    "linalg.py _tridiagonal_kernel": _BATCHES,
+    "nn/moe.py _grouped_kernel": "experts send rows by the data: tests/insight/test_by_names.py compares their steps",
+    "ops/selection.py _interp_kernel": _BATCHES,
+    "ops/signal.py _convolution_kernel": _OTHERWISE,
+    "poly.py _poly_kernel": _OTHERWISE,
+    "poly.py _polyfit_kernel": _BATCHES,
+    "poly.py _polyval_kernel": _BATCHES,
+}
+"""Why the others need no operation of their own."""
+
+
+def _made_with_care() -> set[str]:
+    """Return the functions that make kernels with `per_device`, `gathers` or `along`, each with its file."""
+    found = set()
+    for path, tree in TREES.items():
+        for f in tree.body:
+            calls = [(ast.unparse(c.func).rpartition(".")[2], c) for c in ast.walk(f) if isinstance(c, ast.Call)]
+            keywords = {k.arg for made, c in calls if made == "make_kernel" for k in c.keywords}
+            if isinstance(f, ast.FunctionDef) and (
+                keywords & {"per_device", "gathers"} or any(made == "make_along_kernel" for made, _ in calls)
+            ):
+                found.add(f"{path.as_posix()} {f.name}")
+    return found - {"ops/_kernels.py make_along_kernel"}
+
+
+def test_operations_that_exchange_are_in_the_law() -> None:
+    needed = _made_with_care() | LIES_ELSEWHERE.keys()
+    missing = sorted(needed - IN_THE_LAW.keys() - EXCUSED.keys())
+    assert not missing, (
+        f"{', '.join(missing)}: add an operation to OPERATIONS in {Path(__file__).name}, and its name to IN_THE_LAW, "
+        "or say in EXCUSED why there is none"
+    )
+    gone = sorted((IN_THE_LAW.keys() | EXCUSED.keys()) - needed)
+    assert not gone and set(IN_THE_LAW.values()) <= OPERATIONS.keys(), gone
 
 
 @pytest.mark.parametrize("mapping", ["mixed", "hybrid"])

@@ -350,7 +350,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "one mesh axis for two": (
         (*NEW, "--mapping", "RUN/m.toml"),
         content("m.toml", 'mesh = {data = 8}\nmapping = {vocab = "data", embed = "data"}'),
-        "'vocab' and axis 'embed' both go to mesh axis 'data'",
+        "'vocab' and axis 'embed' are both sharded over mesh axis 'data'",
     ),
     "a part of a mapping": (
         (*NEW, "--mapping", "RUN/m.json"),

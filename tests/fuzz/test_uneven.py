@@ -23,6 +23,7 @@ FAILED: list[tuple[Any, ...]] = [
     ("quantile-one", {"a": 3}, {"batch": ("a",)}),
     ("NamedArray.at-gathered", {"a": 3, "b": 2}, {"heads": ("a",), "pos": ("b",)}),
     ("repeat-array", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
+    ("segment_max-several axes", {"a": 3, "b": 2}, {"pos": ("a",), "embed": ("b",)}),
     ("convolve-full", {"a": 4, "b": 2}, {"batch": ("a",), "pos": ("b",)}),
     ("correlate-same", {"a": 4, "b": 2}, {"pos": ("a",), "heads": ("b",)}),
     ("fft.fft-last", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),

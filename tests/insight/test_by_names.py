@@ -22,6 +22,7 @@ from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
 from tests.insight import cases
 from tests.insight.test_explain import FSDP_AND_TENSOR, batch, step, weights
+from tests.names.models import MODELS
 
 ALL = ("data", "model")
 TENSOR = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "model")
@@ -32,6 +33,7 @@ MAPPINGS: dict[str, Any] = {
     "mixed": ({"embed": "data"} | TENSOR, {"batch": "data"} | TENSOR),
     "hybrid": ({"embed": "data"}, {"batch": ALL}),
     "features": {"batch": "data", "embed": "model"},
+    "heads": ({"embed": "data", "heads": "model"}, {"batch": "data", "heads": "model"}),
 }
 
 
@@ -577,3 +579,53 @@ def test_an_array_that_is_sharded_without_names_is_refused() -> None:
 def test_a_compiled_step_is_refused() -> None:
     with pytest.raises(ValueError, match="takes the function that is compiled"):
         axn.insight.explain(axn.named_jit(lambda x: x, {}), X, by="names")
+
+
+SIZES = dict.fromkeys(("batch", "features", "hidden"), 16) | {"pos": 8, "embed": 32, "mlp": 64, "vocab": 128}
+SIZES |= {"heads": 4, "head_dim": 8, "layers": 2, "classes": 8}
+
+
+def summed(report: axn.insight.Report) -> dict[Any, int]:
+    """Return the bytes that each device sends, by mesh axes and kind, as if each reduce-scatter were an all-reduce."""
+    found: collections.Counter[Any] = collections.Counter()
+    for c in report.collectives:
+        twice = c.kind == "reduce-scatter"
+        found[c.axes, "all-reduce" if twice else c.kind] += (c.total_sent or 0) * (1 + twice)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "mapping", "by", "kind", "exact"),
+    [
+        ("gpt2", "fsdp", "partitioner", AxisType.Auto, True),
+        ("linen_scanned", "fsdp", "compiled", AxisType.Explicit, True),
+        ("nnx_transformer", "heads", "partitioner", AxisType.Explicit, False),
+        ("nnx_transformer", "hybrid", "partitioner", AxisType.Auto, False),
+        ("equinox_transformer", "fsdp", "partitioner", AxisType.Auto, False),
+    ],
+)
+def test_raw_models_whose_parameters_are_stored_sharded(
+    model: str, mapping: str, by: Any, kind: AxisType, exact: bool
+) -> None:
+    """Tables are looked up and biases are added as they are stored; XLA for CPUs adds gradients up by all-reduces."""
+    case = MODELS[model](SIZES)
+    step = axn.names.distribute(jax.value_and_grad(case.loss), names=(case.given[0], *case.given[2:]))
+    with jax.set_mesh(cases.mesh_of(kind, data=4, model=2)), jax.numpy_rank_promotion("allow"):
+        early, true = (
+            axn.insight.explain(step, *case.loss_args, mapping=MAPPINGS[mapping], by=b) for b in ("names", by)
+        )
+    assert early.flops == true.flops
+    assert 0 < (true.total_sent() or 0) - (early.total_sent() or 0) <= early.uncertain
+    if exact:
+        assert summed(early) == summed(true)
+
+
+def test_updates_of_a_raw_table_that_is_stored_sharded() -> None:
+    args = FLOAT((128, 32)), jax.ShapeDtypeStruct((16,), "int32"), FLOAT((16, 32))
+    step = axn.names.distribute(lambda t, i, x: t.at[i].add(x), names=("vocab embed", "batch", "batch embed"))
+    early, true = both((step, *args), MAPPINGS["fsdp"])
+    assert sent(early).keys() == {(ALL, "all-gather", ""), (ALL, "all-to-all", "")}
+    assert sent(early) == sent(true) and early.uncertain == 0
+    with pytest.raises(ValueError, match=r"a table that is stored sharded \(at test_by_names"):
+        both((axn.names.distribute(lambda t, i: t[i], names=("vocab embed", "batch")), *args[:2]),
+             ({"vocab": "data"}, {"batch": "data"}))  # fmt: skip

@@ -157,5 +157,5 @@ def test_what_is_wrong_with_a_tree_of_names(auto_mesh: jax.sharding.Mesh) -> Non
             axn.shard({"table": jnp.ones(3)}, LogicalAxesRule(NAMES, MAPPING))
         (only,) = axn.lint_mapping(PARAMS, LogicalAxesRule(NAMES, {"embd": "data"}), large=1 << 40)
         assert only.message.endswith("Did you mean 'embed'?")
-    with pytest.raises(TypeError, match=r"LogicalAxesRule: w is no tuple of names"):
+    with pytest.raises(TypeError, match=r"LogicalAxesRule: w must be a tuple of names"):
         LogicalAxesRule({"w": 3}, MAPPING)

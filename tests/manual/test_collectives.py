@@ -272,8 +272,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda x: axn.pmean(
             jax.grad(lambda w: axn.mean(axn.sum(x * w, ("batch", "pos"))).array)(axn.ones({"embed": 4})), "batch"
         ),
-        r"pmean: .* is the same on all 4 devices .*\(The gradient with respect to a value that is the same on all "
-        "devices is summed by differentiation already; to average it",
+        r"pmean: .* is the same on all 4 devices .*\(Differentiation already sums the gradient of a value that "
+        "is the same on all devices; to average it",
     ),
     "psum of a number": (lambda x: axn.psum(1.0, "batch"), "psum: the value is the same on all 4 devices.*axis_size"),
     "gather what is whole": (
@@ -351,7 +351,7 @@ def test_all_to_all_between_axes_that_go_elsewhere(auto_mesh: Mesh, x) -> None:
     mapping = {"pos": "model", "embed": "data"}
     with jax.set_mesh(auto_mesh):
         with pytest.raises(
-            ValueError, match=r"over mesh axis 'data' .*, or over mesh axis 'model' .*\? Say which with"
+            ValueError, match=r"over mesh axis 'data' .* and over mesh axis 'model' .*\. Choose one with"
         ):
             run(back(None), x, mapping=mapping, in_specs={"pos": "model"})
         same = run(back("model"), x, mapping=mapping, in_specs={"pos": "model"})

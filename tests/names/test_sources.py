@@ -70,6 +70,11 @@ def test_a_dictionary_without_the_keys_of_the_argument_has_patterns() -> None:
     assert found(f, TREE, names=(names,)) == [("embed", "hidden"), ("embed", "inner"), None]
     assert found(f, TREE, names=({"attn": {"^q": ("embed", None)}, "norm": None},)) == [None, ("embed", None), None]
     assert found(f, TREE["attn"], names=({"key": "embed hidden"},)) == [("embed", "hidden"), None]
+    assert found(f, TREE, names=({"*/query": "embed inner", "*/norm": "embed"},)) == [
+        None,
+        ("embed", "inner"),
+        ("embed",),
+    ]
 
 
 def test_a_dictionary_from_parameters() -> None:
@@ -119,7 +124,7 @@ def test_every_leaf_has_an_entry() -> None:
             (None, {"quer": "a b", "kez": "a b"}),
             "'kez' is no key of params, and as a pattern it is found in none of its 3 paths. The nearest: 'attn/key'",
         ),
-        ((None, {"*/query": "a b"}), "A pattern is found anywhere in a path: write 'query'."),
+        ((None, {"attn/**/query": "a b"}), "Write 'attn/.*/query'."),
         ((None, {"query": {"w": "a b"}}), "'query' is no key of the argument, so it is a pattern"),
         ((None, ("a b",)), "params has 2 parts (attn, norm), and its names are ('a b',)"),
         ((None, {"norm": "a b"}), "pattern 'norm' of names=: (a, b) has 2 names, but params/norm has shape (3,)"),

@@ -363,7 +363,7 @@ def check_rows_that_are_misread(folder: Path) -> None:
     load = axn.sharding.from_process_local_data
     mesh = axn.make_mesh({"rows": 8})
     same = {"x": np.asarray(draw(Batch, Embed).array)}
-    with pytest.raises(ValueError, match="all processes loaded the same, and each should load a part of its own"):
+    with pytest.raises(ValueError, match="all processes loaded the same data, but each should load its own part"):
         load(same, mesh=mesh)
     load({**same, "mine": np.full((8, 2), jax.process_index())}, mesh=mesh)
     other = axn.make_mesh({"outside": jax.process_count(), "inside": 8 // jax.process_count()})

@@ -19,6 +19,7 @@ from axonym.quantization import (
     Fp8DotGeneralOp,
     QuantizationConfig,
     apply_updates,
+    dot_general_with_precision,
     in_qdq,
     out_qdq,
     partition_for_grad_overwrite,
@@ -81,6 +82,16 @@ def test_history() -> None:
     for unusable in (jnp.zeros(3), jnp.array([1.0, jnp.inf, 0.0])):
         assert in_qdq(jnp.float32, jnp.array(1000.0), jnp.full(1, 2.0), unusable) == 896
     assert out_qdq(jnp.float32, jnp.array(1000.3), jnp.ones(1), history) == jnp.float32(1000.3)
+
+
+def test_only_gradients_have_the_highest_precision() -> None:
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return dot_general_with_precision(x, w, (((1,), (0,)), ((), ()))).sum()
+
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    assert "HIGHEST" not in str(jax.make_jaxpr(loss)(x, w))
+    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)).count("precision=(Precision.HIGHEST") == 2
+    np.testing.assert_array_equal(jax.grad(loss)(x, w), np.full((2, 3), 4))
 
 
 def test_step_with_overwrites() -> None:

@@ -72,7 +72,7 @@ def test_equal_settings_are_one_object() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"batch": 3}, "axis 'batch' goes to a mesh axis by its name, to several, or to None; got 3"),
+        ({"batch": 3}, "axis 'batch' must map to the name of a mesh axis, to several, or to None; got 3"),
         ({3: "data"}, "a key is an axis or its name, got 3"),
         ({"batch": ("data", "data")}, "axis 'batch' is sharded over one mesh axis twice"),
         (["batch"], "expected a resource mapping such as"),

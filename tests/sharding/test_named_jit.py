@@ -178,7 +178,7 @@ def test_what_cannot_be_hashed_is_an_error() -> None:
     class Odd:
         __hash__: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    with pytest.raises(TypeError, match="so it must be hashable, which this Odd is not"):
+    with pytest.raises(TypeError, match="so it must be hashable, but this Odd is not"):
         axn.named_jit(lambda a: a)(Odd())
 
 
@@ -241,7 +241,7 @@ def test_donation_by_parameter(auto_mesh) -> None:
                 call(compiled, a, b)
                 assert a.array.is_deleted() and not b.array.is_deleted()
     for number in (0, (0,), {"a": 1}):
-        with pytest.raises(TypeError, match="by True and False rather than by number"):
+        with pytest.raises(TypeError, match="takes True or False for each argument, not numbers"):
             axn.named_jit(fn, donate_args=number)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

@@ -132,7 +132,7 @@ def test_what_sizes_do_not_tell_is_replicated_and_said(auto_mesh: jax.sharding.M
     square = {"w": axn.ones({"embed": 16, "mlp": 16})}
     state = optax.adafactor(0.01, min_dim_size_to_factor=8).init(square)
     with jax.set_mesh(auto_mesh):
-        with pytest.warns(UserWarning, match="sizes do not tell which axes they have: .*/v_row/w of shape") as caught:
+        with pytest.warns(UserWarning, match="sizes do not identify their axes: .*/v_row/w of shape") as caught:
             placed = axn.shard(state, STORAGE)
         assert len(caught) == 1
         assert_placed(placed, {"v_row/w": (None,), "v_col/w": (None,)})
@@ -157,7 +157,7 @@ def test_an_axis_that_a_data_loader_added_is_an_error(auto_mesh: jax.sharding.Me
 def test_axes_that_a_mesh_does_not_divide_are_replicated_and_said(auto_mesh: jax.sharding.Mesh) -> None:
     """A matrix of Shampoo by itself, where no size of a parameter excludes a name."""
     state = shampoo(0.1).init({"w": axn.ones({"embed": 6, "mlp": 6})})
-    with pytest.warns(UserWarning, match="sizes do not tell which axes they have"):
+    with pytest.warns(UserWarning, match="sizes do not identify their axes"):
         assert_placed(axn.shard(state, STORAGE, auto_mesh), {"w/0": (None, None), "w/1": (None, None)})
 
 

@@ -84,7 +84,7 @@ def test_lint(auto_mesh) -> None:
         "3 arrays, 4 findings",
         "axis 'mlpp' is in the mapping but not in the tree. Did you mean 'mlp'?",
         "axis 'embed' of size 3 cannot be sharded over model=2",
-        "axis 'batch' and axis 'embed' both go to mesh axis 'model'",
+        "axis 'batch' and axis 'embed' are both sharded over mesh axis 'model'",
         "big (vocab=4096, hidden=128), 2 MiB, is replicated on 8 devices",
     ):
         assert part in text
@@ -152,5 +152,5 @@ def test_lint_of_rules_and_other_placements(auto_mesh) -> None:
 
 @pytest.mark.parametrize("axes", [("a", "b"), (axn.Axis("a", 8), axn.Axis("b", 8))])
 def test_one_array_uses_a_mesh_axis_once(axes, auto_mesh) -> None:
-    with pytest.raises(ValueError, match="'a' and 'b' both go to mesh axis 'data'"):
+    with pytest.raises(ValueError, match="'a' and 'b' are both sharded over mesh axis 'data'"):
         axn.sharding.sharding_for_axis(axes, {"a": "data", "b": "data"}, auto_mesh)

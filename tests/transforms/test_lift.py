@@ -288,7 +288,8 @@ def test_a_function_that_holds_arrays(explicit_mesh: Mesh) -> None:
         b = axn.shard(B, {"batch": "data"})
         with pytest.raises(Exception) as e:
             lift(lambda x: x * held, "row -> row")(b)
-        assert any("lift(<lambda>): the function uses arrays" in n and "operands" in n for n in e.value.__notes__)
+        expected = "lift(<lambda>): the function closes over arrays"
+        assert any(expected in n and "operands" in n for n in e.value.__notes__)
 
 
 def test_what_the_function_raises_says_what_it_saw() -> None:

@@ -32,9 +32,9 @@ _LOOK = 0.1
 _OTHERS = 2.0
 """Seconds that a difference waits for further processes, so that the message shows which one is the odd one."""
 _ALIVE, _SILENT = 1.0, 10.0
-"""Seconds from one line of the first process to the next, and after which one without a line is another program."""
+"""Seconds between signs of life from the first process, and without any until it counts as another program."""
 _LINE = 2**24
-"""The most bytes that a process may tell."""
+"""The largest message of a process, in bytes."""
 
 
 def connect_processes(
@@ -51,9 +51,8 @@ def connect_processes(
     Call it in place of `jax.distributed.initialize`. The processes compare their versions of JAX, Axonym and Python,
     their numbers of devices, and the texts in `same`. If these differ, or if two processes have one number, all of
     them raise the same ValueError, which names the processes and the difference. While a process is missing, the
-    others log whom they wait for, and in the end raise a TimeoutError. On a cluster that tells JAX its processes, they
-    compare once JAX has connected them, by JAX's own collectives; so there, versions that cannot run together may fail
-    with JAX's message.
+    others log whom they wait for, and in the end raise a TimeoutError. On a cluster where JAX finds the processes
+    itself, they compare after JAX has connected them, so incompatible versions may fail with JAX's own message.
 
     Arguments:
         coordinator_address: host and port of the first process; by default, and for the next two, what JAX detects.
@@ -301,7 +300,7 @@ class _Reception:
             return hello
 
     def _answer(self, answer: Mapping[str, str], missing: list[str]) -> None:
-        """Answer all, and for a while those that come late to hear of a problem, until they have closed."""
+        """Answer all processes. If there is a problem, answer latecomers for a while too, until all have closed."""
         _send(self.present, answer)
         known = list(self.present.values())
         late = set(missing) if answer["problem"] else set()

@@ -201,11 +201,10 @@ def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
     """Return the message for an array whose rank is not the number of its names."""
     return (
         f"This named array has {counted(len(names), 'name')} {describe_axes(names)} for an array of rank {len(shape)}, "
-        f"shape {tuple(shape)}. Positional functions leave such arrays behind: a transform such as `jax.vmap`, "
-        "`jax.lax.scan` or `jax.jacobian`, which cannot say which axis it took or added, or `jax.tree.map` with a "
-        "function that reduces an array. Use names, with `axonym.vmap`, `axonym.scan`, `axonym.jacobian` or "
-        "`axonym.tree.map`, or take the array out with `.array` and name it again with `axonym.named`."
-        + (_STACKED if len(shape) == len(names) + 1 else "")
+        f"shape {tuple(shape)}. A positional function changed its rank: a transform such as `jax.vmap`, "
+        "`jax.lax.scan` or `jax.jacobian`, or `jax.tree.map` with a function that reduces an array. Use `axonym.vmap`, "
+        "`axonym.scan`, `axonym.jacobian` or `axonym.tree.map` instead, or name the raw `.array` again with "
+        "`axonym.named`." + (_STACKED if len(shape) == len(names) + 1 else "")
     )
 
 

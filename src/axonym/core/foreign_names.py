@@ -168,9 +168,8 @@ NETWORKS = {
         "`axonym.nn.GroupNorm.init(Channels, Channels.size, ('height', 'width'))`",
     ),
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
-    **dict.fromkeys(
-        ("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"
-    ),
+    **dict.fromkeys(("MaxPool1d", "MaxPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"),
+    **dict.fromkeys(("AvgPool1d", "AvgPool2d"), "`axonym.nn.mean_pool(x, {'height': 2, 'width': 2}, stride=2)`"),
 }
 """Advice by name in `axonym.nn`."""
 
@@ -192,8 +191,6 @@ CALLS = {
     "broadcast_axis": "broadcast_axis(x, axonym.Axis({new}, 8))",
     **dict.fromkeys(("gamma", "loggamma"), "{name}(key, {'batch': 8}, a)"),
     "beta": "beta(key, {'batch': 8}, a, b)",
-    **dict.fromkeys(("BatchNorm.__init__", "BatchNorm.init"), _STATEFUL.format("Embed, 'batch'")),
-    "BatchNorm.__call__": "y, state = layer(x, state)",
 }
 """Example calls of functions for which `_call` does not write a good one; `{new}` is an axis that the array lacks."""
 
@@ -210,11 +207,8 @@ KEYWORDS = {
 _ARGUMENTS = {
     **dict.fromkeys(("a", "array"), "x"),
     "arrays": "[x, y]",
-    **dict.fromkeys(("axis", "axis2"), "{last}"),
-    "axis1": "{first}",
+    "axis": "{last}",
     "new_axes": _PARTS,
-    "new_axis": "axonym.Axis('new', {segments})",
-    "Unique": "axonym.Axis('unique', 8)",
     "new_axis_name": "'new'",
     "shift": "1",
     "repeats": "2",
@@ -233,9 +227,6 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     asked = kwargs[keyword] if keyword in ("dim", "dims") else None
     flat = [x for a in arguments for x in (a if isinstance(a, (list, tuple)) else [a])]
     names = next((n for x in flat if isinstance(n := getattr(x, "names", ()), tuple) and n), ("batch", "embed"))
-    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    # Where one of these is an operand, the axis must be among its axes.
-    allowed = getattr(given.get("segments", given.get("xp")), "names", ()) or names
     if f.__qualname__ in CALLS:
         call = CALLS[f.__qualname__].replace("{name}", name)
     elif f.__qualname__.endswith(".__init__"):  # a layer is made by its `init`
@@ -243,23 +234,21 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     else:
         call = _call(f, name, along=asked is not None)
     call = call.replace("{new}", repr(asked) if isinstance(asked, str) and asked not in names else "'new'")
-    count = kwargs.get("num_segments")
-    call = call.replace("{segments}", str(count if type(count) is int else 8))
     if parameters[0] == "key" and arguments and not hasattr(arguments[0], "dtype"):
         return f"{error}. The first argument is a random key: write `{call}`."
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
-    if asked is not None and "{first}" not in advice:
+    if asked is not None:
         one = "AxisSelector" in str(inspect.signature(f).parameters.get("axis"))
-        advice = advice.replace("{last}", _by_name(asked, names, allowed, one))
-    return f"{error}. {_filled(advice, tuple(map(repr, allowed)))}"
+        advice = advice.replace("{last}", _by_name(asked, names, one))
+    return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
 
 
-def _by_name(asked: Any, names: Sequence[str], allowed: Sequence[str], one: bool) -> str:
+def _by_name(asked: Any, names: Sequence[str], one: bool) -> str:
     """Return the axes that were asked for, by name or by position, as they are written; or one of them."""
     each = asked if isinstance(asked, (list, tuple)) else [asked]
     at = range(-len(names), len(names))
     found = [names[x] if isinstance(x, int) and x in at else x for x in each if isinstance(x, (str, int))]
-    if not found or len(found) < len(each) or not set(allowed).issuperset(set(found) & set(names)):
+    if not found or len(found) < len(each):
         return "{last}"
     if one or len(found) == 1:
         return repr(found[-1])

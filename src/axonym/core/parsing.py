@@ -241,7 +241,7 @@ class _Parser:
             stop = self.take().stop
             next_term = self.token.kind == "," and self.comma == "terms"
             if not self.at_end and not next_term:
-                self.fail(self.token, "expected nothing after the closing brace: a term is in braces as a whole.")
+                self.fail(self.token, "expected nothing after the closing brace: braces must enclose the whole term.")
             term = Term(opening.start, stop, elements, False)
         else:
             elements = self.elements(closing=None)
@@ -282,7 +282,7 @@ class _Parser:
             case ")" | "}":
                 self.fail(token, f"this {token.kind!r} closes nothing.")
             case "{":
-                self.fail(token, "expected braces around the term as a whole.")
+                self.fail(token, "expected braces around the whole term.")
             case _:
                 self.fail(token, f"{token.kind!r} is not allowed here; a group with a name is written `(name: a b)`.")
 

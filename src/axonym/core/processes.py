@@ -30,9 +30,9 @@ class ProcessAgreement(Protocol):
 def fail_together(what: str) -> Iterator[ProcessAgreement]:
     """Raise in all processes an error that one of them raises in a with-block; the message names the process.
 
-    All processes must enter the block. A process that fails skips the rest of the block, so a collective in it must not
-    come after something that can fail in some processes only, unless they have agreed in between: the block gets a
-    function for that. It also takes texts and lowered programs, by their keys, that must be the same in every process.
+    All processes must enter the block. A process that fails skips the rest of the block. The block gets a function:
+    call it before a collective if anything before that can fail in only some processes. It also takes texts and lowered
+    programs by key, which must be the same in every process.
 
     With one process this does nothing.
 

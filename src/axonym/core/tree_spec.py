@@ -47,8 +47,8 @@ class StaticLeaf:
         """Return the same leaf, which must be hashable; the message starts with `what`."""
         if not is_hashable(self):
             raise TypeError(
-                f"{what} is part of the program, so it must be hashable, which this {type(self.value).__name__} is "
-                "not. Numbers that change go into arrays; a list can be a tuple."
+                f"{what} is static, so it must be hashable, but this {type(self.value).__name__} is not. Pass changing "
+                "numbers as arrays, and a list as a tuple."
             )
         return self
 

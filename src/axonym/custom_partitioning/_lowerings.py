@@ -28,7 +28,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ..core.jax_versions import varying_axes
-from ..distribution.mesh_axes import AnyMesh, axes_in, axes_of_type, padded
+from ..distribution.mesh_axes import AnyMesh, axes_in, axes_of_type
 from ..distribution.per_device import run_per_device
 from ..manual._axis_environment import activate
 from .rule import (
@@ -138,7 +138,8 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
     # Inside a jit of its own, the function can use arrays that are not its arguments.
     unsharded = jax.jit(operation.call_unsharded)
     partitioned = custom_partitioning(lambda *xs: unsharded(*xs))
-    partitioned.def_partition(partition=partition, sharding_rule=for_shardy(rule))
+    # JAX would decode shardings too, and raise for those that are not entries.
+    partitioned.def_partition(partition=partition, sharding_rule=for_shardy(rule), decode_shardings=False)
     # The scope tells `axonym.insight.verify` which operation it is.
     mappable = jax.custom_batching.custom_vmap(jax.named_scope(operation.what)(lambda *xs: partitioned(*xs)))
 
@@ -189,19 +190,23 @@ def _mesh_by_arrays(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> M
 
 
 def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """Return how the partitioner shards an array, one entry for each dimension."""
-    if isinstance(x.sharding, NamedSharding):
-        return padded(x.sharding.spec, len(x.shape))
-    # The sharding only exposes the indices of each device: a dimension is sharded over a mesh axis if a step along
-    # the mesh axis is a step along the dimension.
-    indices = x.sharding.devices_indices_map(x.shape)
-    starts = np.array([[i.start or 0 for i in indices[device]] for device in mesh.devices.flat])
-    starts = starts.reshape(*mesh.devices.shape, len(x.shape))
+    """Return how the partitioner shards an array, one entry for each dimension.
+
+    Some of its own shardings are not entries, such as one over half a mesh axis. Those dimensions count as replicated.
+    """
+    # The sharding exposes nothing but the indices of each device. Any number of shards divides the number of devices,
+    # while it may not divide the shape.
+    ndim, devices = len(x.shape), mesh.devices
+    indices = x.sharding.devices_indices_map((devices.size,) * ndim)
+    starts = np.array([[i.start or 0 for i in indices[device]] for device in devices.flat], int)
+    starts = starts.reshape(*devices.shape, ndim)
     entries = []
-    for dimension in range(len(x.shape)):
-        steps = {}
-        for i, axis in enumerate(mesh.axis_names):
-            if mesh.shape[axis] > 1:
-                steps[axis] = starts[(0,) * i + (1,) + (0,) * (len(mesh.axis_names) - i - 1)][dimension]
-        entries.append(tuple(sorted((a for a in steps if steps[a]), key=steps.__getitem__, reverse=True)) or None)
+    for along in np.moveaxis(starts, -1, 0):
+        # A dimension is sharded over a mesh axis if a step along the mesh axis is a step along the dimension.
+        steps = [np.take(along, 1, i).flat[0] if n > 1 else 0 for i, n in enumerate(devices.shape)]
+        if np.array_equal(along, np.tensordot(steps, np.indices(devices.shape), 1)):
+            by_step = sorted((i for i, step in enumerate(steps) if step), key=steps.__getitem__, reverse=True)
+            entries.append(tuple(mesh.axis_names[i] for i in by_step) or None)
+        else:
+            entries.append(None)
     return tuple(entries)

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 from ..axis import Axis, AxisSelector, Names, name_of
-from ..core import errors
 from ..distribution import output_sharding
 from ..distribution.active_settings import active_mapping
 from ..distribution.kept_shards import in_pipeline
@@ -41,7 +40,6 @@ def top_k(
 def top_k(
     array: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
 ) -> tuple[jax.Array, jax.Array]: ...
-@errors.say_how_to_call
 def top_k(
     array: Any,
     axis: AxisSelector | Any,

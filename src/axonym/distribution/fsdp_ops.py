@@ -58,7 +58,7 @@ def run_gathering_parameters(
 
     Arguments:
         fn: the operation on shards of the operands. Apart from `summed`, it must treat every index of an axis
-            independently.
+            independently. Without `summed`, it may return several arrays with the axes `out_names`.
         summed: the axes that the operation sums over.
     """
     mesh = mesh_to_run_on()

@@ -255,7 +255,7 @@ def replicate_uneven(what: str, names: Iterable[str], x: jax.Array, *, several: 
     """
     mesh = mesh_around()
     auto = [a for a in axes_of_type(mesh, AxisType.Auto) if mesh.shape[a] > 1]
-    if len(auto) < 1 + several:
+    if len(auto) < (2 if several else 1):
         return x
     over = (mapped_on(what, n, mesh, AxisType.Auto) if active_mapping() else auto for n in names)
     which = [size % shard_count(mesh, entry_of(axes)) != 0 for size, axes in zip(x.shape, over, strict=True)]

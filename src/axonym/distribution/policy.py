@@ -1,19 +1,22 @@
 """Decide how each operation is distributed: the policy. This is the file to change for another policy.
 
-`settle`: an axis of a result keeps its sharding; where operands disagree, or an axis is new, the mapping decides.
-`add_up`: devices that have parts of a sum add them up in an all-reduce; gradients of parameters are reduce-scattered.
-`gathered_over`: a parameter is all-gathered where it meets operands that are sharded over its mesh axes.
-`combine`: the three together, for products and elementwise operations.
-`exchange_columns`: a look-up in a table whose columns are stored sharded gathers indices in place of the table.
+To change a contraction: `combine`, which asks `settle` where the result lies, and `add_up`, which says how devices add
+up their parts of the sum. `combine` also decides elementwise operations.
+
+The others: `settle` decides where any result lies: an axis keeps its sharding; where operands disagree, or an axis is
+new, the mapping decides. `gathered_over` decides which parameters are all-gathered before use, and `exchange_columns`
+which look-ups in a table whose columns are stored sharded gather indices in place of the table.
 
 Other code carries these decisions out or predicts them: see the package. Some families are not decided here, because
 one place decides and no other repeats it: operations along an axis (`make_along_kernel`), top-k, convolutions,
 attention along the sequence, dispatch to experts. Neither are the rules of users (`custom_partitioning`), where an axis
-may have several factors, and the largest operand decides where `settle` raises an error.
+may have several factors, and the largest operand decides where `settle` raises an error. Two steps of decided families
+do not ask either: a contraction sums over an axis that only one operand has before it multiplies (`_sum_out`, by
+`jnp.sum`), and a convolution gathers its weight by `fsdp_ops.in_compute_sharding`, which does not ask `gathered_over`.
 
-On Explicit axes, JAX adds up partial sums on the way to where the decision says that the result lies. FSDP's operations
-add them up as `sums` says. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather, which JAX
-makes: `add_up` returns it for the report by names only.
+On Explicit mesh axes, the decision says where the result lies, and JAX adds up partial sums to get there. FSDP's
+operations add them up as `sums` says. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather,
+which JAX makes: `add_up` returns it for the report by names only.
 
 A policy keeps one law: if operands lie where the mapping puts their names, results do. Reports by name assume it.
 """
@@ -78,6 +81,9 @@ def add_up(
 
     A policy that shards the sum would use its sizes and the mappings; this one leaves it as the parts lie.
 
+    With `stored` (gradients), or without `at_once` (reductions), only reports by name ask: Explicit mesh axes leave
+    these sums to JAX. So another policy for products returns them as they are here.
+
     Arguments:
         parts: for each axis that is summed over, the mesh axes that it is sharded over.
         result: the axes of the sum, as the parts lie.
@@ -102,8 +108,9 @@ def add_up(
 def gathered_over(names: Iterable[str | None], others: Iterable[str], by: Mappings) -> Axes | None:
     """Return the mesh axes over which an operand is all-gathered before use because it is a parameter.
 
-    There are none if the operand is stored as it is used. Return None if it is not, but cannot be gathered: its storage
-    sharding must refine its compute sharding, and other operands must be sharded over the mesh axes of the gather.
+    There are none if the operand is stored as it is used; None means that it is not, but cannot be gathered. To be
+    gathered, its storage sharding must refine its compute sharding, and other operands must be sharded over the mesh
+    axes of the gather.
 
     Arguments:
         others: the mesh axes that other operands are sharded over.

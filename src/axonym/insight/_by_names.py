@@ -15,6 +15,7 @@ from ..distribution import policy
 from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes, mapped_axes
+from ..names.distributing import PRODUCTS
 from . import _scopes
 from ._arguments import GivenArray, added_up
 from ._branches import NOTE, Branches, least, mean
@@ -253,7 +254,7 @@ class Account:
         self.saved = 0
         """The counted flops that a compiler may save."""
         self._indices: set[tuple[int, Axes]] = set()
-        self._gathered: set[tuple[int, int, str]] = set()
+        self._gathered: set[tuple[int, int, Any]] = set()
         self._given = {x.origin for x in trace.arguments}
         if divides:
             check_sizes(layout, trace.arguments)
@@ -401,31 +402,46 @@ class Account:
 
     def _use(self, event: Use) -> None:
         layout, place, names = self.layout, event.place, event.operand.names
-        extra = policy.gathered_over(names, [a for n in event.others for a in layout.used(n)], layout)
-        if extra == ():
-            return
+        over = {a for n in event.others for a in layout.used(n)}
+        extra = policy.gathered_over(names, over, layout)
+        elementwise = self.trace.spliced and not _is_product(place)
+        if extra == () or (elementwise and over.isdisjoint(layout.extra(names))):
+            return  # it is used as it is stored
         stored = f"[{', '.join(names)}], which is stored sharded"
-        if extra is None or place.operation is None or not _scopes.gathers_parameters(place.operation):
+        if extra is None or not (elementwise or self._gathers(place.operation)):
             why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
             self.open.setdefault(why, place)
         elif _scopes.dispatch(place.scope) and any(layout.used(n) for n in names):
             self.open.setdefault(f"{stored}, and sharded where it is used{_within(place)}", place)
         else:
-            self._gather(place, event.operand, extra)
+            self._gather(event, extra)
 
-    def _gather(self, place: Occurrence, operand: Value, extra: Axes) -> None:
+    def _gathers(self, operation: _scopes.ScopedOperation | None) -> bool:
+        """Return whether an operation gathers parameters; convolutions do whose results `distribute` constrains."""
+        return operation is not None and (
+            _scopes.gathers_parameters(operation) or (self.trace.spliced and operation.name == "conv")
+        )
+
+    def _gather(self, event: Use, extra: Axes) -> None:
         """Count the all-gather of a parameter, unless it was gathered before for the same use."""
-        origin, known = operand.origin, {key[1] for key in self._gathered}
-        if place.phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
-            return  # the forward pass keeps the gathered parameters
-        key = place.within, origin, str(place.operation)
+        place, dims, origin = event.place, event.operand.dims, event.operand.origin
+        known = {key[1] for key in self._gathered}
+        phase = place.phase
+        if self.trace.spliced:
+            # The compiler gathers each array that it multiplies once, and what it broadcasts anew for each operation.
+            apart = not _is_product(place) and not event.others.issubset(n for n, _ in dims)
+            key = place.within, origin, place if apart else dims
+        else:
+            if phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
+                return  # the forward pass keeps the gathered parameters
+            key = place.within, origin, str(place.operation)
+            # The forward pass gathers it even if only the gradient needs it.
+            phase = "forward" if phase == "backward" else phase
         if key in self._gathered:
             return  # equal gathers in one body are computed once
         self._gathered.add(key)
-        # The forward pass gathers it even if only the gradient needs it.
-        phase = "forward" if place.phase == "backward" else place.phase
-        phase = "recomputed" if place.recomputes and place.phase else phase
-        self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, operand)
+        phase = "recomputed" if place.recomputes and phase else phase
+        self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
         if origin in self._given:
             # The compiler may gather an array only once that is gathered several times, and outside of a loop if
             # the loop does not change it.
@@ -437,16 +453,16 @@ class Account:
     def _columns_move(self, event: Lookup) -> Axes:
         """Return the mesh axes over which columns of a table are exchanged for rows."""
         names = event.table.names, event.indices.names, event.rows[0]
-        found = policy.exchange_columns(*names, self.layout) if _is_look_up(event.place) else None
+        found = policy.exchange_columns(*names, self.layout) if self._is_look_up(event.place) else None
         return () if found is None else found.axes
 
     def _looked_up(self, event: Lookup) -> None:
         layout, place = self.layout, event.place
         of_rows = layout.used(event.rows[0])
         if moved := self._columns_move(event):
-            over = [tuple(a for a in layout.used(n) if a not in moved) for n, _ in event.indices.base]
-            self._exchange(place, "all-gather", moved, event.indices, over, of_indices=True)
+            self._gather_indices(event, moved)
             self._exchange(place, "all-to-all", moved, event.result)
+            self._may_share(event, moved)
         elif layout.is_stored(event.table.names) and not layout.is_stored(event.result.names):
             self.open.setdefault(f"a table that is stored sharded{_within(place)}", place)
         elif over := layout.extra(event.result.names) if layout.is_stored(event.result.names) else ():
@@ -461,18 +477,46 @@ class Account:
 
     def _updated(self, event: Lookup) -> None:
         layout, place = self.layout, event.place
-        if layout.is_stored(event.table.names) and not _is_look_up(place):
-            self.open.setdefault(f"an update of a table that is stored sharded{_within(place)}", place)
         over = distinct(a for n in event.indices.names for a in layout.used(n))
         if moved := self._columns_move(event):
+            if self.trace.spliced:
+                self._gather_indices(event, moved)
             self._exchange(place, "all-to-all", moved, event.result)
+            self._may_share(event, moved)
             over = tuple(a for a in over if a not in moved)
+        elif layout.is_stored(event.table.names) and (not self._is_look_up(place) or layout.gathered(event.rows[0])):
+            self.open.setdefault(f"an update of a table that is stored sharded{_within(place)}", place)
         if over:
             # The gradient lies like the table, so each device adds up its own shard.
             own = layout.over(event.table.base)
             self._exchange(place, "all-reduce", over, event.table, own)
             parts = [tuple(a for a in layout.used(n) if a in over) for n in event.indices.names]
             self._may_be_apart(place, layout.bytes(event.table, own), [axes for axes in parts if axes])
+
+    def _is_look_up(self, place: Occurrence) -> bool:
+        """Return whether an operation is a look-up or its gradient, rather than a named update or its gradient."""
+        return self.trace.spliced or (place.operation is not None and place.operation.name == "index")
+
+    def _gather_indices(self, event: Lookup, moved: Axes) -> None:
+        """Count the all-gather of indices. The backward pass has those of one column from the forward pass."""
+        place, indices, layout = event.place, event.indices, self.layout
+        over = [tuple(a for a in layout.used(n) if a not in moved) for n, _ in indices.base]
+        if place.phase != "backward":
+            self._exchange(place, "all-gather", moved, indices, over, of_indices=True)
+        elif indices.dims[-1][1] > 1:
+            count = layout.count(moved)
+            sent = sent_by("all-gather", layout.bytes(indices, over) // count, count) or 0
+            self.uncertain += sent * (place.times or 1)
+
+    def _may_share(self, event: Lookup, moved: Axes) -> None:
+        """Add the bytes sent if the compiler shares a look-up of raw JAX among the devices along other mesh axes."""
+        layout, table = self.layout, event.table
+        used = {*moved, *(a for n in table.names for a in layout.stored(n))}
+        if self.trace.spliced and (others := [a for a, n in layout.mesh.items() if n > 1 and a not in used]):
+            sent = layout.bytes(event.result, [()] * len(event.result.base))
+            if event.backward:
+                sent += sent_by("all-reduce", layout.bytes(table, layout.over(table.base)), layout.count(others)) or 0
+            self.uncertain += sent * (event.place.times or 1)
 
     # --- collectives ---
 
@@ -558,9 +602,8 @@ def _placed(dims: Dims, at: Callable[[str | None], Axes]) -> PlacedAxes:
     return PlacedAxes([n if names.count(n) == 1 else None for n in names], [*map(at, names)])
 
 
-def _is_look_up(place: Occurrence) -> bool:
-    """Return whether an operation is a named look-up or its gradient, rather than an update or its gradient."""
-    return place.operation is not None and place.operation.name == "index"
+def _is_product(place: Occurrence) -> bool:
+    return place.eqns[0].primitive.name in PRODUCTS
 
 
 def _short(x: Value) -> str:

@@ -96,7 +96,7 @@ def partitioned(lowered: Any, options: dict[str, Any] | None = None) -> str:
         try:
             with own_lines():
                 done = lowered.compile(compiler_options=options)
-        except Exception:
+        except Exception:  # whatever jaxlib makes of `_Enough`, which ended the compilation
             if not found:
                 raise
             return found[0]

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -407,14 +407,12 @@ class _Events:
     def _looked_up(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record a look-up; of complete rows of a table along one axis, its cost is known."""
         numbers, (table, indices) = step.params["dimension_numbers"], xs
-        at = numbers.start_index_map
-        wholes = [n == size for i, (n, (_, size)) in enumerate(zip(step.params["slice_sizes"], table.dims, strict=True))
-                  if i not in at]  # fmt: skip
         batch = numbers.operand_batching_dims
         if self._moves_rows(step, xs, place):
             return
-        if len(at) == 1 and numbers.collapsed_slice_dims == at and not batch and all(wholes) and _one(indices):
-            self.found.append(Lookup(place, table, indices, ys[0], table.dims[at[0]], False))
+        at = _indexed(table, numbers.start_index_map, dict(enumerate(step.params["slice_sizes"])))
+        if at is not None and not batch:
+            self.found.append(Lookup(place, table, indices, ys[0], table.dims[at], False))
         else:
             dims = [d for i, d in enumerate(table.dims) if i not in batch] if batch else [d for x in xs for d in x.dims]
             self._open(place, step.name, dims)
@@ -422,11 +420,14 @@ class _Events:
     def _updated(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record the gradient of a look-up."""
         numbers, (_, indices, updates) = step.params["dimension_numbers"], xs
-        at, batch = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
+        batch = numbers.operand_batching_dims
         if self._moves_rows(step, xs, place):
             return
-        if len(at) == 1 and not batch and numbers.inserted_window_dims == at and _one(indices):
-            self.found.append(Lookup(place, ys[0], indices, updates, ys[0].dims[at[0]], True))
+        window = [i for i in range(len(ys[0].dims)) if i not in (*numbers.inserted_window_dims, *batch)]
+        sizes = {i: updates.dims[j][1] for i, j in zip(window, numbers.update_window_dims, strict=True)}
+        at = _indexed(ys[0], numbers.scatter_dims_to_operand_dims, sizes)
+        if at is not None and not batch:
+            self.found.append(Lookup(place, ys[0], indices, updates, ys[0].dims[at], True))
             return
         of_table = [d for i, d in enumerate(ys[0].dims) if i not in batch]
         self._open(place, step.name, of_table if batch else [d for x in xs for d in x.dims])
@@ -546,8 +547,10 @@ def _large(dims: Dims) -> list[int]:
     return [n for _, n in dims if n != 1]
 
 
-def _one(indices: Value) -> bool:
-    return indices.dims[-1][1] == 1
+def _indexed(table: Value, at: Sequence[int], slices: Mapping[int, int]) -> int | None:
+    """Return the only axis of a table of which one element is looked up, if all others are complete; None otherwise."""
+    found = [i for i, (_, size) in enumerate(table.dims) if slices.get(i, 1) != size] or list(at[:1])
+    return found[0] if len(found) == 1 and found[0] in at and slices.get(found[0], 1) == 1 else None
 
 
 def _rows(dispatch: _scopes.ScopedOperation) -> list[_scopes.Term]:
@@ -606,7 +609,7 @@ _SILENT = {"iota", "random_bits", "random_wrap", "random_unwrap", "random_seed",
 """Primitives that exchange nothing."""
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys((*ELEMENTWISE.split(), *COMPARISONS.split()), _Events._elementwise),
+    **dict.fromkeys((*ELEMENTWISE.split(), *COMPARISONS.split(), "bitcast_convert_type"), _Events._elementwise),
     **dict.fromkeys(_ALONG, _Events._along),
     **dict.fromkeys((f"reduce_{what}" for what in ("sum", "max", "min", "prod", "and", "or")), _Events._reduced),
     **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Events._sliced),

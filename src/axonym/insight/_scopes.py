@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from ..ops import elementwise
+from ..ops._kernels import GATHERING
 
 Axes = tuple[str, ...]
 
@@ -354,7 +355,7 @@ _KEEPS_SHARDS = {"dot", "where"}.union(
 
 def gathers_parameters(op: ScopedOperation) -> bool:
     """Return whether an operation gathers parameters itself: see `axonym.distribution.fsdp_ops`."""
-    return op.name in _KEEPS_SHARDS - {"where"} | {"MoELinear"}
+    return op.name in GATHERING
 
 
 def has_halo(op: ScopedOperation | None) -> bool:

@@ -90,8 +90,8 @@ def _reduction(
 _COUNTED = " (The number of devices is `axonym.manual.collectives.axis_size`.)"
 _NO_NEED = "it is the result already."
 _ADDED = (
-    "the sum would be {count} times it. (The gradient with respect to a value that is the same on all devices is "
-    "summed by differentiation already.)"
+    "the sum would be {count} times it. (Differentiation already sums the gradient of a value that is the same on all "
+    "devices.)"
 )
 
 psum = _reduction("psum", jax.lax.psum, "Sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12.")
@@ -99,8 +99,8 @@ pmean = _reduction(
     "pmean",
     jax.lax.pmean,
     "Average over devices.",
-    "it is the mean already. (The gradient with respect to a value that is the same on all devices is summed by "
-    "differentiation already; to average it, take the gradient of a loss that is averaged.)",
+    "it is the mean already. (Differentiation already sums the gradient of a value that is the same on all devices; to "
+    "average it, take the gradient of a loss that is averaged.)",
     'axn.pmean(axn.mean(x, "batch"), "batch")',
     "3.",
 )
@@ -466,7 +466,8 @@ def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> AnyAxi
         (of_gather,) = now
     if of_gather and of_split and of_gather != of_split and not now:
         raise ValueError(
-            f"{what}: over {describe_axes(of_gather)}, or over {describe_axes(of_split)}? Say which with `over`."
+            f"{what}: the axes are sharded over {describe_axes(of_gather)} and over {describe_axes(of_split)}. Choose "
+            "one with `over`."
         )
     found = of_gather or of_split
     return [MeshAxis(a) for a in found] if found else None

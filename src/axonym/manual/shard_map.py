@@ -75,9 +75,9 @@ def shard_map(
 ) -> Any:
     """Run a function per device, on the shards of its arguments, with manual mesh axes.
 
-    Arguments are sharded by name. Inside, a named array has the sizes of its shard. Results are sharded like the
-    arguments: an axis is sharded as in the arguments, or as the mapping says if they lack it; and an axis that has been
-    gathered is replicated. Leaves that are not arrays are passed through.
+    Arguments are sharded by name. Inside, a named array has the sizes of its shard. Each axis of a result is sharded
+    as in the arguments, or by the mapping if they lack it. A gathered axis is replicated. Leaves that are not arrays
+    are passed through.
 
     Mesh and mapping are looked up at each call. The mapping is active inside as well, so that collectives can take
     logical axes.
@@ -285,8 +285,8 @@ def _check_not_sharded(leaf: Leaf, manual: Collection[str], what: str) -> None:
         spec = getattr(leaf.value.sharding, "spec", spec)
     if any(a in manual for a in axes_in(spec)):
         raise ValueError(
-            f"{what}: {leaf.path} {leaf.shape} is a raw array that is sharded, {spec}. Set its sharding with "
-            f"`in_specs`: that, or PartitionSpec() if it is replicated."
+            f"{what}: {leaf.path} {leaf.shape} is a raw array sharded by {spec}. Pass `in_specs`: {spec} to keep it "
+            "sharded, or PartitionSpec() to replicate it."
         )
 
 

@@ -35,7 +35,7 @@ _NONE: Widths = (0, 0)
 _ONE = Blocks()
 
 Boundary: TypeAlias = Mapping[Any, Any]
-"""For each axis, by its name or as an `Axis`, what is behind its ends."""
+"""For each axis, by its name or as an `Axis`, the values beyond its ends."""
 
 
 def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, steps: int = 1) -> Callable[..., Any]:
@@ -51,11 +51,11 @@ def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, 
 
     Fields on staggered grids have equal sizes, too: `u(x=1) - u()` is the difference at the right face of a cell if `u`
     lies in cells, and at the center of a cell if `u` lies on left faces. Of `N + 1` faces beside `N` cells, the last
-    one is behind the boundary, and the boundary of the field says what it is.
+    one is beyond the boundary, and the boundary of the field gives its value.
 
     Arguments:
         fn: the function. It returns arrays, in any tree.
-        boundary: for each axis along which `fn` looks up neighbors, what is behind its ends, or a pair for the two
+        boundary: for each axis along which `fn` looks up neighbors, the values beyond its ends, or a pair for the two
             ends. With a sequence of such mappings, each field has its own. Where boundaries meet, the axis that comes
             later decides. One of:
 
@@ -63,10 +63,10 @@ def stencil(fn: Callable[..., Any], boundary: Boundary | Sequence[Boundary], *, 
               the end, mirrored; `"reflect"`: the same without the last one;
             - a number, or an array without the axis, such as a profile;
             - a function, which gets the elements next to the end, mirrored as for `"symmetric"`, as a named array, and
-              returns what is behind the end: `lambda edge: -edge` makes the field zero between them. Devices that have
-              no end of the axis call it with ones.
+              returns the values beyond the end: `lambda edge: -edge` makes the field zero between them. Devices that
+              have no end of the axis call it with ones.
 
-            The dtype of the field must hold what is behind its ends: integers have no NaN.
+            The dtype of the field must hold the values beyond its ends: integers have no NaN.
         steps: how often to apply `fn`, which then returns its first fields with new values. Devices exchange halos
             only once, with all elements that these steps need. They compute some elements twice.
 
@@ -108,7 +108,7 @@ def map_overlap(
     Arguments:
         fn: the function. It returns arrays, in any tree.
         depth: how many elements the halo has along each axis, before and after the shard; one number is for both.
-        boundary: what is behind the ends of these axes, as for `stencil`.
+        boundary: the values beyond the ends of these axes, as for `stencil`.
 
     >>> blurred = axn.map_overlap(lambda u: axn.correlate(u, kernel, "x", mode="valid"), {"x": 1}, {"x": "edge"})
     >>> kernel = axn.named([0.25, 0.5, 0.25], "x")
@@ -134,8 +134,8 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
 
     Arguments:
         window: the new axis, with the size of a window.
-        boundary: what is behind the ends of the axis, as for `stencil`; `jnp.nan` gives no value where a window is not
-            complete, and with it `nanmean` and the like give a value for what is there. Convert integers to floats.
+        boundary: the values beyond the ends of the axis, as for `stencil`. With `jnp.nan`, an incomplete window has no
+            value, or with `nanmean` and its kin the value of its elements. Convert integers to floats.
         center: whether the element is in the middle of its window, after the middle if there is none, rather than last.
 
     >>> x = axn.named([1.0, 2.0, 6.0, 0.0], "t")
@@ -194,8 +194,8 @@ class _LookUp:
                 raise TypeError(f"{what}: the offset {name}= is an integer, got {type(offset).__name__}.")
             if offset and name not in self._boundary:
                 raise ValueError(
-                    f"{what}: what is behind the ends of axis {name!r}? Field {place} is looked up along it, so add it "
-                    f"to `boundary`, as in {{{name!r}: 'edge'}}."
+                    f"{what}: which values are beyond the ends of axis {name!r}? Field {place} is looked up along it, "
+                    f"so add it to `boundary`, as in {{{name!r}: 'edge'}}."
                 )
         return self._get(tuple(int(offsets.get(n, 0)) for n in self._names))
 
@@ -248,7 +248,7 @@ class _Fields:
         for own in every:
             self.check_axes(own)
         self._widened: dict[tuple[int, str, int], tuple[NamedArray, Mapping[str, Widths]]] = {}
-        """For each array behind a boundary, by field, axis and end: with the widest halos that it was needed with."""
+        """For each array beyond a boundary, by field, axis and end: with the widest halos that it was needed with."""
         self.blocks: dict[str, Blocks] = {}
         for f in self.fields:
             self.blocks = _blocks(what, f) | self.blocks
@@ -313,7 +313,7 @@ class _Fields:
 
         wide, result = halos(self.fields, steps, held=False), None
         for left in range(steps, 0, -1):
-            if left < steps:  # behind a boundary, the step before has computed something else
+            if left < steps:  # beyond a boundary, the step before has computed something else
                 wide = halos(wide, left, held=True)
             neighbors = [
                 self.at(f, widths(f, left), widths(f, left - 1), [*every, (0,) * len(f.names)])
@@ -394,12 +394,12 @@ class _Fields:
         return dict(zip(every, kernel.apply(x.array), strict=True))
 
     def with_halo(self, i: int, x: NamedArray, widths: Mapping[str, Widths], held: bool = False) -> NamedArray:
-        """Return a field, the blocks of which have halos; with `held`, only what is behind boundaries is renewed."""
+        """Return a field whose blocks have halos; with `held`, refill only the halos beyond boundaries."""
         own, widths = self.boundaries[i], {n: w for n, w in widths.items() if any(w)}
         if lacking := [n for n in widths if n not in own]:
             raise ValueError(
-                f"{self.what}: what is behind the ends of axis {lacking[0]!r} in field {i}? Add it to `boundary`, as "
-                f"in {{{lacking[0]!r}: 'edge'}}."
+                f"{self.what}: which values are beyond the ends of axis {lacking[0]!r} in field {i}? Add it to "
+                f"`boundary`, as in {{{lacking[0]!r}: 'edge'}}."
             )
         wide = set(widths) if held else set[str]()
         for n in self.in_order(own, widths):
@@ -408,7 +408,7 @@ class _Fields:
             blocks = self.blocks.get(n, _ONE)
             if not held:
                 self.check_width(x, n, blocks, widths[n], own[n])
-            values = [self.behind(i, x, n, last, widths, wide, held) for last in (0, 1)]
+            values = [self.beyond(i, x, n, last, widths, wide, held) for last in (0, 1)]
             arrays = [v.array if isinstance(v, NamedArray) else v for v in values if v is not None]
             names = tuple([None if v is None else getattr(v, "names", ()) for v in values])
             kinds = tuple([side if isinstance(side, str) else None for side in own[n]])
@@ -416,7 +416,7 @@ class _Fields:
             wide.add(n)
         return x
 
-    def behind(
+    def beyond(
         self,
         i: int,
         x: NamedArray,
@@ -426,14 +426,14 @@ class _Fields:
         wide: Collection[str],
         held: bool,
     ) -> Any:
-        """Return the array or number behind an end of an axis, if its boundary has no name; `wide` axes have halos."""
+        """Return the array or number beyond an end of an axis, if its boundary has no name; `wide` axes have halos."""
         side, width = self.boundaries[i][n][last], widths[n][last]
         if isinstance(side, str) or not width:
             return None
         if isinstance(side, NamedArray) or not callable(side):
             if isinstance(side, NamedArray) and not side.shape.items() <= self.fields[i].shape.items():
                 raise ValueError(
-                    f"{self.what}: the array {errors.describe_shape(side.shape)} behind the ends of axis {n!r} can "
+                    f"{self.what}: the array {errors.describe_shape(side.shape)} beyond the ends of axis {n!r} can "
                     f"have only axes of field {i}, which is {errors.describe_shape(self.fields[i].shape)}."
                 )
             self.check_dtype(n, side, x)
@@ -473,7 +473,7 @@ class _Fields:
         return sorted(order, key=lambda n: n not in self.blocks)
 
     def widened(self, place: tuple[int, str, int], value: NamedArray, widths: Mapping[str, Widths]) -> NamedArray:
-        """Return an array that is behind a boundary with the halos that the field has along its other axes."""
+        """Return an array beyond a boundary, with the halos that the field has along its other axes."""
         if place not in self._widened or self._widened[place][1].keys() != widths.keys():
             wide = value
             for n, w in widths.items():
@@ -488,17 +488,17 @@ class _Fields:
         return next(iter(self.at(wide, held, kept, [(0,) * len(held)]).values()))
 
     def check_dtype(self, n: str, value: Any, x: NamedArray) -> None:
-        """Check that a value behind an end of an axis has a dtype that the field holds."""
+        """Check that a value beyond an end of an axis has a dtype that the field holds."""
         value = getattr(value, "array", value)
         kind = jnp.result_type(value, x.array)
         if kind != x.dtype:
             raise TypeError(
-                f"{self.what}: what is behind the ends of axis {n!r} has dtype {jnp.result_type(value)}, which a field "
+                f"{self.what}: a value beyond the ends of axis {n!r} has dtype {jnp.result_type(value)}, which a field "
                 f"of {x.dtype} cannot hold. Convert the field to {kind} first, or the boundary to {x.dtype}."
             )
 
     def checked(self, n: str, value: Any, edge: NamedArray) -> NamedArray:
-        """Return what is behind a boundary, as a function computed it from the elements next to it."""
+        """Return the values beyond a boundary, which a function computed from the elements next to it."""
         if isinstance(value, NamedArray) and edge.shape.items() >= value.shape.items():
             self.check_dtype(n, value, edge)
             return value
@@ -541,7 +541,7 @@ def _is(side: Any, word: str) -> bool:
 
 
 def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
-    """Return what is behind each end of an axis."""
+    """Return the values beyond each end of an axis."""
     sides = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
     name = name_of(axis)
     if len(sides) != 2:
@@ -551,7 +551,7 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
     for side in sides:
         if side is None:
             raise TypeError(
-                f"{what}: the boundary of axis {name!r} cannot be None, for something is behind each end. Pass one of "
+                f"{what}: the boundary of axis {name!r} cannot be None: each end needs values beyond it. Pass one of "
                 f"{errors.quoted(WORDS)}, or a number: NaN marks what does not exist."
             )
         if isinstance(side, str) and side not in WORDS:
@@ -561,7 +561,7 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
             )
         if isinstance(side, NamedArray) and name in side.names:
             raise ValueError(
-                f"{what}: an array behind the ends of axis {name!r} has no such axis, got "
+                f"{what}: an array beyond the ends of axis {name!r} has no such axis, got "
                 f"{errors.describe_shape(side.shape)}."
             )
         if not (isinstance(side, (str, NamedArray)) or callable(side) or np.ndim(side) == 0):

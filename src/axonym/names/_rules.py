@@ -98,9 +98,9 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
     base = last_base(role)
     if any(last_base(f) is base for other in dims if other is not axis for f in leaves(other)):
         return axis
-    others = [find(a[0]) for a in met if len(a) == 1]
-    if any(other in bases(role) and other is not role for other in others):
-        return (next(other for other in bases(role) if other in others and other is not role),)
+    others = {find(a[0]) for a in met if len(a) == 1}
+    if own := [b for b in bases(role) if b is not role and b in others]:
+        return (own[0],)
     return (base,) if any(are_apart(role, other) for other in others) else axis
 
 
@@ -129,7 +129,7 @@ def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     if step.name in ("eq", "ne") and all(x.points is not None and len(x.points) == 1 for x in xs):
         (a,), (b,) = (x.points for x in xs if x.points is not None)
         own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
-        if own == [False, True] or own == [True, False]:
+        if own[0] != own[1]:
             index, positions = (a, b) if own[1] else (b, a)
             _point(axes, step, index, positions.axis or ())
     return results
@@ -531,6 +531,9 @@ WINDOWS = """reduce_window reduce_window_sum reduce_window_max reduce_window_min
 SCATTERS = "scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max"
 SCATTERS += " scatter-sub scatter_sub"
 
+LEADING = """bitcast_convert_type random_bits random_split random_seed random_unwrap random_wrap empty axis_index
+create_token after_all"""
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(COMPARISONS.split(), _compared),
@@ -544,7 +547,6 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
     "tile": _tile,
-    "bitcast_convert_type": _leading,
     "reshape": _reshape,
     "split": _split,
     "slice": _slice,
@@ -569,13 +571,8 @@ RULES: dict[str, Rule] = {
     "select_if_vmap": _elementwise,
     "maybe_set": _as_first_of_shape,
     **dict.fromkeys(("unvmap_any", "unvmap_all", "unvmap_max"), lambda axes, step, xs: unknown(step)),
-    "random_bits": _leading,
-    "random_split": _leading,
-    "random_seed": _leading,
-    "random_unwrap": _leading,
-    "random_wrap": _leading,
     "triangular_solve": _triangular_solve,
     **dict.fromkeys(_FACTORS, _factorized),
-    **dict.fromkeys(("empty", "axis_index", "create_token", "after_all"), _leading),
+    **dict.fromkeys(LEADING.split(), _leading),
 }
 """How the axes of the results of each primitive follow from those of its operands."""

@@ -73,7 +73,8 @@ def names_of_leaves(
             name is `_` in a string, and None in a tuple. A dictionary that has exactly the keys of the argument, or of
             a part of it, is a tree. Any other goes from patterns to names, as in `{"query/kernel": "embed heads dim"}`:
             each array is named by the first regular expression that is found in its path, as in
-            `TreePathShardingRule`; one that is the whole path of an array names no other. A dictionary instead of the
+            `TreePathShardingRule`; one that is the whole path of an array names no other, and `*/` at the beginning
+            stands for any parts before. A dictionary instead of the
             tuple, whose keys are no parameters, does so with the paths of all arguments, which start with parameters.
     """
     roots = list(roots_of(fn, args, kwargs))
@@ -185,24 +186,22 @@ def _by_patterns(
 ) -> Iterator[tuple[Keys, LeafNames]]:
     """Yield the names of leaves, each by the first pattern that is found in its path. A whole path is no pattern."""
     paths = {keys: jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in below}
-    compiled = [(_compiled(pattern, names), names) for pattern, names in patterns.items()]
-    for pattern, _ in compiled:
-        if not any(pattern.search(path) for path in paths.values()):
+    compiled = {pattern: _compiled(pattern, names) for pattern, names in patterns.items()}
+    for pattern, regex in compiled.items():
+        if not any(regex.search(path) for path in paths.values()):
             known = list(dict.fromkeys([*map(_key, _children(root.value)), *paths.values()]))
-            near = difflib.get_close_matches(pattern.pattern, known, n=3, cutoff=0.3) or known[:3]
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
             raise ValueError(
-                f"names=: {pattern.pattern!r} is no key of {root.path or 'the tree'}, and as a pattern it is found in "
+                f"names=: {pattern!r} is no key of {root.path or 'the tree'}, and as a pattern it is found in "
                 f"none of its {errors.counted(len(paths), 'path')}. The nearest: {errors.quoted(near)}."
             )
     whole = set(paths.values())
     for keys, value in below:
         at = paths[keys]
-        fitting = ((p, n) for p, n in compiled if p.pattern == at or (p.pattern not in whole and p.search(at)))
-        first = next(fitting, None)
+        first = next((p for p, regex in compiled.items() if p == at or (p not in whole and regex.search(at))), None)
         if first is not None:
             path = root.keys + keys
-            source = f"pattern {first[0].pattern!r} of names="
-            yield from _checked(first[1], value, path, _path(root, path), source)
+            yield from _checked(patterns[first], value, path, _path(root, path), f"pattern {first!r} of names=")
 
 
 def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
@@ -217,13 +216,10 @@ def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
             f"'batch pos', and not to an object of type {type(names).__name__}."
         )
     try:
-        return re.compile(pattern)
+        return re.compile(re.sub(r"^\*/", "(^|/)", pattern))  # `*/` begins no regular expression
     except re.error as e:
-        plain = str(pattern).replace("*", "").strip("/")
-        raise ValueError(
-            f"names=: {pattern!r} is no regular expression ({e}). A pattern is found anywhere in a path: "
-            f"write {plain!r}."
-        ) from None
+        plain = re.sub(r"(\\\*)+", ".*", re.escape(pattern))
+        raise ValueError(f"names=: {pattern!r} is no regular expression ({e}). Write {plain!r}.") from None
 
 
 def _checked(names: Any, value: Any, keys: Keys, where: str, source: str) -> Iterator[tuple[Keys, LeafNames]]:
@@ -356,7 +352,7 @@ def _annotations(owner: Any) -> Mapping[str, Any]:
             for name, annotation in inspect.get_annotations(part).items():
                 try:
                     found[name] = eval(annotation, dict(scope)) if isinstance(annotation, str) else annotation
-                except Exception:
+                except Exception:  # the user's code, which may raise anything
                     found.pop(name, None)
         return found
 

@@ -48,7 +48,6 @@ class RunningStatistics(eqx.Module):
     num_batches_tracked: jax.Array
 
 
-@errors.say_how_to_make
 class BatchNorm(ModuleWithStateDictSerialization):
     """Batch normalization: normalize each channel over the batch, then scale and shift it.
 
@@ -110,7 +109,6 @@ class BatchNorm(ModuleWithStateDictSerialization):
         return BatchNorm(axis, Batch, weight, bias, eqx.nn.StateIndex(running), eps, momentum)  # pyright: ignore[reportArgumentType]
 
     @named_call
-    @errors.say_how_to_call
     def __call__(
         self, x: NamedArray, state: eqx.nn.State, *, inference: bool | None = None, key: Any = None
     ) -> tuple[NamedArray, eqx.nn.State]:

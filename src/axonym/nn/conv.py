@@ -128,7 +128,6 @@ class Conv(_Convolution):
         return Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
 
 
-@errors.say_how_to_make
 class ConvTranspose(_Convolution):
     """A transposed convolution along some axes: the transpose of a convolution, with its own weight.
 

@@ -23,7 +23,6 @@ from .linear import BOUND, _stored
 __all__ = ["MoELinear"]
 
 
-@errors.say_how_to_make
 class MoELinear(eqx.Module):
     """A linear layer of several experts, each of which handles its own group of rows.
 
@@ -169,7 +168,7 @@ def _grouped_kernel(
         tuple(n if n == Out.name else private("the weight", (n,))[0] for n in weight_names),
         private("group_sizes", size_names),
     )
-    return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device)
+    return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device, gathers=True)
 
 
 def _checked(what: str, product: GroupedProduct, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -40,6 +40,7 @@ import equinox as eqx
 
 from ..axis import Axis
 from ..core import errors
+from ..ops.creation import arange
 from ..schedules._pipeline import fold_in_stages
 from ..schedules.pipeline_schedules import Schedule
 from ..state.loading import lazy_loading, stacked_from_state_dict
@@ -50,7 +51,7 @@ from ..transforms import scan as loops
 from ..transforms.rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_steps, policy_of
 from ..transforms.vmap import vmap
 from ..tree import LayerStack
-from . import _layer_arguments
+from . import _layer_arguments, _padding
 
 __all__ = [
     "BlockFoldable",
@@ -156,6 +157,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         *,
         gradient_checkpointing: ScanCheckpointSpec = False,
         prevent_cse: bool | None = None,
+        divisible_by: int = 1,
     ) -> ModuleInit[Self]:
         """Return a function that makes all layers from the arguments of the layers' `init`.
 
@@ -166,6 +168,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             gradient_checkpointing: the values saved for the backward pass: a `ScanCheckpointPolicy`, or a shorthand for
                 one. True recomputes each layer from its carry; False saves everything.
             prevent_cse: overrides the policy's field of that name.
+            divisible_by: the number of stages of a pipeline, times its rounds, if it does not divide the number of
+                layers. A `Stacked` then stores as many more layers as are missing, which are zeros and are skipped. A
+                `BlockSeq` stores no more.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.LayerNorm, gradient_checkpointing=True)(Embed)
@@ -179,19 +184,25 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             raise TypeError(
                 f"{cls.__name__}.init: {getattr(module, '__name__', module)!r} has no `init` that makes a layer."
             )
+        if divisible_by < 1:
+            raise ValueError(
+                f"{cls.__name__}.init: `divisible_by` is a number of layers, at least 1; got {divisible_by}."
+            )
         policy = policy_of(gradient_checkpointing)
         if prevent_cse is not None:
             policy = dataclasses.replace(policy, prevent_cse=prevent_cse)
 
         def of_all(*args: Any, **kwargs: Any) -> Self:
-            return cls._make(Block, policy, make, args, _layer_arguments.split_key(Block, kwargs))
+            return cls._make(
+                Block, policy, -Block.size % divisible_by, make, args, _layer_arguments.split_key(Block, kwargs)
+            )
 
         return functools.update_wrapper(of_all, make, updated=())
 
     @classmethod
     @abc.abstractmethod
     def _make(
-        cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any
+        cls, Block: Axis, policy: ScanCheckpointPolicy, padding: int, make: Callable[..., Any], args: Any, kwargs: Any
     ) -> Self: ...
 
     @overload
@@ -401,6 +412,8 @@ class Stacked(BlockFoldable[M], LayerStack):
             it are shared by all layers.
         Block: the axis of the layers.
         gradient_checkpointing: the values of each layer that are saved for the backward pass.
+        padding: the number of layers that are stored besides, at the end of the axis, so that stages of a pipeline
+            divide their number. They are zeros and are skipped; `init` adds them for `divisible_by`.
 
     >>> Layers, Embed = axn.make_axes(layers=12, embed=2)
     >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
@@ -413,6 +426,7 @@ class Stacked(BlockFoldable[M], LayerStack):
     stacked: M
     Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
     gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
+    padding: int = eqx.field(static=True, default=0)
 
     if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
 
@@ -424,16 +438,53 @@ class Stacked(BlockFoldable[M], LayerStack):
             *,
             gradient_checkpointing: ScanCheckpointSpec = False,
             prevent_cse: bool | None = None,
+            divisible_by: int = 1,
         ) -> ModuleInit[Stacked[L]]: ...
 
     @classmethod
-    def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
+    def _make(
+        cls, Block: Axis, policy: ScanCheckpointPolicy, padding: int, make: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Self:
         what = f"{cls.__name__}.init"
         _layer_arguments.check_sizes(what, Block, args, kwargs)
-        kwargs = _layer_arguments.shard_keys(what, Block, kwargs)
-        return cls(vmap(make, Block, default=_layer_arguments.first_axis)(*args, **kwargs), Block, policy)
+        stored = Block.resize(Block.size + padding)
+        if padding:
+            args, kwargs = _padding.lengthened(Block, padding, (args, kwargs))
+        kwargs = _layer_arguments.shard_keys(what, stored, kwargs)
+        stacked = vmap(make, stored, default=_layer_arguments.first_axis)(*args, **kwargs)
+        return cls(_padding.zeroed(Block, stacked) if padding else stacked, Block, policy, padding)
+
+    @property
+    def _stored(self) -> Axis:
+        """Return the axis of the layers that are stored."""
+        return self.Block.resize(self.Block.size + self.padding)
+
+    def _skipping(
+        self, what: str, fn: Callable[..., Any], run: Callable[..., Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """Return a function that runs all stored layers, and skips the added ones.
+
+        Arguments:
+            run: returns the function that runs them, from a `Stacked` without padding and a function of a layer.
+        """
+        body = _padding.skipping(fn, self.Block, self.stacked, outputs=what == "scan")
+
+        def run_all(init: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs = _layer_arguments.split_key(self.Block, kwargs)
+            args, kwargs = _padding.lengthened(self.Block, self.padding, (args, kwargs))
+            layers = dataclasses.replace(self, stacked=self._filled(), Block=self._stored, padding=0)
+            is_real = arange(self._stored) < self.Block.size
+            result = run(layers, body)(init, is_real, *args, **kwargs)
+            return (result[0], _padding.shortened(self.Block, result[1])) if what == "scan" else result
+
+        return run_all
+
+    def _filled(self) -> M:
+        return _padding.filled(self.Block, self.stacked) if self.padding else self.stacked
 
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
+        if self.padding:
+            return self._skipping(what, fn, lambda layers, body: layers._looped(what, body, unroll))
         transform = loops.fold if what == "fold" else loops.scan
         body = functools.partial(_apply, fn)
         loop = transform(body, self.Block, remat=self.gradient_checkpointing, unroll=1 if unroll is None else unroll)
@@ -448,6 +499,11 @@ class Stacked(BlockFoldable[M], LayerStack):
     def _scheduled(
         self, schedule: Schedule, fn: Callable[..., Any], unroll: Any, then: Any, then_args: Sequence[Any]
     ) -> Callable[..., Any]:
+        if self.padding:
+            return self._skipping(
+                "fold", fn, lambda layers, body: layers._scheduled(schedule, body, unroll, then, then_args)
+            )
+
         def of_some(stacked: M, Layers: Axis, carry: Any, *args: Any, **kwargs: Any) -> Any:
             layers = dataclasses.replace(self, stacked=stacked, Block=Layers)
             return layers._looped("fold", fn, unroll)(carry, *args, **kwargs)
@@ -461,20 +517,25 @@ class Stacked(BlockFoldable[M], LayerStack):
         return scheduled
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        _layer_arguments.check_sizes("Stacked.vmap", self.Block, args, kwargs)
-        mapped = vmap(functools.partial(_apply, fn), self.Block, default=_layer_arguments.first_axis)
-        return mapped(*args, stacked=self.stacked, **kwargs)
+        if self.padding:
+            args, kwargs = _padding.lengthened(self.Block, self.padding, (args, kwargs))
+        _layer_arguments.check_sizes("Stacked.vmap", self._stored, args, kwargs)
+        mapped = vmap(functools.partial(_apply, fn), self._stored, default=_layer_arguments.first_axis)
+        results = mapped(*args, stacked=self._filled(), **kwargs)
+        return _padding.shortened(self.Block, results) if self.padding else results
 
     def map_layers(self, fn: Callable[..., Any], *others: Any) -> Self:
-        mapped = vmap(fn, self.Block, default=_layer_arguments.first_axis)(self.stacked, *(o.stacked for o in others))
-        return dataclasses.replace(self, stacked=mapped)
+        mapped = vmap(fn, self._stored, default=_layer_arguments.first_axis)(self.stacked, *(o.stacked for o in others))
+        return dataclasses.replace(self, stacked=_padding.zeroed(self.Block, mapped) if self.padding else mapped)
 
     def unstacked(self) -> Sequence[M]:
-        each = _layer_arguments.unstack("Stacked.unstacked", self.Block, (), {"stacked": self.stacked})
-        return tuple(kwargs["stacked"] for _, kwargs in each)
+        each = _layer_arguments.unstack("Stacked.unstacked", self._stored, (), {"stacked": self.stacked})
+        return tuple(kwargs["stacked"] for _, kwargs in each[: self.Block.size])
 
     def get_layer(self, index: int) -> M:
-        return _layer_arguments.take_layer("Stacked.get_layer", self.Block, self.stacked, index)
+        _layer_arguments.check_index("Stacked.get_layer", self.Block, index)
+        index = index + (index < 0) * self.Block.size if self.padding else index
+        return _layer_arguments.take_layer("Stacked.get_layer", self._stored, self.stacked, index)
 
     # In a state dict, every layer has its own entries, as in a `BlockSeq` and in PyTorch models.
 
@@ -483,7 +544,8 @@ class Stacked(BlockFoldable[M], LayerStack):
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Self:
-        return dataclasses.replace(self, stacked=stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix))
+        stacked = stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix, padding=self.padding)
+        return dataclasses.replace(self, stacked=stacked)
 
 
 # The layer is a keyword argument, so that messages show the caller's positions of other arguments.
@@ -529,10 +591,13 @@ class BlockSeq(BlockFoldable[M]):
             *,
             gradient_checkpointing: ScanCheckpointSpec = False,
             prevent_cse: bool | None = None,
+            divisible_by: int = 1,
         ) -> ModuleInit[BlockSeq[L]]: ...
 
     @classmethod
-    def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
+    def _make(
+        cls, Block: Axis, policy: ScanCheckpointPolicy, padding: int, make: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Self:
         each = _layer_arguments.unstack(f"{cls.__name__}.init", Block, args, kwargs)
         return cls([make(*own_args, **own_kwargs) for own_args, own_kwargs in each], Block, policy)
 

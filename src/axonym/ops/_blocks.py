@@ -135,13 +135,13 @@ def _passed(x: jax.Array, axis: int, blocks: Blocks, step: int) -> jax.Array:
 
 
 def _mirrored(x: jax.Array, axis: int, width: int, last: bool, skipped: int = 0) -> jax.Array:
-    """Return the elements next to a boundary in reverse order, as they are behind a mirror at the boundary."""
+    """Return the elements next to a boundary in reverse order, as in a mirror at the boundary."""
     start = x.shape[axis] - width - skipped if last else skipped
     return jnp.flip(jax.lax.slice_in_dim(x, start, start + width, axis=axis), axis)
 
 
 def _filled(x: jax.Array, axis: int, kind: str | None, value: Any, width: int, last: bool) -> jax.Array:
-    """Return the halo behind a boundary; `axis` counts the elements of blocks. Without a kind, it is the value."""
+    """Return the halo beyond a boundary; `axis` counts the elements of blocks. Without a kind, it is the value."""
     shape = [*x.shape[:axis], width, *x.shape[axis + 1 :]]
     if kind in ("reflect", "symmetric"):
         return _mirrored(x, axis, width, last, skipped=kind == "reflect")
@@ -213,9 +213,9 @@ def halo_kernel(
     """Make a kernel that gives the blocks of an axis a halo.
 
     Arguments:
-        value_names: for each side, the axes of the operand that fills the halo behind a boundary there, or None.
+        value_names: for each side, the axes of the operand that fills the halo beyond a boundary there, or None.
         kinds: for each side, one of `WORDS`, or None for an operand.
-        held: whether blocks have halos already, of which only those behind a boundary are filled again.
+        held: whether blocks have halos already, of which only those beyond a boundary are filled again.
     """
     position = names.index(axis)
     given = [n for n in value_names if n is not None]

@@ -51,6 +51,10 @@ from ..named_array import NamedArray, wrap_result
 
 CACHE_SIZE = 8192
 
+GATHERING: set[str] = set()
+"""The operations that gather parameters themselves. Tracing an operation makes its kernel, which adds its name here, so
+the set is complete for a report by names of what was traced."""
+
 
 class Kernel:
     """A compiled positional function, and the names of its result.
@@ -257,6 +261,7 @@ def make_kernel(
     same_sizes: bool = True,
     selection: AxisSelection | None = None,
     per_device: Callable[..., Any] | None = None,
+    gathers: bool = False,
     keep_unused: bool = True,
     successors: output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
@@ -273,10 +278,13 @@ def make_kernel(
         selection: the axes that the user selected, whose sizes, if given, are checked.
         per_device: a function of the operands that is tried first. If one of them is a parameter in its storage
             sharding, it runs the operation per device; if not, it returns None: see `axonym.distribution.fsdp_ops`.
+        gathers: whether `per_device`, or `fn` itself, all-gathers such a parameter.
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
             from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
+    if gathers:
+        GATHERING.add(what)
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
     all_names = dict.fromkeys(unmarked(n) for names in (*in_names, *names_of_results(out_names)) for n in names)
 

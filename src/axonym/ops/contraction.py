@@ -100,7 +100,7 @@ def _plan_kernel(
     def positional(*arrays):
         return contract(plan, arrays, jax.lax.dot_general)
 
-    return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=sized)
+    return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=sized, gathers=True)
 
 
 def _dot_plan(

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..axis import AxisSelector, Names, name_of
-from ..core import errors
 from ..named_array import NamedArray
 from . import _kernels
 from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced, require_named
@@ -63,7 +62,6 @@ def _apply(
     return _matrix_kernel(fn, what, array.names, axes, new_axis, *static).apply(array.array)
 
 
-@errors.say_how_to_call
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the lower triangle: zero above a diagonal.
 
@@ -82,7 +80,6 @@ def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return _where(operator.ge, x, row, col, k)
 
 
-@errors.say_how_to_call
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the upper triangle: zero below diagonal `k`. The other arguments are as for `tril`.
 

@@ -46,10 +46,9 @@ def _binary_kernel(
         return fn(a, b) if static is None else fn(a, b, static)
 
     in_names = (a_names, b_names)
-    if outputs > 1:
-        return _kernels.make_kernel(name, positional, in_names, (names,) * outputs)
+    out_names = names if outputs == 1 else (names,) * outputs
     per_device = functools.partial(fsdp_ops.run_gathering_parameters, positional, in_names, names)
-    return _kernels.make_kernel(name, positional, in_names, names, native=True, per_device=per_device)
+    return _kernels.make_kernel(name, positional, in_names, out_names, native=True, per_device=per_device, gathers=True)
 
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from ..axis import Axis, AxisSelector, Names, name_of
-from ..core import errors
 from ..core.tree_spec import StaticLeaf
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
@@ -55,7 +54,6 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     return kernel.apply(array.array, *operands)
 
 
-@errors.say_how_to_call
 def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray:
     """Return the elements of one axis at an integer, or at a named array of integers: `array[axis, index]`.
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelection, Names
-from ..core import errors
+from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray
 from . import _kernels
 from ._operands import as_float, at_least_float32, distinct, extreme, one_axis, require_named, require_subset
@@ -22,7 +22,6 @@ from .creation import ones_like
 from .elementwise import divide, maximum
 
 
-@errors.say_how_to_call
 def segment_sum(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -42,7 +41,6 @@ def segment_sum(
     return _reduce("segment_sum", array, segments, new_axis, axis)
 
 
-@errors.say_how_to_call
 def segment_mean(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -59,7 +57,6 @@ def segment_mean(
     return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
 
 
-@errors.say_how_to_call
 def segment_prod(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -74,7 +71,6 @@ def segment_prod(
     return _reduce("segment_prod", array, segments, new_axis, axis)
 
 
-@errors.say_how_to_call
 def segment_max(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -89,7 +85,6 @@ def segment_max(
     return _reduce("segment_max", array, segments, new_axis, axis)
 
 
-@errors.say_how_to_call
 def segment_min(
     array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
 ) -> NamedArray:
@@ -137,6 +132,9 @@ def _segment_kernel(what: str, names: Names, own: Names, new_axis: Axis, axis: A
     def positional(x, segments):
         if not jnp.issubdtype(segments.dtype, jnp.integer):
             raise TypeError(f"{what}: `segments` must be integers, got {segments.dtype}.")
+        # On several mesh axes, XLA reduces the padding too if an axis is sharded unevenly.
+        x = replicate_uneven(what, names, x, several=True)
+        segments = replicate_uneven(what, own, segments, several=True)
         sizes = dict(zip(names, x.shape, strict=True)) | {new_axis.name: new_axis.size}
         numbers = jnp.expand_dims(_kernels.transpose_to(segments, own, ordered), -1)
         return scatter([sizes[n] for n in out_names], numbers, x)

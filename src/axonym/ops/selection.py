@@ -363,7 +363,6 @@ def digitize(x: NamedOrNumeric, bins: NamedOrNumeric | Sequence[float], *, right
     return _lookup_kernel(jnp.digitize, "digitize", (names, own), (("right", bool(right)),)).apply(x, edges)
 
 
-@errors.say_how_to_call
 def interp(
     x: NamedOrNumeric,
     xp: NamedOrNumeric | Sequence[float],

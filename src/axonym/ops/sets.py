@@ -30,7 +30,6 @@ from ._operands import (
 # --- distinct values ---
 
 
-@errors.say_how_to_call
 def unique(
     array: NamedArray,
     Unique: Axis,

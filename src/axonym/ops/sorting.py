@@ -39,7 +39,6 @@ def _sort(x: jax.Array, axis: int, descending: bool) -> jax.Array:
     return jnp.flip(sort_along(axis, x), axis) if descending else sort_along(axis, x)
 
 
-@errors.say_how_to_call
 def argsort(
     a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = True, descending: bool = False
 ) -> NamedArray:

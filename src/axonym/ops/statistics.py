@@ -148,7 +148,7 @@ def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: st
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
     NamedArray({shown})
     """
-    return errors.say_how_to_call(publish(op, name, __name__, doc))
+    return publish(op, name, __name__, doc)
 
 
 def _by_percent(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +185,7 @@ def _quantile(
     >>> axn.{name}(axn.named({example}, ("x", "y")), {q}, "y")
     NamedArray({shown})
     """
-    return errors.say_how_to_call(publish(op, name, __name__, doc))
+    return publish(op, name, __name__, doc)
 
 
 _of_numbers = functools.partial(_ordered, nan=False)

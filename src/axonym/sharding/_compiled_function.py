@@ -80,10 +80,10 @@ class CompiledFunction(Generic[P, R]):
         """Arguments:
         what: the public function that made it, for messages.
         fn: the function.
-        active: the parts of the settings that are active inside, whatever is active around the call.
-        arguments: placements of the arguments, which are applied in turn, each with a word for messages.
+        active: settings to use inside, in place of the caller's.
+        arguments: placements to apply to the arguments one after another, each with a label for messages.
         results: a function of the arguments and the results, which returns the results sharded.
-        empty: a function of these, which returns the arrays of size 0 among them, each with its sharding.
+        empty: a function from the results to their arrays of size 0, each with its sharding.
         donate: which positional and keyword arguments may be overwritten: tree prefixes of booleans or functions.
         static_argnums: as in `jax.jit`; only without `static_leaves`.
         static_leaves: leaves of the arguments and results that are not arrays are static.
@@ -138,7 +138,7 @@ class CompiledFunction(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
 
-        The compiled program is called like the function; arguments that are not arrays must be the same ones.
+        Call the compiled program like the function, with the same non-array arguments.
 
         >>> compiled = axn.named_jit(lambda x, n: x * n).lower(axn.ones({"x": 2}), 3).compile()
         >>> compiled(axn.ones({"x": 2}), 3)
@@ -170,10 +170,10 @@ class CompiledFunction(Generic[P, R]):
 
     @contextlib.contextmanager
     def _surroundings(self):
-        """Activate, around the call, the settings that its program depends on.
+        """Activate around the call only the settings that its program depends on.
 
-        The function's own settings are activated inside it, so the program does not depend on the
-        settings that they replace. All others stay active.
+        Inside, the function's own settings replace the caller's, so the replaced ones must not count. All others stay
+        active.
         """
         outer = active_settings.active_settings()
         seen, wanted = self._around_last
@@ -366,7 +366,7 @@ class _Program:
         self._has_static_fields = bool(self._structure.static_fields)
 
     def arrays(self, leaves: list[Any], structure: Any) -> tuple[list[Any], ...] | None:
-        """Remove the static leaves, and return the arrays, if this is certainly the program for the leaves; else None.
+        """Return the arrays among the leaves if this program certainly fits the leaves, else None.
 
         It is certain if the leaves are as expected: the same static values, and arrays otherwise.
         """
@@ -406,7 +406,7 @@ def _is_surely_array(leaf: Any) -> bool:
 
 
 class _AmbiguousArgumentsError(Exception):
-    """Raised while tracing arguments that `jax.jit` could not distinguish from the arguments of another program."""
+    """Raised while tracing if `jax.jit` could not tell the arguments from another program's."""
 
 
 def _checked(leaf: StaticLeaf) -> StaticLeaf:

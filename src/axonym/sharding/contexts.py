@@ -27,8 +27,8 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function that runs under the mesh and the mapping that are active now, wherever it is called.
 
     Use it for functions that other threads run, and for coroutine functions that become tasks. A task keeps its mesh
-    and mapping, also ones that it activates itself, while other tasks run. A function also takes along Python's
-    context variables; a task always has the ones of the code that makes it. Other settings that JAX keeps per thread
+    and mapping, including ones it activates itself, while other tasks run. A function also takes along Python's
+    context variables; a task always gets them from the code that creates it. Other settings that JAX keeps per thread
     are not taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
 
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +40,8 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"in_context: {getattr(fn, '__qualname__', fn)} is a generator, which runs between other code. Use the "
-            "functions or tasks that take what it yields."
+            f"in_context: {getattr(fn, '__qualname__', fn)} is a generator. Wrap the function or task that consumes it "
+            "instead."
         )
     try:
         taken = _ContextSnapshot()

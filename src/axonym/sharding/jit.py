@@ -72,9 +72,9 @@ def named_jit(
     """Compile a function, with a mapping active inside it and its arguments and results sharded by name.
 
     Arguments can be anything: leaves that are not arrays (strings, functions, Python numbers, fields of models) are
-    static, and a call with another value compiles again. The same holds for results. The object of a method is an
-    argument like any other: if it is not a pytree, it is static, and kept alive by the program compiled for it, among
-    the latest 256 of the function.
+    static, and a call with another value compiles again. The same holds for results. A method's object is an argument
+    too. If it is not a pytree, it is static, and the program compiled for it keeps it alive. A function keeps its
+    latest 256 programs.
 
     Arguments:
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
@@ -150,8 +150,8 @@ def fsdp(
     all-gathers the parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on
     any mesh. To gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
 
-    Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` shards
-    another of their axes over the same mesh axis, as it does for batches. `compute_mapping` places the others.
+    An argument or result with an axis of `parameter_mapping` counts as a parameter, unless `compute_mapping` shards
+    another of its axes over the same mesh axis, as in a batch. `compute_mapping` places everything else.
     Arguments can come from the host, or from any other placement.
 
     To store parameters without names, pass a rule (see `axonym.sharding.FSDPShardingRule`), which then places
@@ -245,8 +245,8 @@ def _compiled(
 def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
     """Warn of mappings that apply to no argument and no result.
 
-    A compute mapping can be for axes that exist only inside, so it is reported only if one of its names is similar to
-    one outside. A parameter mapping is for arguments, so any key of it may be misspelled.
+    A compute mapping may be for axes that exist only inside, so warn only if one of its names resembles an axis
+    outside. A parameter mapping is for arguments, so any key of it may be misspelled.
     """
     compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
     leaves, mesh = leaves_of(seen)[0], current_mesh()
@@ -264,10 +264,10 @@ def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], see
 
 
 def misspelled(names: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """Return the names of a mapping that name none of the known axes by mistake, each with a hint.
+    """Return the names of a mapping that are probably misspelled, each with a hint.
 
-    Several models may share a mapping, so one that names no axis is a mistake if it is very similar to a name of an
-    axis, or if no name of the mapping names an axis.
+    Several models may share a mapping, so a name without an axis is a mistake only if it is very similar to the name
+    of an axis, or if no name of the mapping has an axis.
     """
     free, none = set(known).difference(names), set(known).isdisjoint(names)
     hints = {n: errors.suggestion(n, free, 0.8) for n in names if n not in known}
@@ -281,8 +281,8 @@ def _checked_donation(what: str, argument: str, donate: Any) -> Any:
         if may is None or isinstance(may, bool) or callable(may):
             return may or False
         raise TypeError(
-            f"{what}: `{argument}` says whether each argument may be overwritten, by True and False rather than by "
-            f"number, as in `donate_args=(True, False)` or `donate_kwargs={{'state': True}}`; got {donate!r}."
+            f"{what}: `{argument}` takes True or False for each argument, not numbers of arguments, as in "
+            f"`donate_args=(True, False)` or `donate_kwargs={{'state': True}}`; got {donate!r}."
         )
 
     return None if donate is None else jax.tree.map(checked, donate, is_leaf=lambda x: x is None or callable(x))

@@ -46,7 +46,7 @@ class Leaf:
     mesh: AnyMesh | None = None
     """The mesh of the sharding, if the placement is a sharding."""
     made_from: Names | None = None
-    """The names of the array with other axes that an optimizer made this one from; see `_name_axes_left`."""
+    """The names of the array that an optimizer made this one from, if its axes differ; see `_name_axes_left`."""
 
     @property
     def path(self) -> str:
@@ -151,7 +151,7 @@ def child_of(parent: Any, key: Any) -> Any:
 
 
 def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
-    """Name the axes of arrays that an optimizer made from others, as far as the sizes of the tree's axes tell.
+    """Name the axes of arrays that an optimizer made from others, where their sizes identify them.
 
     Such an array has the names of a parameter but other axes, for example the axes that are left after a mean. Its
     axes are in the order of the names; an axis that could have several of the names, or none, gets the name `_`, which
@@ -182,9 +182,9 @@ def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _names_left(names: Names, shape: Sequence[int], sizes: Mapping[str, Collection[int]]) -> Names:
-    """Return a name for each axis of a shape, in the order of the names: the assignment that most sizes confirm.
+    """Name each axis of a shape, in the order of the names, so that as many sizes as possible match.
 
-    If such assignments have different names, axes that they do not agree about become `_`.
+    Where equally good assignments disagree, an axis becomes `_`.
     """
     best: tuple[int, int] = (0, 0)
     assignments: list[tuple[str, ...]] = []
@@ -210,12 +210,12 @@ def is_not_told(leaf: Leaf, mapping: Mapping[str, Any]) -> bool:
 
 
 def warn_if_not_told(leaves: Sequence[Leaf], what: str) -> None:
-    """Warn about arrays of an optimizer that are replicated because their sizes do not tell which axes they have."""
+    """Warn about arrays of an optimizer that are replicated because their sizes do not identify their axes."""
     found = [f"{x.path} of shape {x.shape}, made from {errors.describe_axes(x.made_from or ())}" for x in leaves]
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         errors.warn(
-            f"{what}: arrays of an optimizer, or of a positional function, are replicated, since their sizes do not "
-            f"tell which axes they have: {'; '.join(found[:3])}{more}. Place them together with the parameters, whose "
-            "sizes tell, or by path with axonym.sharding.TreePathShardingRule."
+            f"{what}: these arrays of an optimizer or a positional function are replicated, because their sizes do not "
+            f"identify their axes: {'; '.join(found[:3])}{more}. Place them in one tree with the parameters, or by "
+            "path with axonym.sharding.TreePathShardingRule."
         )

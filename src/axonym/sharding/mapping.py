@@ -58,7 +58,7 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
             raise ValueError(f"{what}: axis {name!r} is sharded over one mesh axis twice, {axes}.")
         return entry_of(axes)
     raise TypeError(
-        f"{what}: axis {name!r} goes to a mesh axis by its name, to several, or to None; got {entry!r}.{NO_SIZES}"
+        f"{what}: axis {name!r} must map to the name of a mesh axis, to several, or to None; got {entry!r}.{NO_SIZES}"
     )
 
 
@@ -114,7 +114,7 @@ def axis_mapping(
 
 
 class _Entered(threading.local):
-    """The with-blocks that this thread is in, the innermost last: of which object, and in which task."""
+    """The with-blocks this thread is in, innermost last, each with the object and the task that entered it."""
 
     def __init__(self):
         self.blocks: list[tuple[object, contextlib.AbstractContextManager[Any], Any]] = []
@@ -125,7 +125,7 @@ _ENTERED = _Entered()
 
 @contextlib.contextmanager
 def own_blocks(blocks: list[Any]) -> Iterator[None]:
-    """Enter and leave with-blocks apart from the other code of this thread, whose settings are not active here."""
+    """Keep with-blocks apart from the thread's other code, whose settings are not active here."""
     before, _ENTERED.blocks = _ENTERED.blocks, blocks
     try:
         yield
@@ -142,7 +142,7 @@ def _current_task() -> Any:
 
 
 def enter_block(of: object, block: contextlib.AbstractContextManager[Any]) -> None:
-    """Enter a with-block of an object, which other threads may use, and this one again."""
+    """Enter a with-block of an object; other threads may enter it too, and this one again."""
     block.__enter__()
     _ENTERED.blocks.append((of, block, _current_task()))
 
@@ -158,8 +158,8 @@ def leave_block(of: object, what: str, *raised: Any) -> None:
         del blocks[start]
         inside[0][1].__exit__(*raised)
         return
-    # Each block restores what was active before it, so all are left that other tasks have entered since. If this one
-    # is not there, another task has left it so.
+    # Leaving a block restores the settings before it, so the blocks that other tasks entered since are left too. If
+    # this block is missing, another task has left it this way.
     del blocks[start:]
     for _, block, _ in reversed(inside):
         with contextlib.suppress(ValueError):  # context variables of another task, which end with it
@@ -204,7 +204,7 @@ class ActiveSettings:
 
 
 def check_direction(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> None:
-    """Check that an active mapping is not from mesh axes to axes: it would apply to nothing, without a word."""
+    """Raise if an active mapping goes from mesh axes to axes: it would silently apply to nothing."""
     if not mesh.shape.keys().isdisjoint(mapping) and errors.wrong_way_round(mapping, mesh.axis_names):
         check_mesh_axes(what, mapping, mesh)
 

@@ -69,8 +69,8 @@ def make_mesh(
     Arguments:
         sizes: sizes by mesh axis, in order. One of them can be -1, for as many devices as the others leave.
         names: the mesh axes, if `sizes` is only a sequence.
-        explicit: whether the axes are Explicit, so that shardings are part of types, or which of them are; the others
-            are Auto.
+        explicit: True makes all axes Explicit, so that shardings are part of types; names make only these Explicit.
+            The others are Auto.
         devices: the devices to use; all of them by default.
 
     >>> axn.make_mesh({"data": -1, "model": 2}).shape["model"]

@@ -48,7 +48,7 @@ from .meshes import as_seen_here, current_mesh
 LeafPlacement: TypeAlias = "ResourceMapping | PartitionSpec | jax.sharding.Sharding | Rule | None"
 """A placement that is the same for every leaf that it is given for, or a rule, which decides for each."""
 Placement: TypeAlias = object
-"""A leaf placement, or a tree prefix of such placements, which has no better type: it is any tree."""
+"""A leaf placement, or a tree prefix of them. A prefix can be any tree, so no type is better."""
 
 
 class Rule(abc.ABC):
@@ -87,7 +87,7 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     Arguments:
         tree: any tree; its arrays may be abstract or traced.
         placement: the placement of the leaves.
-        mesh: the mesh to check against; without one, only checks without a mesh are made, and rules see the active
+        mesh: the mesh to check against. Without one, checks that need a mesh are skipped, and rules see the active
             mesh.
         what: the operation, for messages.
     """
@@ -110,11 +110,11 @@ class PlacementCheck:
     given: list[tuple[LeafPlacement, Leaf]]
     """The placement of each leaf, which may be a rule, with the leaf as the rule sees it."""
     answers: list[tuple[LeafPlacement, Leaf]]
-    """The answers of rules, except the library's own rules that answer with mappings for other leaves too."""
+    """The answers of rules, except FSDP's rules, whose mappings are for other leaves too."""
     problems: list[tuple[str, str]]
     """Paths and messages."""
     not_told: list[Leaf]
-    """The arrays of an optimizer that a mapping would shard if their sizes told which axes they have."""
+    """Optimizer arrays that a mapping would shard, but whose sizes do not identify their axes."""
 
 
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> PlacementCheck:
@@ -174,7 +174,7 @@ class ParameterOrComputeMapping(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class ComputeMappingOrParameterRule(Rule):
-    """Place leaves by the compute mapping if it shards them, as it does batches, and else, as parameters, by a rule."""
+    """Place leaves that the compute mapping shards, such as batches, by it; all others, the parameters, by a rule."""
 
     parameters: Rule
     compute: Mapping[str, Entry]
@@ -245,8 +245,8 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
                 trees.append(child_of(trees[-1], key))
             hint = next(filter(None, map(as_mapping, trees)), NO_SIZES if type(p) is int else "")
             raise TypeError(
-                f"{what}: {shown}{where} is not a placement. Resource mappings, such as {{'batch': 'data'}}, "
-                f"PartitionSpecs, shardings, rules, and None are.{hint}"
+                f"{what}: {shown}{where} is not a placement. Pass a resource mapping, such as {{'batch': 'data'}}, a "
+                f"PartitionSpec, a sharding, a rule, or None.{hint}"
             )
         return p
 
@@ -267,8 +267,8 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
     kind = sharding.memory_kind
     if kind is not None and isinstance(mesh, Mesh) and kind != mesh.devices.flat[0].default_memory().kind:
         raise ValueError(
-            f"{what}: a placement says which devices hold what, not in which memory, but the sharding has memory kind "
-            f"{kind!r}. Use jax.device_put to move an array there."
+            f"{what}: a placement cannot choose the memory, but the sharding has memory kind {kind!r}. Use "
+            "jax.device_put to move an array there."
         )
     return as_seen_here(mesh)
 
@@ -284,8 +284,8 @@ def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str,
     answer = rule.answer(seen, mesh)
     if not is_placement(answer):
         raise TypeError(
-            f"{what}: {rule!r} gave {answer!r} for {leaf.path}, which is not a placement. Partition specs, resource "
-            "mappings, shardings, rules, and None are."
+            f"{what}: {rule!r} gave {answer!r} for {leaf.path}, which is not a placement. Return a resource mapping, a "
+            "PartitionSpec, a sharding, a rule, or None."
         )
     if answer is None and (refusal := rule.refusal(seen)):
         problems.append(f"{leaf.path} {described(leaf)}: {refusal}.")
@@ -320,7 +320,7 @@ def entries_for(leaf: Leaf, placement: LeafPlacement) -> tuple[Entry, ...] | Non
     if isinstance(placement, NamedSharding):
         return tuple(placement.spec)
     if isinstance(placement, jax.sharding.Sharding):
-        raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
+        raise TypeError(f"Expected a NamedSharding, got a {type(placement).__name__}: placing by name needs a mesh.")
     mapping: Mapping[str, Any] | None = placement if isinstance(placement, Mapping) else None
     return None if mapping is None or leaf.names is None else entries_by_name(leaf.names, mapping)
 
@@ -334,7 +334,8 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
 _WAY_OUT = (
     "Resize it to a multiple of {shards} (axonym.sharding.round_axis_for_partitioning gives {size}), "
     "or map it elsewhere.",
-    "Resize it to a multiple of {shards} (such as {size}), or choose another placement; a rule can be `.lenient()`.",
+    "Resize it to a multiple of {shards} (such as {size}), or choose another placement. A rule can replicate it "
+    "instead: `rule.lenient()`.",
 )
 """Advice about a size: of named arrays, and of raw ones."""
 
@@ -353,8 +354,8 @@ def _checked(
         for axis in axes:
             if axis in taken:
                 problems.append(
-                    f"{array}: {taken[axis]} and {name} both go to mesh axis {axis!r}; one array can use a "
-                    "mesh axis once. Map one of them elsewhere, or to None, or give it another name here."
+                    f"{array}: {taken[axis]} and {name} are both sharded over mesh axis {axis!r}, which an array can "
+                    "use only once. Map one of them to another mesh axis or to None, or rename it here."
                 )
             taken[axis] = name
         if mesh is None:
@@ -458,8 +459,8 @@ def _warn_if_unused(placements: Sequence[tuple[LeafPlacement, Leaf]], mesh: AnyM
             hint = errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
             turned = {name_of(k): v for k, v in mapping.items() if known.intersection(mesh_axes(v))}
             errors.warn(
-                f"{what}: none of the axes {errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{errors.wrong_way_round(turned, keys)}{hint}"
+                f"{what}: the tree has none of the mapping's axes {errors.quoted(keys)}; it {has}."
+                f"{errors.wrong_way_round(turned, keys)}{hint}"
             )
 
 

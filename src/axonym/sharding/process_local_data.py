@@ -100,12 +100,12 @@ def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, 
             if len(set(values)) > 1:
                 return (
                     f"{leaf.path} differs between processes {', '.join(map(str, processes))}, whose devices hold the "
-                    "same part of it: let them load the same."
+                    "same part of it: load the same data in each."
                 )
     if len(parts) > 1 and rows[:, 1].any() and (rows[:, 2:] == rows[0, 2:]).all():
         return (
-            "all processes loaded the same, and each should load a part of its own. Give arrays that are the same "
-            "everywhere to axonym.shard."
+            "all processes loaded the same data, but each should load its own part. To place data that is the same "
+            "everywhere, use axonym.shard."
         )
     return None
 

@@ -76,8 +76,8 @@ def sharding_for_axis(
     for mesh_axis in mesh.axis_names:
         if len(users := [n for n, entry in entries.items() if mesh_axis in mesh_axes(entry)]) > 1:
             raise ValueError(
-                f"sharding_for_axis: {' and '.join(map(repr, users))} both go to mesh axis {mesh_axis!r}; one array "
-                "can use a mesh axis once. Map one of them elsewhere, or to None."
+                f"sharding_for_axis: {' and '.join(map(repr, users))} are both sharded over mesh axis {mesh_axis!r}, "
+                "which an array can use only once. Map one of them to another mesh axis or to None."
             )
     if all(isinstance(s, Axis) for s in found):
         shape = tuple(s.size for s in found if isinstance(s, Axis))

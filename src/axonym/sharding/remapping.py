@@ -29,11 +29,10 @@ T = TypeVar("T")
 def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_bytes: int = 2**26) -> T:
     """Move a state to another mesh or mapping, without a checkpoint.
 
-    Arrays move one after the other, and each old one is deleted, so the devices never hold more than the old and the
-    new shards of one array besides the shards of the rest. Anything else that moving needs, such as a copy on the host,
-    takes a few times `piece_bytes`. An array that shares memory with another one is not deleted. Do not use the arrays
-    that you passed afterwards. Arrays that the placement does not cover, such as random keys and counters, are
-    replicated over the mesh.
+    Arrays move one at a time, and each old one is deleted, so only the array that is moving takes memory twice.
+    Anything else that moving needs, such as a copy on the host, takes a few times `piece_bytes`. An array that shares
+    memory with another one is not deleted. Do not use the arrays that you passed afterwards. Arrays that the placement
+    does not cover, such as random keys and counters, are replicated over the mesh.
 
     With several processes, the new mesh must have the devices of the old one. For fewer hosts, restore a checkpoint.
 
@@ -41,7 +40,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
         tree: parameters, the state of an optimizer, ...
         placement: the new placement, such as a resource mapping.
         mesh: the new mesh; by default the active one.
-        piece_bytes: how large a piece of an array is at most; smaller arrays move as one.
+        piece_bytes: the largest piece to move at once, in bytes; smaller arrays move as one.
 
     >>> old, new = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 4, "model": 2})
     >>> state = axn.shard({"w": axn.ones({"embed": 16, "mlp": 4})}, {"embed": "data"}, old)

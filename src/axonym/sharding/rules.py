@@ -162,9 +162,9 @@ class _Lenient(ShardingRule):
 class FSDPShardingRule(ShardingRule):
     """Shard one axis of every large array.
 
-    The rule chooses the axis whose size has the largest power of two as a divisor, or with `fsdp_axis_size` the largest
-    axis that this number divides; the first such axis if there are several. An axis that the mesh does not divide is
-    never chosen. Arrays that are small, or have no axis to choose, are replicated.
+    The rule picks the axis whose size is divisible by the largest power of two or, with `fsdp_axis_size`, the largest
+    axis divisible by that number. Ties go to the first axis. An axis that the mesh does not divide is never chosen.
+    Arrays that are small, or have no axis to choose, are replicated.
 
     >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=16)
     >>> axn.shard({"w": jnp.ones((6, 16)), "b": jnp.ones(8)}, rule, axn.make_mesh({"data": 2}))["w"].sharding.spec
@@ -231,7 +231,7 @@ class TreePathShardingRule(ShardingRule):
                 raise TypeError(f"TreePathShardingRule: a rule is a pair of a pattern and a placement, got {rule!r}.")
             if rule[1] is None or not is_placement(rule[1]):
                 raise TypeError(
-                    f"TreePathShardingRule: {rule[0]!r} goes to a placement (P() replicates), got {rule[1]!r}."
+                    f"TreePathShardingRule: {rule[0]!r} needs a placement (P() replicates), got {rule[1]!r}."
                 )
         self.rules = tuple((re.compile(pattern), _as_rule(placement)) for pattern, placement in rules)
         self.strict = strict
@@ -323,8 +323,8 @@ class MappingShardingRule(ShardingRule):
 class LogicalAxesRule(ShardingRule):
     """Shard raw arrays by a mapping and a tree that names their axes, as used by MaxText and other Flax models.
 
-    Where the arrays' tree has an array, this tree has a tuple of names, or a `PartitionSpec` of names. None is an axis
-    without a name; an array with an empty tuple is replicated. The states of optimizers contain the paths of the
+    In place of each array, the tree has a tuple or `PartitionSpec` of names. None marks an axis without a name; an
+    empty tuple replicates the array. The states of optimizers contain the paths of the
     parameters, so the names apply to the states too. An array that the tree has no names for is passed on.
 
     >>> names = {"up": ("embed", "mlp"), "scale": ("embed",)}
@@ -340,12 +340,12 @@ class LogicalAxesRule(ShardingRule):
     def __init__(self, tree: Any, mapping: ResourceMapping | Sequence[tuple[str, Any]]):
         """Arguments:
         tree: the names.
-        mapping: from names to mesh axes; or the logical axis rules of Flax, pairs of a name and a mesh axis: for each
-            name, the first pair counts whose mesh axes the array does not use yet.
+        mapping: from names to mesh axes; or Flax's logical axis rules, pairs of a name and a mesh axis. Each name
+            takes the first pair whose mesh axes the array does not use yet.
         """
         found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_names)[0]
         if wrong := [_path(path) for path, names in found if not is_axis_names(names)]:
-            raise TypeError(f"LogicalAxesRule: {wrong[0]} is no tuple of names. Names are strings, or None.")
+            raise TypeError(f"LogicalAxesRule: {wrong[0]} must be a tuple of names, each a string or None.")
         self.names = {_path(path): tuple(names) for path, names in found}
         self.strict = isinstance(mapping, Mapping)
         mappings = [mapping] if self.strict else [{name: entry} for name, entry in mapping]

@@ -133,7 +133,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or _is_of_keys(x):
         return jax.device_put(x, target)
-    # Of a weakly typed array, `without_cache` makes no other. An empty one has nothing to exchange.
+    # `without_cache` returns weakly typed arrays unchanged. Empty arrays have nothing to exchange.
     if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return _program_to(target)(x)
     return jax.device_put(without_cache(x), target)
@@ -150,7 +150,7 @@ def without_cache(x: Any) -> Any:
 
 
 def emptied(x: Any) -> Any:
-    """Return a new array for one of size 0: jax 0.10 cannot copy what it computed sharded."""
+    """Replace an array of size 0 by a new one: jax 0.10 cannot copy one that a sharded computation made."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or _is_of_keys(x):
         return x
     empty = np.zeros(x.shape, x.dtype)
@@ -203,8 +203,8 @@ def shard_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Shard the arguments of a call, except at static positions. Errors name the parameters.
 
-    The placement is one for all arguments, a tuple with one for each positional parameter, or a dictionary of some by
-    parameter. Arguments that it leaves out keep their sharding.
+    Pass one placement for all arguments, a tuple with one for each positional parameter, or a dictionary by parameter.
+    Arguments without one keep their sharding.
     """
     names = parameter_names(fn, len(args), kwargs)
     fixed = {i if i >= 0 else i + len(args) for i in static}
@@ -250,7 +250,7 @@ def call_on_mesh(
     place: Callable[[Any, Any], Arguments] | None,
     placement: Placement,
 ) -> R:
-    """Call a jitted function, whose arguments are sharded inside it, with arguments on any devices.
+    """Call a jitted function that shards its arguments inside, also with arguments on other devices.
 
     `jax.jit` refuses arguments on devices outside the mesh. Then they are moved, and the function is called again:
     `place` shards the arguments as the function does inside, by a placement that may have its own mesh.
@@ -324,16 +324,16 @@ def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> 
 
 
 def _is_in_place(x: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
-    """Return the same for one array.
+    """Return whether one array is in place.
 
-    Layers ask this at every call, so an answer is kept for all arrays of these names, sizes and sharding.
+    Layers ask at every call, so answers are cached by names, sizes and sharding.
     """
     if not isinstance(x, NamedArray) or not isinstance(x.array, jax.Array) or isinstance(x.array, Tracer):
         return False
     mapping = active_mapping() if placement is None else placement
     if not isinstance(mapping, Mapping):
         return False
-    if placement is not None and mapping.keys().isdisjoint(x.names):  # of no use, which is said
+    if placement is not None and mapping.keys().isdisjoint(x.names):  # it names no axis: `resolve` warns about that
         return False
     entries = tuple(mapping.items())
     try:
@@ -346,7 +346,7 @@ def _is_in_place(x: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool
 def _lies_by(
     what: str, entries: tuple[tuple[Any, Any], ...], mesh: AnyMesh, names: Names, shape: tuple[int, ...], has: Any
 ) -> bool:
-    """Return whether a mapping puts an array just where it lies, without any error."""
+    """Return whether an array already has the sharding that a mapping gives it, with no error to report."""
     if not isinstance(has, NamedSharding) or len(names) != len(shape):
         return False
     if not is_resource_mapping(mapping := dict(entries)):
@@ -360,7 +360,7 @@ def _lies_by(
 
 
 def warn_without_mesh(what: str, placements: Any, tree: Any, otherwise: str = "") -> None:
-    """Warn that placements and the active mappings shard nothing of a tree without a mesh."""
+    """Warn that nothing of a tree is sharded because no mesh is active."""
     known = {n for leaf in leaves_of(tree)[0] for n in leaf.names or ()}
     mapping = {k: v for m in _mappings_in(placements) for k, v in m.items()}
     turned = {} if known.isdisjoint(axes_in(mapping.values())) else {k: v for k, v in mapping.items() if k not in known}
@@ -492,7 +492,7 @@ def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) 
 
 
 def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
-    """Return whether a sharding is on the devices of a mesh of its shape; an active mesh does not show its devices."""
+    """Return whether a sharding is on the devices of a mesh of its shape; true if the mesh hides its devices."""
     found = with_devices(mesh)
     return isinstance(found, AbstractMesh) or found == sharding.mesh
 
@@ -516,7 +516,7 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
         if AxisType.Explicit in kinds and AxisType.Auto in kinds:
             raise ValueError(
                 f"{what}: the mesh {types} mixes Manual, Explicit and Auto axes here, where JAX versions disagree "
-                "about what a constraint means. Make the axes that are not Manual of one type."
+                "about what a constraint means. Make all axes that are not Manual the same type."
             )
     if passed and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
         if jax.typeof(x).sharding.mesh.empty:
@@ -542,8 +542,8 @@ def _constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callable[[A
         axes = [a for a in mesh_axes(entry) if types[a] == AxisType.Auto]
         if axes and len(axes) != len(mesh_axes(entry)):
             raise ValueError(
-                f"shard: {entry} shards one axis over mesh axes of different types, {types}; JAX has no way "
-                "to say that. Use mesh axes of one type for it."
+                f"shard: JAX cannot shard one axis over mesh axes of different types: {entry}, {types}. Use mesh axes "
+                "of one type."
             )
         return entry_of(axes) or PartitionSpec.UNCONSTRAINED
 

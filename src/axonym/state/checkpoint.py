@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import errno
 import functools
 import math
@@ -33,9 +34,10 @@ from ..core import errors
 from ..core.processes import ProcessAgreement, fail_together
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
-from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
+from ..sharding.leaves import Leaf, child_of, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement, listed
+from ..tree import LayerStack
 from ._orbax_output import quiet, remove_unfinished, wait_for_threads
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
@@ -346,7 +348,7 @@ def _described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax
                 raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
             if not isinstance(array, jax.Array):
                 require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
-            about[key] = _about(leaf, array)
+            about[key] = _about(leaf, array, added_layers(leaf, tree))
             data = jax.random.key_data(array) if _is_key(array) else _as_jax_array(leaf.path, array)
             if (wider := _stored_as(data.dtype)) != data.dtype:
                 about[key]["stored"], data = wider.name, data.astype(wider)
@@ -382,6 +384,7 @@ def _save_alone(orbax: Any, path: str, about: Any, arrays: Mapping[str, jax.Arra
     # After Orbax has merged its files, and before it renames the folder.
     def finalize_with_checksums(folder: Any) -> None:
         finalize(folder)
+        _leave_out_added_layers(folder, about, arrays)
         write_checksums(folder)
 
     handler.finalize = finalize_with_checksums
@@ -435,11 +438,25 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         finalize_about(directory)
         if arrays:
             writer.finalize(directory / "arrays")
+        _leave_out_added_layers(directory, about, arrays)
         write_checksums(directory)
 
     handler.save, handler.finalize = save, finalize  # Orbax does not know classes derived from its own
     with orbax.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about)))
+
+
+def _leave_out_added_layers(folder: Any, about: Any, arrays: Mapping[str, jax.Array]) -> None:
+    """Resize arrays in the files to the layers that are not padding. No array on a device could be sharded so."""
+    import tensorstore  # which Orbax uses
+
+    base = f"{folder}/arrays" if "://" in str(folder) else f"file://{folder}/arrays"
+    for key, x in arrays.items():
+        rank = len(about[key]["shape"])  # a random key has one more axis in the file
+        if (shape := [*about[key]["shape"], *x.shape[rank:]]) != [*x.shape]:
+            store = {"driver": "ocdbt", "base": base, "path": f"{key}/"}
+            file = tensorstore.open({"driver": "zarr", "kvstore": store}).result()
+            file.resize(exclusive_max=shape).result()
 
 
 @fail_together("restore_checkpoint")
@@ -491,7 +508,7 @@ def restore_checkpoint(
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
         replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
-        wanted = {}
+        wanted, padded = {}, set[str]()
         for leaf, _, sharding in leaves:
             # Orbax knows neither named arrays nor typed keys: it reads raw arrays, and `_restored` puts them together.
             if leaf.shape is not None and "shape" in about.get(_key(leaf), {}):
@@ -504,10 +521,14 @@ def restore_checkpoint(
                 dtype = entry.get("stored", entry["dtype"] if is_integer else data.dtype)
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
                 wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
+                if list(leaf.shape) != entry["shape"]:
+                    padded.add(_key(leaf))
         arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
         wanted = {key: x for key, x in wanted.items() if key not in arrays}
         if wanted:
             restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
+            for key in padded:  # Orbax fills them up with zeros
+                restore_args[key] = dataclasses.replace(restore_args[key], strict=False)
             restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
             arrays |= _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
@@ -621,10 +642,34 @@ def _key(leaf: Leaf) -> str:
     return jax.tree_util.keystr(leaf.keys, simple=True, separator=".") or "array"
 
 
-def _about(leaf: Leaf, array: Any) -> dict[str, Any]:
+def added_layers(leaf: Leaf, tree: Any) -> tuple[int, ...]:
+    """Return for each axis of an array how many elements at its end are layers that `Stacked` has added.
+
+    >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
+    >>> model = axn.nn.Stacked.init(Layers, axn.nn.LayerNorm, divisible_by=4)(Embed)
+    >>> from axonym.state.checkpoint import added_layers, leaves_of
+    >>> added_layers(leaves_of(model)[0][0], model)
+    (1, 0)
+    """
+    shape = leaf.shape or ()
+    added, names = [0] * len(shape), leaf.names or ()
+    node = tree
+    for key in leaf.keys:
+        if isinstance(node, LayerStack) and (padding := getattr(node, "padding", 0)):
+            # Of raw arrays, the layers are the first axis.
+            axis, named = node.Block, len(names) == len(shape) and isinstance(leaf.value, NamedArray)
+            position = (names.index(axis.name) if axis.name in names else None) if named else 0
+            if position is not None and shape[position : position + 1] == (axis.size + padding,):
+                added[position] = padding
+        node = child_of(node, key)
+    return tuple(added)
+
+
+def _about(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
     names = leaf.value.names if isinstance(leaf.value, NamedArray) else None
     names = None if leaf.made_from else names  # the names belong to another array
-    about = {"axes": names, "shape": list(array.shape), "dtype": str(array.dtype)}
+    shape = [size - n for size, n in zip(array.shape, added, strict=True)]
+    about = {"axes": names, "shape": shape, "dtype": str(array.dtype)}
     return about | ({"key": str(jax.random.key_impl(array))} if _is_key(array) else {})
 
 
@@ -678,10 +723,10 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
             context.add_missing(key, describe_array(x))
             if not has_values(x):
                 problems.append(no_value(key))
-        elif misfit := _misfit(x, entry):
+        elif misfit := _misfit(x, entry, added := added_layers(leaf, template)):
             context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
         else:
-            found[-1] = _abstract(x, entry)
+            found[-1] = _abstract(x, entry, added)
     keys = {_key(leaf) for leaf in leaves}
     context.add_unexpected(key for key in about if key not in keys)
     context.raise_problems()
@@ -690,13 +735,14 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
     return jax.tree.unflatten(structure, found)
 
 
-def _misfit(x: Any, entry: Mapping[str, Any]) -> str | None:
+def _misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
     """Describe how a stored array differs from the template's, or return None."""
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
+    own = [size - n for size, n in zip(raw(x).shape, added, strict=True)]
     if isinstance(x, NamedArray) and names is not None:
-        if dict(zip(names, shape, strict=True)) != x.shape:
+        if dict(zip(names, shape, strict=True)) != dict(zip(x.names, own, strict=False)):
             return f"has axes {errors.describe_axes(names, shape)}"
-    elif list(x.shape if not isinstance(x, NamedArray) else x.array.shape) != shape:
+    elif own != shape:
         return f"has shape {tuple(shape)}"
     same = dtype == str(x.dtype) if _is_key(x) or "key" in entry else same_kind(jnp.dtype(dtype), x.dtype)
     return None if same else f"has dtype {dtype}"
@@ -717,13 +763,12 @@ def _number(x: Any, entry: Mapping[str, Any]) -> Any:
     return found if found == value or found != found else None  # equal, or NaN
 
 
-def _abstract(x: Any, entry: Mapping[str, Any]) -> Any:
-    struct = jax.ShapeDtypeStruct(tuple(entry["shape"]), x.dtype)
-    return (
-        wrap(struct, x.names if entry["axes"] is None else tuple(entry["axes"]))
-        if isinstance(x, NamedArray)
-        else struct
-    )
+def _abstract(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
+    """Return an abstract array with the axes in the stored order, and with the layers that are added in the tree."""
+    names = entry["axes"] if isinstance(x, NamedArray) else None
+    more = added if names is None else [dict(zip(x.names, added, strict=True))[n] for n in names]
+    struct = jax.ShapeDtypeStruct(tuple(size + n for size, n in zip(entry["shape"], more, strict=True)), x.dtype)
+    return wrap(struct, x.names if names is None else tuple(names)) if isinstance(x, NamedArray) else struct
 
 
 def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from .. import tree as named_trees
 from ..axis import Axis, names_without
-from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
@@ -212,7 +212,9 @@ def _known(x: Any) -> Any:
 # --- stacked layers ---
 
 
-def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, Any], prefix: str | None = None) -> T:
+def stacked_from_state_dict(
+    stacked: T, layers: Axis, state_dict: Mapping[str, Any], prefix: str | None = None, *, padding: int = 0
+) -> T:
     """Load stacked layers from a state dict that has an entry for each layer: for `Stacked`.
 
     Each layer is loaded separately, under its number, and the arrays are stacked without being read.
@@ -223,6 +225,7 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
         layers: the axis of the layers.
         state_dict: the state dict that a `lazy_loading` method was called with.
         prefix: the prefix of the layers' keys in the state dict.
+        padding: the number of layers of zeros that follow.
 
     >>> import dataclasses, equinox as eqx
     >>> class Layers(eqx.Module):
@@ -246,7 +249,7 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
             where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
             shared = describe_array(x) if is_jax_array_like(x) else x
             _active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
-        results.append(_stacked(x, parts, layers.name))
+        results.append(_stacked(x, parts, layers.name, padding))
     return jax.tree.unflatten(structure, results)
 
 
@@ -261,12 +264,13 @@ def _all_equal(parts: Sequence[Any]) -> bool:
     return all(np.array_equal(read_all(other), read_all(first), equal_nan=True) for other in others)
 
 
-def _stacked(x: Any, parts: Sequence[Any], name: str) -> Any:
+def _stacked(x: Any, parts: Sequence[Any], name: str, padding: int) -> Any:
     position = layers_at(x, name)
     if position is None:
         return parts[0]
-    if not isinstance(x, NamedArray):
-        return LazyStack(tuple(map(as_lazy, parts)), position)
-    names = names_without(x.names, name)
-    parts = [part if part.names == names else rearrange(part, names) for part in parts]
-    return wrap(LazyStack(tuple(as_lazy(part.array) for part in parts), position), x.names)
+    if isinstance(x, NamedArray):
+        names = names_without(x.names, name)
+        parts = [raw(part if part.names == names else rearrange(part, names)) for part in parts]
+    arrays = [*map(as_lazy, parts)]
+    zeros = as_lazy(np.broadcast_to(np.zeros((), arrays[0].dtype), arrays[0].shape))
+    return wrap_like(LazyStack((*arrays, *[zeros] * padding), position), x)

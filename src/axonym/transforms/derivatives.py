@@ -49,7 +49,7 @@ def grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: bool = False)
     Arguments:
         fn: the function. It returns a scalar, named or raw.
         argnums: the position of the argument to differentiate with respect to, or several.
-        has_aux: whether the function returns a pair of the scalar and something else, and the gradient function so too.
+        has_aux: whether `fn` returns a pair (scalar, other); the gradient function then returns (gradient, other).
 
     >>> axn.grad(lambda x: (x * x).sum())(axn.named([1.0, 2.0], "x"))
     NamedArray(float32[x=2], [2. 4.])
@@ -75,7 +75,7 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
     Arguments:
         fn: the function, as for `grad`. Its value is returned as it is, named or raw.
         argnums: the position of the argument to differentiate with respect to, or several; as for `grad`.
-        has_aux: whether the function returns a pair of the scalar and something else, which is then the value.
+        has_aux: whether `fn` returns a pair (scalar, other); the value is then that pair.
 
     >>> axn.value_and_grad(lambda x: (x * x).sum())(axn.named([1.0, 2.0], "x"))
     (NamedArray(float32[], 5.), NamedArray(float32[x=2], [2. 4.]))

@@ -162,8 +162,8 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 _CLOSES_OVER_ARRAYS = (
-    "{what}: the function uses arrays that it takes from around it. On Explicit mesh axes it cannot: make them "
-    "operands, each with a term in the spec, or let the function hold them, as a module or a `functools.partial` does."
+    "{what}: the function closes over arrays, which does not work on Explicit mesh axes. Make them operands, each with "
+    "a term in the spec, or hold them in a module or a `functools.partial`."
 )
 
 

@@ -21,7 +21,6 @@ from ...ops.elementwise import astype
 from ...ops.updating import updated_slice
 
 
-@errors.say_how_to_make
 class KVCache(eqx.Module):
     """The keys and values of all positions so far, with room for more.
 

@@ -1,0 +1,206 @@
+"""Layers that stages do not divide: `Stacked` stores more of them, which change nothing."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import axonym as axn
+from axonym import nn
+from axonym.schedules import GPipe, OneFOneB
+
+Batch, Embed, Layers = axn.make_axes(batch=16, embed=8, layers=30)
+MAPPING = {"layers": "stage", "batch": "data"}
+STORAGE = MAPPING | {"embed": "data"}
+
+
+class Block(eqx.Module):
+    """A layer that has no value, and no derivatives of anything, where its weights are zero."""
+
+    linear: nn.Linear
+    raw: jax.Array
+    name: str = eqx.field(static=True, default="block")
+
+    @staticmethod
+    def init(start: Any = 1.0, *, key: Any) -> Block:
+        return Block(nn.Linear.init(Embed, Embed, key=key), jnp.ones(3) * start)
+
+    def __call__(self, x: axn.NamedArray, scale: Any, shift: Any, key: Any = None) -> axn.NamedArray:
+        w = self.linear.weight
+        y = axn.tanh(self.linear(x)) * self.raw.sum() / axn.sqrt(axn.sum(w * w)) + shift
+        return x + y * scale * 0.1
+
+
+def model(divisible_by: int = 1) -> nn.Stacked[Block]:
+    """Return 30 layers."""
+    starts = 1 + jnp.arange(30) / 30
+    layers = nn.Stacked.init(Layers, Block, divisible_by=divisible_by)(starts, key=jax.random.key(0))
+    return jax.tree.map(lambda x: x.astype(jnp.result_type(float)), layers)
+
+
+def step(model: Any, x: Any, scale: Any, shift: Any, schedule: Any = None) -> Any:
+    def loss(model: Any, x: Any, scale: Any, shift: Any) -> Any:
+        of_layers = shift.rename({"numbers": "layers"})  # which no mesh axis shards, since none divides it
+        then = lambda y: axn.sum(axn.sin(y)).scalar()
+        return model.fold(x, scale, of_layers, schedule=schedule, then=then)
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3))(model, x, scale, shift)
+
+
+def arguments() -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    shapes = {"batch": 16, "embed": 8}, {"embed": 8}, {"numbers": 30}
+    return tuple(axn.named(rng.normal(size=tuple(s.values())), tuple(s)) for s in shapes)
+
+
+@functools.cache
+def expected() -> Any:
+    return jax.jit(step)(model(), *arguments())
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Compare trees; what `found` has besides the layers is zero."""
+    for x, y in zip(jax.tree.leaves(axn.to_host(found)), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        if x.shape != y.shape:
+            assert x.shape == (32, *y.shape[1:]) and not x[30:].any()
+            x = x[:30]
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-13 * max(1, np.abs(y).max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "storage"),
+    [
+        (AxisType.Auto, GPipe(4, rounds=2), MAPPING),
+        (AxisType.Explicit, GPipe(4, rounds=2, gather="inside"), STORAGE),
+        (AxisType.Explicit, OneFOneB(4, rounds=2), MAPPING),
+        (AxisType.Auto, OneFOneB(4, rounds=2, gather="inside"), STORAGE),
+        (AxisType.Auto, OneFOneB(4), STORAGE),
+    ],
+    ids=["gpipe", "gpipe fsdp inside explicit", "1f1b explicit", "1f1b fsdp inside", "1f1b one round fsdp before"],
+)
+def test_thirty_layers_on_four_stages(kind: AxisType, schedule: Any, storage: Any) -> None:
+    """Values and gradients are the model's, each stage stores eight layers, and gradients of the others are zero."""
+    with jax.enable_x64(True), jax.set_mesh(jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind, kind))):
+        jitted = axn.fsdp(functools.partial(step, schedule=schedule), storage, MAPPING)
+        found = jax.block_until_ready(jitted(axn.shard(model(8), storage), *arguments()))
+        weights = found[1][0].stacked.linear.weight.array
+        assert {x.data.shape for x in weights.addressable_shards} == {(8, 8 if storage is MAPPING else 4, 8)}
+        assert_equal(found, expected())
+
+
+@pytest.mark.further
+def test_methods() -> None:
+    """They return the layers only, on Explicit mesh axes too."""
+    plain = model()
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh), axn.axis_mapping({"layers": "stage"}):
+        layers = axn.shard(model(4))
+        assert {x.data.shape[0] for x in layers.stacked.raw.addressable_shards} == {8}
+        assert layers.Block == Layers and layers.padding == 2
+        assert len(layers.unstacked()) == 30
+        sums = jax.jit(lambda layers: layers.vmap_via(lambda layer, i: layer.raw.sum() + i)(jnp.arange(30)))(layers)
+        scan = lambda layers, x: layers.scan_via(lambda layer, x: (layer(x, 1.0, 0.0), axn.sum(x)))(x)
+        found = jax.jit(scan)(layers, axn.ones(Embed))
+        last = [
+            layers.get_layer(-1),
+            jax.jit(lambda layers, i: layers.get_layer(i))(layers, -1),
+            layers.unstacked()[-1],
+        ]
+        doubled = layers.map_layers(lambda layer: jax.tree.map(lambda x: 2 * x + 1, layer))
+        assert not axn.to_host(doubled.stacked.linear.weight["layers", 30:]).array.any()
+        entries = axn.state.to_numpy_state_dict(layers)
+    np.testing.assert_allclose(sums, 3 + np.arange(30) / 10 + np.arange(30), rtol=1e-6)
+    assert_equal(found, scan(plain, axn.ones(Embed)))
+    for layer in last:
+        assert_equal(layer, plain.get_layer(29))
+    assert sorted(entries) == sorted(axn.state.to_state_dict(plain))
+    zeros = jax.tree.map(jnp.zeros_like, model(8))
+    assert_equal(axn.state.from_state_dict(zeros, entries), plain)
+
+
+def test_random_keys_of_the_layers() -> None:
+    """They are those of the layers alone."""
+
+    def noisy(layers: Any) -> Any:
+        layer = lambda layer, x, key: x + axn.random.normal(key, Embed)
+        return layers.fold_via(layer)(axn.zeros(Embed), key=jax.random.key(1))
+
+    assert_equal(noisy(model(8)), noisy(model()))
+
+
+def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Apply an optimizer to each layer, so that its means and its shapes are one layer's."""
+
+    def of_layer(gradients: Any, state: Any, layer: Any) -> Any:
+        updates, state = optimizer.update(jax.tree.leaves(gradients), state, jax.tree.leaves(layer))
+        return jax.tree.unflatten(jax.tree.structure(layer), updates), state
+
+    def update(gradients: Any, state: Any, layers: Any = None) -> Any:
+        both = gradients.map_layers(of_layer, state, layers)
+        updates, state = (eqx.tree_at(lambda x: x.stacked, both, both.stacked[i]) for i in range(2))
+        return updates, state
+
+    init = lambda layers: layers.map_layers(lambda layer: optimizer.init(jax.tree.leaves(layer)))
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1, weight_decay=0.1)),
+        by_layer(optax.chain(optax.adafactor(0.1, min_dim_size_to_factor=4), optax.contrib.muon(0.1))),
+    ],
+    ids=["norms of all layers", "adafactor and muon of each layer"],
+)
+def test_optimizers_see_the_norms_of_the_layers(optimizer: Any) -> None:
+    def trained(layers: Any) -> Any:
+        def update(layers: Any, state: Any) -> Any:
+            gradients = step(layers, *arguments())[1][0]
+            updates, state = optimizer.update(gradients, state, layers)
+            return optax.apply_updates(layers, updates), state
+
+        state, update = optimizer.init(layers), jax.jit(update)
+        for _ in range(2):
+            layers, state = update(layers, state)
+        return layers, state
+
+    with jax.enable_x64(True):
+        found, wanted = trained(model(8)), trained(model())
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted[0]), strict=True):
+        np.testing.assert_allclose(x[:30], y, rtol=1e-9)
+        assert not x[30:].any()
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["", "asynchronous"])
+def test_checkpoints_have_the_layers_alone(tmp_path: Path, in_background: bool) -> None:
+    """They are restored for other stages, and for none."""
+    optimizer = optax.adam(0.1)
+    tree = lambda layers: {"model": layers, "optimizer": optimizer.init(layers), "key": jax.random.key(1)}
+    path = tmp_path / "1"
+    with jax.set_mesh(axn.make_mesh({"stage": 4, "data": 2})), axn.axis_mapping(STORAGE):
+        saved = axn.shard(tree(model(8)))
+        if in_background:
+            axn.state.save_checkpoint_async(path, saved).wait()
+        else:
+            axn.state.save_checkpoint(path, saved)
+        axn.state.verify(path)
+        abstract = jax.eval_shape(lambda: tree(model(4)))
+        restored = axn.state.restore_checkpoint(path, abstract)
+        moments = restored["optimizer"][0].mu.stacked.linear.weight.array
+        assert {x.data.shape for x in moments.addressable_shards} == {(8, 4, 8)}
+    for found in (restored, axn.state.restore_checkpoint(path, tree(jax.tree.map(jnp.zeros_like, model())))):
+        assert_equal(found["model"], model())
+        assert_equal(found["optimizer"], optimizer.init(model()))
+    with pytest.raises(ValueError, match=r"has axes \(layers=30, embed=8\), but in the tree it is .*layers=28"):
+        axn.state.restore_checkpoint(path, tree(nn.Stacked.init(Layers.resize(28), Block)(key=jax.random.key(0))))
