@@ -18,7 +18,10 @@ from urllib.parse import unquote, urlsplit
 DOCS = Path(__file__).parent.parent / "docs"
 
 SEARCHES = {
-    **dict.fromkeys(("matmul", "transpose", "squeeze", "cat", "reshape", "unsqueeze", "Conv2d"), "cheat_sheet.html"),
+    **dict.fromkeys(
+        ("matmul", "transpose", "squeeze", "cat", "reshape", "unsqueeze", "Conv2d", "einops", "dataloader", "DDP"),
+        "names_elsewhere.html#",
+    ),
     **dict.fromkeys(("OOM", "out of memory", "RESOURCE_EXHAUSTED", "hang"), "troubleshooting.html"),
     **dict.fromkeys(("halo", "convolution", "dropout"), "nn.html"),
     "softmax": "api/nn.html#axonym.nn.softmax",

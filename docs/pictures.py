@@ -135,6 +135,39 @@ def drawn(
     picture.cuts(left, top, width, height, sharded)
 
 
+def named() -> Picture:
+    """An array, and the same sharded along one of its axes."""
+    x = axn.ones(axn.make_axes(batch=8, embed=16))
+    mesh, mapping = axn.make_mesh({"data": 4}, devices=jax.devices()[:4]), {"batch": "data"}
+    picture = Picture("An array whose axes have names, whole and sharded over four devices", 520, 150, mesh.shape)
+    for left, array in ((26, axn.shard(x, {"batch": None}, mesh)), (356, axn.shard(x, mapping, mesh))):
+        drawn(picture, array, left, 28, 140, 84, over=True)
+        shard = array.array.addressable_shards[0].data
+        picture.text(left + 70, 138, f"{shard.nbytes} B of {array.array.nbytes} B each", "soft", "middle")
+    picture.text(256, 62, _mapping(mapping), "code", "middle")
+    picture.arrow(236, 76, 40)
+    return picture
+
+
+def hosts() -> Picture:
+    """A mesh of the devices of two hosts."""
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    picture = Picture("A mesh of eight devices on two hosts, which have four each", 520, 164, mesh.shape)
+    left, top, wide, high = 140, 56, 60, 36
+    picture.text(left + 2 * wide, 16, "data=4", "small", "middle")
+    picture.upright(left - 8, top + high, "model=2")
+    picture.cuts(left, top, 4 * wide, 2 * high, [("model",), ("data",)])
+    for (column, row), device in np.ndenumerate(mesh.devices):
+        kind = "id" if device.id else "on"
+        picture.text(left + wide * (column + 0.5), top + high * (row + 0.6), str(device.id), kind, "middle")
+    for host in range(2):
+        side = left + 2 * wide * host
+        picture.path(f"M{side + 3} {top - 6}v-6h{2 * wide - 6}v6", "line")
+        picture.text(side + wide, top - 18, f"host {host}", "small", "middle")
+    picture.text(260, 156, "A host reads the rows of the batch whose shards its own devices hold.", "soft", "middle")
+    return picture
+
+
 def placement() -> Picture:
     """Two arrays that one mapping places on a mesh."""
     Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
@@ -205,9 +238,9 @@ def layer(x: NamedArray, up: NamedArray, down: NamedArray) -> tuple[NamedArray, 
     return h, axn.dot(h, down, axis="mlp")
 
 
-def home_report(name: str, by: str = "names") -> insight.Report:
+def home_report(name: str, by: str = "names", batch: int = 4096) -> insight.Report:
     """The report of a training step of the layer under a mapping of the home page."""
-    Batch, Embed, Mlp = axn.make_axes(batch=4096, embed=1024, mlp=4096)
+    Batch, Embed, Mlp = axn.make_axes(batch=batch, embed=1024, mlp=4096)
     shapes = {"up": (Embed, Mlp), "down": (Mlp, Embed)}
     weights, x = jax.eval_shape(lambda: ({n: axn.ones(axes) for n, axes in shapes.items()}, axn.ones((Batch, Embed))))
 
@@ -271,6 +304,27 @@ def home(name: str) -> Picture:
         picture.text(0, 241 + 46 * i, f"{describe_bytes(size)} {what}", "strong")
         picture.bar(0, 251 + 46 * i, 170 * size / 56 / 2**20, axes)
         picture.text(170 * size / 56 / 2**20 + 8, 260 + 46 * i, f"over {' and '.join(axes)}", "small")
+    return picture
+
+
+def batches() -> Picture:
+    """What the layer of the home page sends under its mappings, for two sizes of the batch."""
+    picture = Picture(
+        "What three mappings send with few rows in a batch, and with many", 520, 196, {"data": 4, "model": 2}
+    )
+    for left, batch in ((4, 4096), (264, 65536)):
+        picture.text(left, 18, f"batch={batch}")
+        for i, (name, (head, *_)) in enumerate(HOME.items()):
+            top, at = 44 + 52 * i, float(left)
+            sent: dict[tuple[str, ...], int] = {}
+            for (_, axes), size in sent_at_home(home_report(name, batch=batch)).items():
+                sent[axes] = sent.get(axes, 0) + size
+            picture.text(left, top, head, "small")
+            for axes, size in sent.items():
+                picture.bar(at, top + 8, 220 * size / 88 / 2**20, axes)
+                at += 220 * size / 88 / 2**20
+            said = [f"{describe_bytes(size)} over {' and '.join(axes)}" for axes, size in sent.items()]
+            picture.text(left, top + 33, ", ".join(said), "small")
     return picture
 
 
@@ -568,7 +622,10 @@ def _mapping(mapping: dict[str, Any]) -> str:
 
 
 PICTURES: dict[str, Callable[[], Picture | Screen]] = {
+    "named": named,
     "placement": placement,
+    "hosts": hosts,
+    "batches": batches,
     "mappings": mappings,
     **{name: functools.partial(home, name) for name in HOME},
     "contraction": contraction,

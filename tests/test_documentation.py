@@ -203,6 +203,31 @@ def test_a_color_is_a_mesh_axis_with_its_name() -> None:
             assert used == named, (name, "a color without its name")
 
 
+# Of Machado, Oliveira and Fernandes (2009): what people see who lack one of the three kinds of cones.
+WITHOUT = {
+    "red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+@pytest.mark.parametrize("lacking", [None, *WITHOUT])
+def test_two_mesh_axes_have_colors_that_everyone_tells_apart(lacking: str | None) -> None:
+    pictures = _script("pictures")
+
+    def seen(color: str) -> np.ndarray:
+        """Return the color in Lab, in which a distance of 2 is just noticeable."""
+        srgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+        linear = linear if lacking is None else np.clip(np.array(WITHOUT[lacking]) @ linear, 0, 1)
+        xyz = np.array([[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]]) @ linear
+        f = np.cbrt(xyz / [0.9505, 1, 1.089])  # all are far from black
+        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+    for colors in (pictures.LIGHT, pictures.DARK):
+        assert np.linalg.norm(seen(colors["m1"]) - seen(colors["m2"])) > 60
+
+
 def test_gallery_is_what_the_script_writes() -> None:
     gallery = _script("gallery")
     text = gallery.PAGE.read_text()

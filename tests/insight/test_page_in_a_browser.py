@@ -31,25 +31,25 @@ WIDTHS = {1280: 900, 390: 844}
 
 CONTRAST = """(() => {
   const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const over = ([r, g, b, alpha = 1], below) => [r, g, b].map((v, i) => alpha * v + (1 - alpha) * below[i]);
   const light = (color) => {
     const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = numbers(color).slice(0, 3).map((v) => linear(v / 255));
+    const [r, g, b] = color.map((v) => linear(v / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = (e) => {
-    for (; e; e = e.parentElement) {
-      const color = getComputedStyle(e).backgroundColor;
-      if ((numbers(color)[3] ?? 1) > 0) return color;
-    }
-    return "rgb(255, 255, 255)";
+    if (!e) return [255, 255, 255];
+    const color = numbers(getComputedStyle(e).backgroundColor);
+    return (color[3] ?? 1) === 1 ? color : over(color, behind(e.parentElement));
   };
   const found = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node; node = walker.nextNode();) {
     const e = node.parentElement;
-    if (!node.textContent.trim() || !e.checkVisibility() || e.closest("script, option")) continue;
-    const style = getComputedStyle(e);
-    const [a, b] = [light(e.closest("svg") ? style.fill : style.color), light(behind(e))].sort((x, y) => y - x);
+    if (!node.textContent.trim() || !e.checkVisibility({ opacityProperty: true }) || e.closest("script, option")) continue;
+    const style = getComputedStyle(e), below = behind(e);
+    const color = over(numbers(e.closest("svg") ? style.fill : style.color), below);
+    const [a, b] = [light(color), light(below)].sort((x, y) => y - x);
     const ratio = (a + 0.05) / (b + 0.05);
     if (ratio < 4.5) found.push([node.textContent.trim(), ratio]);
   }
