@@ -123,8 +123,8 @@ def _shards(product: GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyM
         in_rows = {**in_rows, product.summed[0]: summed if {*summed} <= {*rows, *groups} else ()}
         in_weight = {**in_weight, product.summed[1]: weight_summed if {*weight_summed} <= {*rows} else ()}
         summed = ()
-    # The result keeps its rows sharded, so `out` cannot be sharded over their mesh axes too: the weight is gathered over
-    # these. That takes away minor mesh axes, so of several, only the ones before these stay.
+    # The result keeps its rows sharded, so `out` cannot be sharded over their mesh axes too: the weight is gathered
+    # over these. That takes away minor mesh axes, so of several, only the ones before these stay.
     out = in_weight[product.out]
     if not {*out} <= {*rows}:
         out = tuple(itertools.takewhile(lambda a: a not in rows, out))
