@@ -246,7 +246,7 @@ class NamedArray(_Base):
 
     # --- values on the host ---
 
-    def scalar(self) -> Any:
+    def scalar(self) -> jax.Array:
         """Return the raw array of a named array without axes.
 
         >>> axn.sum(axn.ones({"batch": 2})).scalar()

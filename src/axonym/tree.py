@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -301,7 +301,13 @@ def hashable_combine(dynamic: Any, static: Any) -> Any:
 # --- keys ---
 
 
-def maybe_rng_split(key: jax.Array | None, num: int = 2) -> Any:
+@overload
+def maybe_rng_split(key: None, num: int = 2) -> list[None]: ...
+@overload
+def maybe_rng_split(key: jax.Array, num: int = 2) -> jax.Array: ...
+@overload
+def maybe_rng_split(key: jax.Array | None, num: int = 2) -> jax.Array | list[None]: ...
+def maybe_rng_split(key: jax.Array | None, num: int = 2) -> jax.Array | list[None]:
     """Split a random key, or return a list of None if there is no key. A single key is returned unsplit.
 
     >>> axn.tree.maybe_rng_split(None, 2)

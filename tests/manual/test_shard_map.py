@@ -480,7 +480,7 @@ def test_arguments_that_do_not_fit(auto_mesh: Mesh, explicit_mesh: Mesh, x, w) -
             ValueError, match=r"shard_map of 'product', arguments.*x \(batch=6.*of size 6 cannot be sharded"
         ):
             axn.shard_map(product, mapping=MAPPING)(x["batch", 0:6], w)
-        with pytest.raises(ValueError, match=r"`axis_names` has 'dta', which mesh.*Did you mean 'data'"):
+        with pytest.raises(ValueError, match=r"`axis_names`: mesh .* has no axis 'dta'\. Did you mean 'data'"):
             mapped(product, axis_names="dta")(x, w)
         with pytest.raises(ValueError, match=r"`in_specs` has 1 entry for 2 positional arguments, x, w"):
             mapped(product, in_specs=(None,))(x, w)

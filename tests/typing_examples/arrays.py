@@ -47,6 +47,8 @@ assert_type(abs(x), NamedArray)
 
 assert_type(axn.add(x, 1), NamedArray)
 assert_type(axn.exp(x), NamedArray)
+assert_type(axn.round(x, 2), NamedArray)
+assert_type(axn.nan_to_num({"x": x}), dict[str, NamedArray])
 assert_type(axn.sum(x, Embed), NamedArray)
 assert_type(axn.var(x, "embed", ddof=1), NamedArray)
 assert_type(axn.argmax(x, Embed), NamedArray)
@@ -105,10 +107,12 @@ assert_type(axn.nn.RmsNorm.init(Embed)(x), NamedArray)
 assert_type(axn.nn.Dropout(0.1)(x, key=key), NamedArray)
 assert_type(axn.nn.Conv.init("batch", Embed, Axis("out", 2), kernel_size=1, key=key)(x), NamedArray)
 assert_type(axn.nn.cross_entropy_loss(x, Embed, axn.arange(Batch)), NamedArray)
-assert_type(axn.nn.cross_entropy_loss(x, Embed, axn.arange(Batch)).scalar(), Any)
+assert_type(axn.nn.cross_entropy_loss(x, Embed, axn.arange(Batch)).scalar(), jax.Array)
 assert_type(axn.nn.softmax(x, Embed), NamedArray)
 assert_type(axn.nn.relu(x), NamedArray)
 assert_type(axn.random.normal(key, (Batch, Embed)), NamedArray)
+assert_type(axn.tree.maybe_rng_split(key), jax.Array)
+assert_type(axn.tree.maybe_rng_split(None), list[None])
 
 
 def refused() -> None:

@@ -1,7 +1,7 @@
 """Types that checkers see for transforms: those of the original functions."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import equinox as eqx
 import jax
@@ -80,6 +80,23 @@ assert_type(axn.value_and_grad(loss)(Scale(weight), x), tuple[NamedArray, Scale]
 assert_type(axn.value_and_grad(loss_and_mean, has_aux=True)(x, scale=2.0), tuple[tuple[NamedArray, float], NamedArray])
 assert_type(axn.value_and_grad(lambda x: (x * x).sum())(x)[1], NamedArray)
 
+assert_type(axn.jacobian(scores)(x, weight, scale=2.0), Any)
+assert_type(axn.hessian(loss)(Scale(weight), x), Any)
+
+# --- control ---
+
+
+def grown(state: dict[str, NamedArray]) -> dict[str, NamedArray]:
+    return {name: 2 * x for name, x in state.items()}
+
+
+assert_type(axn.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, x), NamedArray)
+assert_type(axn.while_loop(lambda state: state["x"].sum() < 100, grown, {"x": x}), dict[str, NamedArray])
+assert_type(axn.while_loop(lambda i: i < 3, lambda i: i + 1, 0), Any)
+assert_type(axn.fori_loop(0, 3, lambda i, x: step(x, x), x), NamedArray)
+assert_type(axn.cond(x.sum() > 2, norm_and_mean, norm_and_mean, x), tuple[NamedArray, NamedArray])
+assert_type(axn.switch(1, [step, step], x, x), NamedArray)
+
 # --- lift ---
 
 
@@ -119,3 +136,8 @@ def refused() -> None:
     axn.grad(loss)(x, x)  # type: ignore[arg-type]
     axn.grad(loss)(Scale(weight))  # type: ignore[call-arg]
     axn.value_and_grad(loss, 1)(Scale(weight), "x")  # type: ignore[arg-type]
+    axn.jacobian(scores)(x)  # type: ignore[call-arg]
+    axn.hessian(loss)(x, x)  # type: ignore[arg-type]
+    axn.while_loop(lambda state: True, grown, x)  # type: ignore[arg-type]
+    axn.cond(True, step, step, x, "x")  # type: ignore[arg-type]
+    axn.switch(0, [norm_and_mean, step], x)  # type: ignore[arg-type]

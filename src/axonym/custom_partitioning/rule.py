@@ -123,6 +123,7 @@ def derived_shardings(
     taken: set[str] = set()
     for term, entries in found:
         for dimension, entry in zip(term, entries, strict=True):
+            # The factors of a dimension, major to minor, take its mesh axes in turn, so that shards stay contiguous.
             left = list(mesh_axes(entry))
             for factor in dimension:
                 if factor in rule.replicated:
@@ -158,6 +159,7 @@ def _contiguous(rule: PartitioningRule, chosen: dict[str, Axes], mesh: Mapping[s
         for dimension in term:
             for major, minor in itertools.pairwise(dimension):
                 if minor in chosen and not _used_up(rule, major, chosen, mesh):
+                    # From the start: without this sharding, others that relied on it may not be contiguous any more.
                     return _contiguous(rule, {f: a for f, a in chosen.items() if f != minor}, mesh)
     return chosen
 

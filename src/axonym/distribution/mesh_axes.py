@@ -212,6 +212,15 @@ def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> N
                 raise ValueError(errors.unknown_mesh_axis(what, name, mesh_axis, mesh))
 
 
+def check_in_mesh(what: str, axes: Iterable[str], mesh: AnyMesh) -> None:
+    """Check that the mesh has some mesh axes that a user named."""
+    if unknown := [a for a in axes if a not in mesh.shape]:
+        raise ValueError(
+            f"{what}: mesh {errors.describe_shape(mesh.shape)} has no axis {errors.quoted(unknown)}."
+            + errors.suggestions(unknown, mesh.axis_names)
+        )
+
+
 def check_mapped(what: str, names: Iterable[str]) -> None:
     """Check that the active mesh has all mesh axes over which the active mapping shards some axes."""
     mapping = active_mapping()

@@ -327,7 +327,7 @@ def axis_size(axis: AnyAxis) -> int:
     return count(axes_meant("axis_size", axis))
 
 
-def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> Any:
+def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> jax.Array | np.int32:
     """Return the index at which the shard of this device starts in an axis: 0 for a replicated axis.
 
     Arguments:

@@ -25,7 +25,7 @@ from ..core import errors
 from ..core.parameter_names import parameter_names
 from ..core.tree_spec import StaticLeaf, TreeSpec
 from ..distribution import active_settings
-from ..distribution.mesh_axes import axes_in, axes_of_type, mesh_axes, shard_count
+from ..distribution.mesh_axes import axes_in, axes_of_type, check_in_mesh, mesh_axes, shard_count
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
 from ..sharding.leaves import Leaf
@@ -176,13 +176,7 @@ class _Call:
         return mesh
 
     def _manual_axes(self, mesh: AnyMesh) -> frozenset[str]:
-        unknown = [a for a in self.axis_names if a not in mesh.shape]
-        if unknown:
-            listed = errors.quoted(unknown)
-            raise ValueError(
-                f"{self.what}: `axis_names` has {listed}, which mesh {errors.describe_shape(mesh.shape)} does not "
-                f"have.{errors.suggestions(unknown, mesh.axis_names)}"
-            )
+        check_in_mesh(f"{self.what}, `axis_names`", self.axis_names, mesh)
         already = set(axes_of_type(mesh, AxisType.Manual))
         if taken := sorted(self.axis_names & already):
             raise ValueError(

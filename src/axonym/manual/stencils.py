@@ -207,6 +207,7 @@ def _looked_up(fn: Callable[..., Any], given: _Fields) -> list[list[tuple[int, .
     def trace(*arrays: Any) -> None:
         def record(i: int, offset: tuple[int, ...]) -> NamedArray:
             found[i].setdefault(offset)
+            # The field stands in for its neighbors, which have its axes and dtype: the trace needs no more.
             return wrap(arrays[i], given.fields[i].names)
 
         fn(*given.look_ups(record))
@@ -311,6 +312,7 @@ class _Fields:
             every = [dict(zip(f.names, widths(f, left), strict=True)) for f in fields]
             return [self.with_halo(i, f, w, held) for i, (f, w) in enumerate(zip(fields, every, strict=True))]
 
+        # One exchange serves all steps: the halo has the neighbors of all of them, and each step uses up a part of it.
         wide, result = halos(self.fields, steps, held=False), None
         for left in range(steps, 0, -1):
             if left < steps:  # beyond a boundary, the step before has computed something else

@@ -110,6 +110,7 @@ def _shards(product: GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyM
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):
         return None
+    # Along these mesh axes, devices have other groups as well as other rows, so each needs the rows of all of them.
     shared, rows_of_result = _last_common(rows, groups), rows
     if set(rows[: len(rows) - len(shared)]) & set(groups):
         # Rows that are all-gathered over these mesh axes would not be contiguous, so they are not sharded over them.
@@ -122,6 +123,8 @@ def _shards(product: GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyM
         in_rows = {**in_rows, product.summed[0]: summed if {*summed} <= {*rows, *groups} else ()}
         in_weight = {**in_weight, product.summed[1]: weight_summed if {*weight_summed} <= {*rows} else ()}
         summed = ()
+    # The result keeps its rows sharded, so `out` cannot be sharded over their mesh axes too: the weight is gathered
+    # over these. That takes away minor mesh axes, so of several, only the ones before these stay.
     out = in_weight[product.out]
     if not {*out} <= {*rows}:
         out = tuple(itertools.takewhile(lambda a: a not in rows, out))

@@ -58,7 +58,7 @@ class Binary(Protocol):
 
 class _BoundTypedReduction(Protocol):
     def __call__(
-        self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: DTypeLike | None = None
+        self, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None, dtype: DTypeLike | None = None
     ) -> NamedArray: ...
 
 
@@ -71,7 +71,7 @@ class TypedReduction(Protocol):
         array: NamedArray,
         axis: AxisSelection | None = None,
         *,
-        where: NamedArray | None = None,
+        where: NamedOrNumeric | None = None,
         dtype: DTypeLike | None = None,
     ) -> NamedArray: ...
     @overload
@@ -80,7 +80,7 @@ class TypedReduction(Protocol):
         array: Any,
         axis: AxisSelection | None = None,
         *,
-        where: NamedArray | None = None,
+        where: NamedOrNumeric | None = None,
         dtype: DTypeLike | None = None,
     ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundTypedReduction: ...
@@ -91,7 +91,7 @@ class _BoundSpreadReduction(Protocol):
         self,
         axis: AxisSelection | None = None,
         *,
-        where: NamedArray | None = None,
+        where: NamedOrNumeric | None = None,
         ddof: int = 0,
         dtype: DTypeLike | None = None,
     ) -> NamedArray: ...
@@ -106,7 +106,7 @@ class SpreadReduction(Protocol):
         array: NamedArray,
         axis: AxisSelection | None = None,
         *,
-        where: NamedArray | None = None,
+        where: NamedOrNumeric | None = None,
         ddof: int = 0,
         dtype: DTypeLike | None = None,
     ) -> NamedArray: ...
@@ -116,7 +116,7 @@ class SpreadReduction(Protocol):
         array: Any,
         axis: AxisSelection | None = None,
         *,
-        where: NamedArray | None = None,
+        where: NamedOrNumeric | None = None,
         ddof: int = 0,
         dtype: DTypeLike | None = None,
     ) -> Any: ...

@@ -21,7 +21,7 @@ from ..core.jax_versions import varying_axes
 from ..distribution import fsdp_ops
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
-from ._op_types import Binary, Unary, is_tree, map_tree, publish
+from ._op_types import A, Binary, Unary, is_tree, map_tree, publish
 from ._operands import as_float, at_least_float32, operand, require_named, scalar
 
 # --- the two factories ---
@@ -209,20 +209,18 @@ subtract = _binary("subtract", jnp.subtract, "Compute the difference of the oper
 # --- operations that fit neither factory ---
 
 
-@overload
-def round(a: NamedArray, decimals: int = 0) -> NamedArray: ...
-@overload
-def round(a: Any, decimals: int = 0) -> Any: ...
-def round(a: Any, decimals: int = 0) -> Any:
+def round(a: A, decimals: int = 0) -> A:
     """Round each element to a number of decimals, halves to even; a negative number rounds to tens, hundreds, ...
 
     >>> axn.round(axn.named([0.125, 2.5], "x"), 2)
     NamedArray(float32[x=2], [0.12 2.5 ])
     """
-    if isinstance(a, NamedArray):
-        kernel = _round_kernel(a.names, operator.index(decimals))
-        return kernel.apply(a.array)
-    return map_tree(lambda leaf: round(leaf, decimals), a) if is_tree(a) else jnp.round(a, decimals)
+    x: Any = a
+    if isinstance(x, NamedArray):
+        kernel = _round_kernel(x.names, operator.index(decimals))
+        return kernel.apply(x.array)
+    rounded: Any = map_tree(lambda leaf: round(leaf, decimals), x) if is_tree(x) else jnp.round(x, decimals)
+    return rounded
 
 
 @_kernels.shared("names")
@@ -294,13 +292,7 @@ def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     return kernel.apply(*arrays)
 
 
-@overload
-def nan_to_num(
-    a: NamedArray, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
-) -> NamedArray: ...
-@overload
-def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any: ...
-def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
+def nan_to_num(a: A, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> A:
     """Replace each NaN and infinity by a number.
 
     Arguments:
@@ -317,7 +309,9 @@ def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf:
         return kernel.apply(a.array, *values.values())
     if is_tree(a):
         return map_tree(lambda leaf: nan_to_num(leaf, nan=nan, posinf=posinf, neginf=neginf), a)
-    return jnp.nan_to_num(a, nan=nan, posinf=posinf, neginf=neginf)
+    x: Any = a
+    found: Any = jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+    return found
 
 
 @_kernels.shared("names")

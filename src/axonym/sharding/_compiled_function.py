@@ -50,7 +50,7 @@ class JitOptions(TypedDict, total=False):
     device: object
     backend: str | None
     inline: bool
-    compiler_options: dict[str, object] | None
+    compiler_options: dict[str, str | int | float | bool] | None
 
 
 class CompiledFunction(Generic[P, R]):

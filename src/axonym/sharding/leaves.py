@@ -188,6 +188,7 @@ def _names_left(names: Names, shape: Sequence[int], sizes: Mapping[str, Collecti
     """
     best: tuple[int, int] = (0, 0)
     assignments: list[tuple[str, ...]] = []
+    # An axis of size 1 may be left of any sum, so its size tells nothing. A name of unknown size fits every size.
     fits = [[i for i, n in enumerate(names) if size != 1 and size in sizes.get(n, (size,))] for size in shape]
     for chosen in itertools.product(*([*f, None] for f in fits)):
         used = [i for i in chosen if i is not None]

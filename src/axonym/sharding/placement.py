@@ -292,7 +292,7 @@ def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str,
     return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
 
 
-def present_sharding(x: Any) -> Any:
+def present_sharding(x: Any) -> jax.sharding.Sharding | None:
     """Return the sharding that an array has; None if it has none, or is traced."""
     array = raw(x)
     return None if isinstance(array, Tracer) else getattr(array, "sharding", None)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..axis import AxisSelector, name_of
 from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
+from ..distribution.mesh_axes import check_in_mesh
 from ..named_array import raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .meshes import required_mesh, with_devices
@@ -45,12 +46,7 @@ def from_process_local_data(
     if not isinstance(found, Mesh):
         raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
-    unknown = [a for a in over if a not in found.shape]
-    if unknown:
-        raise ValueError(
-            f"{what}: mesh {errors.describe_shape(found.shape)} has no axis "
-            f"{errors.quoted(unknown)}.{errors.suggestion(unknown[0], found.axis_names)}"
-        )
+    check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]

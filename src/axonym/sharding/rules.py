@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import errors
 from ..distribution.active_settings import Entry
-from ..distribution.mesh_axes import mesh_axes, shard_count
+from ..distribution.mesh_axes import check_in_mesh, mesh_axes, shard_count
 from .leaves import Leaf
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
@@ -186,12 +186,8 @@ class FSDPShardingRule(ShardingRule):
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         shape: tuple[int, ...] = leaf.shape or ()
-        unknown = [] if mesh is None else [a for a in mesh_axes(self.fsdp_axis_name) if a not in mesh.shape]
-        if mesh is not None and unknown:
-            raise ValueError(
-                f"{self!r}: mesh {errors.describe_shape(mesh.shape)} has no axis {unknown[0]!r}."
-                + errors.suggestion(unknown[0], mesh.axis_names)
-            )
+        if mesh is not None:
+            check_in_mesh(repr(self), mesh_axes(self.fsdp_axis_name), mesh)
         if math.prod(shape) < self.min_fsdp_size:
             return PartitionSpec()
         divisors = [1 if mesh is None else shard_count(mesh, self.fsdp_axis_name), self.fsdp_axis_size or 1]

@@ -8,7 +8,7 @@ differences by path and axis. Values that are not arrays, such as a function in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,16 @@ from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arr
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ._carry import CARRY, MismatchMessages, conform, settled
 
+C = TypeVar("C")
+"""A carry."""
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
+
+@overload
+def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: complex) -> Any: ...
+@overload
+def while_loop(cond_fn: Callable[[C], Any], body_fn: Callable[[C], C], init: C) -> C: ...
 def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
     """Repeat `body_fn` for as long as `cond_fn` of the carry holds: `jax.lax.while_loop` by name.
 
@@ -52,6 +61,12 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
     return jax.jit(run, inline=INLINE)
 
 
+@overload
+def fori_loop(
+    lower: NamedOrNumeric, upper: NamedOrNumeric, body_fn: Callable[[Any, Any], Any], init: complex
+) -> Any: ...
+@overload
+def fori_loop(lower: NamedOrNumeric, upper: NamedOrNumeric, body_fn: Callable[[Any, C], C], init: C) -> C: ...
 def fori_loop(lower: NamedOrNumeric, upper: NamedOrNumeric, body_fn: Callable[[Any, Any], Any], init: Any) -> Any:
     """Repeat `body_fn(i, carry)` from `lower` up to, but not including, `upper`: `jax.lax.fori_loop` by name.
 
@@ -84,7 +99,7 @@ def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: Tre
     return jax.jit(run, inline=INLINE)
 
 
-def cond(pred: NamedOrNumeric, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+def cond(pred: NamedOrNumeric, true_fn: Callable[[*Ts], R], false_fn: Callable[[*Ts], R], *operands: *Ts) -> R:
     """Call one of two functions with the operands: `jax.lax.cond` by name.
 
     Both must return the same tree of the same axes; the result has them in the order of `true_fn`. The predicate is a
@@ -97,7 +112,7 @@ def cond(pred: NamedOrNumeric, true_fn: Callable[..., Any], false_fn: Callable[.
     return _choose("cond", _scalar("cond", "the predicate", pred), (true_fn, false_fn), operands)
 
 
-def switch(index: NamedOrNumeric, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(index: NamedOrNumeric, branches: Sequence[Callable[[*Ts], R]], *operands: *Ts) -> R:
     """Call one of several functions with the operands: `jax.lax.switch` by name.
 
     All must return the same tree of the same axes; the result has them in the order of the first branch. An index out

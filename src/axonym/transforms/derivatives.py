@@ -98,7 +98,7 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
     return functools.update_wrapper(value_and_gradient, fn, updated=())
 
 
-def jacobian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_") -> Callable[..., Any]:
+def jacobian(fn: Callable[P, Any], argnums: ArgNums = 0, *, prefix: str = "d_") -> Callable[P, Any]:
     """Make a function that computes the Jacobian of another, by name.
 
     The Jacobian of a named array with respect to another has the axes of the first, then the axes of the second with a
@@ -114,12 +114,13 @@ def jacobian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_"
     NamedArray(float32[x=2, d_x=2], [[2. 0.] [0. 4.]])
     """
 
-    def jacobian_of(*args: Any, **kwargs: Any) -> Any:
+    def jacobian_of(*args: P.args, **kwargs: P.kwargs) -> Any:
+        function: Callable[..., Any] = fn  # of other arguments than P tells, which `argument` fills in
         argument = _Argument("jacobian", args, argnums)
         specs = []
 
         def arrays_of(arrays: Sequence[Any]) -> list[Any]:
-            outputs, spec = flatten_arrays(fn(*argument.filled(arrays), **kwargs))
+            outputs, spec = flatten_arrays(function(*argument.filled(arrays), **kwargs))
             specs[:] = [spec]
             return outputs
 
@@ -138,7 +139,7 @@ def jacobian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_"
     return functools.update_wrapper(jacobian_of, fn, updated=())
 
 
-def hessian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_") -> Callable[..., Any]:
+def hessian(fn: Callable[P, Any], argnums: ArgNums = 0, *, prefix: str = "d_") -> Callable[P, Any]:
     """Make a function that computes the Hessian of another: the Jacobian of its gradient, by name.
 
     Arguments:

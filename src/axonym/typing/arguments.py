@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol, overload
 
 from ..axis import AxisSelection, AxisSelector
-from ..named_array import NamedArray
+from ..named_array import NamedArray, NamedOrNumeric
 
 
 class _BoundReduction(Protocol):
-    def __call__(self, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray: ...
+    def __call__(self, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray: ...
 
 
 class ReductionFunction(Protocol):
@@ -20,10 +20,12 @@ class ReductionFunction(Protocol):
 
     @overload
     def __call__(
-        self, array: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None
+        self, array: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None
     ) -> NamedArray: ...
     @overload
-    def __call__(self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> Any: ...
+    def __call__(
+        self, array: Any, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None
+    ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
 
 
