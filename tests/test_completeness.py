@@ -73,7 +73,7 @@ ROOT = "src/axonym/__init__.py"
 FAMILIES: dict[str, Family] = {
     "operations": Family(
         "axonym.ops.*", ROOT, "the CASES of its module tests/ops/cases_*.py", _has_case,
-        {"get_kernel", "mask_names", "Median", "Quantile", "Indexer", "IndexedArray", "Update", "updated_slice",
+        {"get_kernel", "mask_names", "Median", "Quantile", "Indexer", "IndexedArray", "Update",
          "convolve_by_products"},
     ),
     **{

@@ -35,7 +35,8 @@ CASES: list[Case] = [
 # Operations that the table cannot hold, and the file that tests them: see `test_completeness.py`.
 CREATION = "arange eye full geomspace linspace logspace ones tri zeros"
 ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.py") | {
-    "from_dlpack": "interop/test_dlpack.py"
+    "from_dlpack": "interop/test_dlpack.py",
+    "updated_slice": "ops/test_indexing.py",
 }
 
 
