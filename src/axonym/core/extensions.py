@@ -14,8 +14,9 @@ from typing import Any
 _EXTENSIONS: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {}
 """The methods of each package, by class and name."""
 
-_PASSED = ("axonym", "equinox", "functools", "jax")
-"""Packages whose functions call operations for others."""
+_ASKING = ("axonym.core", "axonym.named_array", "axonym._methods", "axonym.ops.indexing", "axonym.ops.updating")
+_ASKING += ("axonym.ref", "equinox", "functools", "jax")
+"""Modules that ask, and packages that call functions of others. The rest of the library is code like any other."""
 
 
 def extend(package: str, cls: type, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -31,8 +32,8 @@ def extend(package: str, cls: type, methods: Mapping[str, Callable[..., Any]]) -
             `__arranged__(x, index, result)` arranges the result of an index with arrays or slices of traced starts.
 
     >>> from axonym.named_array import extend
-    >>> extend("doctest", axn.NamedArray, {"doubled": lambda x: 2 * x})
-    >>> import doctest
+    >>> extend("math", axn.NamedArray, {"doubled": lambda x: 2 * x})
+    >>> import math
     >>> axn.ones({"x": 2}).doubled()
     NamedArray(float32[x=2], [2. 2.])
     """
@@ -48,7 +49,10 @@ def extension(cls: type, name: str) -> Callable[..., Any] | None:
 
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not any(name == asking or name.startswith(f"{asking}.") for asking in (*_ASKING, *_EXTENSIONS)):
+            break
         frame = frame.f_back
     return frame
 
