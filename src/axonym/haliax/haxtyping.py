@@ -16,6 +16,7 @@ from ..typing import *  # noqa: F403  # the same names, but for those below
 class DTypeCategory(type(jaxtyping.AbstractDtype)):
     """A dtype of an annotation: a class of jaxtyping that is equal to a dtype of JAX, and prints a name.
 
+    >>> import jaxtyping
     >>> category = hax.haxtyping.DTypeCategory("float", jnp.floating)
     >>> category, category == jnp.floating, jaxtyping.Float.dtypes == category.dtypes
     (float, True, True)

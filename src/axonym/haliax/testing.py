@@ -33,7 +33,8 @@ def has_torch() -> bool:
 def skip_if_no_torch(f: Any) -> Any:
     """Mark a test of pytest as one that needs PyTorch.
 
-    >>> hax.testing.skip_if_no_torch(lambda: None).pytestmark[0].name
+    >>> def test_export(): ...
+    >>> hax.testing.skip_if_no_torch(test_export).pytestmark[0].name
     'skipif'
     """
     import pytest

@@ -43,6 +43,7 @@ class ArrayStacked(ModuleWithStateDictSerialization, LayerStack, Generic[M]):
         num_layers: the number of layers.
         gradient_checkpointing: the values of each layer that are saved for the backward pass.
 
+    >>> import equinox as eqx
     >>> class Scale(eqx.Module):
     ...     weight: jax.Array
     ...     @staticmethod
