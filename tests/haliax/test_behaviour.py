@@ -160,6 +160,9 @@ OF_W, OF_WZ = hax.named([0, 1, 1, 0], W), hax.zeros((W, Z), dtype=int)
         (lambda: X.take("h", OF_WZ), "zdw"),
         (lambda: hax.take(X, "h", OF_WZ), "zdw"),
         (lambda: hax.rearrange(X, "{d h} -> ... h d ..."), "hdw"),
+        (lambda: hax.rearrange(X, "a b c -> ... b ... a"), "hwd"),
+        (lambda: hax.rearrange(X, "a ... c -> c ... a ..."), "wdh"),
+        (lambda: hax.rearrange(X, "d (q: i j) w -> i w d j", i=1), "iwdj"),
         (lambda: hax.einsum("{d w} -> w ...", X, hax.ones(W)), "wdh"),
         (lambda: hax.einsum("{q} -> ... q ...", X, hax.ones(W), q="h"), "dhw"),
         (lambda: hax.einsum("-> w ... d", X, hax.ones(W)), "whd"),
@@ -212,6 +215,8 @@ def test_out_sharding(explicit_mesh: Mesh) -> None:
     with jax.set_mesh(explicit_mesh):
         assert spec(jax.jit(lambda x: hax.dot(x, y, axis="h", out_sharding=P("data")))(x)) == ("data",)
         assert spec(jax.jit(lambda x: hax.einsum("d h, h -> d", x, y, out_sharding=P("data")))(x)) == ("data",)
+    with jax.set_mesh(explicit_mesh), hax.axis_mapping({"d": "data"}):
+        assert spec(jax.jit(lambda x: hax.dot(x, y, axis="h"))(x)) == ("data",)
     assert hax.partitioning.all_mesh_axes_explicit(explicit_mesh, P("data", None))
     assert not hax.partitioning.all_mesh_axes_explicit(None, P("data"))
     assert hax.partitioning.get_pspec_for_manual_mesh("d", {"d": "data"}, mesh=explicit_mesh) == P("data")

@@ -101,7 +101,7 @@ def ndim(a: NamedOrNumeric) -> int:
 def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
     """Rearrange as `axonym.rearrange` does, but ignore keywords that the expression does not use.
 
-    After an input in braces, the output may have several `...`, as a sequence of axes may.
+    The output may have several `...`, as a sequence of axes may. In an input in order, groups may have any name.
 
     >>> hax.rearrange(hax.ones({"x": 2, "y": 3}), "x y -> y x", z=4).shape
     {'y': 3, 'x': 2}
@@ -109,11 +109,21 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
     {'x': 2, 'y': 3, 'z': 4}
     """
     if len(args) == 1 and isinstance(args[0], str):
-        before, _, after = args[0].partition("->")
-        if before.strip().startswith("{") and after.count("...") > 1 and "(" not in args[0]:
-            return _rearrange(array, order_of(after, kwargs))
+        before, arrow, after = args[0].partition("->")
+        by_name = before.strip().startswith("{")
+        if after.count("...") > 1 and "(" not in args[0]:
+            return _rearrange(array, order_of(after, kwargs if by_name else _in_order(before, array.names)))
+        args = (args[0] if by_name else re.sub(r"\(\s*\w+\s*:", "(", before) + arrow + after,)
         kwargs = {k: v for k, v in kwargs.items() if k in re.findall(r"\w+", args[0])}
     return _rearrange(array, *args, **kwargs)
+
+
+def _in_order(words: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the axis that each word of an input in order stands for."""
+    first, _, last = (re.findall(r"\w+", part) for part in words.partition("..."))
+    if len(first) + len(last) > len(names) or ("..." not in words and len(first) != len(names)):
+        raise ValueError(f"rearrange: {words.strip()!r} does not fit the axes {names}.")
+    return dict(zip([*first, *last], [*names[: len(first)], *names[len(names) - len(last) :]], strict=True))
 
 
 def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:

@@ -26,9 +26,10 @@ from .. import (
 )
 from ..fft import fftfreq as _fftfreq, rfftfreq as _rfftfreq
 from ..named_array import raw
-from ..sharding import Placement
+from ..sharding import Placement, current_mapping
 from ..typing import AxisSelector, NamedOrNumeric
 from ._signatures import with_parameters
+from .partitioning import auto_sharded, get_pspec_for_manual_mesh
 # fmt: on
 
 raw_array_or_scalar = raw
@@ -65,7 +66,13 @@ def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -
 def dot(*arrays: NamedArray | AxisSelector, out_sharding: Placement = None, **kwargs: Any) -> NamedArray:
     if "axis" not in kwargs:
         warnings.warn("dot: `axis` is a keyword argument now.", DeprecationWarning, stacklevel=2)
-    result = _dot(*arrays, **kwargs)
+    return _placed(_dot(*arrays, **kwargs), out_sharding)
+
+
+def _placed(result: NamedArray, out_sharding: Placement) -> NamedArray:
+    """Shard a product: on Explicit mesh axes as the active mapping says, if nothing else does."""
+    if out_sharding is None and current_mapping() and any(get_pspec_for_manual_mesh(result.names) or ()):
+        return auto_sharded(result)
     return result if out_sharding is None else _shard(result, out_sharding)
 
 
@@ -106,7 +113,7 @@ def einsum(
             raise
         raise ValueError(str(error)) from None
     result = _rearrange(result, order) if order.count(...) > 1 else result
-    return result if out_sharding is None else _shard(result, out_sharding)
+    return _placed(result, out_sharding)
 
 
 def order_of(output: str, aliases: Mapping[str, AxisSelector]) -> tuple[Any, ...]:
