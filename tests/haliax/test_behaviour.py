@@ -162,6 +162,8 @@ OF_W, OF_WZ = hax.named([0, 1, 1, 0], W), hax.zeros((W, Z), dtype=int)
         (lambda: hax.rearrange(X, "{d h} -> ... h d ..."), "hdw"),
         (lambda: hax.rearrange(X, "a b c -> ... b ... a"), "hwd"),
         (lambda: hax.rearrange(X, "a ... c -> c ... a ..."), "wdh"),
+        (lambda: hax.rearrange(X, "a b c -> b ... (z: a) ..."), "hzw"),
+        (lambda: hax.rearrange(X, "{d w} -> ... (z: d w) ..."), "zh"),
         (lambda: hax.rearrange(X, "d (q: i j) w -> i w d j", i=1), "iwdj"),
         (lambda: hax.einsum("{d w} -> w ...", X, hax.ones(W)), "wdh"),
         (lambda: hax.einsum("{q} -> ... q ...", X, hax.ones(W), q="h"), "dhw"),

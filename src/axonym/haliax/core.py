@@ -111,11 +111,17 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
     if len(args) == 1 and isinstance(args[0], str):
         before, arrow, after = args[0].partition("->")
         by_name = before.strip().startswith("{")
-        if after.count("...") > 1 and "(" not in args[0]:
-            return _rearrange(array, order_of(after, kwargs if by_name else _in_order(before, array.names)))
+        if after.count("...") > 1 and "(" not in before:
+            words = kwargs if by_name else _in_order(before, array.names)
+            for name, members in re.findall(_NAMED_GROUP, after):
+                array = flatten_axes(array, order_of(members, words), name)
+            return _rearrange(array, order_of(re.sub(_NAMED_GROUP, r"\1", after), words))
         args = (args[0] if by_name else re.sub(r"\(\s*\w+\s*:", "(", before) + arrow + after,)
         kwargs = {k: v for k, v in kwargs.items() if k in re.findall(r"\w+", args[0])}
     return _rearrange(array, *args, **kwargs)
+
+
+_NAMED_GROUP = r"\(\s*(\w+)\s*:([^)]*)\)"
 
 
 def _in_order(words: str, names: tuple[str, ...]) -> dict[str, str]:
