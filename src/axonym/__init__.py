@@ -250,6 +250,7 @@ from .ops.statistics import (
     quantile as quantile,
     trapezoid as trapezoid,
 )
+from .ops.updating import updated_slice as updated_slice
 from .typing import Named as Named
 
 __version__ = "0.1.0"

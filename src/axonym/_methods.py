@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .core.extensions import extension
 from .core.jax_versions import called_by_grad
 from .named_array import NamedArray, NamedOrNumeric, describe_array, is_named_array
 from .ops import (
@@ -65,16 +66,30 @@ def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
 
 def _operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
-        return operation(self, other) if _operand(other) else NotImplemented
+        try:
+            return operation(self, other) if _operand(other) else NotImplemented
+        except TypeError:
+            return _refused(operation, self, other)
 
     return operator
 
 
 def _reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
-        return operation(other, self) if _operand(other) else NotImplemented
+        try:
+            return operation(other, self) if _operand(other) else NotImplemented
+        except TypeError:
+            return _refused(operation, other, self)
 
     return operator
+
+
+def _refused(operation: Callable[..., R], a: Any, b: Any) -> R:
+    """Compute an operation on operands that it does not take as an extension says, or raise the error again."""
+    compute = extension(NamedArray, "__refused__")
+    if compute is None:
+        raise  # called while the error is handled
+    return compute(operation, a, b)
 
 
 def _matmul(self: NamedArray, other: Any) -> Any:
@@ -178,10 +193,16 @@ class Methods:
 
     # Methods rather than assignments: type checkers would give these names the types that they have on `object`.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return elementwise.equal(self, other) if _comparable(other) else NotImplemented
+        try:
+            return elementwise.equal(self, other) if _comparable(other) else NotImplemented
+        except TypeError:
+            return _refused(elementwise.equal, self, other)
 
     def __ne__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return elementwise.not_equal(self, other) if _comparable(other) else NotImplemented
+        try:
+            return elementwise.not_equal(self, other) if _comparable(other) else NotImplemented
+        except TypeError:
+            return _refused(elementwise.not_equal, self, other)
 
     def __round__(self: Any, decimals: int | None = None) -> NamedArray:
         return elementwise.round(self, decimals or 0)

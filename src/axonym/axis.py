@@ -284,7 +284,7 @@ def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection
     (Axis(name='batch', size=8), Axis(name='heads', size=2), Axis(name='size', size=2))
     """
     known = _by_name(axis_spec)
-    _check_present("replace_axis", [name_of(old)], axis_spec)
+    check_present("replace_axis", [name_of(old)], axis_spec)
     _check_sizes("replace_axis", known, _by_name(old))
     found = [s for n, a in known.items() for s in (selectors(new) if n == name_of(old) else (a,))]
     errors.distinct("replace_axis", tuple(map(name_of, found)))
@@ -305,7 +305,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any
     """
     known = _by_name(axis_spec)
     wanted = _by_name(axis_selection)
-    _check_present("resolve_axis", wanted, axis_spec)
+    check_present("resolve_axis", wanted, axis_spec)
     _check_sizes("resolve_axis", known, wanted)
     if isinstance(axis_selection, (Axis, str)):
         return known[name_of(axis_selection)]
@@ -343,7 +343,7 @@ def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None
         return name_of(axis_spec)
     chosen = None if to_unsize is None else _by_name(to_unsize)
     known = _by_name(axis_spec)
-    _check_present("unsize_axes", chosen or (), axis_spec)
+    check_present("unsize_axes", chosen or (), axis_spec)
     return _like(axis_spec, tuple(n if chosen is None or n in chosen else a for n, a in known.items()))
 
 
@@ -361,7 +361,7 @@ def rearrange_for_partial_order(
     """
     known = {name_of(a): a for a in axes}
     named = tuple(name_of(s) for s in partial_order if not isinstance(s, EllipsisType))
-    _check_present("rearrange", named, axes)
+    check_present("rearrange", named, axes)
     errors.distinct("rearrange", named)
     _check_sizes("rearrange", known, _by_name([s for s in partial_order if not isinstance(s, EllipsisType)]))
     rest = [n for n in known if n not in named]
@@ -381,7 +381,8 @@ def rearrange_for_partial_order(
     return tuple(known[n] for names in order for n in names)
 
 
-def _check_present(what: str, names: Iterable[str], selection: AxisSelection) -> None:
+def check_present(what: str, names: Iterable[str], selection: AxisSelection) -> None:
+    """Check that a selection has all these names."""
     known = axis_spec_to_shape_dict(selection)
     if missing := [n for n in names if n not in known]:
         sizes = None if None in known.values() else list(known.values())

@@ -10,7 +10,6 @@ operators are listed in `axonym._methods`: a method *is* the function of the sam
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import json
 import math
@@ -27,6 +26,7 @@ from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
 
 from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
 from .core import errors
+from .core.extensions import extend as extend, extension
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -94,7 +94,12 @@ class NamedArray(_Base):
         # Unflattening a pytree passes `names` and may pass anything for `array`; it is on the hot path of every
         # jitted call, so this branch does nothing else.
         if names is None:
-            array, names = _checked(array, axes)
+            try:
+                array, names = _checked(array, axes)
+            except (TypeError, ValueError):
+                if (unchecked := extension(NamedArray, "__unchecked__")) is None or not unchecked(array):
+                    raise
+                names = tuple(sys.intern(name_of(s)) for s in selectors(axes))
         self.array = array
         self.names = names
 
@@ -103,6 +108,8 @@ class NamedArray(_Base):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):  # a property has failed: raise its own error
                 return object.__getattribute__(self, name)
+            if (method := extension(NamedArray, name)) is not None:
+                return functools.partial(method, self)
             from .core import foreign_names
 
             hint = foreign_names.of_array(name, self.names)
@@ -283,6 +290,8 @@ class NamedArray(_Base):
         return np.asarray(self.array).tobytes(order)
 
     def __bool__(self) -> bool:
+        if self.names and (of_one := extension(NamedArray, "__bool__")) is not None:
+            return of_one(self)
         element = self._only_element(
             "a truth value", " `x.all()` and `x.any()` reduce all of them, and `axonym.where(x, a, b)` chooses by each."
         )
@@ -468,15 +477,10 @@ def is_jax_array_like(x: object) -> bool:
 
 # --- checks ---
 
-shape_checks = contextvars.ContextVar("axonym_shape_checks", default=True)
-"""If true, `NamedArray(array, axes)` compares the axes with the array; code that fills placeholders in turns it off."""
-
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
     names = errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
-    if not shape_checks.get():
-        return array, names
     if isinstance(array, NamedArray):
         raise TypeError(
             f"NamedArray: the array already has names, {describe_array(array)}. Use `rename` to change them."

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
-from axonym.ops.updating import updated_slice
 from tests.helpers import assert_named, compilations
 
 X = axn.arange(axn.make_axes(batch=3, pos=4))
@@ -199,41 +198,41 @@ SLICES = [
     ),
     (lambda: axn.slice(X, "pos", start=3, length=2), IndexError, "ds(3, 2) is out of range for axis 'pos' of size 4"),
     (lambda: axn.slice(X, "pos", axn.Axis("batch", 2)), ValueError, "slice: 'batch' would name more than one axis"),
-    (lambda: updated_slice(X, {"key": 0}, X), ValueError, "updated_slice: no axis 'key' in (batch=3, pos=4)."),
-    (lambda: updated_slice(X, {"pos": 0}, axn.ones({"key": 1})), ValueError, "updated_slice: no axis 'key'"),
-    (lambda: updated_slice(X, {"pos": 0}, 1), TypeError, "updated_slice: expected a NamedArray, got int."),  # pyright: ignore
-    (lambda: updated_slice(X, {"pos": 1.5}, X), TypeError, "the start along 'pos' is an integer, got float32."),
+    (lambda: axn.updated_slice(X, {"key": 0}, X), ValueError, "updated_slice: no axis 'key' in (batch=3, pos=4)."),
+    (lambda: axn.updated_slice(X, {"pos": 0}, axn.ones({"key": 1})), ValueError, "updated_slice: no axis 'key'"),
+    (lambda: axn.updated_slice(X, {"pos": 0}, 1), TypeError, "updated_slice: expected a NamedArray, got int."),  # pyright: ignore
+    (lambda: axn.updated_slice(X, {"pos": 1.5}, X), TypeError, "the start along 'pos' is an integer, got float32."),
     (
-        lambda: updated_slice(X, {"pos": 3}, axn.zeros({"pos": 2}, dtype=int)),
+        lambda: axn.updated_slice(X, {"pos": 3}, axn.zeros({"pos": 2}, dtype=int)),
         IndexError,
         "updated_slice: the start 3 is out of range for axis 'pos' of size 4: it must lie in 0..2.",
     ),
     (
-        lambda: updated_slice(X, {"pos": -1}, axn.zeros({"pos": 2}, dtype=int)),
+        lambda: axn.updated_slice(X, {"pos": -1}, axn.zeros({"pos": 2}, dtype=int)),
         IndexError,
         "the start -1 is out of range",
     ),
     (
-        lambda: updated_slice(X, {"pos": 0}, axn.zeros({"pos": 5, "batch": 9}, dtype=int)),
+        lambda: axn.updated_slice(X, {"pos": 0}, axn.zeros({"pos": 5, "batch": 9}, dtype=int)),
         ValueError,
         "updated_slice: (batch=9, pos=5) of the update does not fit (batch=3, pos=4).",
     ),
     (
-        lambda: updated_slice(X, {"pos": named([0, 1], "batch")}, axn.zeros({"pos": 2}, dtype=int)),
+        lambda: axn.updated_slice(X, {"pos": named([0, 1], "batch")}, axn.zeros({"pos": 2}, dtype=int)),
         ValueError,
         "updated_slice: axis 'batch' has conflicting sizes: 3 in the array, 2 in the start of 'pos'.",
     ),
     (
-        lambda: updated_slice(X, {"pos": named([0, 1, 0], "batch")}, axn.zeros({"batch": 2}, dtype=int)),
+        lambda: axn.updated_slice(X, {"pos": named([0, 1, 0], "batch")}, axn.zeros({"batch": 2}, dtype=int)),
         ValueError,
         "3 in the array, 3 in the start of 'pos', 2 in the update",
     ),
     (
-        lambda: updated_slice(X, {"pos": named([0, 1, 0], "batch"), "batch": 1}, axn.zeros({}, dtype=int)),
+        lambda: axn.updated_slice(X, {"pos": named([0, 1, 0], "batch"), "batch": 1}, axn.zeros({}, dtype=int)),
         ValueError,
         "updated_slice: a start is given along (batch), which start arrays have too.",
     ),
-    (lambda: updated_slice(X, {"pos": jnp.arange(3)}, axn.zeros({})), TypeError, "no axis names but shape (3,)"),
+    (lambda: axn.updated_slice(X, {"pos": jnp.arange(3)}, axn.zeros({})), TypeError, "no axis names but shape (3,)"),
 ]
 
 
@@ -284,7 +283,7 @@ def test_dynamic_slices_are_moved_to_fit(start: int, expected: list[int]) -> Non
     assert axn.slice(LINE, "x", start=i, length=2).tolist() == expected
     assert axn.slice(LINE, "x", "window", start=i, length=2).shape == {"window": 2}
     assert jax.jit(lambda x, i: x["x", axn.ds(i, 2)])(LINE, i).tolist() == expected
-    changed = updated_slice(axn.zeros_like(LINE), {"x": i}, axn.ones({"x": 2}))
+    changed = axn.updated_slice(axn.zeros_like(LINE), {"x": i}, axn.ones({"x": 2}))
     assert np.flatnonzero(changed.array).tolist() == expected
 
 
@@ -348,7 +347,9 @@ def test_gradients_of_repeated_elements_add_up() -> None:
         pytest.param(lambda x, i: x["pos", axn.ds.block(i, 1), "batch", 0], id="ds.block"),
         pytest.param(lambda x, i: x.at["pos", i].set(i), id="set"),
         pytest.param(lambda x, i: x["pos", [i, 0]], id="list"),
-        pytest.param(lambda x, i: updated_slice(x, {"pos": i}, axn.zeros({"pos": 1}, dtype=int)), id="updated_slice"),
+        pytest.param(
+            lambda x, i: axn.updated_slice(x, {"pos": i}, axn.zeros({"pos": 1}, dtype=int)), id="updated_slice"
+        ),
     ],
 )
 def test_walking_along_an_axis_compiles_once(step: Any) -> None:

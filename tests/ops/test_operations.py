@@ -37,6 +37,7 @@ CREATION = "arange eye full geomspace linspace logspace ones tri zeros"
 ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.py") | {
     "ds": "ops/test_indexing.py",
     "from_dlpack": "interop/test_dlpack.py",
+    "updated_slice": "ops/test_indexing.py",
 }
 
 

@@ -385,6 +385,13 @@ def test_local_data(helper):
     by_name = helper.local_data_to_global_array(batch["named"], axn.Axis("batch", 8))
     assert lies(by_name, P(None, ("data", "model"))) and by_name.axes == batch["named"].axes
     assert lies(helper.local_data_to_global_array(np.ones((3, 8)), -1, ("data",)), P(None, "data"))
+    # The partition spec is written as scalax does, since code compares it.
+    for subset, axis, expected in (
+        ("data", 0, P("data")),
+        (("data", "model"), 0, P(("data", "model"))),
+        ("model", 1, P(None, "model")),
+    ):
+        assert helper.local_data_to_global_array(np.ones((8, 8, 2)), axis, subset).sharding.spec == expected
     with pytest.raises(ValueError) as raised:
         helper.local_data_to_global_array({"a": [np.ones((6, 2))], "step": 3})
     assert "2 problems" in str(raised.value) and "step () has no axis 0" in str(raised.value)

@@ -33,6 +33,11 @@ def is_about_devices(error: ValueError) -> bool:
     return "incompatible devices" in str(error)
 
 
+def is_about_older_mesh(error: ValueError) -> bool:
+    """Return whether JAX refused to compile a program on Explicit axes under an older `with mesh:`, by its message."""
+    return "Length of device assignment" in str(error)
+
+
 def called_by_grad() -> bool:
     """Return whether the caller was called by the check in `jax.grad` that a result is a scalar."""
     return sys._getframe(2).f_code.co_name == "typeof" and sys._getframe(3).f_code.co_name == "_check_scalar"

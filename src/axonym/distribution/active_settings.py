@@ -38,6 +38,8 @@ class Settings:
     """The mapping that parameters are stored by: see `axonym.fsdp`."""
     annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty)
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
+    lenient: bool = False
+    """True if compiled functions replicate axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     kept: Any = None
@@ -98,6 +100,12 @@ def active_parameter_mapping() -> Mapping[str, Entry]:
     """Return the active mapping that parameters are stored by; an empty one if there is none."""
     settings = ACTIVE.value
     return {} if settings is None else settings.parameter_mapping
+
+
+def is_lenient() -> bool:
+    """Return whether compiled functions replicate axes that their mesh axes do not divide."""
+    settings = ACTIVE.value
+    return settings is not None and settings.lenient
 
 
 def is_mapped() -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any, TypeAlias
 
 from .. import ds as _ds
 from ..axis import *  # noqa: F403  # the same names, but for those below  # pyright: ignore[reportAssignmentType]
 from ..axis import (
+    Axis,
     AxisSelection,
+    AxisSelector,
     AxisSpec,
-    _check_present,
     axes_of_spec,
     axis_spec_to_shape_dict,
+    check_present,
     concat_axes,
     intersect_axes,
+    selectors,
     without_axes as _without_axes,
 )
 
@@ -81,5 +85,34 @@ def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     >>> hax.eliminate_axes(hax.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8),)
     """
-    _check_present("eliminate_axes", axis_spec_to_shape_dict(to_remove), axis_spec)
+    check_present("eliminate_axes", axis_spec_to_shape_dict(to_remove), axis_spec)
     return _without_axes(axis_spec, to_remove)
+
+
+def axis_spec_to_tuple(axis_spec: AxisSelection) -> tuple[AxisSelector, ...]:
+    """Return a selection of any form as a tuple, with an axis where a mapping gives a size, and else the name.
+
+    >>> hax.axis_spec_to_tuple({"batch": 8, "pos": None})
+    (Axis(name='batch', size=8), 'pos')
+    """
+    return selectors(axis_spec)
+
+
+def to_jax_shape(shape: AxisSpec) -> Any:
+    """Return the size of an axis, or the sizes of several as a tuple, which is a shape of JAX.
+
+    >>> hax.to_jax_shape(hax.Axis("batch", 8)), hax.to_jax_shape({"batch": 8, "pos": 3})
+    (8, (8, 3))
+    """
+    return shape.size if isinstance(shape, Axis) else tuple(a.size for a in axes_of_spec(shape, "to_jax_shape"))
+
+
+def replace_missing_with_ellipsis(ax1: AxisSelection, ax2: AxisSelection) -> tuple[AxisSelector | EllipsisType, ...]:
+    """Return the first axes, with `...` for each that the second lack; sizes come from the second.
+
+    >>> hax.axis.replace_missing_with_ellipsis(("batch", "pos"), hax.Axis("pos", 3))
+    (Ellipsis, Axis(name='pos', size=3))
+    """
+    intersect_axes(ax1, ax2)  # raises where the sizes differ
+    found: dict[str, AxisSelector] = dict(zip(axis_spec_to_shape_dict(ax2), selectors(ax2), strict=True))
+    return tuple(found.get(n, ...) for n in axis_spec_to_shape_dict(ax1))

@@ -1,30 +1,31 @@
 """Haliax's `core`: named arrays, their layout and their parts."""
 
+from __future__ import annotations
+
 # ruff: noqa: I001
 # fmt: off
 import contextlib
+import contextvars
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import (
-    Axis as Axis, NamedArray as NamedArray, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
-    broadcast_to as broadcast_to, flatten as flatten, flatten_axes as flatten_axes, index as index,
-    is_named_array as is_named_array, named as named, rename as _rename, roll as roll, slice as _slice, split as split,
-    top_k as _top_k, unbind as unbind, unflatten_axis as unflatten_axis,
+    Axis as Axis, NamedArray as NamedArray, NamedRef, broadcast_arrays as broadcast_arrays,
+    broadcast_axis as broadcast_axis, broadcast_to as broadcast_to, conj, flatten as flatten,
+    flatten_axes as flatten_axes, index as index, is_named_array as is_named_array, named as named, prod,
+    rearrange as _rearrange, rename as _rename, slice as _slice, split as split, top_k as _top_k, unbind as unbind,
+    unflatten_axis as unflatten_axis, updated_slice as _updated_slice, zeros,
 )
-from ..named_array import shape_checks
+from ..named_array import extend, raw
 from ..axis import (
-    axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
+    axis_name as axis_name, axis_size, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
     selects_axis as selects_axis,
 )
-from ..core.parsing import parse
-from ..ops._index_plan import SliceSpec as SliceSpec
-from ..ops.rearranging import rearrange as _rearrange
-from ..ops.updating import updated_slice as _updated_slice
 from ..typing import (
     AxisSelection as AxisSelection, AxisSelector as AxisSelector, AxisSpec as AxisSpec,
     NamedArrayAxes as NamedArrayAxes, NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric,
@@ -32,14 +33,23 @@ from ..typing import (
 )
 from ._signatures import with_parameters as _with_parameters
 from .axis import axis_name as _name, dslice as dslice, eliminate_axes as eliminate_axes
+from .ops import order_of, roll as roll
 from .types import (
     GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, PrecisionLike as PrecisionLike,
     Scalar as Scalar,
 )
 # fmt: on
 
+NamedIndex: TypeAlias = int | NamedArray | dslice | list[int] | jax.Array | Any
+"""The index of one axis, which may be a Python slice, too."""
+SliceSpec: TypeAlias = Mapping[AxisSelector, NamedIndex] | tuple[Any, ...]
+"""An index: by axis, or axes and indices in turn."""
+NamedArrayMeta = type(NamedArray)
+
 ravel = flatten
 top_k = _with_parameters(_top_k, array="arr")
+
+_CHECKS = contextvars.ContextVar("shape_checks", default=True)
 
 
 @contextlib.contextmanager
@@ -51,11 +61,11 @@ def enable_shape_checks(enabled: bool) -> Iterator[None]:
     >>> with hax.enable_shape_checks(False):
     ...     x = hax.NamedArray(None, hax.Axis("x", 2))
     """
-    token = shape_checks.set(enabled)
+    token = _CHECKS.set(enabled)
     try:
         yield
     finally:
-        shape_checks.reset(token)
+        _CHECKS.reset(token)
 
 
 def are_shape_checks_enabled() -> bool:
@@ -64,7 +74,19 @@ def are_shape_checks_enabled() -> bool:
     >>> hax.are_shape_checks_enabled()
     True
     """
-    return shape_checks.get()
+    return _CHECKS.get()
+
+
+def broadcast_arrays_and_return_axes(
+    *arrays: NamedOrNumeric | None, require_subset: bool = True, ensure_order: bool = True
+) -> tuple[tuple[Any, ...], tuple[Axis, ...]]:
+    """Broadcast as `broadcast_arrays` does, and return the axes of the results, too.
+
+    >>> hax.core.broadcast_arrays_and_return_axes(hax.ones({"x": 2}), 1.0)[1]
+    (Axis(name='x', size=2),)
+    """
+    made = tuple(broadcast_arrays(*arrays, require_subset=require_subset, ensure_order=ensure_order))
+    return made, next((x.axes for x in made if isinstance(x, NamedArray)), ())
 
 
 def ndim(a: NamedOrNumeric) -> int:
@@ -79,16 +101,35 @@ def ndim(a: NamedOrNumeric) -> int:
 def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
     """Rearrange as `axonym.rearrange` does, but ignore keywords that the expression does not use.
 
+    The output may have several `...`, as a sequence of axes may. In an input in order, groups may have any name.
+
     >>> hax.rearrange(hax.ones({"x": 2, "y": 3}), "x y -> y x", z=4).shape
     {'y': 3, 'x': 2}
+    >>> hax.rearrange(hax.ones({"x": 2, "y": 3, "z": 4}), "{y} -> ... y ...").shape
+    {'x': 2, 'y': 3, 'z': 4}
     """
-    if kwargs and len(args) == 1 and isinstance(args[0], str):
-        expression = parse("rearrange", args[0], comma="elements")
-        terms = (*expression.lhs, *expression.rhs)
-        used = {v.name for t in terms for v in t.variables}
-        used |= {g.name.name for t in terms for g in t.groups if g.name is not None}
-        kwargs = {k: v for k, v in kwargs.items() if k in used}
+    if len(args) == 1 and isinstance(args[0], str):
+        before, arrow, after = args[0].partition("->")
+        by_name = before.strip().startswith("{")
+        if after.count("...") > 1 and "(" not in before:
+            words = kwargs if by_name else _in_order(before, array.names)
+            for name, members in re.findall(_NAMED_GROUP, after):
+                array = flatten_axes(array, order_of(members, words), name)
+            return _rearrange(array, order_of(re.sub(_NAMED_GROUP, r"\1", after), words))
+        args = (args[0] if by_name else re.sub(r"\(\s*\w+\s*:", "(", before) + arrow + after,)
+        kwargs = {k: v for k, v in kwargs.items() if k in re.findall(r"\w+", args[0])}
     return _rearrange(array, *args, **kwargs)
+
+
+_NAMED_GROUP = r"\(\s*(\w+)\s*:([^)]*)\)"
+
+
+def _in_order(words: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the axis that each word of an input in order stands for."""
+    first, _, last = (re.findall(r"\w+", part) for part in words.partition("..."))
+    if len(first) + len(last) > len(names) or ("..." not in words and len(first) != len(names)):
+        raise ValueError(f"rearrange: {words.strip()!r} does not fit the axes {names}.")
+    return dict(zip([*first, *last], [*names[: len(first)], *names[len(names) - len(last) :]], strict=True))
 
 
 def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
@@ -98,16 +139,6 @@ def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
     ((Array([1., 1.], dtype=float32),), (Axis(name='x', size=2),))
     """
     return (array.array,), array.axes
-
-
-def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
-    """Rebuild a named array from the results of `tree_flatten`.
-
-    >>> hax.NamedArray.tree_unflatten(hax.Axis("x", 2), (jnp.ones(2),))
-    NamedArray(float32[x=2], [1. 1.])
-    """
-    (array,) = tree
-    return cls(array, aux)
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
@@ -207,3 +238,66 @@ def flatten_all_axes_but(
         return rearrange(new, rearrange_for_partial_order(order, new.axes))
 
     return rearrange(flat, (axis_name, ...)) if reorder_to_front else flat, restore
+
+
+# --- what named arrays do in code that imports this package ---
+
+
+def _refused(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """Compute an operation on a raw array and a named one without axes, which is a number; refuse anything else."""
+    (named_one,) = found if len(found := [x for x in (a, b) if isinstance(x, NamedArray)]) == 1 else (None,)
+    if named_one is None or named_one.names:
+        raise  # the error of the operation is being handled
+    return operation(raw(a), raw(b))
+
+
+def _truth_value(array: NamedArray) -> bool:
+    return bool(array.array)
+
+
+def _arranged(array: NamedArray, slices: Any, result: NamedArray) -> NamedArray:
+    """Put the axes of index arrays where NumPy puts them: in place of the indexed axes, or first if these are apart."""
+    pairs = slices.items() if isinstance(slices, Mapping) else zip(slices[::2], slices[1::2], strict=True)
+    given = {_name(axis): i for axis, i in pairs}
+    arrays = {n: axes for n, i in given.items() if (axes := _index_axes(n, i))}
+    from_arrays = {a.name for axes in arrays.values() for a in axes}
+    kept = [n for n in array.names if n not in from_arrays and (n not in given or n in result.names)]
+    if not from_arrays or not from_arrays.union(kept) >= {*result.names}:
+        return result
+    shared = [(a,) for a in array.axes if a.name in from_arrays and a.name not in given]
+    # The largest array keeps its order, and each other one adds the axes that only it has in front.
+    moved: tuple[str, ...] = ()
+    for axes in sorted([*arrays.values(), *shared], key=axis_size, reverse=True):
+        moved = (*(a.name for a in axes if a.name not in moved), *moved)
+    places = [i for i, n in enumerate(array.names) if n not in kept]
+    before = [n for n in array.names[: places[0]] if n in kept] if places[-1] - places[0] < len(places) else []
+    return _rearrange(result, (*before, *moved, *(n for n in kept if n not in before)))
+
+
+def _index_axes(name: str, index: Any) -> tuple[Axis, ...]:
+    """Return the axes of an index array; a slice whose start may be traced counts as one."""
+    if isinstance(index, dslice):
+        return (Axis(name, index.size),)
+    return index.axes if isinstance(index, NamedArray) else ()
+
+
+extend(
+    __package__ or "",
+    NamedArray,
+    {
+        "conjugate": conj,
+        "product": prod,
+        "ravel": flatten,
+        "take": take,
+        "tree_flatten": tree_flatten,
+        "updated_slice": updated_slice,
+        "__arranged__": _arranged,
+        "__bool__": _truth_value,
+        "__refused__": _refused,
+        "__unchecked__": lambda array: not (_CHECKS.get() and hasattr(array, "shape")),  # which placeholders lack
+    },
+)
+extend(__package__ or "", NamedRef, {"named_shape": lambda ref: ref.shape})
+extend(
+    __package__ or "", type(zeros(()).at[...]), {"mul": lambda part, *args, **kwargs: part.multiply(*args, **kwargs)}
+)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import ScanCheckpointPolicy as _ScanCheckpointPolicy, fold as fold, map as map, scan as _scan, vmap as _vmap
-from ..transforms.rematerialization import ScanCheckpointSpec as ScanCheckpointSpec
 from ._signatures import with_parameters
+
+ScanCheckpointSpec: TypeAlias = bool | str | _ScanCheckpointPolicy
+"""A policy, or a word for one."""
 
 scan = with_parameters(_scan, fn="f")
 
 
 @functools.wraps(_vmap, assigned=("__name__", "__qualname__", "__doc__"))
 def vmap(fn: Any, axis: Any, *, default: Any = lambda x: 0, **options: Any) -> Any:
-    # Maps the raw arrays of every module over their first axis.
-    return _vmap(fn, axis, default=default, **options)
+    # Maps the raw arrays of every module over their first axis; without axes, `fn` is called as it is.
+    return fn if not isinstance(axis, str) and axis == () else _vmap(fn, axis, default=default, **options)
 
 
 class ScanCheckpointPolicy(_ScanCheckpointPolicy):

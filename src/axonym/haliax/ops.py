@@ -1,11 +1,14 @@
 """Creation, comparing, choosing, padding, diagonals and sets."""
 
+from __future__ import annotations
+
 # ruff: noqa: I001
 # fmt: off
 import functools
+import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from jax.typing import DTypeLike
@@ -17,15 +20,19 @@ from .. import (
     array_equiv as array_equiv, axis_mapping, bincount as bincount, clip as clip, concatenate as _concatenate,
     dot as _dot, einsum as _einsum, full as _full, geomspace as _geomspace, isclose as isclose, linspace as _linspace,
     logspace as _logspace,
-    nonzero as nonzero, ones as _ones, packbits as packbits, pad as pad, pad_left as pad_left,
-    searchsorted as searchsorted, stack as _stack, trace as trace, tril as tril, triu as triu, unique as unique,
-    unpackbits as unpackbits, where as where, zeros as _zeros,
+    nonzero as nonzero, ones as _ones, packbits as packbits, pad as pad, pad_left as pad_left, rearrange as _rearrange,
+    roll as _roll, searchsorted as searchsorted, shard as _shard, stack as _stack, trace as trace, tril as _tril,
+    triu as _triu, unique as unique, unpackbits as unpackbits, where as _where, zeros as _zeros,
 )
 from ..fft import fftfreq as _fftfreq, rfftfreq as _rfftfreq
-from ..typing import AxisSelector
+from ..named_array import raw
+from ..sharding import Placement, current_mapping
+from ..typing import AxisSelector, NamedOrNumeric
 from ._signatures import with_parameters
+from .partitioning import auto_sharded, get_pspec_for_manual_mesh
 # fmt: on
 
+raw_array_or_scalar = raw
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -56,10 +63,17 @@ def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -
 
 
 @functools.wraps(_dot, assigned=("__name__", "__qualname__", "__doc__"))
-def dot(*arrays: Any, **options: Any) -> NamedArray:
-    if "axis" not in options:
+def dot(*arrays: NamedArray | AxisSelector, out_sharding: Placement = None, **kwargs: Any) -> NamedArray:
+    if "axis" not in kwargs:
         warnings.warn("dot: `axis` is a keyword argument now.", DeprecationWarning, stacklevel=2)
-    return _dot(*arrays, **options)
+    return _placed(_dot(*arrays, **kwargs), out_sharding)
+
+
+def _placed(result: NamedArray, out_sharding: Placement) -> NamedArray:
+    """Shard a product: on Explicit mesh axes as the active mapping says, if nothing else does."""
+    if out_sharding is None and current_mapping() and any(get_pspec_for_manual_mesh(result.names) or ()):
+        return auto_sharded(result)
+    return result if out_sharding is None else _shard(result, out_sharding)
 
 
 def einsum(
@@ -67,16 +81,105 @@ def einsum(
     *arrays: NamedArray,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    _dot_general: Any = jax.lax.dot_general,
+    _dot_general: Callable[..., jax.Array] | None = jax.lax.dot_general,
+    out_sharding: Placement = None,
     **axis_aliases: AxisSelector,
 ) -> NamedArray:
-    """Contract as `axonym.einsum` does; `_dot_general` replaces `jax.lax.dot_general`.
+    """Contract as `axonym.einsum` does; `_dot_general` replaces `jax.lax.dot_general`, `out_sharding` places it.
+
+    A keyword that the equation does not use is a ValueError. After axes in braces, `...` in the output keeps all axes.
 
     >>> hax.einsum("{a b} -> a", hax.ones({"a": 2, "b": 3})).shape
     {'a': 2}
     """
-    options: Any = {"precision": precision, "preferred_element_type": preferred_element_type, **axis_aliases}
-    return _einsum(equation, *arrays, dot_general=_dot_general, **options)
+    options: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
+    dot_general = jax.lax.dot_general if _dot_general is None else _dot_general
+    options |= {"dot_general": dot_general}
+    before, _, after = equation.partition("->") if isinstance(equation, str) else ("", "", "")
+    order: tuple[Any, ...] = (...,)
+    if before.strip().startswith("{") and "..." in after:
+        if unused := [k for k in axis_aliases if not re.search(rf"\b{k}\b", equation)]:
+            raise ValueError(f"einsum: {', '.join(unused)} is given by keyword but does not appear in {equation!r}.")
+        order, equation, axis_aliases = order_of(after, axis_aliases), "-> ...", {}
+        if order.count(...) == 1:  # otherwise it is only layout, and a transpose
+            words = [f"a{i}" for i in range(len(order))]
+            equation = "-> " + " ".join("..." if s is ... else w for w, s in zip(words, order, strict=True))
+            axis_aliases = {w: s for w, s in zip(words, order, strict=True) if s is not ...}
+    options |= axis_aliases
+    try:
+        result = _einsum(equation, *arrays, **options)
+    except TypeError as error:
+        if not isinstance(equation, str):
+            raise
+        raise ValueError(str(error)) from None
+    result = _rearrange(result, order) if order.count(...) > 1 else result
+    return _placed(result, out_sharding)
+
+
+def order_of(output: str, aliases: Mapping[str, AxisSelector]) -> tuple[Any, ...]:
+    """Return the axes and ellipses of the output of an expression."""
+    return tuple(... if word == "..." else aliases.get(word, word) for word in re.findall(r"\.\.\.|\w+", output))
+
+
+def allowing_raw(fn: F) -> F:
+    """Wrap an operation on two operands: a raw array and a named one without axes give a raw array."""
+
+    @functools.wraps(fn)
+    def call(a: Any, b: Any) -> Any:
+        if isinstance(a, NamedArray) is not isinstance(b, NamedArray) and (jnp.ndim(raw(a)) or jnp.ndim(raw(b))):
+            named = a if isinstance(a, NamedArray) else b
+            a, b = (raw(a), raw(b)) if not named.names else (a, b)
+        return fn(a, b)
+
+    call.__module__ = sys._getframe(1).f_globals["__name__"]  # where pickle looks it up
+    return cast(F, call)
+
+
+def where(
+    condition: NamedOrNumeric,
+    x: NamedOrNumeric | None = None,
+    y: NamedOrNumeric | None = None,
+    fill_value: NamedOrNumeric | None = None,
+    new_axis: Axis | None = None,
+) -> Any:
+    """Choose as `axonym.where` does; a named condition without axes counts as a scalar.
+
+    >>> hax.where(hax.named(True, ()), -1, 3)
+    Array(-1, dtype=int32, weak_type=True)
+    """
+    scalar = x is not None and isinstance(condition, NamedArray) and not condition.names
+    return _where(raw(condition) if scalar else condition, x, y, fill_value, new_axis)
+
+
+def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
+    """Set the elements above a diagonal to zero, as `axonym.tril` does; the two axes come last in the result.
+
+    >>> hax.tril(hax.ones({"x": 2, "y": 2, "z": 2}), "x", "y").shape
+    {'z': 2, 'x': 2, 'y': 2}
+    """
+    return _rearrange(_tril(array, axis1, axis2, k), (..., axis1, axis2))
+
+
+def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
+    """Set the elements below a diagonal to zero, as `axonym.triu` does; the two axes come last in the result.
+
+    >>> hax.triu(hax.ones({"x": 2, "y": 2, "z": 2}), "x", "y").shape
+    {'z': 2, 'x': 2, 'y': 2}
+    """
+    return _rearrange(_triu(array, axis1, axis2, k), (..., axis1, axis2))
+
+
+def roll(
+    array: NamedArray, shift: NamedOrNumeric | Sequence[int], axis: AxisSelector | Sequence[AxisSelector]
+) -> NamedArray:
+    """Roll as `axonym.roll` does; a shift with axes is a TypeError.
+
+    >>> hax.roll(hax.arange(hax.Axis("x", 3)), 1, "x")
+    NamedArray(int32[x=3], [2 0 1])
+    """
+    if isinstance(shift, NamedArray) and shift.names:
+        raise TypeError(f"roll: `shift` is a scalar, got an array with axes {shift.names}.")
+    return _roll(array, shift, axis)
 
 
 def unique_values(

@@ -7,8 +7,9 @@ import jax
 from ..axis import axes_of_spec
 from ..named_array import NamedArray
 from ..random import *  # noqa: F403  # the same names, but for those below
-from ..sharding.shard import shard_quietly
+from ..sharding import current_mesh
 from ..typing import AxisSelector, AxisSpec
+from .partitioning import auto_sharded
 
 
 def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpec | None = None) -> NamedArray:
@@ -24,6 +25,9 @@ def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpe
     axes = tuple(a for a in logits.axes if a != along) if shape is None else axes_of_spec(shape, "categorical")
     if along.name in [a.name for a in axes]:
         raise ValueError(f"categorical: axis {along.name!r} is drawn from, so it cannot be one of the result {axes}.")
-    full = logits.broadcast_axis(axes).rearrange((*axes, along))
-    drawn = jax.random.categorical(key, full.array, axis=-1, shape=tuple(a.size for a in axes))
-    return shard_quietly(NamedArray(drawn, axes), None, "categorical")
+    rest = logits.broadcast_axis(axes)
+    # The draws depend on where the axis stands.
+    place = rest.names.index(along.name)
+    full = rest.rearrange((*axes[:place], along, *axes[place:]))
+    drawn = jax.random.categorical(key, full.array, axis=place, shape=tuple(a.size for a in axes))
+    return auto_sharded(NamedArray(drawn, axes)) if current_mesh() is not None else NamedArray(drawn, axes)

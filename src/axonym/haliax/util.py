@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+
+import equinox as eqx
 
 from ..named_array import is_jax_array_like as is_jax_array_like, is_named_array as is_named_array
 from ..nn.loss import UNSPECIFIED as UNSPECIFIED, Unspecified as Unspecified
@@ -42,6 +45,47 @@ def ensure_tuple(x: Sequence[_T] | _T) -> tuple[_T, ...]:
     if isinstance(x, Sequence) and not isinstance(x, str):
         return tuple(x)
     return (x,)  # pyright: ignore[reportReturnType]  # it is no sequence of _T, so it is a _T
+
+
+def maybe_untuple(x: Any) -> Any:
+    """Return the element of a tuple of one, and anything else as it is.
+
+    >>> hax.util.maybe_untuple((3,)), hax.util.maybe_untuple((1, 2))
+    (3, (1, 2))
+    """
+    return x[0] if isinstance(x, tuple) and len(x) == 1 else x
+
+
+def index_where(pred: Callable[[_T], bool], xs: Sequence[_T], start: int = 0) -> int:
+    """Return the first position, from `start` on, of an element for which a function is true.
+
+    >>> hax.util.index_where(lambda x: x > 1, [0, 2, 4])
+    1
+    """
+    found = next((i for i in range(start, len(xs)) if pred(xs[i])), None)
+    if found is None:
+        raise ValueError(f"index_where: no element from {start} on is chosen.")
+    return found
+
+
+def safe_wraps(fn: Any) -> Callable[[Any], Any]:
+    """Make a decorator that calls `safe_update_wrapper`.
+
+    >>> hax.util.safe_wraps(jnp.sum)(lambda x: x).__name__
+    'sum'
+    """
+    return functools.partial(safe_update_wrapper, wrapped=fn)
+
+
+def safe_update_wrapper(wrapper: Any, wrapped: Any) -> Any:
+    """Give a function, or a module of Equinox, the name and the documentation of the function that it wraps.
+
+    >>> hax.util.safe_update_wrapper(lambda x: x, jnp.sum).__name__
+    'sum'
+    """
+    if isinstance(wrapper, eqx.Module):
+        return eqx.module_update_wrapper(wrapper, wrapped)
+    return functools.update_wrapper(wrapper, wrapped)
 
 
 def is_jax_or_hax_array_like(x: Any) -> bool:

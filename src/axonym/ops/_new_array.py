@@ -13,12 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..axis import Axis, Names
-from ..core.jax_versions import INLINE
+from ..core.jax_versions import INLINE, is_about_older_mesh
 from ..distribution import active_settings, output_sharding
-from ..distribution.mesh_axes import axes_of_type, entries_of, entry_of, mesh_around, mesh_axes, restricted
+from ..distribution.mesh_axes import (
+    axes_of_type,
+    current_mesh,
+    entries_of,
+    entry_of,
+    mesh_around,
+    mesh_axes,
+    restricted,
+)
 from ..named_array import NamedArray, wrap
 from . import _kernels
 
@@ -53,7 +61,23 @@ def sharded_kernel(
         return run_sharded(what, fn, in_names, _kernels.as_in_jit(arrays), out)
 
     kernel.__name__ = kernel.__qualname__ = what
-    return _kernels.Kernel(jax.jit(kernel, inline=INLINE), tuple(a.name for a in out))
+    return _kernels.Kernel(_on_older_mesh(jax.jit(kernel, inline=INLINE)), tuple(a.name for a in out))
+
+
+def _on_older_mesh(jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """Activate the mesh of an older `with mesh:`, in which JAX does not compile programs on Explicit axes."""
+
+    def call(*arrays: Any) -> Any:
+        try:
+            return jitted(*arrays)
+        except ValueError as error:
+            mesh = current_mesh()
+            if not (is_about_older_mesh(error) and isinstance(mesh, Mesh)):
+                raise
+        with jax.set_mesh(mesh):
+            return jitted(*arrays)
+
+    return call
 
 
 def run_sharded(

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..axis import Axis, AxisSelector, Names, name_of
+from ..core.extensions import extension
 from ..core.tree_spec import StaticLeaf
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
@@ -51,7 +52,11 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     if not items:
         return array
     kernel = get_kernel(array.names, items, _ZEROS_OUTSIDE if any([i.padded for i in items]) else ())
-    return kernel.apply(array.array, *operands)
+    result = kernel.apply(array.array, *operands)
+    if len(result.names) > 1 and any([i.kind in ("gather", "dynamic slice") for i in items]):
+        if (arrange := extension(NamedArray, "__arranged__")) is not None:
+            return arrange(array, slices, result)
+    return result
 
 
 def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray:
@@ -60,7 +65,8 @@ def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray
     >>> axn.take(axn.named([10, 20, 30], "x"), "x", axn.named([2, 0], "picked"))
     NamedArray(int32[picked=2], [30 10])
     """
-    return array[axis, index]
+    own = extension(NamedArray, "take")
+    return array[axis, index] if own is None else own(array, axis, index)
 
 
 def slice(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..axis import Names, name_of
 from ..core import errors
+from ..core.extensions import extension
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
@@ -68,6 +69,13 @@ class IndexedArray:
     def __init__(self, array: NamedArray, index: SliceSpec):
         self.array = array
         self.index = index
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if (method := extension(IndexedArray, name)) is not None:
+                return functools.partial(method, self)
+            raise AttributeError(f"'IndexedArray' object has no attribute {name!r}", name=name, obj=self)
 
     # fmt: off
     set = _update("set", "Replace the selected elements.", "[1, 2, 3]", "int32[x=3], [1 2 3]")
@@ -174,7 +182,7 @@ def _update_kernel(
 
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
-    """Replace a slice of the array.
+    """Replace a slice of an array.
 
     As in `jax.lax.dynamic_update_slice`, a start that is an array, traced or not, is moved so that the slice fits. A
     start that is a Python integer must fit.
@@ -184,6 +192,9 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
             each element of an axis. Axes that are not named start at 0.
         update: the new slice, which gives the sizes. Along an axis that `start` names and the update lacks, the slice
             has size one.
+
+    >>> axn.updated_slice(axn.zeros({"x": 4}), {"x": jnp.array(1)}, axn.ones({"x": 2}))
+    NamedArray(float32[x=4], [0. 1. 1. 0.])
     """
     require_named("updated_slice", update)
     starts = {name_of(s): v for s, v in start.items()}

@@ -12,7 +12,7 @@ with 8-bit products recognize this pattern; on other devices, it simulates 8-bit
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -39,6 +39,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         input_amax_history, output_grad_amax_history, kernel_amax_history: their largest absolute values in the last
             steps.
         compute_dtype: the dtype to multiply in; None for the dtype of the operands.
+        fwd_dtype, rev_dtype: the 8-bit dtypes of the operands, and of the gradient of the result.
 
     >>> layer = axn.nn.Linear.init(
     ...     axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0),
@@ -55,14 +56,23 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
     output_grad_amax_history: jax.Array
     kernel_amax_history: jax.Array
     compute_dtype: Any = eqx.field(static=True, default=None)
+    fwd_dtype: Any = eqx.field(static=True, default=_OPERAND_DTYPE)
+    rev_dtype: Any = eqx.field(static=True, default=_GRADIENT_DTYPE)
 
     @classmethod
-    def init(cls, amax_history_length: int = 1024, compute_dtype: DTypeLike | None = None) -> Fp8DotGeneralOp:
+    def init(
+        cls,
+        amax_history_length: int = 1024,
+        compute_dtype: DTypeLike | None = None,
+        fwd_dtype: DTypeLike = _OPERAND_DTYPE,
+        rev_dtype: DTypeLike = _GRADIENT_DTYPE,
+    ) -> Self:
         """Make an operation with an empty history.
 
         Arguments:
             amax_history_length: the number of steps in the history.
             compute_dtype: the dtype to multiply in; None for the dtype of the operands.
+            fwd_dtype, rev_dtype: the 8-bit dtypes of the operands, and of the gradient of the result.
 
         >>> axn.quantization.Fp8DotGeneralOp.init(amax_history_length=16).input_amax_history.shape
         (16,)
@@ -70,7 +80,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         # Separate arrays, so that a training step can donate each of them.
         s1, s2, s3 = (jnp.ones(1, jnp.float32) for _ in range(3))
         h1, h2, h3 = (jnp.zeros(amax_history_length, jnp.float32) for _ in range(3))
-        return cls(s1, s2, s3, h1, h2, h3, compute_dtype)
+        return cls(s1, s2, s3, h1, h2, h3, compute_dtype, fwd_dtype, rev_dtype)
 
     def __call__(
         self,
@@ -83,17 +93,23 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
         dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-        lhs = in_qdq(dtype, lhs, self.input_scale, self.input_amax_history)
-        rhs = in_qdq(dtype, rhs, self.kernel_scale, self.kernel_amax_history)
+        lhs = in_qdq(dtype, lhs, self.input_scale, self.input_amax_history, self.fwd_dtype)
+        rhs = in_qdq(dtype, rhs, self.kernel_scale, self.kernel_amax_history, self.fwd_dtype)
         y = dot_general_with_precision(lhs, rhs, dimension_numbers, None, wanted)
-        return out_qdq(dtype, y, self.output_grad_scale, self.output_grad_amax_history)
+        return out_qdq(dtype, y, self.output_grad_scale, self.output_grad_amax_history, self.rev_dtype)
 
 
 # --- rounding ---
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_qdq(compute_dtype: DTypeLike, inp: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def in_qdq(
+    compute_dtype: DTypeLike,
+    inp: jax.Array,
+    scale: jax.Array,
+    amax_history: jax.Array,
+    dtype: DTypeLike = _OPERAND_DTYPE,
+) -> jax.Array:
     """Round an operand to 8-bit floats, with the scale that follows from its history.
 
     The operand's gradient is passed through unchanged. The gradients of the scale and the history are their values for
@@ -104,29 +120,38 @@ def in_qdq(compute_dtype: DTypeLike, inp: jax.Array, scale: jax.Array, amax_hist
         inp: the operand.
         scale: the last scale, used while the history is empty.
         amax_history: the largest absolute values of the last steps.
+        dtype: the 8-bit dtype.
 
     >>> axn.quantization.in_qdq(jnp.float32, jnp.array([1.0, 1000.0]), jnp.ones(1), jnp.zeros(4))
     Array([  1., 448.], dtype=float32)
     """
-    return _rounded(compute_dtype, _OPERAND_DTYPE, inp, _new_scale(_OPERAND_DTYPE, scale, amax_history))
+    return _rounded(compute_dtype, dtype, inp, _new_scale(dtype, scale, amax_history))
 
 
 def _in_forward(
-    compute_dtype: DTypeLike, inp: jax.Array, scale: jax.Array, history: jax.Array
+    compute_dtype: Any, inp: jax.Array, scale: jax.Array, history: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any]:
-    scale = _new_scale(_OPERAND_DTYPE, scale, history)
-    return _rounded(compute_dtype, _OPERAND_DTYPE, inp, scale), (scale, _new_history(inp, history))
+    scale = _new_scale(dtype, scale, history)
+    return _rounded(compute_dtype, dtype, inp, scale), (scale, _new_history(inp, history))
 
 
-def _in_backward(compute_dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _in_backward(
+    compute_dtype: Any, dtype: Any, state: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     return (gradient, *state)
 
 
 in_qdq.defvjp(_in_forward, _in_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def out_qdq(compute_dtype: DTypeLike, out: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def out_qdq(
+    compute_dtype: DTypeLike,
+    out: jax.Array,
+    scale: jax.Array,
+    amax_history: jax.Array,
+    dtype: DTypeLike = _GRADIENT_DTYPE,
+) -> jax.Array:
     """Return a result unchanged, and round its gradient to 8-bit floats, with the scale that follows from its history.
 
     The gradients of the scale and the history are their values for the next step.
@@ -134,7 +159,7 @@ def out_qdq(compute_dtype: DTypeLike, out: jax.Array, scale: jax.Array, amax_his
     Arguments:
         compute_dtype: the dtype that the gradient is rounded in.
         out: the result.
-        scale, amax_history: as in `in_qdq`.
+        scale, amax_history, dtype: as in `in_qdq`.
 
     >>> f = lambda x: 1.1 * axn.quantization.out_qdq(jnp.float32, x, jnp.ones(1), jnp.zeros(4)).sum()
     >>> jax.grad(f)(jnp.ones(2))
@@ -144,15 +169,17 @@ def out_qdq(compute_dtype: DTypeLike, out: jax.Array, scale: jax.Array, amax_his
 
 
 def _out_forward(
-    compute_dtype: DTypeLike, out: jax.Array, scale: jax.Array, history: jax.Array
+    compute_dtype: Any, out: jax.Array, scale: jax.Array, history: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any]:
     return out, (scale, history)
 
 
-def _out_backward(compute_dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _out_backward(
+    compute_dtype: Any, dtype: Any, state: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale, history = state
-    scale = _new_scale(_GRADIENT_DTYPE, scale, history)
-    rounded = _rounded(compute_dtype, _GRADIENT_DTYPE, gradient, scale).astype(gradient.dtype)
+    scale = _new_scale(dtype, scale, history)
+    rounded = _rounded(compute_dtype, dtype, gradient, scale).astype(gradient.dtype)
     return rounded, scale, _new_history(gradient, history)
 
 

@@ -7,34 +7,45 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
-from ..core import errors
-from ..distribution import active_settings
 from ..named_array import NamedArray, raw, wrap
-from ..sharding import rules, with_sharding_annotation as _annotated
-from ..sharding._compiled_function import CompiledFunction
-from ..sharding.annotations import HashablePlacement, hashable_annotations, sharding_annotations as sharding_annotations
-from ..sharding.leaves import Leaf, leaves_of
-from ..sharding.mapping import enter_block, leave_block
-from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
-from ..sharding.placement import LeafPlacement, Placement, described, listed, resolve
-from ..sharding.process_local_data import from_process_local_data
-from ..sharding.shard import shard, shard_quietly, to_host
+from ..sharding import (
+    CompiledFunction,
+    FSDPShardingRule as _FSDPShardingRule,
+    Leaf,
+    LeafPlacement,
+    Placement,
+    PolicyShardingRule as _PolicyShardingRule,
+    ShardingRule as _ShardingRule,
+    TreePathShardingRule as _TreePathShardingRule,
+    current_annotations,
+    from_process_local_data,
+    infer_resource_partitions,
+    leaves_of,
+    make_mesh,
+    resolve,
+    shard,
+    shard_quietly,
+    sharding_annotations as sharding_annotations,
+    to_host,
+    with_sharding_annotation as _annotated,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 # --- rules ---
 
 
-class ShardingRule(rules.ShardingRule):
+class ShardingRule(_ShardingRule):
     """A rule that is applied to a tree. Rules of your own define `apply`, or `place` for one leaf at a time.
 
     >>> class Rows(scalax.sharding.ShardingRule):
@@ -56,9 +67,9 @@ class ShardingRule(rules.ShardingRule):
         for leaf in leaves:
             specs.append(None if leaf.shape is None else self.answer(leaf, None))
             if leaf.shape is not None and specs[-1] is None and (refusal := self.refusal(leaf)):
-                problems.append(f"{leaf.path} {described(leaf)}: {refusal}.")
+                problems.append(f"{leaf.path} {leaf.shape}: {refusal}.")
         if problems:
-            raise ValueError(listed(f"{self!r}.apply", problems, None))
+            raise ValueError("\n  ".join([f"{self!r}.apply:", *problems]))
         return jax.tree.unflatten(structure, specs)
 
     def for_tree(self, tree: Any) -> Placement:
@@ -70,7 +81,7 @@ class ShardingRule(rules.ShardingRule):
         return self.apply({leaf.path: leaf.value})[leaf.path]  # another rule calls it, one leaf at a time
 
 
-class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
+class FSDPShardingRule(_FSDPShardingRule, ShardingRule):
     """`axonym.sharding.FSDPShardingRule`, which can be applied to a tree.
 
     >>> scalax.sharding.FSDPShardingRule("data", min_fsdp_size=16).apply({"w": jnp.ones((6, 16)), "b": jnp.ones(8)})
@@ -78,7 +89,7 @@ class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
     """
 
 
-class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
+class TreePathShardingRule(_TreePathShardingRule, ShardingRule):
     """`axonym.sharding.TreePathShardingRule`, which replicates arrays of one element whatever pattern matches them.
 
     >>> scalax.sharding.TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones(2), "scale": jnp.ones(1)})
@@ -89,7 +100,7 @@ class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
         return PartitionSpec() if math.prod(leaf.shape or ()) == 1 else super().place(leaf, mesh)
 
 
-class PolicyShardingRule(rules.PolicyShardingRule, ShardingRule):
+class PolicyShardingRule(_PolicyShardingRule, ShardingRule):
     """`axonym.sharding.PolicyShardingRule`, which can be applied to a tree.
 
     >>> scalax.sharding.PolicyShardingRule(lambda path, x: jax.P(path)).apply({"data": jnp.ones(2)})
@@ -112,8 +123,7 @@ class ShardedJit(CompiledFunction[P, R]):
 
     def __init__(self, fun: Callable[P, R], mesh: Mesh | None, **settings: Any):
         self._mesh = mesh
-        around = None if mesh is None else functools.partial(_activate_mesh, mesh)
-        super().__init__("sjit", fun, static_leaves=False, around=around, **settings)
+        super().__init__("sjit", fun, active={}, static_leaves=False, **settings)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._mesh is not None and _traced_without_mesh():
@@ -164,11 +174,19 @@ def sjit(
         out = tuple(out_shardings) if type(out_shardings) is list and type(result) is tuple else out_shardings
         return shard_quietly(result, out, "sjit (results)")
 
-    active = {} if annotation_shardings is None else {"annotations": hashable_annotations(annotation_shardings)}
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if mesh is not None:
+                stack.enter_context(_activate_mesh(mesh))
+            if annotation_shardings is not None:
+                stack.enter_context(sharding_annotations(annotation_shardings))
+            yield
+
     make = functools.partial(
         ShardedJit,
         mesh=mesh,
-        active=active,
+        around=None if mesh is None and annotation_shardings is None else around,
         arguments=[("in_shardings", in_shardings), ("constraint", args_sharding_constraint)],
         results=None if out_shardings is None else results,
         static_argnums=static_argnums,
@@ -212,9 +230,14 @@ def _activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
-        f"sjit: called in a traced function under mesh {errors.describe_mesh(around)}, but it is meant for mesh "
-        f"{errors.describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
+        f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "
+        f"{_described(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
     )
+
+
+def _described(mesh: AnyMesh) -> str:
+    kinds = " and ".join(sorted({kind.name for kind in mesh.axis_types}))
+    return f"({', '.join(f'{n}={s}' for n, s in mesh.shape.items())}) of {kinds} axes"
 
 
 # --- the mesh ---
@@ -240,6 +263,10 @@ def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
 
 
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())
+
+
+_BLOCKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("blocks", default=())
+"""The with-blocks of helpers that the code is in, the innermost last."""
 
 
 def get_global_mesh_helper() -> MeshShardingHelper | None:
@@ -270,9 +297,7 @@ def get_global_annotation_shardings() -> dict[str, Placement] | None:
     ...     scalax.sharding.get_global_annotation_shardings()
     {'hidden': P('data',)}
     """
-    settings = active_settings.active_settings()
-    annotations = {} if settings is None else settings.annotations
-    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, HashablePlacement)} or None
+    return current_annotations()
 
 
 def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
@@ -287,16 +312,27 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
     >>> scalax.sharding.match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
     P('data',)
     """
-    mesh = with_devices(required_mesh("match_sharding_rule", mesh))
-    leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
+    # The active mesh by default, or an error.
+    here: AnyMesh = infer_resource_partitions(np.zeros(()), PartitionSpec(), mesh=mesh).mesh
+    leaves, structure = resolve(pytree, sharding_rules, here, "match_sharding_rule")
 
     def sharding(leaf: Leaf) -> Any:
         if leaf.shape is None:
             return None
-        found = NamedSharding(leaf.mesh or mesh, leaf.spec or PartitionSpec())
+        found = NamedSharding(leaf.mesh or here, leaf.spec or PartitionSpec())
         return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
 
     return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
+
+
+def _without_trailing_none(x: jax.Array) -> jax.Array:
+    """Write the sharding of an array as scalax does, without the axes after the last one that is sharded."""
+    assert isinstance(x.sharding, NamedSharding)
+    entries = list(x.sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*entries))
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
 
 
 class MeshShardingHelper:
@@ -327,8 +363,8 @@ class MeshShardingHelper:
                 f"MeshShardingHelper: {len(axis_dims)} sizes {tuple(axis_dims)} for {len(axis_names)} mesh axes "
                 f"{tuple(axis_names)}."
             )
-        sizes = full_sizes(dict(zip(axis_names, axis_dims, strict=True)), jax.device_count(), "MeshShardingHelper")
-        shape = tuple(sizes.values())
+        # One size can be left open, and the devices must suffice: errors say so.
+        shape = tuple(make_mesh(dict(zip(axis_names, axis_dims, strict=True))).shape.values())
         devices = mesh_utils.create_device_mesh(
             shape, devices=jax.devices()[: int(np.prod(shape))], allow_split_physical_axes=mesh_axis_splitting
         )
@@ -340,11 +376,15 @@ class MeshShardingHelper:
     # --- the active mesh ---
 
     def __enter__(self) -> MeshShardingHelper:
-        enter_block(self, self.get_context())
+        block = self.get_context()
+        block.__enter__()
+        _BLOCKS.set((*_BLOCKS.get(), block))
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        leave_block(self, "MeshShardingHelper", *raised)
+        *outer, block = _BLOCKS.get()
+        _BLOCKS.set(tuple(outer))
+        block.__exit__(*raised)
 
     @contextlib.contextmanager
     def get_context(self, annotation_shardings: Mapping[str, Placement] | None = None) -> Iterator[MeshShardingHelper]:
@@ -433,10 +473,11 @@ class MeshShardingHelper:
 
         >>> helper = scalax.sharding.MeshShardingHelper([2, 1], ["data", "model"])
         >>> helper.local_data_to_global_array(np.ones((4, 3))).sharding.spec
-        P(('data', 'model'), None)
+        P(('data', 'model'),)
         """
         if mesh_axis_subset is None or self._tells_processes_apart(mesh_axis_subset):
-            return from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
+            made = from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
+            return jax.tree.map(_without_trailing_none, made)
         # Data of different processes must lie on different devices: load it over all mesh axes, then reshard it.
         loaded, structure = leaves_of(from_process_local_data(pytree, batch_axis, None, self.mesh))
         subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
@@ -444,7 +485,7 @@ class MeshShardingHelper:
         def over_subset(leaf: Leaf) -> Any:
             array: Any = raw(leaf.value)
             spec = PartitionSpec(*(None if entry is None else subset for entry in array.sharding.spec))
-            return shard(leaf.value, NamedSharding(self.mesh, spec))
+            return jax.tree.map(_without_trailing_none, shard(leaf.value, NamedSharding(self.mesh, spec)))
 
         return structure.unflatten(map(over_subset, loaded))
 

@@ -2,13 +2,15 @@
 
 from ..core.connecting import connect_processes as connect_processes
 from ..core.processes import fail_together as fail_together
+from ._compiled_function import CompiledFunction as CompiledFunction
 from .annotations import (
+    current_annotations as current_annotations,
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
 from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
-from .leaves import Leaf as Leaf
+from .leaves import Leaf as Leaf, leaves_of as leaves_of
 from .mapping import (
     PhysicalAxisSpec as PhysicalAxisSpec,
     ResourceMapping as ResourceMapping,
@@ -16,6 +18,7 @@ from .mapping import (
     current_mapping as current_mapping,
 )
 from .meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
+from .placement import LeafPlacement as LeafPlacement, Placement as Placement, resolve as resolve
 from .process_local_data import from_process_local_data as from_process_local_data
 from .queries import (
     Finding as Finding,
@@ -38,4 +41,4 @@ from .rules import (
     ShardingRule as ShardingRule,
     TreePathShardingRule as TreePathShardingRule,
 )
-from .shard import shard as shard, to_host as to_host, unshard as unshard
+from .shard import shard as shard, shard_quietly as shard_quietly, to_host as to_host, unshard as unshard

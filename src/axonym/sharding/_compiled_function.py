@@ -26,7 +26,7 @@ from ..core import errors
 from ..core.function_cache import FunctionCache
 from ..core.jax_versions import is_about_devices
 from ..core.parameter_names import parameter_names
-from ..core.tree_spec import PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
+from ..core.tree_spec import ARRAYS, PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
 from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
 from .meshes import current_mesh, with_devices
@@ -67,7 +67,7 @@ class CompiledFunction(Generic[P, R]):
         what: str,
         fn: Callable[P, R],
         *,
-        active: Mapping[str, Mapping[str, Any]],
+        active: Mapping[str, Any],
         arguments: Sequence[tuple[str, Placement]] = (),
         results: Callable[[Any, Any], Any] | None = None,
         empty: Callable[[Any], Sequence[tuple[Any, NamedSharding]]] | None = None,
@@ -204,7 +204,7 @@ class CompiledFunction(Generic[P, R]):
             return result, () if self._empty is None else self._empty(result)
 
     @property
-    def active(self) -> Mapping[str, Mapping[str, Any]]:
+    def active(self) -> Mapping[str, Any]:
         """Return the mappings that are active inside, by their setting."""
         return self._active
 
@@ -247,7 +247,7 @@ class CompiledFunction(Generic[P, R]):
         if not self._static_leaves:
             return False
         leaves = jax.tree.leaves((args, kwargs))
-        if not isinstance(error, _AmbiguousArgumentsError) and all(map(_is_array, leaves)):
+        if not isinstance(error, _AmbiguousArgumentsError) and all(map(_has_values, leaves)):
             return False
         self._unseen = False
         return True
@@ -273,7 +273,7 @@ class CompiledFunction(Generic[P, R]):
             program = self._latest.get(structure)
         arrays = None if program is None else program.arrays(leaves, structure)
         if program is None or arrays is None:
-            program = self._find_program(args, kwargs)
+            program = self._find_program(args, kwargs, _has_values)
             leaves = jax.tree.leaves((args, kwargs))
             if not self._donates_by_leaf:
                 program.expect(leaves, structure)
@@ -289,11 +289,11 @@ class CompiledFunction(Generic[P, R]):
         except _AmbiguousArgumentsError:  # they were checked to be arrays
             return self._unchecked(*args, **kwargs)
 
-    def _find_program(self, args: Any, kwargs: Any) -> _Program:
-        """Return the program for the arguments of a call."""
+    def _find_program(self, args: Any, kwargs: Any, is_array: Callable[[Any], bool]) -> _Program:
+        """Return the program for the arguments of a call, whose leaves are static if they are no arrays."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         donates = self._donates(args, kwargs, len(leaves))
-        slots = [None if _is_array(leaf) else _checked(StaticLeaf(leaf)) for leaf in leaves]
+        slots = [None if is_array(leaf) else _checked(StaticLeaf(leaf)) for leaf in leaves]
         spec = TreeSpec(structure, slots)
         donated = tuple([d for d, slot in zip(donates, slots, strict=True) if slot is None])
         return self._programs.find((spec, donated), (), lambda: self._make_program(spec, donated, leaves))
@@ -314,7 +314,7 @@ class CompiledFunction(Generic[P, R]):
         with self._surroundings():
             if not self._static_leaves:
                 return getattr(self._jitted, stage)(*args, **kwargs)
-            program = self._find_program(args, kwargs)
+            program = self._find_program(args, kwargs, _is_array)
             if program.unflattened:
                 try:
                     made = getattr(program.jitted, stage)(*args, **kwargs)
@@ -403,6 +403,11 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, PROGRAM_ARRAYS) and not isinstance(leaf, np.character)
 
 
+def _has_values(leaf: Any) -> bool:
+    """Return whether a leaf is an array that a program can be called with; it can be lowered for abstract ones, too."""
+    return _is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def _is_surely_array(leaf: Any) -> bool:
     """Return whether a leaf is an array that `jax.jit` can distinguish from a Python number."""
     if not _is_array(leaf):
@@ -420,7 +425,7 @@ def _checked(leaf: StaticLeaf) -> StaticLeaf:
 
 def _flat(result: Any, empty: Sequence[tuple[Any, NamedSharding]]) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
-    arrays, spec = flatten_arrays(result, PROGRAM_ARRAYS, named=False)
+    arrays, spec = flatten_arrays(result, (*ARRAYS, np.generic), named=False)
     static = list(map(_checked, spec.static_leaves))
     if empty:
         shardings = {id(x): sharding for x, sharding in empty}

@@ -63,6 +63,18 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
     return ActiveSettings("sharding_annotations", settings)
 
 
+def current_annotations() -> dict[str, Placement] | None:
+    """Return the active placements of annotated values by name, or None.
+
+    >>> with axn.sharding.sharding_annotations({"hidden": jax.P("data")}):
+    ...     axn.sharding.current_annotations()
+    {'hidden': P('data',)}
+    """
+    settings = active_settings.active_settings()
+    annotations = {} if settings is None else settings.annotations
+    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, HashablePlacement)} or None
+
+
 def with_sharding_annotation(tree: T, name: str) -> T:
     """Annotate a value with a name, so that the innermost `named_jit` or `sharding_annotations` places it.
 

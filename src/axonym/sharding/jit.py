@@ -34,6 +34,7 @@ class StepOptions(JitOptions, total=False):
     donate_args: Donation
     donate_kwargs: Mapping[str, Any] | None
     annotation_shardings: Mapping[str, Placement] | None
+    lenient: bool
 
 
 class NamedJitOptions(StepOptions, total=False):
@@ -67,6 +68,7 @@ def named_jit(
     donate_args: Donation = None,
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
+    lenient: bool = False,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R] | Callable[[Callable[P, R]], CompiledFunction[P, R]]:
     """Compile a function, with a mapping active inside it and its arguments and results sharded by name.
@@ -86,6 +88,7 @@ def named_jit(
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
         annotation_shardings: the placements of annotated values: see `axonym.sharding.with_sharding_annotation`.
+        lenient: whether axes that their mesh axes do not divide are replicated inside: see `axonym.axis_mapping`.
         **jit_options: more arguments of `jax.jit`.
 
     >>> mesh = axn.make_mesh({"data": -1})
@@ -94,7 +97,7 @@ def named_jit(
     >>> y.array.sharding.spec
     P('data',)
     """
-    active: dict[str, Mapping[str, Any]] = {}
+    active: dict[str, Any] = {}
     if mapping is not None:
         if not isinstance(mapping, Mapping):
             raise TypeError(
@@ -111,6 +114,7 @@ def named_jit(
         donate_args=donate_args,
         donate_kwargs=donate_kwargs,
         annotation_shardings=annotation_shardings,
+        lenient=lenient,
         **jit_options,
     )
     return make if fn is None else make(fn)
@@ -185,7 +189,7 @@ def fsdp(
                 f"fsdp: `{name}` is a resource mapping, got {type(mapping).__name__}; {_USAGE}.{as_mapping(mapping)}"
             )
     parameters, compute = mappings["parameter_mapping"], normalize_mapping(mappings["compute_mapping"], "fsdp")
-    active: dict[str, Mapping[str, Any]] = {"mapping": compute}
+    active: dict[str, Any] = {"mapping": compute}
     if isinstance(parameters, Rule):
         placement = ComputeMappingOrParameterRule(parameters, compute)
     else:
@@ -200,12 +204,13 @@ def fsdp(
 def _compiled(
     what: str,
     fn: Callable[P, R],
-    active: Mapping[str, Mapping[str, Any]],
+    active: Mapping[str, Any],
     in_placement: Placement,
     out_placement: Placement,
     donate_args: Donation = None,
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
+    lenient: bool = False,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:
     """Compile a function with the arguments of `named_jit`, but with active settings instead of a mapping."""
@@ -218,6 +223,8 @@ def _compiled(
             raise TypeError(f"{what}: `{needless}` is not needed: non-array arguments are always static.")
     if annotation_shardings is not None:
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
+    if lenient:
+        active = {**active, "lenient": True}
 
     title = f"{what}({getattr(fn, '__qualname__', fn)!s})"
 
@@ -242,7 +249,7 @@ def _compiled(
     )
 
 
-def _warn_if_misspelled(title: str, active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
+def _warn_if_misspelled(title: str, active: Mapping[str, Any], seen: Any) -> None:
     """Warn of mappings that apply to no argument and no result.
 
     A compute mapping may be for axes that exist only inside, so warn only if one of its names resembles an axis

@@ -59,7 +59,12 @@ class Leaf:
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
-    """Return the leaves of a tree with their paths and names, and its structure."""
+    """Return the leaves of a tree with their paths and names, and its structure.
+
+    >>> leaves, structure = axn.sharding.leaves_of({"w": axn.ones({"embed": 2})})
+    >>> leaves[0].path, leaves[0].names
+    ('w', ('embed',))
+    """
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_placed_whole)
     leaves = [_leaf(path, value, tree) for path, value in found]
     return _name_axes_left(leaves), structure

@@ -84,7 +84,11 @@ def is_resource_mapping(placement: object) -> TypeGuard[ResourceMapping]:
 
 
 def axis_mapping(
-    mapping: ResourceMapping | None = None, *, merge: bool = False, **entries: str | Sequence[str] | None
+    mapping: ResourceMapping | None = None,
+    *,
+    merge: bool = False,
+    lenient: bool = False,
+    **entries: str | Sequence[str] | None,
 ) -> ActiveSettings:
     """Activate a resource mapping, in a with-block or as a decorator.
 
@@ -94,6 +98,8 @@ def axis_mapping(
     Arguments:
         mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.
         merge: whether to keep the entries of the mapping around it for axes that this one lacks.
+        lenient: whether compiled functions replicate axes that their mesh axes do not divide, with a warning; else this
+            is an error.
         **entries: more entries, by keyword.
 
     >>> with axn.axis_mapping({"batch": "data"}):
@@ -108,7 +114,8 @@ def axis_mapping(
 
     def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
-        return active_settings.changed(outer, mapping={**outer.mapping, **new} if merge and outer is not None else new)
+        merged = {**outer.mapping, **new} if merge and outer is not None else new
+        return active_settings.changed(outer, mapping=merged, lenient=lenient)
 
     return ActiveSettings("axis_mapping", settings)
 

@@ -37,6 +37,12 @@ def with_devices(mesh: AnyMesh) -> AnyMesh:
     return active if active.abstract_mesh == mesh else mesh
 
 
+def in_trace() -> bool:
+    """Return whether a program is being traced, so that even constants become part of it."""
+    # An operation without operands is staged only by the trace around it.
+    return isinstance(jax.lax.full((), 0), Tracer)
+
+
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
     """Return a mesh as the code around sees it: inside `shard_map`, some or all of its axes are manual."""
     around = jax.sharding.get_abstract_mesh()

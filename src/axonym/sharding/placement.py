@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axis import Names, name_of
 from ..core import errors
-from ..distribution.active_settings import Entry, active_mapping
+from ..distribution.active_settings import Entry, active_mapping, is_lenient
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_of_type,
@@ -43,7 +43,7 @@ from ..distribution.mesh_axes import (
 from ..named_array import NamedArray, is_named_array, raw
 from .leaves import Leaf, child_of, is_not_told, leaves_of, warn_if_not_told
 from .mapping import NO_SIZES, ResourceMapping, as_mapping, is_resource_mapping, normalize_mapping
-from .meshes import as_seen_here, current_mesh
+from .meshes import as_seen_here, current_mesh, in_trace
 
 LeafPlacement: TypeAlias = "ResourceMapping | PartitionSpec | jax.sharding.Sharding | Rule | None"
 """A placement that is the same for every leaf that it is given for, or a rule, which decides for each."""
@@ -90,6 +90,10 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         mesh: the mesh to check against. Without one, checks that need a mesh are skipped, and rules see the active
             mesh.
         what: the operation, for messages.
+
+    >>> leaves, structure = axn.sharding.resolve({"w": jnp.ones((4, 2))}, jax.P("data"), None, "load")
+    >>> leaves[0].path, leaves[0].spec
+    ('w', P('data', None))
     """
     examined = examine(tree, placement, mesh, what)
     # Before the errors, which such a mapping may explain.
@@ -98,6 +102,8 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
     _warn_if_unused(examined.answers, mesh, what)
     warn_if_not_told(examined.not_told, what)
+    if examined.replicated:
+        errors.warn(listed(what, examined.replicated, mesh))
     return examined.leaves, examined.structure
 
 
@@ -115,6 +121,8 @@ class PlacementCheck:
     """Paths and messages."""
     not_told: list[Leaf]
     """Optimizer arrays that a mapping would shard, but whose sizes do not identify their axes."""
+    replicated: list[str]
+    """Messages about axes that are replicated because the mapping is lenient."""
 
 
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> PlacementCheck:
@@ -127,7 +135,8 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     }
     active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
-    examined = PlacementCheck([], structure, [], [], [], [])
+    examined = PlacementCheck([], structure, [], [], [], [], [])
+    lenient = is_lenient() and in_trace()
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
@@ -139,6 +148,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
+        given = _where_divided(leaf, given, mesh, examined.replicated) if lenient else given
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
         if isinstance(given, Mapping) and leaf.made_from and (problems or is_not_told(leaf, given)):
@@ -149,6 +159,20 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
+
+
+def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:
+    """Return a mapping without the axes of a leaf that their mesh axes do not divide, and add messages about them."""
+    if mesh is None or not isinstance(mapping, Mapping):
+        return mapping
+    wrong: dict[str, str] = {}
+    for name, size in zip(leaf.names or (), leaf.shape or (), strict=False):
+        axes = mesh_axes(mapping.get(name))
+        if all(a in mesh.shape for a in axes) and size % (shards := _shards_here(axes, mesh)):
+            over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
+            wrong[name] = f"{leaf.path} {described(leaf)}: {name!r} is replicated, since {over} gives {shards} shards."
+    found += wrong.values()
+    return {n: entry for n, entry in mapping.items() if n not in wrong} if wrong else mapping
 
 
 # --- placements ---
@@ -368,16 +392,19 @@ def _checked(
                 + errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
-            # Along a manual mesh axis, the array is one shard already.
-            manual = axes_of_type(mesh, AxisType.Manual)
-            shards = shard_count(mesh, tuple(a for a in axes if a not in manual))
-            if size % shards:
+            if size % (shards := _shards_here(axes, mesh)):
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
                     f"{array}: {name} of size {size} cannot be sharded over {over}: {size} is not a multiple of "
                     f"{shards}. " + _WAY_OUT[names is None].format(shards=shards, size=-(-size // shards) * shards)
                 )
     return PartitionSpec(*entries), tuple(problems)
+
+
+def _shards_here(axes: Sequence[str], mesh: AnyMesh) -> int:
+    """Return the number of shards over mesh axes. Along a manual one, the array is one shard already."""
+    manual = axes_of_type(mesh, AxisType.Manual)
+    return shard_count(mesh, tuple(a for a in axes if a not in manual))
 
 
 def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:

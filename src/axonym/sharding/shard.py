@@ -25,7 +25,7 @@ from ..distribution.operation_scope import operation_scope
 from ..named_array import NamedArray, is_named_array, raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import as_mapping, check_direction, is_resource_mapping, normalize_mapping
-from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
+from .meshes import AnyMesh, as_seen_here, current_mesh, in_trace, with_devices
 from .placement import (
     ByParameter,
     Placement,
@@ -178,7 +178,13 @@ def _program_to(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def shard_quietly(tree: T, placement: Placement, what: str) -> T:
-    """Shard a tree, for other modules of the library; without a mapping or a mesh, return the tree as it is."""
+    """Shard a tree as `shard` does; without a placement or a mesh, return it as it is, without a warning.
+
+    `what` names the operation in errors.
+
+    >>> axn.sharding.shard_quietly(jnp.ones(2), jax.P("data"), "load").sharding.is_fully_replicated
+    True
+    """
     return _shard(tree, placement, None, what, warn=False)
 
 
@@ -495,12 +501,6 @@ def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
     """Return whether a sharding is on the devices of a mesh of its shape; true if the mesh hides its devices."""
     found = with_devices(mesh)
     return isinstance(found, AbstractMesh) or found == sharding.mesh
-
-
-def in_trace() -> bool:
-    """Return whether a program is being traced, so that even constants become part of it."""
-    # An operation without operands is staged only by the trace around it.
-    return isinstance(jax.lax.full((), 0), Tracer)
 
 
 def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from typing import Any
 
-from ...core.jax_versions import active_platform
+import jax
+
 from ...named_array import NamedArray
-from ...nn.linear import Linear as Linear
-from ...nn.moe import MoELinear as _MoELinear
+from ...nn import Linear as Linear, MoELinear as _MoELinear
 
 
 class MoELinear(_MoELinear):
@@ -28,6 +28,6 @@ class MoELinear(_MoELinear):
         return MoELinear(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made)})
 
     def __call__(self, inputs: NamedArray, group_sizes: Any, *, key: Any = None) -> NamedArray:
-        use_gmm = self.use_gmm and active_platform() == "tpu"
+        use_gmm = self.use_gmm and jax.default_backend() == "tpu"
         layer = _MoELinear(self.weight, self.bias, self.Experts, self.In, self.Out, use_gmm)
         return layer(inputs, group_sizes, key=key)

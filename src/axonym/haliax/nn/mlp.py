@@ -1,5 +1,5 @@
 """`MLP`: linear layers with activations between them."""
 
-from ...nn.mlp import MLP as MLP
+from ...nn import MLP as MLP
 
 DEFAULT_WIDTH_NAME = "mlp"

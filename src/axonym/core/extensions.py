@@ -1,0 +1,66 @@
+"""Methods that a package gives a class, in code that imports the package and nowhere else.
+
+Named arrays ask for them before they raise an error, about an attribute that does not exist, an operand or an argument,
+and about the order of axes, which is only layout. Other code in the process sees none of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType, ModuleType
+from typing import Any
+
+_EXTENSIONS: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {}
+"""The methods of each package, by class and name."""
+
+_ASKING = ("axonym.core", "axonym.named_array", "axonym._methods", "axonym.ops.indexing", "axonym.ops.updating")
+_ASKING += ("axonym.ref", "equinox", "functools", "jax")
+"""Modules that ask, and packages that call functions of others. The rest of the library is code like any other."""
+
+
+def extend(package: str, cls: type, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Give a class more methods, in the modules that import a package or something from it.
+
+    Arguments:
+        package: the name of the package.
+        cls: `NamedArray`, `NamedRef`, or the class of `x.at[...]`.
+        methods: the methods by name. Some are asked for what named arrays refuse: `__refused__(operation, a, b)`
+            computes an operator for operands that it does not take, `__bool__(x)` the truth value of an array with
+            axes, and `__unchecked__(array)` says whether `NamedArray(array, axes)` takes what does not fit. They raise
+            an error to refuse it, too. Two are asked for layouts: `take` replaces the method of that name, and
+            `__arranged__(x, index, result)` arranges the result of an index with arrays or slices of traced starts.
+
+    >>> from axonym.named_array import extend
+    >>> extend("math", axn.NamedArray, {"doubled": lambda x: 2 * x})
+    >>> import math
+    >>> axn.ones({"x": 2}).doubled()
+    NamedArray(float32[x=2], [2. 2.])
+    """
+    _EXTENSIONS.setdefault(package, {}).update({(cls, name): method for name, method in methods.items()})
+
+
+def extension(cls: type, name: str) -> Callable[..., Any] | None:
+    """Return the method of that name that a package gives a class in the code that asks for it."""
+    found = {package: own[cls, name] for package, own in _EXTENSIONS.items() if (cls, name) in own}
+    frame = _user_frame() if found else None
+    return None if frame is None else next((m for package, m in found.items() if _imports(frame, package)), None)
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not any(name == asking or name.startswith(f"{asking}.") for asking in (*_ASKING, *_EXTENSIONS)):
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _imports(frame: FrameType, package: str) -> bool:
+    """Return whether a frame sees a module of a package, or something that is defined there."""
+    for value in (*frame.f_globals.values(), *frame.f_locals.values()):
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str) and (name == package or name.startswith(f"{package}.")):
+            return True
+    return False
