@@ -281,6 +281,12 @@ USED_BY_OTHERS = {
     "axonym.state.lazy_loading": "decorates the methods that load layers",
     "axonym.state.stacked_from_state_dict": "loads `axonym.nn.Stacked`",
     "axonym.state.stacked_to_state_dict": "saves `axonym.nn.Stacked`",
+    "axonym.named_array.extend": "gives arrays the methods of `axonym.haliax`: tests/haliax",
+    "axonym.sharding.current_annotations": "tests/haliax carries annotations by it",
+    **dict.fromkeys(
+        ("axonym.sharding.leaves_of", "axonym.sharding.resolve", "axonym.sharding.shard_quietly"),
+        "`axonym.haliax` and `axonym.scalax` place trees by it",
+    ),
     **dict.fromkeys(
         ("axonym.typing.matches_axes", "axonym.typing.matching.matches_axes"), "tests/test_typing.py calls the method"
     ),

@@ -76,7 +76,7 @@ def test_more_questions_find_no_better_plan(planned: Planned) -> None:
     assert (best.mesh, best.mapping) == (again.mesh, again.mapping)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize("remat", ["mlp", "offload"])
 def test_microbatches_and_kept_values_change_no_loss(remat: str, text: Path, tmp_path: Path, finished: Path) -> None:
     """A file with a mapping may say them, as that of a plan does."""

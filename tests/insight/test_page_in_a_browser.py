@@ -46,7 +46,8 @@ CONTRAST = """(() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node; node = walker.nextNode();) {
     const e = node.parentElement;
-    if (!node.textContent.trim() || !e.checkVisibility({ opacityProperty: true }) || e.closest("script, option")) continue;
+    if (!node.textContent.trim() || e.closest("script, option")) continue;
+    if (!e.checkVisibility({ opacityProperty: true })) continue;
     const style = getComputedStyle(e), below = behind(e);
     const color = over(numbers(e.closest("svg") ? style.fill : style.color), below);
     const [a, b] = [light(color), light(below)].sort((x, y) => y - x);

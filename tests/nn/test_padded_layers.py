@@ -98,7 +98,7 @@ def test_thirty_layers_on_four_stages(kind: AxisType, schedule: Any, storage: An
         assert_equal(found, expected())
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_methods() -> None:
     """They return the layers only, on Explicit mesh axes too."""
     plain = model()
@@ -154,7 +154,7 @@ def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     "optimizer",
     [
