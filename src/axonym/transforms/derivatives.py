@@ -115,7 +115,7 @@ def jacobian(fn: Callable[P, Any], argnums: ArgNums = 0, *, prefix: str = "d_") 
     """
 
     def jacobian_of(*args: P.args, **kwargs: P.kwargs) -> Any:
-        function: Callable[..., Any] = fn  # of other arguments than P tells, which `argument` fills in
+        function: Callable[..., Any] = fn  # it gets traced arrays in place of arguments that P describes
         argument = _Argument("jacobian", args, argnums)
         specs = []
 
