@@ -138,19 +138,20 @@ def test_random_keys_of_the_layers() -> None:
     assert_equal(noisy(model(8)), noisy(model()))
 
 
-def by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def by_layer(optimizer: optax.GradientTransformation) -> Any:
     """Apply an optimizer to each layer, so that its means and its shapes are one layer's."""
 
     def of_layer(gradients: Any, state: Any, layer: Any) -> Any:
+        updates: Any
         updates, state = optimizer.update(jax.tree.leaves(gradients), state, jax.tree.leaves(layer))
         return jax.tree.unflatten(jax.tree.structure(layer), updates), state
 
-    def update(gradients: Any, state: Any, layers: Any = None) -> Any:
-        both = gradients.map_layers(of_layer, state, layers)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        both = updates.map_layers(of_layer, state, params)
         updates, state = (eqx.tree_at(lambda x: x.stacked, both, both.stacked[i]) for i in range(2))
         return updates, state
 
-    init = lambda layers: layers.map_layers(lambda layer: optimizer.init(jax.tree.leaves(layer)))
+    init: Any = lambda layers: layers.map_layers(lambda layer: optimizer.init(jax.tree.leaves(layer)))
     return optax.GradientTransformation(init, update)
 
 
@@ -185,7 +186,7 @@ def test_optimizers_see_the_norms_of_the_layers(optimizer: Any) -> None:
 @pytest.mark.parametrize("in_background", [False, True], ids=["", "asynchronous"])
 def test_checkpoints_have_the_layers_alone(tmp_path: Path, in_background: bool) -> None:
     """They are restored for other stages, and for none."""
-    optimizer = optax.adam(0.1)
+    optimizer: Any = optax.adam(0.1)
     tree = lambda layers: {"model": layers, "optimizer": optimizer.init(layers), "key": jax.random.key(1)}
     path = tmp_path / "1"
     with jax.set_mesh(axn.make_mesh({"stage": 4, "data": 2})), axn.axis_mapping(STORAGE):

@@ -106,6 +106,40 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
 
 
+@pytest.mark.further
+def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: Path) -> None:
+    """To the last bit, from the checkpoint before the one that was being written while training went on."""
+    out = tmp_path / "run"
+
+    def kill(processes: Processes) -> None:
+        pids = [process(out, host) for host in range(2)]
+
+        def are_in_a_save() -> bool:
+            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp")):
+                return False
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp")) and max(losses(tmp_path)) > latest(out):
+                return True
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            return False
+
+        wait_for(are_in_a_save)
+        for supervisor in processes:
+            supervisor.kill()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    assert train(tmp_path, 2, kill).statuses == [-signal.SIGKILL] * 2
+    before, start = losses(tmp_path), latest(out)
+    ended = train(tmp_path, 2, lambda processes: None, "--resume")
+    assert ended.statuses == [0, 0], ended.printed
+    after = losses(tmp_path)
+    assert max(before) > start and max(after) == STEPS
+    assert {step: after[step] for step in before} == before
+
+
 def count(
     folder: Path,
     hosts: int,

@@ -37,10 +37,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 import equinox as eqx
+import jax.numpy as jnp
 
 from ..axis import Axis
 from ..core import errors
-from ..ops.creation import arange
+from ..named_array import wrap
 from ..schedules._pipeline import fold_in_stages
 from ..schedules.pipeline_schedules import Schedule
 from ..state.loading import lazy_loading, stacked_from_state_dict
@@ -473,7 +474,7 @@ class Stacked(BlockFoldable[M], LayerStack):
             kwargs = _layer_arguments.split_key(self.Block, kwargs)
             args, kwargs = _padding.lengthened(self.Block, self.padding, (args, kwargs))
             layers = dataclasses.replace(self, stacked=self._filled(), Block=self._stored, padding=0)
-            is_real = arange(self._stored) < self.Block.size
+            is_real = wrap(jnp.arange(self._stored.size) < self.Block.size, (self.Block.name,))
             result = run(layers, body)(init, is_real, *args, **kwargs)
             return (result[0], _padding.shortened(self.Block, result[1])) if what == "scan" else result
 

@@ -348,7 +348,7 @@ def _described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax
                 raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
             if not isinstance(array, jax.Array):
                 require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
-            about[key] = _about(leaf, array, added_layers(leaf, tree))
+            about[key] = _about(leaf, array, _added_layers(leaf, tree))
             data = jax.random.key_data(array) if _is_key(array) else _as_jax_array(leaf.path, array)
             if (wider := _stored_as(data.dtype)) != data.dtype:
                 about[key]["stored"], data = wider.name, data.astype(wider)
@@ -642,20 +642,13 @@ def _key(leaf: Leaf) -> str:
     return jax.tree_util.keystr(leaf.keys, simple=True, separator=".") or "array"
 
 
-def added_layers(leaf: Leaf, tree: Any) -> tuple[int, ...]:
-    """Return for each axis of an array how many elements at its end are layers that `Stacked` has added.
-
-    >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
-    >>> model = axn.nn.Stacked.init(Layers, axn.nn.LayerNorm, divisible_by=4)(Embed)
-    >>> from axonym.state.checkpoint import added_layers, leaves_of
-    >>> added_layers(leaves_of(model)[0][0], model)
-    (1, 0)
-    """
+def _added_layers(leaf: Leaf, tree: Any) -> tuple[int, ...]:
+    """Return for each axis of an array how many elements at its end are layers that a `Stacked` around it has added."""
     shape = leaf.shape or ()
     added, names = [0] * len(shape), leaf.names or ()
-    node = tree
+    node: Any = tree
     for key in leaf.keys:
-        if isinstance(node, LayerStack) and (padding := getattr(node, "padding", 0)):
+        if padding := getattr(node, "padding", 0) if isinstance(node, LayerStack) else 0:
             # Of raw arrays, the layers are the first axis.
             axis, named = node.Block, len(names) == len(shape) and isinstance(leaf.value, NamedArray)
             position = (names.index(axis.name) if axis.name in names else None) if named else 0
@@ -723,7 +716,7 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
             context.add_missing(key, describe_array(x))
             if not has_values(x):
                 problems.append(no_value(key))
-        elif misfit := _misfit(x, entry, added := added_layers(leaf, template)):
+        elif misfit := _misfit(x, entry, added := _added_layers(leaf, template)):
             context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
         else:
             found[-1] = _abstract(x, entry, added)
