@@ -106,7 +106,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
 
 
-@pytest.mark.further
+@pytest.mark.oldest
 def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: Path) -> None:
     """To the last bit, from the checkpoint before the one that was being written while training went on."""
     out = tmp_path / "run"
