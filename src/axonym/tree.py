@@ -170,6 +170,17 @@ class LayerStack(abc.ABC):
         [10, 20]
         """
 
+    def added_layers(self) -> tuple[Axis, int] | None:
+        """Return the axis of the layers and the number of added layers behind them, or None if there are none.
+
+        Checkpoints leave out the added layers.
+
+        >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
+        >>> axn.nn.Stacked.init(Layers, axn.nn.LayerNorm, divisible_by=4)(Embed).added_layers()
+        (Axis(name='layers', size=3), 1)
+        """
+        return None
+
 
 def scan_aware_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Apply a function to every leaf, and to each layer's slice of the leaves of stacked layers.

@@ -85,15 +85,16 @@ def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def check_index(what: str, layers: Axis, i: Any) -> Any:
-    """Return the index of a layer; raise an error if the index is static and out of range."""
-    if isinstance(i, (int, np.integer)) and not -layers.size <= i < layers.size:
+    """Return the index of a layer; count a static one from the front, and raise an error if it is out of range."""
+    if not isinstance(i, (int, np.integer)):
+        return i
+    if not -layers.size <= i < layers.size:
         raise IndexError(f"{what}: layer {i} is out of range for {layers.size} layers.")
-    return i
+    return int(i) % layers.size
 
 
-def take_layer(what: str, layers: Axis, tree: Any, i: Any) -> Any:
+def take_layer(layers: Axis, tree: Any, i: Any) -> Any:
     """Return one layer of a tree of stacked arrays; its index can be traced."""
-    check_index(what, layers, i)
     return jax.tree.map(lambda x: layer_of(x, layers.name, i), tree, is_leaf=is_named_array)
 
 

@@ -170,8 +170,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 one. True recomputes each layer from its carry; False saves everything.
             prevent_cse: overrides the policy's field of that name.
             divisible_by: the number of stages of a pipeline, times its rounds, if it does not divide the number of
-                layers. A `Stacked` then stores as many more layers as are missing, which are zeros and are skipped. A
-                `BlockSeq` stores no more.
+                layers. A `Stacked` then has added layers, which are zeros and are skipped; a `BlockSeq` has none.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.LayerNorm, gradient_checkpointing=True)(Embed)
@@ -413,8 +412,8 @@ class Stacked(BlockFoldable[M], LayerStack):
             it are shared by all layers.
         Block: the axis of the layers.
         gradient_checkpointing: the values of each layer that are saved for the backward pass.
-        padding: the number of layers that are stored besides, at the end of the axis, so that stages of a pipeline
-            divide their number. They are zeros and are skipped; `init` adds them for `divisible_by`.
+        padding: the number of added layers at the end of the arrays, with which the stages of a pipeline divide the
+            layers. They are zeros and are skipped; `init` adds them for `divisible_by`.
 
     >>> Layers, Embed = axn.make_axes(layers=12, embed=2)
     >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
@@ -450,33 +449,35 @@ class Stacked(BlockFoldable[M], LayerStack):
         _layer_arguments.check_sizes(what, Block, args, kwargs)
         stored = Block.resize(Block.size + padding)
         if padding:
-            args, kwargs = _padding.lengthened(Block, padding, (args, kwargs))
+            args, kwargs = _padding.with_added(Block, padding, (args, kwargs))
         kwargs = _layer_arguments.shard_keys(what, stored, kwargs)
         stacked = vmap(make, stored, default=_layer_arguments.first_axis)(*args, **kwargs)
         return cls(_padding.zeroed(Block, stacked) if padding else stacked, Block, policy, padding)
 
     @property
     def _stored(self) -> Axis:
-        """Return the axis of the layers that are stored."""
+        """Return the axis of the layers with the added ones."""
         return self.Block.resize(self.Block.size + self.padding)
 
     def _skipping(
         self, what: str, fn: Callable[..., Any], run: Callable[..., Callable[..., Any]]
     ) -> Callable[..., Any]:
-        """Return a function that runs all stored layers, and skips the added ones.
+        """Return a function that runs all layers, and does not use the results of the added ones.
 
         Arguments:
-            run: returns the function that runs them, from a `Stacked` without padding and a function of a layer.
+            run: returns the function that runs them, from a `Stacked` of real layers and a function of a layer.
         """
         body = _padding.skipping(fn, self.Block, self.stacked, outputs=what == "scan")
 
         def run_all(init: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = _layer_arguments.split_key(self.Block, kwargs)
-            args, kwargs = _padding.lengthened(self.Block, self.padding, (args, kwargs))
+            all_args, all_kwargs = _padding.with_added(self.Block, self.padding, (args, kwargs))
             layers = dataclasses.replace(self, stacked=self._filled(), Block=self._stored, padding=0)
             is_real = wrap(jnp.arange(self._stored.size) < self.Block.size, (self.Block.name,))
-            result = run(layers, body)(init, is_real, *args, **kwargs)
-            return (result[0], _padding.shortened(self.Block, result[1])) if what == "scan" else result
+            result = run(layers, body)(init, *all_args, is_real=is_real, **all_kwargs)
+            if what == "fold":
+                return result
+            return result[0], _padding.without_added(self.Block, self.padding, result[1], (args, kwargs))
 
         return run_all
 
@@ -518,25 +519,30 @@ class Stacked(BlockFoldable[M], LayerStack):
         return scheduled
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = args, kwargs
         if self.padding:
-            args, kwargs = _padding.lengthened(self.Block, self.padding, (args, kwargs))
+            args, kwargs = _padding.with_added(self.Block, self.padding, given)
         _layer_arguments.check_sizes("Stacked.vmap", self._stored, args, kwargs)
         mapped = vmap(functools.partial(_apply, fn), self._stored, default=_layer_arguments.first_axis)
         results = mapped(*args, stacked=self._filled(), **kwargs)
-        return _padding.shortened(self.Block, results) if self.padding else results
+        return _padding.without_added(self.Block, self.padding, results, given) if self.padding else results
 
     def map_layers(self, fn: Callable[..., Any], *others: Any) -> Self:
-        mapped = vmap(fn, self._stored, default=_layer_arguments.first_axis)(self.stacked, *(o.stacked for o in others))
+        mapped = vmap(fn, self._stored, default=_layer_arguments.first_axis)(*(o._filled() for o in (self, *others)))
         return dataclasses.replace(self, stacked=_padding.zeroed(self.Block, mapped) if self.padding else mapped)
+
+    def added_layers(self) -> tuple[Axis, int] | None:
+        return (self.Block, self.padding) if self.padding else None
 
     def unstacked(self) -> Sequence[M]:
         each = _layer_arguments.unstack("Stacked.unstacked", self._stored, (), {"stacked": self.stacked})
         return tuple(kwargs["stacked"] for _, kwargs in each[: self.Block.size])
 
     def get_layer(self, index: int) -> M:
-        _layer_arguments.check_index("Stacked.get_layer", self.Block, index)
-        index = index + (index < 0) * self.Block.size if self.padding else index
-        return _layer_arguments.take_layer("Stacked.get_layer", self._stored, self.stacked, index)
+        i = _layer_arguments.check_index("Stacked.get_layer", self.Block, index)
+        if self.padding and not isinstance(i, int):  # JAX clips it, and counts it from the end, with the added layers
+            i = jnp.clip(jnp.where(i < 0, i + self.Block.size, i), 0, self.Block.size - 1)
+        return _layer_arguments.take_layer(self.Block, self.stacked, i)
 
     # In a state dict, every layer has its own entries, as in a `BlockSeq` and in PyTorch models.
 

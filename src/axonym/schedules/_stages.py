@@ -152,13 +152,13 @@ class Stages:
     def _check(self) -> None:
         what, M = self._what, self._schedule.microbatches
         layers, divisor = self._Layers.size, self._count * self._rounds
-        if missing := -layers % divisor:
+        if layers % divisor:
             rounds = f" in {self._rounds} rounds" if self._rounds > 1 else ""
             raise ValueError(
                 f"{what}: the {layers} layers of axis {self._Layers.name!r} cannot be divided among the "
                 f"{self._count} stages of {errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
-                f"{rounds}. Make them by `Stacked.init(..., divisible_by={divisor})`, which stores {missing} more that "
-                f"are skipped: {missing / layers:.1%} more work."
+                f"{rounds}. Make them by `Stacked.init(..., divisible_by={divisor})`, which adds layers that are "
+                "skipped."
             )
         check_stages(self._schedule, self._count)
         for names, x, spec in zip(self._trees[1].names, self._arrays[1], self._specs[1], strict=True):

@@ -447,7 +447,7 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
 
 
 def _leave_out_added_layers(folder: Any, about: Any, arrays: Mapping[str, jax.Array]) -> None:
-    """Resize arrays in the files to the layers that are not padding. No array on a device could be sharded so."""
+    """Leave out the added layers: in the files, since devices cannot shard the true number evenly."""
     import tensorstore  # which Orbax uses
 
     base = f"{folder}/arrays" if "://" in str(folder) else f"file://{folder}/arrays"
@@ -508,7 +508,7 @@ def restore_checkpoint(
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
         replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
-        wanted, padded = {}, set[str]()
+        wanted, with_added = {}, set[str]()
         for leaf, _, sharding in leaves:
             # Orbax knows neither named arrays nor typed keys: it reads raw arrays, and `_restored` puts them together.
             if leaf.shape is not None and "shape" in about.get(_key(leaf), {}):
@@ -522,12 +522,12 @@ def restore_checkpoint(
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
                 wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
                 if list(leaf.shape) != entry["shape"]:
-                    padded.add(_key(leaf))
+                    with_added.add(_key(leaf))
         arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
         wanted = {key: x for key, x in wanted.items() if key not in arrays}
         if wanted:
             restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
-            for key in padded:  # Orbax fills them up with zeros
+            for key in with_added:  # Orbax fills them up with zeros
                 restore_args[key] = dataclasses.replace(restore_args[key], strict=False)
             restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
             arrays |= _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
@@ -643,17 +643,22 @@ def _key(leaf: Leaf) -> str:
 
 
 def _added_layers(leaf: Leaf, tree: Any) -> tuple[int, ...]:
-    """Return for each axis of an array how many elements at its end are layers that a `Stacked` around it has added."""
+    """Return for each axis of an array the number of added layers at its end."""
     shape = leaf.shape or ()
-    added, names = [0] * len(shape), leaf.names or ()
-    node: Any = tree
+    added, names, stacks = [0] * len(shape), leaf.names or (), 0
+    is_named = len(names) == len(shape) and isinstance(leaf.value, NamedArray)
+    node = tree
     for key in leaf.keys:
-        if padding := getattr(node, "padding", 0) if isinstance(node, LayerStack) else 0:
-            # Of raw arrays, the layers are the first axis.
-            axis, named = node.Block, len(names) == len(shape) and isinstance(leaf.value, NamedArray)
-            position = (names.index(axis.name) if axis.name in names else None) if named else 0
-            if position is not None and shape[position : position + 1] == (axis.size + padding,):
-                added[position] = padding
+        if isinstance(node, LayerStack):
+            if found := node.added_layers():
+                axis, number = found
+                if is_named:
+                    position = names.index(axis.name) if axis.name in names else len(shape)
+                else:
+                    position = stacks  # raw arrays have the axes of the stacks around them first, from the outside in
+                if shape[position : position + 1] == (axis.size + number,):
+                    added[position] = number
+            stacks += 1
         node = child_of(node, key)
     return tuple(added)
 
@@ -733,7 +738,7 @@ def _misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | Non
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     own = [size - n for size, n in zip(raw(x).shape, added, strict=True)]
     if isinstance(x, NamedArray) and names is not None:
-        if dict(zip(names, shape, strict=True)) != dict(zip(x.names, own, strict=False)):
+        if len(x.names) != len(own) or dict(zip(names, shape, strict=True)) != dict(zip(x.names, own, strict=True)):
             return f"has axes {errors.describe_axes(names, shape)}"
     elif own != shape:
         return f"has shape {tuple(shape)}"

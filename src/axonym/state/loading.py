@@ -225,7 +225,7 @@ def stacked_from_state_dict(
         layers: the axis of the layers.
         state_dict: the state dict that a `lazy_loading` method was called with.
         prefix: the prefix of the layers' keys in the state dict.
-        padding: the number of layers of zeros that follow.
+        padding: the number of added layers at the end, which are zeros.
 
     >>> import dataclasses, equinox as eqx
     >>> class Layers(eqx.Module):
