@@ -329,7 +329,7 @@ def test_jax_tree_map_with_named_operations() -> None:
         with pytest.raises(TypeError, match=f"expected .*NamedArray.*{way_out}"):
             jax.tree.map(fn, tree)
     with pytest.raises(
-        ValueError, match=r"rank 0, shape \(\)\. Positional functions .* or `jax\.tree\.map` .* `axonym\.tree\.map`"
+        ValueError, match=r"rank 0, shape \(\)\. A positional function .* or `jax\.tree\.map` .* `axonym\.tree\.map`"
     ):
         _ = jax.tree.map(axn.sum, tree)["w"].axes
     for call in (

@@ -51,9 +51,9 @@ from ..named_array import NamedArray, wrap_result
 
 CACHE_SIZE = 8192
 
-GATHERING: set[str] = set()
+GATHERING = {"dot"}
 """The operations that gather parameters themselves. Tracing an operation makes its kernel, which adds its name here, so
-the set is complete for a report by names of what was traced."""
+the set is complete for a report by names of what was traced. Raw products are called `dot`, and have no kernel."""
 
 
 class Kernel:
