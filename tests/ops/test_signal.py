@@ -138,3 +138,16 @@ def test_a_batch_that_no_mapping_knows_stays_sharded(auto_mesh: Mesh) -> None:
         compiled = jax.jit(convolved).lower(*placed).compile()
     assert not bytes_moved(compiled)
     np.testing.assert_allclose(jax.block_until_ready(compiled(*placed)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_array_that_is_sharded_over_the_only_mesh_axis_is_its_own_kernel() -> None:
+    """XLA takes wrong elements of a kernel that is sharded, if it is the input too and comes from a loop."""
+
+    def fn(x: axn.NamedArray) -> axn.NamedArray:
+        total = axn.associative_scan(axn.add, x, "t")
+        return axn.convolve(total, total, "t", "same")
+
+    x = axn.named(jnp.array([1.0, 2.0, 4.0, 8.0]), "t")
+    with jax.set_mesh(axn.make_mesh({"data": 4}, devices=jax.devices()[:4])):
+        found = jax.jit(fn)(axn.shard(x, {"t": "data"}))
+    np.testing.assert_allclose(found.array, fn(x).array)

@@ -418,8 +418,11 @@ def _on_auto_axes(
             entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays)
             specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
             return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)
-        if per_device or large < 2:
+        if per_device:
             return fn(*arrays)
+        if large < 2:
+            # Values are wrong even there if both operands are one value, sharded: the kernel must be replicated.
+            return fn(arrays[0], *[kept(names, x, mesh) for names, x in zip(in_names[1:], arrays[1:], strict=True)])
         found = fn(*[kept(names, x, mesh) for names, x in zip(in_names, arrays, strict=True)])
         if isinstance(found, (tuple, list)):
             return tuple(kept(names, x, mesh) for names, x in zip(out_names, found, strict=True))
