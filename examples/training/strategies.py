@@ -156,6 +156,8 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
             f"The {own} texts of a device cannot be cut into {strategy.microbatches} microbatches of one size; change "
             "--batch, --microbatches or --mesh."
         )
+    if stages > 1 and strategy.accumulate > 1:
+        raise Problem("A pipeline cuts the batch into --microbatches: leave accumulate out of the file of the mapping.")
     if own % strategy.accumulate:
         raise Problem(
             f"The {own} texts of a device cannot be cut into accumulate={strategy.accumulate} microbatches of one "
@@ -189,7 +191,7 @@ def read(path: Path) -> Strategy:
             f"{has or 'none'}."
         )
     remat, accumulate = (found.pop(part, default) for part, default in zip(more, ("full", 1), strict=True))
-    if remat not in llama.REMAT:
+    if not isinstance(remat, str) or remat not in llama.REMAT:
         raise Problem(f"In {path}, remat must be one of {', '.join(llama.REMAT)}, got {remat!r}.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise Problem(f"In {path}, accumulate must be a number from 1, got {accumulate!r}.")

@@ -402,6 +402,12 @@ def test_products_in_a_larger_dtype_are_said() -> None:
         else:
             assert "products have the dtype of their operands" in report.verdict.fine
 
+    def asked_for(w: Any, x: axn.NamedArray) -> Any:
+        up = w["up"].astype("bfloat16").astype("float32")
+        return axn.mean(axn.dot(x.astype("float32"), up, axis="embed")).scalar()
+
+    assert axn.insight.explain(asked_for, w, x, mapping={"batch": "data"}, mesh=mesh, by="partitioner").widened == 0
+
 
 def test_exchanges_between_two_placements_are_asked_for() -> None:
     """As on the way to experts and back."""

@@ -115,6 +115,7 @@ def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: P
         pids = [process(out, host) for host in range(2)]
 
         def are_in_a_save() -> bool:
+            assert None in [p.poll() for p in processes], "training has ended before a save was seen"
             if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp")):
                 return False
             for pid in pids:

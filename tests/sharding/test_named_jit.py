@@ -404,3 +404,20 @@ def test_keywords_are_told_from_a_dictionary() -> None:
         assert fn((x, 3), {"k": x}) == (2, [])
         assert fn(x, 3, k=x) == (2, ["k"])
         assert fn([(x, 3), {"k": x}]) == (1, [])
+
+
+def test_a_lenient_mapping_replicates_axes_that_mesh_axes_do_not_divide(auto_mesh) -> None:
+    mapping, x = {"x": "data"}, axn.ones({"x": 6})
+
+    def inside(x: axn.NamedArray) -> axn.NamedArray:
+        with axn.axis_mapping(merge=True, y="model"):
+            return axn.shard(x * 2)
+
+    with jax.set_mesh(auto_mesh):
+        with pytest.warns(UserWarning, match="is replicated, since data=4 gives 4 shards"):
+            found = axn.named_jit(inside, mapping, lenient=True)(x)
+        assert found.array.sharding.is_fully_replicated
+        with pytest.raises(ValueError, match="6 is not a multiple of 4"):
+            axn.named_jit(inside, mapping)(x)
+        with pytest.raises(ValueError, match="6 is not a multiple of 4"), axn.axis_mapping(mapping, lenient=True):
+            axn.shard(x)  # outside of compiled functions

@@ -1,14 +1,14 @@
 """Methods that a package gives a class, in code that imports the package and nowhere else.
 
 Named arrays ask for them before they raise an error, about an attribute that does not exist, an operand or an argument,
-and about the order of axes, which is only layout. Other code in the process sees none of it.
+and about `take` and the order of axes. Other code in the process sees none of it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 _EXTENSIONS: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {}
@@ -20,7 +20,7 @@ _ASKING += ("axonym.ref", "equinox", "functools", "jax")
 
 
 def extend(package: str, cls: type, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Give a class more methods, in the modules that import a package or something from it.
+    """Give a class more methods, in modules that import a package, or a class or function defined there.
 
     Arguments:
         package: the name of the package.
@@ -58,9 +58,11 @@ def _user_frame() -> FrameType | None:
 
 
 def _imports(frame: FrameType, package: str) -> bool:
-    """Return whether a frame sees a module of a package, or something that is defined there."""
+    """Return whether a frame sees a module of a package, or a class or function that is defined there."""
     for value in (*frame.f_globals.values(), *frame.f_locals.values()):
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if not isinstance(value, (ModuleType, type, FunctionType)):
+            continue
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
         if isinstance(name, str) and (name == package or name.startswith(f"{package}.")):
             return True
     return False

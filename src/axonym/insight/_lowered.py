@@ -129,9 +129,9 @@ class _Walk:
         flops = 0 if op.name == "stablehlo.gather" else _flops_of(op, shapes)
         flops = flops * self._copies(scope) // _scopes.groups(scope)
         arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
-        widened = None
-        if flops:
-            widened = next(filter(None, map(_widened, list(op.operands)[:2])), None)
+        # If both are converted, somebody asked for it.
+        widened = [_widened(x) for x in list(op.operands)[:2]] if flops else [None]
+        widened = next(filter(None, widened), None) if None in widened else None
         return Product(scope, frames, None if times is None else flops * times, arguments, widened)
 
     def _copies(self, scope: str) -> int:

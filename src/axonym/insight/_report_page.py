@@ -361,7 +361,7 @@ def _held(title: str, others: Sequence[HeldArray], whole: int, words: Words) -> 
         smaller = f"{sum(h.count for h in rest)} smaller"
         rows.append((_measured(describe_bytes(size), size / (whole or 1)), smaller, "", "", ""))
     yield element("h3", title)
-    yield table(title.lower(), ("bytes", "array on each device", "made in", "by", "line"), rows)
+    yield table(title.partition(",")[0].lower(), ("bytes", "array on each device", "made in", "by", "line"), rows)
 
 
 # --- arguments ---

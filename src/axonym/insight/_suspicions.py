@@ -226,7 +226,10 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
     """Advise to shard axes of repeated operations over the mesh axes that repeat them.
 
     These are axes of their first operands, such as the batch, if none of them is sharded, and else axes of parameters.
+    If it is not known which mesh axes repeat the operations, there is no advice.
     """
+    if not over:
+        return ""
     having: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for x in report.placed:
@@ -235,7 +238,7 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
                 having[n], sizes[n] = having.get(n, 0) + 1, size
     count = math.prod(report.mesh[a] for a in over)
     found: dict[str, None] = {}
-    for w in work if over else ():
+    for w in work:
         for n in _free_axes(w, report.mapping):
             if n in sizes and sizes[n] % count == 0:
                 found[n] = None
@@ -466,7 +469,8 @@ def _converted(report: Figures) -> _Check:
 def _widened(report: Figures) -> _Check:
     """Find a step of which most products are in a larger dtype than the one that an operand came in."""
     if report.widened < _WIDE:
-        return (), "products have the dtype of their operands" if report.flops and report.by != "names" else ""
+        looked = report.flops and report.by != "names" and not report.widened
+        return (), "products have the dtype of their operands" if looked else ""
     cause = f"{percentage(report.widened)} of the flops are in products of which one operand, often a parameter, is "
     cause += f"converted to a larger dtype because the other one has it: {report.widened_at}."
     so = "The activations between them have this dtype, too: they take more memory, and chips multiply it more slowly."

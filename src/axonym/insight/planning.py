@@ -13,13 +13,12 @@ import numpy as np
 from ..core.errors import counted, describe_bytes
 from ..distribution.mesh_axes import Axes
 from ._accounts import DividedLayers, Meshes
-from ._figures import Bounds
 from ._html import Html
 from ._plan_page import plan_page
 from ._searching import Found, Ranked, Search, TracedStep, abstract
 from ._text import aligned, as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
-from .cost_model import Estimate, Placement, Topology, Torus, topologies_of, why_first
+from .cost_model import Bounds, Estimate, Placement, Topology, Torus, topologies_of, why_first
 from .explaining import explain
 from .page import Page
 from .report import Report

@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from ..core.errors import describe_bytes
-from ._figures import Bounds, Figures, needed_memory
+from ._figures import Figures, needed_memory
 from ._suspicions import CHECKS, Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of
 from ._transfer_groups import SMALL, carried, from_lines, grouped, known_sent, percentage, why
 from .collectives import Collective
+from .cost_model import Bounds
 
 _COSTLIEST = 3
 """The number of transfers in a verdict."""
@@ -100,6 +101,8 @@ def _binds(report: Figures) -> tuple[str, str]:
     if bounds.compute:
         times = f"{bounds.longest / bounds.compute:.3g} times the compute ({described_seconds(bounds.compute)})"
         least = f"{least}, {times}"
+    if bounds.longest == bounds.host:
+        return "Moving to the host binds.", f"{least}."
     axes = next(a for a, t in bounds.links.items() if t == bounds.longest)
     over = [c for c in report.collectives if c.axes == axes]
     sentences = [least]

@@ -97,7 +97,7 @@ def axis_mapping(
 
     Arguments:
         mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.
-        merge: whether to keep the entries of the mapping around it for axes that this one lacks.
+        merge: whether to keep the entries of the mapping around it for axes that this one lacks, and its leniency.
         lenient: whether compiled functions replicate axes that their mesh axes do not divide, with a warning; else this
             is an error.
         **entries: more entries, by keyword.
@@ -114,8 +114,9 @@ def axis_mapping(
 
     def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
-        merged = {**outer.mapping, **new} if merge and outer is not None else new
-        return active_settings.changed(outer, mapping=merged, lenient=lenient)
+        if outer is None or not merge:
+            return active_settings.changed(outer, mapping=new, lenient=lenient)
+        return active_settings.changed(outer, mapping={**outer.mapping, **new}, lenient=lenient or outer.lenient)
 
     return ActiveSettings("axis_mapping", settings)
 
