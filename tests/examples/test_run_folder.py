@@ -355,7 +355,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "a part of a mapping": (
         (*NEW, "--mapping", "RUN/m.json"),
         content("m.json", '{"mesh": {"data": 8}}'),
-        "has mesh, mapping and maybe parameter_mapping; .*m.json has mesh",
+        "has mesh, mapping and maybe parameter_mapping, remat or accumulate; .*m.json has mesh",
     ),
     "no TOML": ((*NEW, "--mapping", "RUN/m.toml"), content("m.toml", "mesh = "), "in .*m.toml is not valid TOML"),
     # Sizes.

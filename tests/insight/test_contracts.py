@@ -156,7 +156,7 @@ def test_a_decorated_step_is_checked_once_for_each_program(monkeypatch: pytest.M
     for by in (1, 1, True, 1.0, 0.0, -0.0, 1):  # equal for Python, but not the same programs
         scaled(x, by)
     assert list(map(repr, checked)) == ["1", "True", "1.0", "0.0", "-0.0"]
-    with pytest.raises(TypeError, match="must be hashable, which this set is not"):
+    with pytest.raises(TypeError, match="must be hashable, but this set is not"):
         scaled(x, {1, 2})
 
     checked.clear()

@@ -205,16 +205,30 @@ class CompiledFunction(Generic[P, R]):
 
     @property
     def active(self) -> Mapping[str, Any]:
-        """Return the mappings that are active inside, by their setting."""
+        """Return the settings that are active inside, by name.
+
+        >>> axn.named_jit(lambda x: x, {"batch": "data"}).active
+        {'mapping': {'batch': 'data'}}
+        """
         return self._active
 
     @property
     def placed_by_rule(self) -> bool:
-        """Return whether a rule places parameters, in place of a mapping."""
+        """Return whether a rule places parameters, in place of a mapping.
+
+        >>> axn.fsdp(lambda x: x, axn.sharding.FSDPShardingRule("data"), {"batch": "data"}).placed_by_rule
+        True
+        """
         return any(isinstance(placement, ComputeMappingOrParameterRule) for _, placement in self._arguments)
 
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments, sharded by their placements."""
+        """Return the arguments, sharded by their placements.
+
+        >>> with axn.set_mesh(axn.make_mesh({"data": -1})):
+        ...     (x,), _ = axn.named_jit(lambda x: x, in_placement={"x": "data"}).placed((axn.ones({"x": 16}),), {})
+        >>> x.array.sharding.spec
+        P('data',)
+        """
         for label, placement in self._arguments:
             args, kwargs = shard_arguments(
                 self._fn, args, kwargs, placement, f"{self._what} ({label})", self._static_argnums

@@ -648,7 +648,9 @@ def _added_layers(leaf: Leaf, tree: Any) -> tuple[int, ...]:
     added, names, stacks = [0] * len(shape), leaf.names or (), 0
     is_named = len(names) == len(shape) and isinstance(leaf.value, NamedArray)
     node = tree
-    for key in leaf.keys:
+    # Not down to the leaf: it is no stack, and Flax warns if the value of a variable is looked up.
+    for key in (None, *leaf.keys[:-1]):
+        node = tree if key is None else child_of(node, key)
         if isinstance(node, LayerStack):
             if found := node.added_layers():
                 axis, number = found
@@ -659,7 +661,6 @@ def _added_layers(leaf: Leaf, tree: Any) -> tuple[int, ...]:
                 if shape[position : position + 1] == (axis.size + number,):
                     added[position] = number
             stacks += 1
-        node = child_of(node, key)
     return tuple(added)
 
 
