@@ -254,7 +254,7 @@ def home_report(name: str, by: str = "names", batch: int = 4096) -> insight.Repo
 
 
 def sent_at_home(report: insight.Report) -> dict[tuple[str, tuple[str, ...]], int]:
-    """What each device sends in a step, in words and with the mesh axes it goes over."""
+    """Return the bytes that each device sends in a step, by a description and its mesh axes."""
     found: dict[tuple[str, tuple[str, ...]], int] = {}
     for c in report.collectives:
         what = "weights" if c.kind == "all-gather" else "gradients" if c.phase == "backward" else "y"
@@ -264,7 +264,7 @@ def sent_at_home(report: insight.Report) -> dict[tuple[str, tuple[str, ...]], in
 
 
 def home(name: str) -> Picture:
-    """The layer of the home page under one mapping: where each array lies, and what a training step sends."""
+    """Draw the layer of the home page under one mapping: where each array lies, and the bytes that a step sends."""
     head, mapping, stored = HOME[name]
     report = home_report(name)
     weights, sent = describe_bytes(report.arguments["weights"]), sent_at_home(report)
@@ -308,7 +308,7 @@ def home(name: str) -> Picture:
 
 
 def batches() -> Picture:
-    """What the layer of the home page sends under its mappings, for two sizes of the batch."""
+    """Draw the bytes that the layer of the home page sends under its mappings, for two sizes of the batch."""
     picture = Picture(
         "What three mappings send with few rows in a batch, and with many", 520, 196, {"data": 4, "model": 2}
     )

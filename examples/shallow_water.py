@@ -3,7 +3,7 @@
 Water of depth `h` lies in the cells of a C grid. The velocity `u` lies on their left faces, and `v` on their lower
 faces, so a difference of neighbors is a slope at the face between them. The channel is periodic along `x`, and has
 walls at both ends of `y`: nothing flows through the lowest faces, where a mask makes `v` zero, nor through the faces
-beyond the last cells, which are the boundary of `v`. With `--report`, it only says what a step sends.
+beyond the last cells, which are the boundary of `v`. With `--report`, it only prints the report of a step.
 """
 
 from __future__ import annotations

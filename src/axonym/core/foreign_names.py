@@ -66,7 +66,7 @@ ARRAY = {
     **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
     **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; coordinates stay in xarray"),
     **dict.fromkeys(("coords", "assign_coords", "loc", "attrs", "groupby", "to_xarray"), _OF_XARRAY),
-    **dict.fromkeys(("isnull", "notnull", "fillna"), "`axonym.where(axonym.isnan(x), 0, x)` replaces what is missing"),
+    **dict.fromkeys(("isnull", "notnull", "fillna"), "`axonym.where(axonym.isnan(x), 0, x)` replaces missing values"),
     "coarsen": "`axonym.unflatten_axis(x, {last}, {'block': 2, 'within': 3}).mean('within')` averages blocks",
     "dims": "`x.names` are the names of the axes",
     **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),

@@ -152,7 +152,7 @@ def infer_resource_partitions(
     preserve_existing_shardings: bool = True,
     mesh: MeshLike | None = None,
 ) -> Any:
-    """Return the sharding of every array, in the structure of the tree: that of its `pspec_for`, or else its own.
+    """Return the sharding of every array, in the structure of the tree: by `pspec_for`, or else the array's own.
 
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> mesh = axn.make_mesh({"data": 1})

@@ -76,7 +76,7 @@ class Figures:
     parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
     """The mapping that parameters are stored by, if it is another."""
     placed_by_rule: bool = False
-    """Whether a rule places parameters, in place of a mapping."""
+    """True if a rule places parameters, in place of a mapping."""
     axes: tuple[str, ...] = ()
     """The names of the axes of all arrays in the step."""
     least_flops: int | None = None

@@ -72,7 +72,7 @@ class Sum:
     flops: int
     """The flops of the operation on all devices together, if it is a product or a convolution."""
     narrow: bool = False
-    """Whether its operands have 8 bits, or fewer, of which chips multiply more in a second."""
+    """True if its operands have at most 8 bits, which chips multiply faster."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ Amount: TypeAlias = Any
 """A number, or an array of one for each mesh."""
 
 Resource: TypeAlias = str | tuple[str, ...]
-"""What exchanges keep busy: links of a topology, or if it is not known, the links for a set of mesh axes."""
+"""A resource that exchanges use: links of a topology or, if that is unknown, the links for a set of mesh axes."""
 
 
 # --- topologies ---
@@ -413,7 +413,7 @@ class Multiplication:
     core: bool = False
     """Whether no operand is a parameter, as in the core of attention."""
     narrow: bool = False
-    """Whether its operands have 8 bits or fewer, of which chips multiply more in a second."""
+    """True if its operands have at most 8 bits, which chips multiply faster."""
     branches: Branches = ()
 
 

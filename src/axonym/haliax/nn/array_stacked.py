@@ -26,7 +26,7 @@ from ..hof import ScanCheckpointPolicy, ScanCheckpointSpec
 M = TypeVar("M", bound=eqx.Module)
 
 InAxes: TypeAlias = int | tuple[Any, ...] | None
-"""The axis of the layers, in all arguments or in each, and after a tuple of these, those of keywords by name."""
+"""The axis of the layers, in all arguments or in each; or a tuple for arguments, and a dictionary for keywords."""
 Unroll: TypeAlias = int | bool | None
 
 
