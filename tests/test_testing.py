@@ -350,3 +350,20 @@ def test_masks_do_not_loosen_the_tolerance(auto_mesh: Mesh) -> None:
     doubled = jax.shard_map(lambda x: masked(2 * x), mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))
     with pytest.raises(AssertionError, match="the result differs"):
         check_shard_invariance(doubled, X.array, reference=masked, gradients=False)
+
+
+def test_ill_conditioned_elements_are_left_out_and_said() -> None:
+    def oscillating(x: axn.NamedArray) -> Any:
+        total = axn.sum(axn.exp(x) * 1e20, "batch")  # of an order of additions that depends on the mesh
+        return axn.sin(total), axn.argmax(axn.sin(total), "embed")
+
+    result = check_shard_invariance(oscillating, X, draws=6, gradients=False)
+    assert result.compared == 6 and any(w.startswith("the result[0].array") for w in result.ill_conditioned)
+
+    def wrong_elsewhere(x: axn.NamedArray) -> Any:
+        oscillates = axn.sin(axn.sum(axn.exp(x) * 1e20, "batch"))
+        forgotten = axn.shard_map(lambda x: axn.sum(x, "batch"), check_vma=False)(x)
+        return axn.where(axn.arange({"embed": 16}) < 8, oscillates, forgotten)
+
+    with pytest.raises(AssertionError, match=r"wrong_elsewhere depends on how it is distributed"):
+        check_shard_invariance(wrong_elsewhere, X, gradients=False)

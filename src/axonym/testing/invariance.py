@@ -35,6 +35,9 @@ from ._widening import WidenedProgram, wide_dtype
 
 __all__ = ["ShardInvariance", "check_shard_invariance"]
 
+# A relative change of arguments that is lost in no function on the way, such as exp of small numbers.
+_ROUNDING = 2.0**-46
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardInvariance:
@@ -53,6 +56,8 @@ class ShardInvariance:
     """The factors of the arguments at which the results were compared: the ones that made no result NaN."""
     own_precision: tuple[str, ...]
     """The operations that could not be evaluated in float64, such as `pallas_call`."""
+    ill_conditioned: tuple[str, ...]
+    """The results and gradients whose elements differed, but no further than a rounding of the arguments moves them."""
 
 
 def check_shard_invariance(
@@ -81,7 +86,8 @@ def check_shard_invariance(
     does not hide a difference: at the arguments, and at 1/16 and 16 times the floating-point arguments, since these may
     take other branches. Arrays with equal elements are changed a little first, and arrays of zeros are made
     small positive numbers, so that all shards differ; zeros beside other elements, integers and booleans stay. The
-    result says which operations could only be evaluated at their own precision.
+    result says which operations could only be evaluated at their own precision. Ill-conditioned elements, which a
+    rounding of the arguments moves in the reference as far as they differ, are no difference; the result says where.
 
     Some mappings do not fit a function, such as one that shards two axes of a result over the same mesh axis. If the
     library refuses one for that reason, the placement is skipped and listed among the refusals of the result. It is an
@@ -137,7 +143,9 @@ def check_shard_invariance(
     if not compared:
         first = "\n    ".join(next(iter(refused.items())))
         raise ValueError(f"check_shard_invariance: every placement was refused, the first:\n    {first}")
-    return ShardInvariance(compared, refused, check.scales, tuple(sorted(check.own_precision)))
+    return ShardInvariance(
+        compared, refused, check.scales, tuple(sorted(check.own_precision)), tuple(sorted(check.ill_conditioned))
+    )
 
 
 class _Refusal(Exception):
@@ -320,6 +328,8 @@ class _Check:
         self._differentiated = [gradients and i for i in inexact]
         self.scales: tuple[float, ...] = SCALES
         self.own_precision: dict[str, Any] = {}
+        self.ill_conditioned: set[str] = set()
+        self._movements: dict[float, Sequence[np.ndarray]] = {}
 
     def expect(self, placements: Iterable[_Placement]) -> None:
         """Compute the expected results, under the first placement that the reference accepts."""
@@ -392,12 +402,31 @@ class _Check:
             # An array whose true values are all 0 has nothing but such errors, of what it was computed from.
             of_arguments = 2.0**-43 * scale * _largest([x for x in self._wide if x is not None])
             noises = [noise if np.any(x) else max(noise, of_arguments) for x in expected]
-            triples = zip(expected, found.values[scale], noises, strict=True)
-            words = [next(filter(None, (_words(a, b, rtol, n) for b in copies)), None) for a, copies, n in triples]
-            if wrong := [i for i, w in enumerate(words) if w]:
-                at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
-                return _Mismatch(f"{self._paths()[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
+            at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
+            wrong: dict[int, str] = {}
+            for i, (a, copies, noise) in enumerate(zip(expected, found.values[scale], noises, strict=True)):
+                if any(_words(a, b, rtol, noise) for b in copies):
+                    moved = self._movement(scale)[i]
+                    if words := next(filter(None, (_words(a, b, rtol, noise, moved) for b in copies)), None):
+                        wrong[i] = words
+                    else:
+                        self.ill_conditioned.add(self._paths()[i] + at)
+            if wrong:
+                first = min(wrong)
+                return _Mismatch(f"{self._paths()[first]} {wrong[first]}{at}", wrong=[*wrong], scale=scale)
         return None
+
+    def _movement(self, scale: float) -> Sequence[np.ndarray]:
+        """Return how far the elements of each expected result move if the arguments change by a rounding."""
+        if scale not in self._movements:
+            expected = [copies[0] for copies in self._expected.values[scale]]
+            moved = [np.zeros(x.shape) for x in expected]
+            for seed in range(3):  # one change may by luck leave an element where it was
+                found = self._run(self._reference, self._one, (scale,), rounding=np.random.default_rng(seed))
+                for total, a, copies in zip(moved, expected, found.values[scale], strict=True):
+                    np.maximum(total, _distance(a, copies[0]), out=total)
+            self._movements[scale] = moved
+        return self._movements[scale]
 
     def diagnose(self, placement: _Placement, difference: _Mismatch) -> str | None:
         """Return a sentence about the operation that makes results differ, if the values on the way tell."""
@@ -423,9 +452,18 @@ class _Check:
         return raised and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]
 
     def _run(
-        self, fn: Callable[..., Any], placement: _Placement, scales: Sequence[float] = (), recording: bool = False
+        self,
+        fn: Callable[..., Any],
+        placement: _Placement,
+        scales: Sequence[float] = (),
+        recording: bool = False,
+        rounding: np.random.Generator | None = None,
     ) -> _Outcome:
-        """Return the results and the gradients of a function under a placement."""
+        """Return the results and the gradients of a function under a placement, at arguments changed by a rounding."""
+        given = [
+            w if w is None or rounding is None else w * (1 + rounding.choice((-_ROUNDING, _ROUNDING), w.shape))
+            for w in self._wide
+        ]
         with placement.active():
             arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
             traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
@@ -433,7 +471,7 @@ class _Check:
             widened, values, recorded, compiled, devices = WidenedProgram(program, recording), {}, {}, None, 1
             with jax.enable_x64(True):
                 for scale in scales or self.scales:
-                    wide = [x if w is None else _like(w * scale, x) for x, w in zip(arrays, self._wide, strict=True)]
+                    wide = [x if w is None else _like(w * scale, x) for x, w in zip(arrays, given, strict=True)]
                     if compiled is None:
                         compiled = widened.compile(wide)
                     results, recorded = jax.block_until_ready(compiled(wide))
@@ -478,18 +516,27 @@ def _largest(arrays: Iterable[np.ndarray]) -> float:
     return max([float(np.max(usual_sizes(x), initial=0)) for x in arrays], default=0.0)
 
 
-def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float) -> str | None:
-    """Say how an array differs from the expected one, `a`; return None if it does not."""
+def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float, moved: Any = 0.0) -> str | None:
+    """Say how an array differs from the expected one, `a`, whose elements a rounding moved; None if it does not."""
     if not np.issubdtype(a.dtype, np.inexact):
-        return None if np.array_equal(a, b) else "has other values"
+        return None if np.all((a == b) | (moved > 0)) else "has other values"
     if _has_nan(b):
         return "has elements that are NaN"
     typical = float(np.median(sizes)) if (sizes := usual_sizes(a)).size else 0.0
-    if np.allclose(b, a, rtol=rtol, atol=rtol * typical + noise):
+    # A program rounds at each of its steps, and so moves further than by a rounding of its arguments.
+    if np.allclose(b, a, rtol=rtol, atol=rtol * typical + noise + 2.0**8 * moved):
         return None
     with np.errstate(invalid="ignore"):
         most = np.nanmax(np.abs(a - b))
     return f"differs by up to {most:.3g}, with values up to {np.max(sizes, initial=0.0):.3g}"
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return how far elements are apart: 0 or 1 for integers and booleans."""
+    if not np.issubdtype(a.dtype, np.inexact):
+        return (a != b).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.where(a == b, 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
 
 
 def _copies(x: jax.Array) -> list[np.ndarray]:
