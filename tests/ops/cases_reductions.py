@@ -110,6 +110,19 @@ def _option(name: str, label: str, options: dict[str, Any], reference: Callable[
     )
 
 
+def _imaginary(name: str, fn: Callable[..., Any]) -> Case:
+    op = public_name(name)
+    return Case(
+        name,
+        (of("bool", *NAMES),),
+        lambda a: op(1j * a, "pos"),
+        lambda a: fn(1j * a, axis=1),
+        "imaginary",
+        grad=False,
+        names=("batch", "embed"),
+    )
+
+
 def _arg(name: str, kind: str) -> list[Case]:
     op, fn = public_name(name), getattr(np, name)
     x = of(kind, *NAMES)
@@ -154,6 +167,7 @@ CASES: list[Case] = [
     _option("std", "ddof", {"ddof": 2}, lambda a: jnp.std(a, axis=0, ddof=2)),
     _option("nanvar", "ddof", {"ddof": 1}, lambda a: jnp.nanvar(a, axis=0, ddof=1)),
     _option("nanstd", "dtype", {"dtype": "float32"}, lambda a: jnp.nanstd(a, axis=0)),
+    *(_imaginary(name, fn) for name, fn, *_ in REDUCTIONS[:2]),
     _option("max", "where_number", {"where": True}, lambda a: jnp.max(a, axis=0)),
     Case(
         "sum",

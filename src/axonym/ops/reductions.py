@@ -157,6 +157,19 @@ def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
 # --- positional functions that JAX lacks, or whose masks need care ---
 
 
+def _all(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return jnp.all(_truth(x), axis=axis, where=where)
+
+
+def _any(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return jnp.any(_truth(x), axis=axis, where=where)
+
+
+def _truth(x: Any) -> Any:
+    """Compare complex numbers with 0: jnp.all and jnp.any look at the real parts alone."""
+    return jnp.not_equal(x, 0) if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) else x
+
+
 def _max(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
     return jnp.max(x, axis=axis, where=where, initial=None if where is None else extreme(x.dtype, largest=False))
 
@@ -214,8 +227,8 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # fmt: off
-all = _plain("all", jnp.all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
-any = _plain("any", jnp.any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
+all = _plain("all", _all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
+any = _plain("any", _any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
 max = _plain("max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
 min = _plain("min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
 ptp = _plain("ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
