@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from training import at_once, hosts
+from training import at_once, hosts, pace
 
 if __name__ == "__main__":
     at_once.install()  # before the imports that take seconds
@@ -42,6 +42,7 @@ from training import (
 )
 from training.interrupts import Interrupts, in_any_process
 from training.metrics import Metrics
+from training.probe import Probe
 from training.problems import Problem, agree_on, in_a_line, reason_of
 from training.progress import Reporter
 
@@ -242,8 +243,12 @@ class Training:
         look_every = 1 if jax.default_backend() == "cpu" else config.reports.log_every
         pending: list[steps.Metrics] = []
         began: float | None = None  # None until the step is compiled, which is not to be measured
+        worked = 0.0
+        probe = Probe() if hosts.is_supervised() and jax.process_count() > 1 else None
         while self.step < total:
+            start = time.perf_counter()
             tokens = self.prepared.batch(self.texts, self.seen)
+            worked += time.perf_counter() - start
             self.state, measured = self.functions.train(self.state, tokens)
             self.step += 1
             self.seen += self.prepared.Batch.size
@@ -251,10 +256,15 @@ class Training:
             evaluates = self.step % config.reports.evaluate_every == 0 or self.step == total
             saves = self.step % config.saving.save_every == 0 and self.step < total
             if evaluates or saves or self.step % look_every == 0 or interrupts.urgent():
+                waits = time.perf_counter()
                 jax.block_until_ready(measured)
                 now = time.perf_counter()
-                self.note(pending, None if began is None else (now - began) / len(pending))
-                pending = []
+                seconds = None if began is None else (now - began) / len(pending)
+                if seconds is not None:
+                    # If devices still had to do more than a step, they have not waited for this process.
+                    pace.took(seconds, worked / len(pending) if now - waits < seconds else 0)
+                self.note(pending, seconds)
+                pending, worked = [], 0.0
                 if interrupts.agreed():
                     return
                 if evaluates:
@@ -268,6 +278,8 @@ class Training:
                 ):
                     self.restarts = True
                     return
+                if probe is not None and self.step % config.reports.log_every == 0:
+                    probe.measure_next()
                 began = time.perf_counter()
 
     def note(self, measured: Sequence[steps.Metrics], seconds: float | None) -> None:

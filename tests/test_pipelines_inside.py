@@ -401,16 +401,64 @@ def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> Non
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2, keep_sharded=["pos"])), X)
         model = nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0))
         layer = lambda block, x: dataclasses.replace(block, exchange="all_to_all")(x) * axn.mean(block.up.weight)
-
-        def scaled(block: Any, x: Any) -> Any:
-            chosen, fn = axn.argmax(block.router(x), Scores), lambda up, rows, sizes: rows / sizes.axis_size("experts")
-            return nn.dispatch(fn, block.up, x, chosen, Experts)
-
-        mapping = {"layers": "stage", "batch": "context", "experts": "context"}
-        text = r"an operation gets numbers 1, and numbers 4 for the complete axis"
-        with axn.axis_mapping(mapping), pytest.raises(ValueError, match=text):
-            jax.eval_shape(model.fold_via(scaled, schedule=GPipe(2, keep_sharded=["experts"])), X)
         text = r"exchange='all_to_all': a pipeline around it gathers axis 'experts', so .*: its schedule lacks `keep"
         mapping = {"layers": "stage", "batch": "context", "experts": "context"}
         with axn.axis_mapping(mapping), pytest.raises(ValueError, match=text):
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
+
+
+Row1 = axn.Axis("one", 1)
+OF_EXPERTS: dict[str, tuple[Any, str]] = {
+    # Those of a device get what those of all devices would: the result, and the reason of a refusal.
+    "a bias of each, and all of their numbers": (lambda up, bias, rows, sizes: (
+        up(nn.gelu(rows), sizes)
+        + nn.MoELinear(bias.broadcast_axis(Row1), None, Experts, Row1, Mlp)(
+            axn.ones((rows.resolve_axis("rows"), Row1)), sizes
+        ) * axn.logsumexp(axn.arange(sizes.resolve_axis("experts")) * 1.0, "experts")
+    ), ""),
+    "how many": (lambda up, bias, rows, sizes: up(rows, sizes) * jnp.int32(sizes.axis_size("experts")), "a number"),
+    "how many, in float": (lambda up, bias, rows, sizes: up(rows, sizes) / sizes.axis_size("experts"), "a number"),
+    "whether they are all": (
+        lambda up, bias, rows, sizes: up(rows, sizes) * (sizes.axis_size("experts") == 4), "a number"
+    ),
+    "how many rows": (lambda up, bias, rows, sizes: up(rows, sizes) * jnp.int32(rows.axis_size("rows")), "a number"),
+    "the first": (lambda up, bias, rows, sizes: up(rows, sizes) + bias["experts", 0], r"'index' \(slice\) needs all"),
+    "their sum": (lambda up, bias, rows, sizes: up(rows, sizes) * axn.sum(sizes, "experts"), r"'sum' .* needs all"),
+    "a mean of rows": (lambda up, bias, rows, sizes: up(rows - axn.mean(rows, "rows"), sizes), r"'mean' .* needs all"),
+    "numbers without names": (
+        lambda up, bias, rows, sizes: up(
+            rows, sizes + axn.named(jnp.arange(sizes.axis_size("experts")), "experts") * 0
+        ), r"'iota' needs all"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_what_experts_compute(name: str) -> None:
+    """In a pipeline, `fn` is the same for the experts of a device as for all, in integers too, or refused."""
+    fn, refused = OF_EXPERTS[name]
+    model: Any = nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0))
+    biases = axn.random.normal(jax.random.key(1), (Layers, Experts, Mlp))
+
+    def layer(block: Any, x: Any) -> Any:
+        block, bias = block
+        chosen = axn.argmax(block.router(x), Scores)
+        y = nn.dispatch(lambda layer, *args: fn(layer[0], layer[1], *args), (block.up, bias), x, chosen, Experts)
+        return x + axn.mean(y, Mlp)
+
+    def loss(model: Any, x: Any, schedule: Any = None) -> Any:
+        return axn.sum(axn.sin(model.fold_via(layer, schedule=schedule)(x))).scalar()
+
+    model = nn.Stacked((model.stacked, biases), Layers)
+    mapping = {"layers": "stage", "batch": "expert", "experts": "expert"}
+    staged = functools.partial(loss, schedule=GPipe(2, keep_sharded=["experts"]))
+    with jax.set_mesh(axn.make_mesh({"stage": 2, "expert": 4})), axn.axis_mapping(mapping):
+        if refused:
+            with pytest.raises(ValueError, match=f"keeps 'experts' sharded, .* `fn` of dispatch: .*{refused}"):
+                jax.eval_shape(staged, model, X)
+            return
+        arguments = axn.shard((model, X.astype(jnp.float32)))
+        found = jax.block_until_ready(jax.jit(jax.value_and_grad(staged), compiler_options=QUICK)(*arguments))
+    expected = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(model, X.astype(jnp.float32))
+    for x, y in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)

@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from . import pace
+
 _CHANNEL = "TRAIN_LM_SUPERVISOR"
 """The environment variable with the file descriptor by which a process reaches its supervisor."""
 _LOOK, _BEAT = 0.25, 1.0
@@ -57,7 +59,7 @@ def connected(index: int, count: int, token: int) -> None:
     """Tell the supervisor, if there is one, which process this is; and end when the supervisor does."""
     if is_supervised():
         channel = socket.socket(fileno=int(os.environ[_CHANNEL]))
-        channel.sendall(json.dumps([index, count, token]).encode())
+        channel.sendall(json.dumps([index, count, token]).encode() + b"\n")
         for work in (_end_with_supervisor, _give_signs_of_life):
             threading.Thread(target=work, args=(channel,), daemon=True).start()
 
@@ -73,7 +75,7 @@ def _give_signs_of_life(channel: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             time.sleep(_BEAT)
-            channel.sendall(b" ")
+            channel.sendall(json.dumps(pace.pace()).encode() + b"\n")
 
 
 # --- in the supervisor ---
@@ -125,13 +127,14 @@ class _Hosts:
                 if other != self.folder:
                     shutil.rmtree(other, ignore_errors=True)
 
-    def tell(self, state: str, process: int, why: str = "", silent: int = 0) -> None:
+    def tell(self, state: str, process: int, why: str = "", silent: int = 0, measured: pace.Pace | None = None) -> None:
         """Write how this host is: it `runs`, `waits` for a plan, has `failed`, `ended`, or is `lost`.
 
-        `silent` is for how many seconds its process gave no sign of life.
+        `silent` is for how many seconds its process gave no sign of life, and `measured` what that said of itself.
         """
         mine = {"host": socket.gethostname(), "process": process, "generation": self.generation, "state": state}
         mine |= {"id": self._id, "count": self.count, "members": self.members, "silent": silent, "why": why}
+        mine["pace"] = measured or {}
         mine["lost"] = {str(i): [text, self.id_of(i)] for i, text in self.lost.items()}
         before, now = self.told.get(self.index, {}), time.monotonic()
         if before != mine | {"beat": self._beat} or now > self._written + _BEAT:
@@ -241,7 +244,8 @@ class _Supervisor:
         self.hosts: _Hosts | None = None
         """Unknown until the process is connected."""
         self.announced: dict[int, str] = {}
-        self.slow: set[int] = set()
+        self.slow: set[tuple[int, str]] = set()
+        """The hosts that were named as slow, and what is slow there."""
         self.pid = 0
         """The number of the latest process of this host."""
 
@@ -302,6 +306,8 @@ class _Supervisor:
         self.held: list[bytes] = []
         self.pid, self.is_asked = self.worker.pid, False
         self.heard: float | None = None
+        self.pace: pace.Pace = {}
+        self.slow = set()
         self.printer = threading.Thread(target=_print, args=(self.worker.stderr, self.held), daemon=True)
         self.printer.start()
 
@@ -326,7 +332,7 @@ class _Supervisor:
                 return None
             hosts, state = self.hosts, _state(status)
             why = "" if status is None else f"its process was ended by signal {-status}"
-            hosts.tell(state, self.worker.pid, why, self.silent_for())
+            hosts.tell(state, self.worker.pid, why, self.silent_for(), self.pace)
             hosts.listen()
             self.name_slow(hosts)
             if self.options.elastic and not self.is_asked and hosts.more_could_run():
@@ -352,8 +358,8 @@ class _Supervisor:
     def connected(self) -> _Hosts | None:
         """Return the hosts once the process knows them."""
         try:
-            index, count, token = json.loads(self.channel.recv(1000))
-        except (BlockingIOError, ValueError):  # not yet, or it has ended
+            index, count, token = json.loads(self.channel.recv(1000).splitlines()[0])
+        except (BlockingIOError, IndexError, ValueError):  # not yet, or it has ended
             return None
         self.heard = time.monotonic()
         hosts = _Hosts(self.options.out / "hosts" / str(token), index, count, self.options.host_timeout)
@@ -363,16 +369,22 @@ class _Supervisor:
     def silent_for(self) -> int:
         """For how many seconds the process gave no sign of life since its first one; 0 if these are few."""
         now = time.monotonic()
-        with contextlib.suppress(OSError):
-            if self.channel.recv(1000):
+        with contextlib.suppress(OSError, ValueError):
+            if said := self.channel.recv(2**16):
                 self.heard = now
+                found = json.loads(said.splitlines()[-1])
+                self.pace = found if isinstance(found, dict) else {}  # a process that was started again says who it is
         return 0 if self.heard is None or now < self.heard + _SLOW else int(now - self.heard)
 
     def name_slow(self, hosts: _Hosts) -> None:
-        slow = {i for i in hosts.members if hosts.told.get(i, {}).get("silent")}
-        for i in sorted(slow - self.slow):
-            _say(f"Host {hosts.name(i)} is slow: its process gave no sign of life for {_SLOW:g} seconds.")
-        self.slow = slow
+        told = {i: hosts.told[i] for i in hosts.members if i in hosts.told}
+        silent = [(i, "", f"its process gave no sign of life for {_SLOW:g} seconds") for i in told if told[i]["silent"]]
+        slow = [*silent, *pace.slow({i: told[i]["pace"] for i in told})]
+        for i, what, why in slow:
+            if (i, what) not in self.slow:
+                _say(f"Host {hosts.name(i)} is slow: {why}.")
+        # What takes long is named once, and silence each time.
+        self.slow = {key for key in self.slow if key[1]} | {(i, what) for i, what, _ in slow}
 
     def announce(self, hosts: _Hosts) -> None:
         for i, why in sorted(hosts.lost.items()):

@@ -22,8 +22,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axonym.sharding import connect_processes
-from examples.training import lock
+from examples.training import lock, pace
 from examples.training.interrupts import in_any_process
+from examples.training.probe import Probe
 
 STEPS = 40
 
@@ -34,6 +35,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--slow", type=int, help="the number of a process that does more before a step")
     options, _ = parser.parse_known_args()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -48,14 +50,20 @@ def main() -> None:
             (options.out / "config.json").write_text("{}")
         multihost_utils.sync_global_devices("there is a file")
         done = len(steps.read_text().splitlines())
+        probe, is_slow = Probe(), jax.process_index() == options.slow and not options.resume
         for step in range(done + 1, options.steps + 1):
+            start = time.perf_counter()
+            time.sleep(0.3 if is_slow else 0.1)
+            before = time.perf_counter() - start
             total = int(multihost_utils.process_allgather(np.ones(())).sum())
+            pace.took(time.perf_counter() - start, before)
+            if options.slow is not None:
+                probe.measure_next()
             if first:
                 with steps.open("a") as file:
                     print(step, total, file=file)
             if in_any_process(hosts.restart_is_wanted()):
                 sys.exit(hosts.RESTART)
-            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import axonym as axn
 from axonym.sharding import fail_together
 from axonym.state import (
-    checkpoint,
+    asynchronous_saves,
     load_state_dict,
     restore_checkpoint,
     save_checkpoint,
@@ -219,7 +219,7 @@ def check_asynchronous_saves(folder: Path) -> None:
         name: jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
         for name, sharding in shardings.items()
     }
-    copied = checkpoint._copy_in_host_memory(tree["all"])
+    copied = asynchronous_saves._copy_in_host_memory(tree["all"])
     assert len(copied.sharding.device_set) == jax.process_count()
     pending = save_checkpoint_async(folder / "1", tree)
     interrupted = save_checkpoint_async(folder / "2", tree)

@@ -104,6 +104,8 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     found, expected = losses(tmp_path), losses(undisturbed)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
+    measured = training.train_lm.pace.pace()
+    assert 0 < measured["before a step"] < measured["step"]
 
 
 @pytest.mark.oldest
@@ -286,16 +288,37 @@ def test_who_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert again.plan("here", tmp_path / "lock.json") is not None
 
 
+def test_who_is_slow() -> None:
+    """Only who keeps the others waiting, not who works longer while the devices compute."""
+    usual = {"step": 1.0, "before a step": 0.1, "device 0": 0.01, "device 1": 0.011}
+    hosts = [usual, usual | {"before a step": 0.29, "device 1": 0.014}, {}, usual]
+    slow = training.train_lm.pace.slow
+    assert not [*slow(dict(enumerate(hosts)))] and not [*slow({0: usual | {"before a step": 0.9}, 1: {}})]
+    hosts[3] = usual | {"before a step": 0.4, "device 0": 0.02}
+    assert [*slow(dict(enumerate(hosts)))] == [
+        (3, "before a step", "it works 0.4 s before each step, the median of the others 0.2 s"),
+        (3, "device 0", "its device 0 takes 0.02 s for a product, the median of the others 0.011 s"),
+    ]
+
+
 @pytest.mark.oldest
 def test_a_lost_host_comes_back(tmp_path: Path) -> None:
-    """A host whose process stops is named as slow; one that is lost, and started again, goes on with the others."""
+    """A host that is slow, in three ways, is named; one that is lost, and started again, goes on with the others."""
     out = tmp_path / "run"
 
+    def printed(text: str) -> bool:
+        return text in (tmp_path / "printed-1.txt").read_text()
+
     def stop_and_lose(processes: Processes) -> None:
-        wait_for(lambda: steps(out))
+        wait_for(lambda: printed(" s before each step"))
         slow = process(out, 1)
+        while not printed(" s for a product"):  # its processor has little time for it
+            os.kill(slow, signal.SIGSTOP)
+            time.sleep(0.1)
+            os.kill(slow, signal.SIGCONT)
+            time.sleep(0.01)
         os.kill(slow, signal.SIGSTOP)
-        wait_for(lambda: "is slow" in (tmp_path / "printed-1.txt").read_text())
+        wait_for(lambda: printed("no sign of life"))
         os.kill(slow, signal.SIGCONT)
         at = len(steps(out))
         wait_for(lambda: len(steps(out)) > at)
@@ -306,10 +329,15 @@ def test_a_lost_host_comes_back(tmp_path: Path) -> None:
             again = Popen(processes[0].args, stdout=output, stderr=output, env=os.environ | PATHS)  # pyright: ignore
         wait_for(lambda: again.poll() is not None)
 
-    ended = count(tmp_path, 2, stop_and_lose, "--elastic", "--host-timeout", "60", "--steps", "60")
+    ended = count(tmp_path, 2, stop_and_lose, "--elastic", "--host-timeout", "60", "--steps", "100", "--slow", "1")
     assert ended.statuses == [128 + signal.SIGKILL, 0], ended.printed
-    slow = f"train_lm.py: Host 1 ({HOST}) is slow: its process gave no sign of life for 10 seconds."
-    assert all(slow in printed for printed in ended.printed)
+    for why in (
+        r"it works \S+ s before each step, the median of the others \S+ s",
+        r"its device \d+ takes \S+ s for a product, the median of the others \S+ s",
+        "its process gave no sign of life for 10 seconds",
+    ):
+        line = rf"train_lm\.py: Host 1 \({re.escape(HOST)}\) is slow: {why}\."
+        assert all(re.search(line, printed) for printed in ended.printed), ended.printed
     assert said(ended, 1) == [
         f"Host 0 ({HOST}) was lost: its process was ended by signal 9.",
         "Training goes on from the latest checkpoint on 1 of 2 hosts.",
@@ -318,5 +346,5 @@ def test_a_lost_host_comes_back(tmp_path: Path) -> None:
     assert "train_lm.py: Training goes on without this host, 0. It comes back after the next checkpoint." in again
     assert "train_lm.py: Training goes on from the latest checkpoint on 2 of 2 hosts." in again
     counted = steps(out)
-    assert [step for step, _ in counted] == list(range(1, 61))
+    assert [step for step, _ in counted] == list(range(1, 101))
     assert [n for n, _ in itertools.groupby(n for _, n in counted)] == [2, 1, 2]

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym.state import (
-    checkpoint,
+    asynchronous_saves,
     latest_checkpoint,
     restore_checkpoint,
     save_checkpoint,
@@ -299,7 +299,7 @@ def test_saving_copies_all_that_can_change(tmp_path: Path) -> None:
         "replicated": jax.device_put(jnp.arange(16), jax.NamedSharding(mesh, jax.P())),
         "numpy": np.arange(16),
     }
-    copied = {key: checkpoint._copy_in_host_memory(x) for key, x in tree.items() if key != "numpy"}
+    copied = {key: asynchronous_saves._copy_in_host_memory(x) for key, x in tree.items() if key != "numpy"}
     assert {key: len(x.sharding.device_set) for key, x in copied.items()} == {"rows": 4, "pinned": 4, "replicated": 1}
     pending = save_checkpoint_async(tmp_path / "1", tree)
     for x in tree.values():
@@ -311,13 +311,13 @@ def test_saving_copies_all_that_can_change(tmp_path: Path) -> None:
 
 def test_an_interrupted_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread goes on, so it completes the checkpoint; until then, nobody else can write to the same path."""
-    go_on, write = threading.Event(), checkpoint._write
+    go_on, write = threading.Event(), asynchronous_saves.write
 
     def slow(*args: Any) -> None:
         assert go_on.wait(60)
         write(*args)
 
-    monkeypatch.setattr(checkpoint, "_write", slow)
+    monkeypatch.setattr(asynchronous_saves, "write", slow)
     pending = save_checkpoint_async(tmp_path / "1", {"x": 1})
     for save in (save_checkpoint, save_checkpoint_async):
         with pytest.raises(FileExistsError, match="1 is being written already"):
@@ -341,7 +341,7 @@ def test_a_failure_is_raised_again_and_never_lost(tmp_path: Path, monkeypatch: p
 
     (tmp_path / "run1.orbax-checkpoint-tmp").mkdir()  # of another checkpoint, which the name as a pattern would match
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write", fails)
+        patch.setattr(asynchronous_saves, "write", fails)
         pending = save_checkpoint_async(tmp_path / "run[1]", {"x": 1})
         for _ in range(2):
             with pytest.raises(OSError, match="the cable is cut"):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
 
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
-from ..distribution.kept_shards import in_pipeline, refuse_gathered, scope_of_shards
+from ..distribution.kept_shards import as_if_complete, in_pipeline, refuse_gathered, scope_of_shards
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -45,6 +44,7 @@ from ..ops.elementwise import square
 from ..ops.reductions import logsumexp, mean
 from ..ops.selection import searchsorted, where
 from ..ops.sorting import argsort
+from ..schedules._sharded_code import NeedsCompleteAxes, check_computed_from_shards
 from ._expert_exchange import ExpertExchange
 from .embedding import one_hot
 
@@ -164,20 +164,11 @@ class _Dispatch:
         sizes = dict(zip(self._row_names, self._expert.shape, strict=True))
         sizes[self._experts.name] = held[0][0].shape[held[0][1].index(self._experts.name)]
         scope = operation_scope("dispatch", in_names, self._row_names, operands)
-        with scope_of_shards(sizes, self._numbers(params, sizes[self._experts.name])), jax.named_scope(scope):
+        with scope_of_shards(sizes), jax.named_scope(scope):
             mesh = mesh_around(operands)
             run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)
         return wrap(y, (*self._row_names, *self._result))
-
-    def _numbers(self, params: Sequence[jax.Array], experts: int) -> str:
-        """Return the floating point numbers that `fn` uses; in a pipeline, they must not depend on sizes of shards."""
-        if not in_pipeline():
-            return ""
-        rows = self._expert.size * (self._experts.size // experts)  # as if each device had sent all of its own
-        x = jax.ShapeDtypeStruct((rows, *self._x.shape[len(self._own_rows) :]), self._x.dtype)
-        used = jax.make_jaxpr(self._of_experts)(list(params), x, jax.ShapeDtypeStruct((experts,), jnp.int32))
-        return f" numbers {'_'.join(sorted({f'{x:.9g}' for x in _float_numbers(used)}))}"
 
     def _among_shards(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
         """Run the dispatch inside `shard_map`, where the operands are shards.
@@ -198,7 +189,32 @@ class _Dispatch:
                 f"dispatch: the experts are sharded over mesh axis {errors.quoted(sorted(same))}, over which the rows "
                 f"{errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
             )
+        if axes and in_pipeline():
+            self._check_fn(operands[2:], local)
         return self._on_device(self._exchange(axes, mesh, local))(*operands)
+
+    def _check_fn(self, params: Arrays, local: int) -> None:
+        """Check that `fn` computes for the experts and the rows of a device what it would for those of all devices."""
+        name, count = self._experts.name, self._experts.size // local
+
+        def traced(times: int) -> Any:
+            def sized(x: jax.Array, names: Names | None) -> Any:
+                shape = [*x.shape]
+                if names is not None and name in names:
+                    shape[names.index(name)] *= times
+                return jax.ShapeDtypeStruct(shape, x.dtype)
+
+            rows = 2 * self._expert.size * times
+            x = jax.ShapeDtypeStruct((rows, *self._x.shape[len(self._own_rows) :]), self._x.dtype)
+            sizes = jax.ShapeDtypeStruct((local * times,), jnp.int32)
+            return jax.make_jaxpr(self._of_experts)([*map(sized, params, self._tree.names)], x, sizes)
+
+        with as_if_complete(name):
+            whole = traced(count)
+        try:
+            check_computed_from_shards(whole, traced(1), {name: count}, own_rows=True)
+        except NeedsCompleteAxes as error:
+            raise ValueError(f"`fn` of dispatch: {error}") from None
 
     def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> ExpertExchange:
         return ExpertExchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
@@ -329,26 +345,6 @@ class _Dispatch:
         self._result = y.names[1:]
         errors.distinct("dispatch", (*self._row_names, *self._result))
         return y.array
-
-
-def _float_numbers(program: Any) -> Iterator[float]:
-    """Yield the floating point numbers in a program. Integers are left out: indices depend on sizes rightly."""
-    spread = dict[Any, Any]()  # numbers that fill an array
-    for operation in getattr(program, "jaxpr", program).eqns:
-        name, result = operation.primitive.name, operation.outvars[0] if operation.outvars else None
-        for x in operation.invars:
-            value = x.val if hasattr(x, "val") else spread.get(x)
-            if value is None or np.ndim(value):
-                continue
-            if name == "broadcast_in_dim":
-                spread[result] = value
-            dtype = operation.params["new_dtype"] if name == "convert_element_type" else x.aval.dtype
-            if jnp.issubdtype(dtype, jnp.floating):
-                yield float(value)
-        for parameter in operation.params.values():
-            for inner in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _float_numbers(inner)
 
 
 _NARROW = (jnp.bfloat16, jnp.float16)

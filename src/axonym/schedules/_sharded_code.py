@@ -44,7 +44,9 @@ class NeedsCompleteAxes(Exception):
     """Raised with the reason why code cannot be computed from shards."""
 
 
-def check_computed_from_shards(whole: Any, shards: Any, counts: Mapping[str, int], sums: bool = False) -> bool:
+def check_computed_from_shards(
+    whole: Any, shards: Any, counts: Mapping[str, int], sums: bool = False, own_rows: bool = False
+) -> bool:
     """Check that a program on shards of some axes computes shards of what the program on the complete axes computes.
 
     Arguments:
@@ -52,14 +54,15 @@ def check_computed_from_shards(whole: Any, shards: Any, counts: Mapping[str, int
         shards: the jaxpr for their shards.
         counts: the number of shards of each of these axes.
         sums: whether results may be partial sums; returned is whether the first one is.
+        own_rows: whether devices have the rows of their own groups: the code is the function of `dispatch`.
     """
-    partial = _ProgramPair(counts, sums).of_closed(whole, shards, ())
+    partial = _ProgramPair(counts, sums, own_rows).of_closed(whole, shards, ())
     return 0 in partial
 
 
 class _ProgramPair:
-    def __init__(self, counts: Mapping[str, int], sums: bool):
-        self._counts, self._sums = counts, sums
+    def __init__(self, counts: Mapping[str, int], sums: bool, own_rows: bool):
+        self._counts, self._sums, self._own_rows = counts, sums, own_rows
 
     def of_closed(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         """Compare two programs, and return which results are partial sums, if these operands are."""
@@ -70,7 +73,7 @@ class _ProgramPair:
 
     def _of(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         sums = {shards.invars[i] for i in partial}
-        programs = _ComparedProgram(whole), _ComparedProgram(shards)
+        programs = _ComparedProgram(whole, self._own_rows), _ComparedProgram(shards, self._own_rows)
         alike = _Correspondence()
         alike.check(*((*x.constvars, *x.invars) for x in (whole, shards)))
         for first, second in itertools.zip_longest(*(program.compared for program in programs)):
@@ -170,14 +173,14 @@ def _keeps_shards(first: Any, second: Any, operands: Sequence[set[int]], results
 class _ComparedProgram:
     """The operations of a program that are compared, and the scopes of those that exchange shards."""
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, own_rows: bool):
         self._same: dict[Any, Any] = {}
         self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[tuple[dict[str, int], str, int]]()
         self.gets = list[set[Any]]()
         """The values that each exchange gets."""
         made = set[Any]()
         for operation in jaxpr.eqns:
-            scope = read_scope(str(operation.source_info.name_stack))
+            scope = read_scope(str(operation.source_info.name_stack), own_rows)
             name = operation.primitive.name
             if name in _CHANGES_NO_VALUE or (
                 name == "convert_element_type" and _is_literal(self.operands(operation)[0])

@@ -1,11 +1,13 @@
 """State dicts, also in PyTorch's shapes, safetensors files and distributed checkpoints."""
 
-from .checkpoint import (
+from .asynchronous_saves import (
     PendingCheckpoint as PendingCheckpoint,
+    save_checkpoint_async as save_checkpoint_async,
+)
+from .checkpoint import (
     latest_checkpoint as latest_checkpoint,
     restore_checkpoint as restore_checkpoint,
     save_checkpoint as save_checkpoint,
-    save_checkpoint_async as save_checkpoint_async,
 )
 from .checksums import verify as verify
 from .export import (

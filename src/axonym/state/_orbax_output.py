@@ -15,6 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""Orbax adds this, and more, to the name of a folder until it is complete."""
+
 _lock = threading.Lock()
 _users = 0
 _mine = threading.local()
@@ -82,7 +85,7 @@ def remove_unfinished(path: Any) -> None:
     """Remove what is left of a checkpoint that could not be written; its folder has the name of a temporary one."""
     with contextlib.suppress(OSError):
         for child in list(path.parent.iterdir()):  # a pattern would take the name for one, too
-            if child.name.startswith(f"{path.name}.orbax-checkpoint-tmp"):
+            if child.name.startswith(path.name + UNFINISHED):
                 _remove(child)
 
 

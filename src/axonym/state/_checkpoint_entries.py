@@ -1,0 +1,174 @@
+"""What a checkpoint stores about each leaf of a tree, and how that is matched with a template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import errors
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
+from ..ops.rearranging import rearrange
+from ..sharding.leaves import Leaf, child_of, leaves_of
+from ..sharding.placement import listed
+from ..tree import LayerStack
+from .load_context import LoadContext
+from .naming import is_number, require_representable, same_kind
+from .sharded_reading import has_values, no_value
+
+
+def key_of(leaf: Leaf) -> str:
+    """Return the name of a leaf in a checkpoint."""
+    return jax.tree_util.keystr(leaf.keys, simple=True, separator=".") or "array"
+
+
+def added_layers_of(leaf: Leaf, tree: Any) -> tuple[int, ...]:
+    """Return for each axis of an array the number of added layers at its end."""
+    shape = leaf.shape or ()
+    added, names, stacks = [0] * len(shape), leaf.names or (), 0
+    is_named = len(names) == len(shape) and isinstance(leaf.value, NamedArray)
+    node = tree
+    # Not down to the leaf: it is no stack, and Flax warns if the value of a variable is looked up.
+    for key in (None, *leaf.keys[:-1]):
+        node = tree if key is None else child_of(node, key)
+        if isinstance(node, LayerStack):
+            if found := node.added_layers():
+                axis, number = found
+                if is_named:
+                    position = names.index(axis.name) if axis.name in names else len(shape)
+                else:
+                    position = stacks  # raw arrays have the axes of the stacks around them first, from the outside in
+                if shape[position : position + 1] == (axis.size + number,):
+                    added[position] = number
+            stacks += 1
+    return tuple(added)
+
+
+def entry_of(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
+    """Return what is stored about an array, besides its values."""
+    names = leaf.value.names if isinstance(leaf.value, NamedArray) else None
+    names = None if leaf.made_from else names  # the names belong to another array
+    shape = [size - n for size, n in zip(array.shape, added, strict=True)]
+    about = {"axes": names, "shape": shape, "dtype": str(array.dtype)}
+    return about | ({"key": str(jax.random.key_impl(array))} if is_key(array) else {})
+
+
+def as_jax_array(path: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except TypeError:
+        raise TypeError(f"save_checkpoint: {path} has the dtype {x.dtype}, which JAX does not have.") from None
+
+
+def stored_as(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype that an array is written with: a wider one, which has all its values, if files lack its own."""
+    import tensorstore  # which Orbax uses
+
+    try:
+        tensorstore.dtype(dtype.name)
+    except (TypeError, ValueError):
+        if jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
+        return np.dtype(np.float16)
+    return dtype
+
+
+def is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+# --- matching a checkpoint with a template ---
+
+
+def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Sequence[str]) -> Any:
+    """Return the template with abstract arrays that have their axes in the stored order."""
+    context = LoadContext("restore_checkpoint", strict, ignore, source="checkpoint", keys=list(about))
+    leaves, structure = leaves_of(template)
+    found, problems = [], []
+    for leaf in leaves:
+        key, x = key_of(leaf), leaf.value
+        entry = about.get(key)
+        found.append(x)  # the template's own value, unless the checkpoint has an array in its place
+        if is_number(x):
+            if entry is None or "number" not in entry:
+                context.add_missing(key, f"a number, {type(x).__name__}")
+            elif _number(x, entry) is None:
+                context.misfits.append(
+                    f"{key!r} is {_stored_number(entry)}, but in the tree it is a number, {type(x).__name__}."
+                )
+            continue
+        if not is_jax_array_like(x):
+            continue
+        if entry is None or "number" in entry:
+            context.add_missing(key, describe_array(x))
+            if not has_values(x):
+                problems.append(no_value(key))
+        elif misfit := _misfit(x, entry, added := added_layers_of(leaf, template)):
+            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
+        else:
+            found[-1] = _abstract(x, entry, added)
+    keys = {key_of(leaf) for leaf in leaves}
+    context.add_unexpected(key for key in about if key not in keys)
+    context.raise_problems()
+    if problems:
+        raise ValueError(listed("restore_checkpoint", problems, None))
+    return jax.tree.unflatten(structure, found)
+
+
+def _misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
+    """Describe how a stored array differs from the template's, or return None."""
+    names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
+    own = [size - n for size, n in zip(raw(x).shape, added, strict=True)]
+    if isinstance(x, NamedArray) and names is not None:
+        if len(x.names) != len(own) or dict(zip(names, shape, strict=True)) != dict(zip(x.names, own, strict=True)):
+            return f"has axes {errors.describe_axes(names, shape)}"
+    elif own != shape:
+        return f"has shape {tuple(shape)}"
+    same = dtype == str(x.dtype) if is_key(x) or "key" in entry else same_kind(jnp.dtype(dtype), x.dtype)
+    return None if same else f"has dtype {dtype}"
+
+
+def _stored_number(entry: Mapping[str, Any]) -> Any:
+    value = entry["number"]
+    return complex(*value) if isinstance(value, list) else value
+
+
+def _number(x: Any, entry: Mapping[str, Any]) -> Any:
+    """Convert a stored number to the type of the template's number; None if that type cannot represent it."""
+    value = _stored_number(entry)
+    try:
+        found = type(x)(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return found if found == value or found != found else None  # equal, or NaN
+
+
+def _abstract(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
+    """Return an abstract array with the axes in the stored order, and with the layers that are added in the tree."""
+    names = entry["axes"] if isinstance(x, NamedArray) else None
+    more = added if names is None else [dict(zip(x.names, added, strict=True))[n] for n in names]
+    struct = jax.ShapeDtypeStruct(tuple(size + n for size, n in zip(entry["shape"], more, strict=True)), x.dtype)
+    return wrap(struct, x.names if names is None else tuple(names)) if isinstance(x, NamedArray) else struct
+
+
+def restored_leaf(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
+    """Return a leaf of the restored tree."""
+    if entry is None:
+        return mine
+    if is_number(mine) and "number" in entry:
+        return _number(mine, entry)
+    if not is_jax_array_like(mine):
+        return mine
+    array = arrays[key_of(leaf)]
+    if is_key(mine):
+        array = jax.random.wrap_key_data(array, impl=entry["key"])
+    elif array.dtype != (dtype := jax.dtypes.canonicalize_dtype(mine.dtype)):
+        require_representable(f"restore_checkpoint: {leaf.path}", array, dtype)
+        array = array.astype(dtype)
+    if not isinstance(mine, NamedArray):
+        return array
+    restored = wrap(array, leaf.value.names)
+    return restored if restored.names == mine.names else rearrange(restored, mine.names)
