@@ -58,7 +58,29 @@ def _pipelines() -> list[Row]:
         staged = work(schedule)
     what = f"GPipe, {STAGES} stages: work of a step, against the plain fold on one device"
     shown = f"{staged / 1e6:.0f} MFLOP", f"{plain / 1e6:.0f} MFLOP"
-    return [Row("schedules", what, *shown, staged / plain, schedule.ticks(STAGES) / MICROBATCHES)]
+    done = Row("schedules", what, *shown, staged / plain, schedule.ticks(STAGES) / MICROBATCHES)
+    return [done, _derivatives_apart(nn.Stacked.init(Layers, _Block)(Embed, Mlp, key=jax.random.key(0)), x)]
+
+
+def _derivatives_apart(stage: Any, x: Any) -> Row:
+    """The derivatives of a stage that is computed again for them: for its input and its weights apart, or together.
+
+    Zero-bubble schedules compute them apart.
+    """
+
+    def work(*wanted: int) -> int:
+        def derivatives(stage: Any, x: Any, y: Any) -> Any:
+            def run(*some: Any) -> Any:
+                given = {0: stage, 1: x} | dict(zip(wanted, some, strict=True))
+                return given[0].fold(given[1])
+
+            return jax.vjp(run, *((stage, x)[i] for i in wanted))[1](y)
+
+        return _flops(jax.make_jaxpr(derivatives)(stage, x, x).jaxpr)
+
+    apart, together = work(0) + work(1), work(0, 1)
+    what = "derivatives of a stage: apart, as zero-bubble schedules compute them, against together"
+    return Row("schedules", what, f"{apart / 1e6:.0f} MFLOP", f"{together / 1e6:.0f} MFLOP", apart / together, 1.7)
 
 
 class _Counted(eqx.Module):

@@ -9,6 +9,8 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,17 @@ def compilations() -> Iterator[list[str]]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Mount a file system of 256 kB at a new folder; whether this user can."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
+    yield mounted
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def public_name(name: str) -> Any:

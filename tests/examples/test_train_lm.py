@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.examples.runs import (
     train,
     train_lm,
 )
+from tests.helpers import small_disk
 
 
 def abstract_state() -> Any:
@@ -182,27 +184,36 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     assert saved_steps(out) == ["step-000004", "step-000006"]
 
 
-def test_killed_in_a_save(finished: Path, text: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """Return a folder in a small file system, and for users that cannot mount one, how large a file may be."""
+    with small_disk(tmp_path / "disk") as mounted:
+        yield tmp_path / "disk", "-1" if mounted else "3000"
+
+
+def test_killed_in_a_save(disk: tuple[Path, str], tmp_path: Path) -> None:
     """A process that is killed at the moment when a checkpoint is all but complete leaves the one before it whole.
 
-    So does one that cannot write, and it says so in a line.
+    So does one that cannot write, and it says so in a line: here because its file system has 256 kB.
     """
+    folder, largest = disk
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)
-    process = subprocess.run([sys.executable, script, EXAMPLES, tmp_path], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, script, EXAMPLES, folder, largest]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (process.returncode, process.stderr) == (-signal.SIGKILL, "")
     (failed,) = process.stdout.splitlines()
     assert re.search(r"step-000002 could not be written, because .*; \S+step-000001 is complete\.$", failed)
-    kept = Checkpoints(tmp_path, keep=2)
-    assert any("step-000002" in path.name for path in tmp_path.iterdir())  # what was not finished
-    assert kept.latest() == tmp_path / "step-000001"
+    kept = Checkpoints(folder, keep=2)
+    assert any("step-000002" in path.name for path in folder.iterdir())  # what was not finished
+    assert kept.latest() == folder / "step-000001"
     kept.remove_unfinished()
     kept.save({"x": np.arange(4)}, 2, 16)
-    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000001", "step-000002"]
+    assert sorted(path.name for path in folder.glob("step*")) == ["step-000001", "step-000002"]
     mesh = axn.make_mesh({"data": 8})
     with jax.set_mesh(mesh):
         template: dict[str, Any] = {"x": jax.ShapeDtypeStruct((4,), int)}
-        state, step, seen = kept.restore(tmp_path / "step-000001", template, {"x": None})
+        state, step, seen = kept.restore(folder / "step-000001", template, {"x": None})
     assert (state["x"].tolist(), step, seen) == ([0, 0, 0, 0], 1, 8)
 
 
@@ -218,10 +229,9 @@ from training.problems import Problem
 kept = Checkpoints(Path(sys.argv[2]), keep=2)
 kept.save({"x": jnp.zeros(4, int)}, 1, 8)
 
-# No file may be larger than a few thousand bytes: the write of each array fails.
-many = {str(i): np.random.default_rng(i).normal(size=(64, 64)) for i in range(24)}
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), before[1]))
+many = {str(i): np.random.default_rng(i).normal(size=(64, 64)) for i in range(24)}
 try:
     kept.save(many, 2, 16)
 except Problem as e:

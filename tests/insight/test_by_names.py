@@ -179,6 +179,12 @@ def test_small_floats_are_sent_as_they_are() -> None:
 STORED = ({"embed": "data"}, {"batch": "data"})
 
 
+def test_an_operation_of_several_steps_gathers_a_parameter_once() -> None:
+    arguments = jax.eval_shape(lambda: (axn.ones({"embed": 16}), axn.ones({"batch": 16, "embed": 16})))
+    early, true = both((lambda w, x: axn.divmod(x, w), *arguments), STORED)
+    assert sent(early) == sent(true) and len(early.collectives) == 1
+
+
 def test_what_no_result_needs_is_not_counted() -> None:
     """The loss is not returned, and the gradient gathers what the forward pass does not use."""
 

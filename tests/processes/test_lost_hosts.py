@@ -98,6 +98,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
         f"Host 0 ({HOST}) was lost: it gave no sign of life for 5 seconds.",
         "Training goes on from the latest checkpoint on 1 of 2 hosts.",
     ]
+    assert not any("could not be written" in printed for printed in ended.printed)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     assert training.train_lm.main(flags(undisturbed, 8)) == 0

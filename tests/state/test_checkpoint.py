@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ from axonym.state import (
     save_checkpoint_async,
     verify,
 )
-from tests.helpers import compilations
+from tests.helpers import compilations, small_disk
 from tests.state.models import assert_same_tree
 
 A, B = axn.make_axes(a=8, b=4)
@@ -241,21 +239,17 @@ def test_a_save_that_does_not_finish_leaves_the_last_one(tmp_path: Path, monkeyp
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a folder in a file system of 256 kB; for users that cannot mount one, files are limited to 3 kB."""
-    disk, before = tmp_path / "disk", resource.getrlimit(resource.RLIMIT_FSIZE)
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    yield disk
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    if mounted:
-        subprocess.run(["umount", str(disk)], check=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with small_disk(tmp_path / "disk") as mounted:
+        if not mounted:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+        yield tmp_path / "disk"
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(full_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It leaves nothing, and nothing is printed: the error says it. There may be room again for the next checkpoint."""
     mesh = axn.make_mesh({"data": 8})
     rows = axn.Axis("rows", 64)
@@ -263,15 +257,15 @@ def test_a_full_disk(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> Non
     large = axn.shard(large, {"rows": "data"}, mesh)
     for save in (save_checkpoint, lambda path, tree: save_checkpoint_async(path, tree).wait()):
         with pytest.raises((OSError, ValueError)):
-            save(small_disk / "step-1", large)
-        assert not any(small_disk.iterdir())
+            save(full_disk / "step-1", large)
+        assert not any(full_disk.iterdir())
     gc.collect()  # tasks whose errors nobody looked at
     assert capfd.readouterr() == ("", "")
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 3000:
-        save_checkpoint(small_disk / "step-1", {"x": axn.ones(A)})
+        save_checkpoint(full_disk / "step-1", {"x": axn.ones(A)})
         with pytest.raises(OSError, match="No space left on device"):
-            save_checkpoint(small_disk / "step-2", large)
-        assert latest_checkpoint(small_disk) == str(small_disk / "step-1")
+            save_checkpoint(full_disk / "step-2", large)
+        assert latest_checkpoint(full_disk) == str(full_disk / "step-1")
 
 
 def test_saving_while_the_arrays_are_donated(tmp_path: Path) -> None:

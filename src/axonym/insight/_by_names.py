@@ -430,6 +430,8 @@ class Account:
 
     def _use(self, event: Use) -> None:
         layout, place, names = self.layout, event.place, event.operand.names
+        if event.intermediate and not self.trace.spliced:
+            return
         over = {a for n in event.others for a in layout.used(n)}
         extra = policy.gathered_over(names, over, layout)
         elementwise = self.trace.spliced and not _is_product(place)

@@ -95,6 +95,8 @@ class Use:
     operand: Value
     others: frozenset[str]
     """The axes of the other operands."""
+    intermediate: bool
+    """Whether the named operation made the operand itself, from operands that it had gathered."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,6 +177,8 @@ class _Events:
         self._numbers = itertools.count(1)
         self._made: dict[Any, list[int]] = {}
         """The numbers of results, by the operation and the numbers of its operands."""
+        self._made_by: dict[int, _scopes.ScopedOperation] = {}
+        """The named operations that made the results of elementwise operations and products."""
         self._constants: set[int] = set()
         """The numbers of arrays that depend on no argument."""
         self._together: set[tuple[str, ...]] = set()
@@ -507,8 +509,11 @@ class _Events:
             dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
             others = frozenset(n for n, size in dims if n is not None and size > 1)
             if x.names and not others.issubset(x.names):
-                constant = x.origin in self._constants
-                self.found.append(Use(dataclasses.replace(place, avoidable=place.avoidable or constant), x, others))
+                avoidable = place.avoidable or x.origin in self._constants
+                intermediate = place.operation is not None and self._made_by.get(x.origin) == place.operation
+                self.found.append(Use(dataclasses.replace(place, avoidable=avoidable), x, others, intermediate))
+        if place.operation is not None:
+            self._made_by.setdefault(result.origin, place.operation)
         names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
         if len(names) > 1 and names not in self._together:
             self._together.add(names)
