@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from ..axis import Axis, Names, name_of
 from ..core import errors
+from ..core.extensions import extension
 from ..core.jax_versions import set_apart
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from . import _kernels
@@ -150,7 +151,8 @@ def make_plan(
         if operand is not None:
             operands.append(operand)
 
-    for name, index in _as_mapping(x, key):
+    pairs = _as_mapping(x, key)
+    for name, index in pairs:
         size = shape[x.names.index(name)]
         if isinstance(index, slice):
             start, stop, step = _slice_bounds(name, index, size)
@@ -168,6 +170,9 @@ def make_plan(
             else:
                 add(name, "dynamic at", None, np.int32(position))
         else:
+            if isinstance(index, jax.Array) and index.ndim == 1 and index.dtype != bool:
+                if (named := extension(NamedArray, "__named__")) is not None:
+                    index = named(x, [n for n, _ in pairs], name, index)
             array, names = _index_array(name, index, size)
             if in_range and isinstance(array, np.ndarray):
                 _check_in_range(name, array, size)
