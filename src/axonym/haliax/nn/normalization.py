@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from ... import logsumexp as _logsumexp
 from ...named_array import NamedArray
 from ...nn import LayerNorm as _LayerNorm, RmsNorm as _RmsNorm, standardize as _standardize
-from ...nn.normalization import *  # noqa: F403  # the same names, and those below
+from ...nn.normalization import *  # noqa: F403  # the same names, but for those below  # pyright: ignore[reportAssignmentType]
 from .._signatures import with_parameters as _with_parameters
 
 logsumexp = _with_parameters(_logsumexp, array="a")
