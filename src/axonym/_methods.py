@@ -1,8 +1,8 @@
 """The methods and operators of `NamedArray`.
 
-A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place that
-defines this. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the
-class.
+A method is the function of the same name: `axn.NamedArray.sum is axn.sum`, but for a few that a package may extend. The
+list below is the only place that defines this. Type checkers see `NamedArray` derive from `Methods`; on import,
+`attach` puts the same entries on the class.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from .typing.annotations import annotate
 from .typing.matching import matches_axes
 
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
 _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
@@ -92,6 +93,21 @@ def _refused(operation: Callable[..., R], a: Any, b: Any) -> R:
     return compute(operation, a, b)
 
 
+def _extended(function: F) -> F:
+    """Return a function as a method; an extension computes it for arguments that the function refuses."""
+
+    @functools.wraps(function)
+    def method(self: NamedArray, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except (IndexError, TypeError, ValueError):
+            if (compute := extension(NamedArray, function.__name__)) is None:
+                raise
+        return compute(self, *args, **kwargs)
+
+    return cast(F, method)
+
+
 def _matmul(self: NamedArray, other: Any) -> Any:
     shared = [name for name in self.names if name in getattr(other, "names", ())]
     axis = repr(shared[0]) if len(shared) == 1 else "..."
@@ -108,8 +124,8 @@ class Methods:
     __class_getitem__ = classmethod(annotate)
 
     # --- axes and layout ---
-    rename = shaping.rename
-    rearrange = rearranging.rearrange
+    rename = _extended(shaping.rename)
+    rearrange = _extended(rearranging.rearrange)
     broadcast_to = broadcasting.broadcast_to
     broadcast_axis = broadcasting.broadcast_axis
     flatten_axes = shaping.flatten_axes
@@ -122,7 +138,7 @@ class Methods:
     # --- parts ---
     __getitem__ = indexing.index
     at: _Property[updating.Indexer] = property(updating.Indexer)  # pyright: ignore[reportAssignmentType]
-    slice = indexing.slice
+    slice = _extended(indexing.slice)
     take = indexing.take
 
     # --- reductions ---
@@ -139,7 +155,7 @@ class Methods:
     ptp = reductions.ptp
     std = reductions.std
     sum = reductions.sum
-    var = reductions.var
+    var = _extended(reductions.var)
     trace = diagonals.trace
 
     # --- elements ---
@@ -150,7 +166,7 @@ class Methods:
     dot = contraction.dot
     round = elementwise.round
     sort = sorting.sort
-    argsort = sorting.argsort
+    argsort = _extended(sorting.argsort)
     real: _Property[NamedArray] = property(elementwise.real)  # pyright: ignore[reportAssignmentType]
     imag: _Property[NamedArray] = property(elementwise.imag)  # pyright: ignore[reportAssignmentType]
 

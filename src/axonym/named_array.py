@@ -59,6 +59,8 @@ class Shape(dict[str, int]):
         raise TypeError(f"A shape is not called: `x.shape[name]` is a size. The axes are {', '.join(self.keys())}.")
 
     def __iter__(self) -> Iterator[str]:
+        if (names := extension(Shape, "__iter__")) is not None:
+            return names(self)
         raise TypeError(
             f"Iterating over the shape {errors.describe_shape(self)} is ambiguous: `x.names` are the names, and "
             "`x.shape.values()` the sizes. Axes with sizes, `x.axes`, are what most operations take."

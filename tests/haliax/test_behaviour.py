@@ -158,9 +158,16 @@ OF_W, OF_WZ = hax.named([0, 1, 1, 0], W), hax.zeros((W, Z), dtype=int)
         (lambda: X["w", hax.dslice(0, 2), "d", hax.dslice(0, 1)], "dwh"),
         (lambda: X["h", 1:], "dhw"),
         (lambda: X.take("h", OF_WZ), "zdw"),
+        (lambda: X["w", jnp.array([0, 3])], "dh"),  # one element for each index of `d`, which has this size
+        (lambda: X["w", jnp.array([0, 3, 1])], "dh"),
+        (lambda: X["d", 0, "w", jnp.array([0, 3])], "wh"),
+        (lambda: X["w", jnp.arange(5)], "dhw"),
+        (lambda: X["w", [0, 3]], "dhw"),
         (lambda: hax.take(X, "h", OF_WZ), "zdw"),
         (lambda: hax.rearrange(X, "{d h} -> ... h d ..."), "hdw"),
         (lambda: hax.rearrange(X, "a b c -> ... b ... a"), "hwd"),
+        (lambda: X.rearrange("{d h} -> ... h d ..."), "hdw"),
+        (lambda: X.rearrange("a b c -> c b a", q=2), "whd"),
         (lambda: hax.rearrange(X, "a ... c -> c ... a ..."), "wdh"),
         (lambda: hax.rearrange(X, "a b c -> b ... (z: a) ..."), "hzw"),
         (lambda: hax.rearrange(X, "{d w} -> ... (z: d w) ..."), "zh"),
@@ -174,7 +181,26 @@ def test_orders(compute: Any, names: str) -> None:
     assert "".join(compute().names) == names
 
 
-# --- errors, dtypes ---
+def test_raw_index_arrays_are_matched_by_size() -> None:
+    index = jnp.array([3, 0])
+    assert X["w", index].tolist() == X["w", hax.named(index, D)].tolist() == [[3, 7, 11], [12, 16, 20]]
+    updated = X.at["w", index, "h", 0].set(hax.named([-1, -2], D))
+    assert updated.array[:, 0].tolist() == [[0, 1, 2, -1], [-2, 13, 14, 15]]
+    assert X.take("w", index).tolist() == hax.take(X, "w", index).tolist() == X["w", [3, 0]].tolist()
+
+
+def test_methods_take_what_the_functions_take() -> None:
+    assert X.rename({"d": "q", "absent": "r"}).names == ("q", "h", "w")
+    assert X["d", 0, "h", 0].slice("w", start=3, length=2).tolist() == [2, 3]
+    assert X.argsort(None).tolist() == list(range(24))
+    of_haliax: Any = X.var  # which takes these by position
+    assert of_haliax("d", jnp.float32, 1).tolist() == X.var("d", dtype=jnp.float32, ddof=1).tolist()
+    assert list(X.shape) == ["d", "h", "w"] and {**X.shape} == {"d": 2, "h": 3, "w": 4}
+    with pytest.raises(ValueError, match="rename: cannot rename d to"):
+        X.rename({"d": hax.Axis("q", 5)})
+
+
+# --- errors, dtypes, layers ---
 
 
 def test_errors() -> None:
@@ -189,9 +215,18 @@ def test_dtypes_of_annotations() -> None:
     annotation = hax.haxtyping.f32["d h"]
     assert typing.get_args(annotation)[1].dtype == jnp.float32
     assert str(typing.get_args(hax.haxtyping.Float["d"])[1].dtype) == "float"
-    assert isinstance(hax.ones((D, H)), annotation) and hax.ones((D, H)).matches_axes(annotation)
+    assert typing.get_args(annotation)[0] is hax.NamedArray and hax.ones((D, H)).matches_axes(annotation)
     assert not hax.ones((D, H), dtype=jnp.int32).matches_axes(hax.haxtyping.Float["d h"])
     assert isinstance(jnp.ones(2), hax.haxtyping.f32[jax.Array, "n"])
+
+
+@pytest.mark.parametrize("layer", [hax.nn.LayerNorm, hax.nn.RmsNorm])
+def test_norms_keep_half_precision(layer: Any) -> None:
+    x = (X * jnp.bfloat16(0.25)).astype(jnp.bfloat16)
+    norm = layer.init(W)
+    assert norm.weight.dtype == jnp.float32 and norm(x).dtype == jnp.bfloat16 and norm(X).dtype == jnp.float32
+    native = getattr(axn.nn, layer.__name__)(W, norm.weight, norm.bias)(x)
+    np.testing.assert_array_equal(norm(x).array, native.array.astype(jnp.bfloat16))
 
 
 # --- the newest Haliax ---

@@ -45,7 +45,9 @@ what = [
     lambda: x.product("a"), lambda: x.updated_slice({}, x), lambda: x.ravel("z"), lambda: x.at["a", 0].mul(2),
     lambda: axn.new_ref(x).named_shape,
     lambda: jnp.arange(4) + axn.named(1, ()), lambda: bool(axn.ones({"a": 1})), lambda: axn.NamedArray(None, "a"),
-    lambda: x["a", rows].names, lambda: x.take("a", rows).names, lambda: axn.current_mapping(),
+    lambda: x["a", rows].names, lambda: x["a", jnp.array([0, 1, 1])].names, lambda: list(x.shape),
+    lambda: x.rename({"z": "y"}), lambda: x.rearrange("a b c -> c b a", q=1), lambda: x.argsort(None),
+    lambda: x.take("a", rows).names, lambda: axn.current_mapping(),
     lambda: axn.zeros({"a": 2}), lambda: axn.nn.Linear.__call__, lambda: axn.nn.attention.causal_mask,
 ]
 def results():

@@ -196,7 +196,7 @@ def test_layers_that_return_pairs(kind: Any) -> None:
     final, before = kind.init(Layers, Pair)(jnp.arange(4.0)).scan(axn.zeros(Embed))
     assert_named(final, axn.full(Embed, 6.0))
     np.testing.assert_array_equal(before["embed", 0].array, [0, 0, 1, 3])
-    with pytest.raises(TypeError, match=r"must return a pair.* not a NamedArray.*`fold`"):
+    with pytest.raises(ValueError, match=r"must return a pair.* not a NamedArray.*`fold`"):
         make(kind).scan(X)
 
 

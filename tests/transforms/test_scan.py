@@ -254,7 +254,7 @@ def test_a_carry_of_another_structure(init: Any, body: Any, message: str) -> Non
         (lambda: scan(step, axn.Axis("time", 5))(START, XS, WEIGHT), ValueError, r"8 in args\[0\], 5 in the axis"),
         (lambda: fold(lambda c, x, y: c, "time")(0, XS, y=jnp.ones(3)), ValueError, r"3 in kwargs\['y'\].*`is_sc"),
         (lambda: map(lambda x, y: x, "time")(XS, jnp.ones(3)), ValueError, r"3 in args\[1\].*`is_mapped`"),
-        (lambda: scan(lambda c, x: c, "time")(0.0, XS), TypeError, "must return a pair.*Use `fold`"),  # pyright: ignore[reportArgumentType]
+        (lambda: scan(lambda c, x: c, "time")(0.0, XS), ValueError, "must return a pair.*Use `fold`"),  # pyright: ignore[reportArgumentType]
         (lambda: map(lambda x: axn.ones(Time), "time")(XS), ValueError, "axis 'time' of its own"),
         (lambda: jax.vmap(map(lambda x: x, "time"))(XS), ValueError, "3 names .* for an array of rank 2"),
         (lambda: fold(step, "time", unroll=0), ValueError, "at least 1, or True; got 0"),

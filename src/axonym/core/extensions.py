@@ -14,8 +14,8 @@ from typing import Any
 _EXTENSIONS: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {}
 """The methods of each package, by class and name."""
 
-_ASKING = ("axonym.core", "axonym.named_array", "axonym._methods", "axonym.ops.indexing", "axonym.ops.updating")
-_ASKING += ("axonym.ref", "equinox", "functools", "jax")
+_ASKING = ("axonym.core", "axonym.named_array", "axonym._methods", "axonym.ops.indexing", "axonym.ops._index_plan")
+_ASKING += ("axonym.ops.updating", "axonym.ref", "equinox", "functools", "jax")
 """Modules that ask, and packages that call functions of others. The rest of the library is code like any other."""
 
 
@@ -27,9 +27,12 @@ def extend(package: str, cls: type, methods: Mapping[str, Callable[..., Any]]) -
         cls: `NamedArray`, `NamedRef`, or the class of `x.at[...]`.
         methods: the methods by name. Some are asked for what named arrays refuse: `__refused__(operation, a, b)`
             computes an operator for operands that it does not take, `__bool__(x)` the truth value of an array with
-            axes, and `__unchecked__(array)` says whether `NamedArray(array, axes)` takes what does not fit. They raise
-            an error to refuse it, too. Two are asked for layouts: `take` replaces the method of that name, and
-            `__arranged__(x, index, result)` arranges the result of an index with arrays or slices of traced starts.
+            axes, and `__unchecked__(array)` says whether `NamedArray(array, axes)` takes what does not fit; `rename`,
+            `rearrange`, `slice`, `var` and `argsort` compute the method for arguments that it does not take. They raise
+            an error to refuse it, too. Three are asked for layouts: `take` replaces the method of that name,
+            `__arranged__(x, index, result)` arranges the result of an index with arrays or slices of traced starts, and
+            `__named__(x, indexed, axis, array)` names the axis of a raw array that indexes `axis`, one of the names in
+            `indexed`.
 
     >>> from axonym.named_array import extend
     >>> extend("math", axn.NamedArray, {"doubled": lambda x: 2 * x})

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,7 +19,7 @@ from .. import (
     broadcast_axis as broadcast_axis, broadcast_to as broadcast_to, conj, flatten as flatten,
     flatten_axes as flatten_axes, index as index, is_named_array as is_named_array, named as named, prod,
     rearrange as _rearrange, rename as _rename, slice as _slice, split as split, top_k as _top_k, unbind as unbind,
-    unflatten_axis as unflatten_axis, updated_slice as _updated_slice, zeros,
+    unflatten_axis as unflatten_axis, updated_slice as _updated_slice, var, zeros,
 )
 from ..named_array import extend, raw
 from ..axis import (
@@ -33,7 +33,7 @@ from ..typing import (
 )
 from ._signatures import with_parameters as _with_parameters
 from .axis import axis_name as _name, dslice as dslice, eliminate_axes as eliminate_axes
-from .ops import order_of, roll as roll
+from .ops import argsort, order_of, roll as roll
 from .types import (
     GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, PrecisionLike as PrecisionLike,
     Scalar as Scalar,
@@ -156,10 +156,10 @@ def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
     >>> hax.take(hax.arange(hax.Axis("x", 3), dtype=float), "x", hax.named([2, 5], "picked"))
     NamedArray(float32[picked=2], [ 2. nan])
     """
-    index = index if isinstance(index, NamedArray) else named(index, ()) if np.ndim(index) == 0 else index
+    index = index if isinstance(index, NamedArray) else named(index, (_name(axis),)[: np.ndim(index)])
     taken = array.at[axis, index].get(mode="fill")
     kept = [n for n in array.names if n != _name(axis)]
-    if not isinstance(index, NamedArray) or not any(n in kept for n in index.names):
+    if not any(n in kept for n in index.names):
         return taken
     return _rearrange(taken, (*(n for n in index.names if n not in kept), *kept))
 
@@ -259,7 +259,7 @@ def _arranged(array: NamedArray, slices: Any, result: NamedArray) -> NamedArray:
     """Put the axes of index arrays where NumPy puts them: in place of the indexed axes, or first if these are apart."""
     pairs = slices.items() if isinstance(slices, Mapping) else zip(slices[::2], slices[1::2], strict=True)
     given = {_name(axis): i for axis, i in pairs}
-    arrays = {n: axes for n, i in given.items() if (axes := _index_axes(n, i))}
+    arrays = {n: axes for n, i in given.items() if (axes := _index_axes(array, given, n, i))}
     from_arrays = {a.name for axes in arrays.values() for a in axes}
     kept = [n for n in array.names if n not in from_arrays and (n not in given or n in result.names)]
     if not from_arrays or not from_arrays.union(kept) >= {*result.names}:
@@ -274,30 +274,45 @@ def _arranged(array: NamedArray, slices: Any, result: NamedArray) -> NamedArray:
     return _rearrange(result, (*before, *moved, *(n for n in kept if n not in before)))
 
 
-def _index_axes(name: str, index: Any) -> tuple[Axis, ...]:
+def _index_axes(array: NamedArray, indexed: Collection[str], name: str, index: Any) -> tuple[Axis, ...]:
     """Return the axes of an index array; a slice whose start may be traced counts as one."""
     if isinstance(index, dslice):
         return (Axis(name, index.size),)
+    if isinstance(index, jax.Array) and index.ndim == 1:
+        index = _named_index(array, indexed, name, index)
     return index.axes if isinstance(index, NamedArray) else ()
+
+
+def _named_index(array: NamedArray, indexed: Collection[str], name: str, index: jax.Array) -> NamedArray:
+    """Name the axis of a raw index array: the first axis of its size that is not indexed, or else the one that is."""
+    size = index.shape[0]
+    return named(index, next((a.name for a in array.axes if a.size == size and a.name not in indexed), name))
 
 
 extend(
     __package__ or "",
     NamedArray,
     {
+        "argsort": argsort,
         "conjugate": conj,
         "product": prod,
         "ravel": flatten,
+        "rearrange": rearrange,
+        "rename": rename,
+        "slice": slice,
         "take": take,
         "tree_flatten": tree_flatten,
         "updated_slice": updated_slice,
+        "var": lambda array, axis=None, dtype=None, ddof=0, **kw: var(array, axis, dtype=dtype, ddof=ddof, **kw),
         "__arranged__": _arranged,
         "__bool__": _truth_value,
+        "__named__": _named_index,
         "__refused__": _refused,
         "__unchecked__": lambda array: not (_CHECKS.get() and hasattr(array, "shape")),  # which placeholders lack
     },
 )
 extend(__package__ or "", NamedRef, {"named_shape": lambda ref: ref.shape})
+extend(__package__ or "", type(zeros(()).shape), {"__iter__": lambda shape: iter(shape.keys())})
 extend(
     __package__ or "", type(zeros(()).at[...]), {"mul": lambda part, *args, **kwargs: part.multiply(*args, **kwargs)}
 )

@@ -59,7 +59,7 @@ class _Typed:
         found = self._native[item]
         if get_origin(found) is not Annotated:  # an annotation of raw arrays, or of several types
             return found
-        return NamedArray[dataclasses.replace(get_args(found)[1], dtype=self._dtype)]
+        return Annotated[NamedArray, dataclasses.replace(get_args(found)[1], dtype=self._dtype)]
 
     def __repr__(self) -> str:
         return repr(self._native)

@@ -615,7 +615,7 @@ class BlockSeq(BlockFoldable[M]):
             if what == "fold":
                 return result, None
             if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError(
+                raise ValueError(
                     "BlockSeq.scan: a layer must return a pair, the next carry and an output (None for nothing), not "
                     f"a {type(result).__name__}. Use `fold` for layers that return the carry alone."
                 )

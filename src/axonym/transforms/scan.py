@@ -167,7 +167,7 @@ class _Loop:
         if self.what == "fold":
             return result, None
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(
+            raise ValueError(
                 f"scan: the body must return a pair, the next carry and an output (None for nothing), not "
                 f"{_shown(result)}. Use `fold` for a body that returns the carry alone."
             )

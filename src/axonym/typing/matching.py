@@ -105,6 +105,9 @@ def read(what: str, spec: Any) -> NamedArrayAxes:
         return spec
     if isinstance(spec, Annotation):
         return spec.asked
+    for asked in getattr(spec, "__metadata__", ()):  # of a `typing.Annotated`
+        if isinstance(asked, NamedArrayAxes):
+            return asked
     if spec is NamedArray:
         return NamedArrayAxes((), subset=True)
     if isinstance(spec, str):
