@@ -18,7 +18,7 @@ from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import to_host
 from ..tree import scan_aware_map
-from .layouts import WeightLayout, abstract_tree
+from .layouts import WeightLayout, abstract_tree, load_packed
 from .lazy_arrays import LazyArray, abstract, call_lazily, has_missing, read_all, with_abstract_arrays
 from .load_context import TrackedStateDict
 from .loading import from_state_dict, load_subtree, run_load
@@ -55,7 +55,7 @@ def to_torch_compatible_state_dict(
     """
     tree = to_host(eqx.filter(tree, filter))
     if flatten or layout is not None:
-        flat = call_lazily(flatten_modules_for_export if layout is None else layout.entries_of, tree)
+        flat = call_lazily(flatten_modules_for_export if layout is None else layout.pack, tree)
         tree = jax.tree.map(_values, flat)
     return to_state_dict(tree, prefix)
 
@@ -100,7 +100,7 @@ def from_torch_compatible_state_dict(
 
     def load(entries: TrackedStateDict) -> T:
         if layout is not None:
-            return layout.load(template, entries, prefix)
+            return load_packed(layout, template, entries, prefix)
         flat = with_abstract_arrays(call_lazily(flatten_modules_for_export, template))
         return call_lazily(unflatten_modules_from_export, load_subtree(flat, entries, prefix), template)
 

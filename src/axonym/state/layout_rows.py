@@ -11,7 +11,6 @@
 | `q.scale: "a.weight -> mlp as scale"`          | the scales of an entry with the same arrays in few bits        |
 | `q: "a.weight + 2 b.weight c.weight -> x y"`   | an array and a multiple of a product, as of LoRA               |
 | `head: "= table"`                              | the same as another entry                                      |
-| `step: "count"`                                | an array without names, unchanged                              |
 """
 
 from __future__ import annotations
@@ -62,40 +61,45 @@ class TableRow(NamedTuple):
 
     key: str
     operands: tuple[Operand, ...]
-    elements: tuple[parsing.Name | parsing.Group, ...] | None
-    """The axes of the entry, in order; None for an array without names."""
+    elements: tuple[parsing.Name | parsing.Group, ...]
+    """The axes of the entry, in order."""
     dtype: np.dtype | None
     is_scale: bool
 
     @property
-    def along(self) -> Names:
-        """Return the axes of which the key has an element."""
-        return tuple(_AXIS_IN_KEY.findall(self.key))
+    def paths(self) -> tuple[str, ...]:
+        return tuple(path for operand in self.operands for path in operand.paths)
 
     @property
-    def variables(self) -> tuple[parsing.Name, ...]:
-        """Return the axes of the entry, those that are merged one by one."""
-        nested = ((e,) if isinstance(e, parsing.Name) else e.members for e in self.elements or ())
-        return tuple(name for names in nested for name in names)
+    def along(self) -> Names:
+        """Return the axes in the key."""
+        return tuple(_AXIS_IN_KEY.findall(self.key))
 
     @property
     def groups(self) -> tuple[parsing.Group, ...]:
         """Return the axes that are merged."""
-        return tuple(e for e in self.elements or () if isinstance(e, parsing.Group))
+        return tuple(e for e in self.elements if isinstance(e, parsing.Group))
+
+    @property
+    def variables(self) -> tuple[parsing.Name, ...]:
+        """Return the axes of an entry, those that are merged one by one."""
+        nested = ((e,) if isinstance(e, parsing.Name) else e.members for e in self.elements)
+        return tuple(name for names in nested for name in names)
 
     @property
     def order(self) -> Names:
-        """Return the axes of all entries of the row, before any are merged."""
+        """Return the axes of all entries of the row together, none of them merged."""
         return (*self.along, *(v.name for v in self.variables))
 
     @property
     def names(self) -> Names:
-        """Return the axes of an entry; those that are merged have one name, as in the table but without sizes."""
-        return tuple(e.name if isinstance(e, parsing.Name) else merged_name(e) for e in self.elements or ())
+        """Return the axes of an entry. Axes that are merged have one name: that of the table, without sizes."""
+        return tuple(e.name if isinstance(e, parsing.Name) else merged_name(e) for e in self.elements)
 
-    def mentioned(self, operand: Operand) -> tuple[parsing.Name, ...]:
-        """Return the axes that the row has a place for in one of its arrays."""
-        return (*operand.own, *(v for v in self.variables if v.name != JOINED))
+    def places(self, operand: Operand) -> dict[str, int | None]:
+        """Return the axes that the row has a place for in one of its arrays, with the sizes that it gives."""
+        variables = (*operand.own, *(v for v in self.variables if v.name != JOINED))
+        return dict.fromkeys(self.along) | {v.name: v.size for v in variables}
 
     def key_of(self, index: Sequence[int]) -> str:
         """Return the key of an element along the axes in the key."""
@@ -112,11 +116,9 @@ def parse_row(key: str, text: str) -> TableRow:
     """Parse one row."""
     what = f"{WHAT}: {key!r}"
     head, arrow, tail = text.partition("->")
-    operands = tuple(_operand(what, text, part) for part in _split(head))
+    operands = tuple(_operand(what, text, part) for part in re.split(r",(?![^()]*\))", head))  # outside of parentheses
     if not arrow:
-        if len(operands) > 1 or operands[0].own or operands[0].added:
-            raise ValueError(f"{what}: {text!r} has no `->`, with the axes of the entry behind it.")
-        return TableRow(key, operands, None, None, False)
+        raise ValueError(f"{what}: {text!r} has no `->`, with the axes of the entry behind it.")
     axes, _, dtype = tail.partition(" as ")
     (term,) = parsing.parse_terms(what, axes.strip(), comma="elements", sizes=True)
     named = [g for g in term.groups if g.name]
@@ -129,11 +131,6 @@ def parse_row(key: str, text: str) -> TableRow:
     row = TableRow(key, operands, elements, _dtype(what, dtype) if dtype and not scale else None, scale)
     _check_joined(what, text, row)
     return row
-
-
-def _split(head: str) -> list[str]:
-    """Split arrays at commas outside of parentheses."""
-    return re.split(r",(?![^()]*\))", head)
 
 
 def _operand(what: str, text: str, part: str) -> Operand:
@@ -175,7 +172,7 @@ def _check_joined(what: str, text: str, row: TableRow) -> None:
             raise ValueError(
                 f"{what}: the axes in parentheses after {operand.path} belong to `_`, which {text!r} lacks."
             )
-        names = (*row.along, *(name.name for name in row.mentioned(operand)))
+        names = (*row.order, *(name.name for name in operand.own))
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{what}: {text!r} has {errors.quoted(twice)} twice in {operand.path}.")
 

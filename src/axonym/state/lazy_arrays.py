@@ -145,7 +145,11 @@ class LazyConcatenation(LazyArray):
                 kept = [(*shape[:axis], part.shape[self.axis], *shape[axis + 1 :]) for part in self.parts]
                 parts = tuple(part.reshape(inner) for part, inner in zip(self.parts, kept, strict=True))
                 return LazyConcatenation(parts, axis)
-        return MissingArray(shape, self.dtype) if has_missing(self) else LazyEntry(read_all(self).reshape(shape), self.dtype)
+        return (
+            MissingArray(shape, self.dtype)
+            if has_missing(self)
+            else LazyEntry(read_all(self).reshape(shape), self.dtype)
+        )
 
     def transpose(self, permutation: Sequence[int]) -> LazyConcatenation:
         parts = tuple(part.transpose(permutation) for part in self.parts)
