@@ -1,8 +1,7 @@
 """What other programs call the weights of `llama.py`, and how they arrange them: a table for each.
 
-`layout(model)` is that of the Hugging Face Hub, `layout(model, "serving")` that of an engine which fuses matrices, with
-the names of vLLM, and `layout(model, "megatron")` that of Megatron-Core. Rows of what a model lacks, such as biases, are
-left out.
+`layout(model)` is for the Hugging Face Hub, `layout(model, "serving")` for an engine that fuses matrices, with names of
+vLLM, and `layout(model, "megatron")` for Megatron-Core. Rows of what a model lacks, such as biases, are left out.
 """
 
 from __future__ import annotations

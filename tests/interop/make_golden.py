@@ -249,7 +249,7 @@ def results(name: str, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def entries(model: PreTrainedModel) -> dict[str, np.ndarray]:
-    """Return the weights as files on the hub have them: once if two parts share them, and with a key for each expert."""
+    """Return the weights as files on the hub have them: shared ones once, and with a key for each expert."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder, "model.safetensors"))

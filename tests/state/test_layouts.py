@@ -162,12 +162,17 @@ def test_loading() -> None:
     del entries["m.head"]  # which files may leave out
     with axn.set_mesh(mesh), axn.axis_mapping({"layers": "model"}):
         found = from_torch_compatible_state_dict(tree, entries, prefix="m", layout=layout)
-    assert found["w"].array.sharding.spec == jax.P("model", None, None)
+    w: Any = found["w"].array
+    assert w.sharding.spec == jax.P("model", None, None)
     assert_same_tree(found, tree)
     partly = from_torch_compatible_state_dict(tree, {"m.t": entries["m.t"]}, prefix="m", strict=False, layout=layout)
     assert partly["w"].array is tree["w"].array
-    with pytest.raises(ValueError, match=r"'m\.t' has shape \(13, 5\), but in the tree it is float32\[vocab=12, embed=5"):
-        from_torch_compatible_state_dict(tree | {"table": tree["table"]["vocab", :12]}, entries, prefix="m", layout=layout)
+    with pytest.raises(
+        ValueError, match=r"'m\.t' has shape \(13, 5\), but in the tree it is float32\[vocab=12, embed=5"
+    ):
+        from_torch_compatible_state_dict(
+            tree | {"table": tree["table"]["vocab", :12]}, entries, prefix="m", layout=layout
+        )
     with pytest.raises(ValueError, match="'head' differs from 't', but in the layout they are the same"):
         other = {"m.head": entries["m.t"] + 1}
         from_torch_compatible_state_dict(tree, entries | other, prefix="m", layout=layout)
@@ -201,9 +206,17 @@ def test_rows_that_cannot_be_read(row: str) -> None:
 WRONG_TABLES: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({"q": Q}, {"w": "q -> (heads group) embed"}, "'w': axis 'size' of q, of size 4, has no place."),
     ({"q": Q}, {"w": "q -> (heads group siez) size embed"}, "without 'siez'. Did you mean 'size'?"),
-    ({"q": Q, "k": Q}, {"w": "q -> (heads group size) embed"}, "k is float32[heads=2, group=3, size=4, embed=5], but no"),
+    (
+        {"q": Q, "k": Q},
+        {"w": "q -> (heads group size) embed"},
+        "k is float32[heads=2, group=3, size=4, embed=5], but no",
+    ),
     ({"q": Q}, {"w": "p -> (heads group size) embed"}, "but no row has it."),
-    ({"q": "mlp"}, {"w": "q -> mlp", "v": "q -> mlp"}, "q is in 'w' and 'v': write `\"= w\"` for the other if they"),
+    (
+        {"q": "mlp"},
+        {"w": "q -> mlp", "v": "q -> mlp"},
+        "q is in 'w' and 'v'. A row such as '= w' repeats another's entry.",
+    ),
     ({"a": "mlp embed"}, {"w": "a, b -> (_ mlp) embed"}, "'w': the tree has no b."),
     ({"a": "mlp", "b": "mlp"}, {"{layers}": "a -> mlp", "b": "b -> mlp"}, "a is float32[mlp=7], without 'layers'"),
     ({"a": "layers mlp", "b": "mlp"}, {"{layers}": "a -> mlp", "1": "b -> mlp"}, "'1' is the key of 2 entries."),
@@ -211,7 +224,11 @@ WRONG_TABLES: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({"a": "mlp"}, {"w": "a -> two half"}, "a is float32[mlp=7], without 'two'"),
     ({"a": "mlp size"}, {"w": "a -> mlp thirds rest"}, "axis 'size' of a, of size 4, is not (thirds=3, rest=?)."),
     ({"a": "mlp"}, {"w": "a -> mlp", "t": "b -> mlp", "v": "= t"}, "'v': the tree has no 't'."),
-    ({"a": "mlp embed", "b": "mlp rank", "c": "rank size"}, {"w": "a + 1 b c -> mlp embed"}, "which the product of b, "),
+    (
+        {"a": "mlp embed", "b": "mlp rank", "c": "rank size"},
+        {"w": "a + 1 b c -> mlp embed"},
+        "which the product of b, ",
+    ),
 ]
 
 
@@ -225,7 +242,11 @@ def test_tables_that_do_not_fit(axes: dict[str, str], table: dict[str, str], mes
 
 
 def test_arrays_that_cannot_be_joined() -> None:
-    tree: Any = {"a": axn.ones({"mlp": 3, "embed": 2}), "b": axn.ones({"mlp": 3, "embed": 4}, "bfloat16"), "c": jnp.ones(2)}
+    tree: Any = {
+        "a": axn.ones({"mlp": 3, "embed": 2}),
+        "b": axn.ones({"mlp": 3, "embed": 4}, "bfloat16"),
+        "c": jnp.ones(2),
+    }
     layout = WeightLayout({"w": "a, b -> (_ mlp) embed", "c": "c -> mlp"})
     with pytest.raises(ValueError) as e:
         layout.pack(tree)

@@ -267,8 +267,8 @@ class WeightLayout:
                 described = describe_array(tensors[path])
                 problems.append(f"{path} is {described}, but no row has it.{errors.suggestion(path, unknown)}")
             elif len(keys) > 1:
-                ways = f'write `"= {keys[0]}"` for the other if they have the same values'
-                problems.append(f"{path} is in {' and '.join(map(repr, keys))}: {ways}.")
+                listed = " and ".join(map(repr, keys))
+                problems.append(f"{path} is in {listed}. A row such as '= {keys[0]}' repeats another's entry.")
         if not problems:
             known = Counter([key for row in fitted for key in row.keys] + list(self.same))
             problems += [f"{key!r} is the key of {count} entries." for key, count in known.items() if count > 1]
@@ -292,7 +292,7 @@ class WeightLayout:
                     described = errors.describe_axes([f.name for f in factors], [f.size or "?" for f in factors])
                     yield f"{row.key!r}: axis {axis!r} of {path}, of size {x.axis_size(axis)}, is not {described}."
             sizes, places = self._sizes(row, operand, tensors), row.places(operand)
-            for name in places.keys() - sizes.keys():
+            for name in [name for name in places if name not in sizes]:
                 yield f"{row.key!r}: {path} is {describe_array(x)}, without {name!r}.{errors.suggestion(name, sizes)}"
             for name, size in sizes.items():
                 wanted = places.get(name) or size
@@ -344,8 +344,8 @@ class WeightLayout:
                 x = x + (dot(left, right, axis=summed) * operand.added.factor).astype(x.dtype)
             for axis, factors in self._splits(row, x.names):
                 x = unflatten_axis(x, axis, tuple(Axis(f.name, sizes[f.name]) for f in factors))
-            if wider := {name: (0, padded[name] - size) for name, size in sizes.items() if padded[name] > size}:
-                x = pad(x, wider)
+            wider: dict[Any, int] = {name: padded[name] - size for name, size in sizes.items() if padded[name] > size}
+            x = pad(x, {name: (0, more) for name, more in wider.items()}) if wider else x
             parts.append(flatten_axes(x, tuple(v.name for v in operand.own), JOINED) if len(row.operands) > 1 else x)
         return concatenate(parts, JOINED) if len(parts) > 1 else parts[0]
 
@@ -442,13 +442,19 @@ def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], sam
 
 def _alike(fitted: _FittedRow) -> Iterator[str]:
     """Yield which axes of an entry could be swapped unseen."""
-    sizes = fitted.whole
-    merged = {n: size for n, size in zip(fitted.row.names, fitted.shape, strict=True) if n not in sizes}
-    for (a, size), (b, other) in itertools.combinations((sizes | merged).items(), 2):
-        if size == other and JOINED not in (a, b) and a not in b.strip("()").split():
+    row, sizes = fitted.row, fitted.whole
+    members = ((e.name,) if isinstance(e, parsing.Name) else [m.name for m in e.members] for e in row.elements)
+    # Which of the axes of an entry, or of the keys, each name belongs to. Within one of these, no swap shows in shapes.
+    names = [(name, i, sizes[name]) for i, name in enumerate(row.along, -len(row.along))]
+    names += [(name, i, sizes[name]) for i, of_axis in enumerate(members) for name in of_axis if name != JOINED]
+    names += [
+        (name, i, size) for i, (name, size) in enumerate(zip(row.names, fitted.shape, strict=True)) if name not in sizes
+    ]
+    for (a, i, size), (b, j, other) in itertools.combinations(names, 2):
+        if i != j and size == other:
             yield (
-                f"{fitted.row.key!r}: axes {a!r} and {b!r} both have size {size}, so shapes do not show whether they "
-                "are swapped. Check with a configuration in which all sizes differ."
+                f"{row.key!r}: axes {a!r} and {b!r} both have size {size}, so shapes do not show whether they are "
+                "swapped. Check with a configuration in which all sizes differ."
             )
 
 
