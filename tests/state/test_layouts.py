@@ -14,7 +14,7 @@ import pytest
 
 import axonym as axn
 from axonym import nn
-from axonym.state import WeightLayout, from_torch_compatible_state_dict, to_torch_compatible_state_dict
+from axonym.state import WeightLayout, from_torch_compatible_state_dict, lazy_arrays, to_torch_compatible_state_dict
 from tests.state.models import KEY, assert_same_tree
 
 SIZES = {"layers": 2, "experts": 3, "vocab": 13, "embed": 5, "heads": 2, "group": 3, "size": 4, "mlp": 7, "rank": 1}
@@ -96,6 +96,23 @@ def test_there_and_back(name: str) -> None:
     for found in (entries, {key: x.array for key, x in entries.items()}):
         assert_same_tree(jax.jit(layout.unpack)(found, tree), tree)
     assert_same_tree(from_torch_compatible_state_dict(like, expected, layout=layout), tree)
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_devices_read_their_shards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read before it is known where it goes."""
+    axes, table, by_numpy = EXPRESSIONS[name]
+    tree = tree_of(**axes)
+    entries = by_numpy(**{k: np.asarray(x.array) for k, x in tree.items()})
+    layout = WeightLayout({k: v for k, v in table.items() if k != "head"}, split={"size": "two=2 half"})
+    monkeypatch.setattr(lazy_arrays, "read_all", None)
+    with axn.set_mesh(axn.make_mesh({"data": 4, "model": 2})), axn.axis_mapping({"heads": "model", "layers": "model"}):
+        found = from_torch_compatible_state_dict(tree, entries, ignore=["head"], layout=layout)
+    assert_same_tree(found, tree)
+    shardings: list[Any] = [x.array.sharding for x in found.values()]
+    assert any("model" in sharding.spec for sharding in shardings) == any(
+        n in names.split() for names in axes.values() for n in ("heads", "layers")
+    )
 
 
 def test_casts() -> None:

@@ -43,7 +43,7 @@ class LowRank(NamedTuple):
     paths: tuple[str, str]
 
 
-class Operand(NamedTuple):
+class RowArray(NamedTuple):
     """An array of a row."""
 
     path: str
@@ -60,7 +60,7 @@ class TableRow(NamedTuple):
     """A row of the table: the arrays that an entry is made of, and its axes."""
 
     key: str
-    operands: tuple[Operand, ...]
+    operands: tuple[RowArray, ...]
     elements: tuple[parsing.Name | parsing.Group, ...]
     """The axes of the entry, in order."""
     dtype: np.dtype | None
@@ -96,7 +96,7 @@ class TableRow(NamedTuple):
         """Return the axes of an entry. Axes that are merged have one name: that of the table, without sizes."""
         return tuple(e.name if isinstance(e, parsing.Name) else merged_name(e) for e in self.elements)
 
-    def places(self, operand: Operand) -> dict[str, int | None]:
+    def places(self, operand: RowArray) -> dict[str, int | None]:
         """Return the axes that the row has a place for in one of its arrays, with the sizes that it gives."""
         variables = (*operand.own, *(v for v in self.variables if v.name != JOINED))
         return dict.fromkeys(self.along) | {v.name: v.size for v in variables}
@@ -133,7 +133,7 @@ def parse_row(key: str, text: str) -> TableRow:
     return row
 
 
-def _operand(what: str, text: str, part: str) -> Operand:
+def _operand(what: str, text: str, part: str) -> RowArray:
     found = _ARRAY.fullmatch(part)
     if found is None:
         raise ValueError(
@@ -146,7 +146,7 @@ def _operand(what: str, text: str, part: str) -> Operand:
     added = None
     if found["factor"]:
         added = LowRank(float(found["factor"]), (found["left"], found["right"]))
-    return Operand(found["path"], own, added)
+    return RowArray(found["path"], own, added)
 
 
 def _dtype(what: str, text: str) -> np.dtype:

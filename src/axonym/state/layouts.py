@@ -27,7 +27,7 @@ from ..ops.joining import concatenate, pad, stack
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, split, unbind, unflatten_axis
 from ..tree import LayerStack
-from .layout_rows import JOINED, WHAT, Operand, TableRow, merged_name, parse_row, parse_split
+from .layout_rows import JOINED, WHAT, RowArray, TableRow, merged_name, parse_row, parse_split
 from .lazy_arrays import abstract, as_lazy, call_lazily, with_abstract_arrays
 from .loading import active_context, all_equal, load_subtree
 from .module import ModuleWithStateDictSerialization
@@ -309,7 +309,7 @@ class WeightLayout:
                     product = " and ".join(f"{p}, {describe_array(tensors[p])}" for p in operand.added.paths)
                     yield f"{row.key!r}: {path} is {describe_array(x)}, which the product of {product} is not."
 
-    def _sizes(self, row: TableRow, operand: Operand, tensors: Mapping[str, Any]) -> dict[str, int]:
+    def _sizes(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
         """Return the sizes of the axes of an array, some of them split."""
         sizes = dict(tensors[operand.path].shape)
         for axis, factors in self._splits(row, sizes):

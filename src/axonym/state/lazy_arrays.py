@@ -174,6 +174,12 @@ class LazyConcatenation(LazyArray):
             start, stop = start - size, stop - size
 
 
+def stack_lazily(parts: Sequence[LazyArray], axis: int) -> LazyConcatenation:
+    """Stack arrays of one shape along a new axis."""
+    shape = (*parts[0].shape[:axis], 1, *parts[0].shape[axis:])
+    return LazyConcatenation(tuple(part.reshape(shape) for part in parts), axis)
+
+
 @dataclasses.dataclass(frozen=True)
 class LazyElementwise(LazyArray):
     """A function of every element of an array, such as a product with a number."""
@@ -328,11 +334,15 @@ def _evaluate_equation(equation: Any, operands: Sequence[LazyArray]) -> Sequence
         return [operands[0].reshape(shape)]
     if kind == "broadcast_in_dim" and math.prod(shape) == math.prod(operands[0].shape):  # as `expand_dims` does
         return [operands[0].reshape(shape)]
-    if kind == "split":
-        stops = itertools.accumulate(params["sizes"])
-        within = [slice(0, size) for size in operands[0].shape]
-        ranges = [slice(stop - size, stop) for stop, size in zip(stops, params["sizes"], strict=True)]
-        return [operands[0].part((*within[: params["axis"]], r, *within[params["axis"] + 1 :])) for r in ranges]
+    if kind in ("split", "unstack"):
+        axis = params["axis"]
+        sizes = params["sizes"] if kind == "split" else [1] * operands[0].shape[axis]
+        whole = [slice(0, size) for size in operands[0].shape]
+        ranges = [slice(stop - size, stop) for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        parts = (operands[0].part((*whole[:axis], r, *whole[axis + 1 :])) for r in ranges)
+        return [part.reshape(out.aval.shape) for part, out in zip(parts, equation.outvars, strict=True)]
+    if kind == "stack":
+        return [stack_lazily(operands, params["axis"])]
     if kind == "concatenate":
         return [LazyConcatenation(tuple(operands), params["dimension"])]
     if kind == "convert_element_type":

@@ -25,7 +25,7 @@ from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import in_trace
 from ..transforms.stacked_leaves import layer_of, layers_at
-from .lazy_arrays import LazyArray, LazyConcatenation, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all
+from .lazy_arrays import LazyArray, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all, stack_lazily
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
 from .naming import children, is_number, same_kind, with_prefix
 from .sharded_reading import read_sharded
@@ -273,7 +273,5 @@ def _stacked(x: Any, parts: Sequence[Any], name: str, padding: int) -> Any:
         names = names_without(x.names, name)
         parts = [raw(part if part.names == names else rearrange(part, names)) for part in parts]
     arrays = [*map(as_lazy, parts)]
-    shape = (*arrays[0].shape[:position], 1, *arrays[0].shape[position:])
-    zeros = as_lazy(np.broadcast_to(np.zeros((), arrays[0].dtype), shape))
-    stacked = LazyConcatenation((*(array.reshape(shape) for array in arrays), *[zeros] * padding), position)
-    return wrap_like(stacked, x)
+    zeros = as_lazy(np.broadcast_to(np.zeros((), arrays[0].dtype), arrays[0].shape))
+    return wrap_like(stack_lazily([*arrays, *[zeros] * padding], position), x)
