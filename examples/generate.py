@@ -22,6 +22,7 @@ import numpy as np
 from models import generation
 from models.families import from_huggingface
 from models.generation import Sampling, Text
+from models.layouts import layout
 from models.llama import Llama
 
 import axonym as axn
@@ -46,7 +47,8 @@ def load(folder: Path, dtype: str | None = None) -> Llama:
     empty = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), empty)
     # Files of models that predict with the table that embeds tokens may have it twice.
     ignore = ("lm_head.weight",) if config.tied else ()
-    return from_torch_compatible_state_dict(empty, entries, ignore=(*ignore, "*.rotary_emb.inv_freq"))
+    ignore = (*ignore, "*.rotary_emb.inv_freq")
+    return from_torch_compatible_state_dict(empty, entries, ignore=ignore, layout=layout(empty))
 
 
 def stop_tokens(folder: Path) -> set[int]:

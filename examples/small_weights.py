@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from models.layouts import layout
 from models.llama import Config, Llama
 
 import axonym as axn
@@ -97,7 +98,7 @@ def save(model: Llama, folder: Path) -> None:
         "rope_theta": CONFIG.rotary.theta,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save_state_dict(to_torch_compatible_state_dict(model), folder / "model.safetensors")
+    save_state_dict(to_torch_compatible_state_dict(model, layout=layout(model)), folder / "model.safetensors")
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

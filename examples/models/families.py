@@ -35,7 +35,7 @@ def from_huggingface(config: Mapping[str, Any]) -> Config:
         KVHeads=Axis("kv_heads", kv_heads),
         Group=Axis("group", heads // kv_heads),
         HeadSize=Axis("head_size", head_size),
-        Mlp=Axis("mlp", config["intermediate_size"]),
+        Mlp=Axis("mlp", config[family.endswith("_moe") * "moe_" + "intermediate_size"]),
         norm_eps=config["rms_norm_eps"],
         tied=config.get("tie_word_embeddings", family.startswith("gemma")),
         **own,
@@ -46,6 +46,8 @@ def _refuse_what_is_missing(family: str, config: Mapping[str, Any]) -> None:
     """Raise an error if a configuration asks for what this model does not have."""
     asked = [name for name in ("mlp_bias", "use_bidirectional_attention") if config.get(name)]
     asked += ["attention_bias"] if family == "mistral" and config.get("attention_bias") else []
+    if family.endswith("_moe") and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        asked.append("layers without a mixture")
     known = ("gelu", "gelu_pytorch_tanh") if family.startswith("gemma") else ("silu", "swish")
     activations = [config.get(name) for name in ("hidden_act", "hidden_activation")]
     asked += [
@@ -105,6 +107,17 @@ def _qwen(config: Mapping[str, Any]) -> dict[str, Any]:
     return _windows(config, lambda layer: layer >= config.get("max_window_layers", 28))
 
 
+def _qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None  # in all layers
+    return _biases(config) | {
+        "window": window,
+        "norm_heads": True,
+        "Experts": Axis("experts", config.get("num_experts") or config.get("num_local_experts", 128)),
+        "choices": config.get("num_experts_per_tok", 8),
+        "rescales": config.get("norm_topk_prob", False),
+    }
+
+
 def _gemma(config: Mapping[str, Any]) -> dict[str, Any]:
     return _biases(config) | {
         "activation": nn.gelu,  # by tanh, also where the configuration says "gelu"
@@ -146,6 +159,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "mistral": lambda config: {"window": config.get("sliding_window", 4096)},
     "qwen2": lambda config: _qwen(config) | {"bias": True},
     "qwen3": lambda config: _qwen(config) | _biases(config) | {"norm_heads": True},
+    "qwen3_moe": _qwen_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

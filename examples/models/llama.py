@@ -34,7 +34,6 @@ import numpy as np
 import axonym as axn
 from axonym import Axis, NamedArray, nn
 from axonym.nn.attention import Causal, KVCache, Rotary, apply_rotary, dot_product_attention, sliding_window_mask
-from axonym.state import ModuleWithStateDictSerialization
 
 REMAT: dict[str, bool | axn.ScanCheckpointPolicy] = {
     "full": True,
@@ -88,6 +87,8 @@ class Config:
     """The perceptrons of each block's mixture; None for one perceptron, without a mixture."""
     choices: int = 2
     """How many experts of a mixture each token goes to."""
+    rescales: bool = True
+    """Whether the weights of a token's experts are scaled to a sum of one."""
     norm: type[nn.RmsNorm] = nn.RmsNorm
     embedding_scale: float = 1.0
     """The factor of embedded tokens."""
@@ -228,6 +229,7 @@ class Mixture(eqx.Module):
     up_proj: nn.MoELinear
     down_proj: nn.MoELinear
     choices: int = eqx.field(static=True)
+    rescales: bool = eqx.field(static=True)
     activation: Callable[[NamedArray], NamedArray] = eqx.field(static=True)
 
     @staticmethod
@@ -240,6 +242,7 @@ class Mixture(eqx.Module):
             up_proj=nn.MoELinear.init(Experts, config.Embed, config.Mlp, key=up, use_bias=False),
             down_proj=nn.MoELinear.init(Experts, config.Mlp, config.Embed, key=down, use_bias=False),
             choices=config.choices,
+            rescales=config.rescales,
             activation=config.activation,
         )
 
@@ -271,7 +274,8 @@ class Mixture(eqx.Module):
         weights, chosen = axn.top_k(scores, "scores", self.choices, "choice")
         layers = self.gate_proj, self.up_proj, self.down_proj
         found = nn.dispatch(of_experts, layers, x, chosen, self.gate_proj.Experts)
-        mixed = axn.dot(found, (weights / weights.sum("choice")).astype(x.dtype), axis="choice")
+        weights = weights / weights.sum("choice") if self.rescales else weights
+        mixed = axn.dot(found, weights.astype(x.dtype), axis="choice")
         return mixed, logits, scores, chosen
 
 
@@ -280,7 +284,7 @@ def normalized(x: NamedArray, norm: nn.RmsNorm | None) -> NamedArray:
     return x if norm is None else norm(x)
 
 
-class Block(ModuleWithStateDictSerialization):
+class Block(eqx.Module):
     """Attention and a perceptron, or a mixture of them, each of which adds to the residual stream."""
 
     attention_norm: nn.RmsNorm
@@ -330,23 +334,9 @@ class Block(ModuleWithStateDictSerialization):
         x = x + normalized(attended, self.attention_output_norm)
         return x + normalized(self.mlp(self.mlp_norm(x)), self.mlp_output_norm), cache
 
-    def _state_dict_key_map(self) -> dict[str, str | None]:
-        names: dict[str, str | None] = {"attention_norm": "input_layernorm", "attention": "self_attn"}
-        if self.attention_output_norm is None:
-            return names | {"mlp_norm": "post_attention_layernorm"}
-        return names | {
-            "attention_output_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_output_norm": "post_feedforward_layernorm",
-        }
 
-
-class Llama(ModuleWithStateDictSerialization):
-    """From tokens to the logits of the tokens that follow.
-
-    Fields have the names of `transformers` where these are clear. `_state_dict_key_map` gives the names in a state dict
-    of the others.
-    """
+class Llama(eqx.Module):
+    """From tokens to the logits of the tokens that follow. `layouts.py` has the names that other programs know."""
 
     table: nn.Embedding
     blocks: nn.Stacked[Block]
@@ -434,9 +424,6 @@ class Llama(ModuleWithStateDictSerialization):
     def _logits(self, x: NamedArray) -> NamedArray:
         x = self.norm(x)
         return capped(self.table.unembed(x) if self.head is None else self.head(x), self.logit_cap)
-
-    def _state_dict_key_map(self) -> dict[str, str | None]:
-        return {"table": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}
 
 
 def _total_loss(x: NamedArray, model: Llama, tokens: NamedArray) -> jax.Array:

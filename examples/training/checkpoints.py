@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from models.layouts import layout
 
 from axonym import state as files
 from axonym.sharding import MappingShardingRule, fail_together
@@ -130,7 +131,7 @@ def export(model: Any, path: Path) -> None:
     try:
         with fail_together("export"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        files.save_state_dict(files.to_torch_compatible_state_dict(model), path)
+        files.save_state_dict(files.to_torch_compatible_state_dict(model, layout=layout(model)), path)
     except OSError as e:
         raise Problem(f"The model could not be written to {path}, because {reason_of(e)}.") from e
 

@@ -21,6 +21,7 @@ import pytest
 
 import axonym as axn
 from axonym.state import from_torch_compatible_state_dict, load_state_dict
+from examples.models.layouts import layout
 from tests.examples.runs import (
     EXAMPLES,
     SMALL,
@@ -123,7 +124,8 @@ def test_output_without_a_terminal(finished: Path) -> None:
 
 def test_export_is_the_model(finished: Path) -> None:
     state = abstract_state()
-    loaded = from_torch_compatible_state_dict(state.model, load_state_dict(finished / "llama.safetensors"))
+    entries = load_state_dict(finished / "llama.safetensors")
+    loaded = from_torch_compatible_state_dict(state.model, entries, layout=layout(state.model))
     with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2})):
         kept, step, seen = Checkpoints(finished / "checkpoints", 9).restore(
             finished / "checkpoints" / "step-000006", state, {"embed": "data"}

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from torch.nn import functional
 from transformers import (
     AutoConfig,
@@ -153,6 +154,15 @@ FILES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 40,  # of layers without a mixture, which there are none of
+        "moe_intermediate_size": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+    },
     "gemma_file": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4},
     "gemma2": {
         "model_type": "gemma2",
@@ -225,15 +235,24 @@ def results(name: str, model: PreTrainedModel) -> dict[str, Any]:
     loss = functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
     loss.backward()
 
-    weights = dict(model.named_parameters())  # a weight that two parts share is stored once, as in files on the hub
+    weights = entries(model)
+    for _, weight in model.named_parameters():
+        weight.data = weight.grad
     return {
         "config": np.array(json.dumps(config)),
         "tokens": tokens.numpy().astype(np.int32),
         "logits": logits.detach().numpy(),
         "loss": loss.detach().numpy(),
-        **{f"weights/{key}": weight.detach().numpy() for key, weight in weights.items()},
-        **{f"gradients/{key}": weight.grad.numpy() for key, weight in weights.items()},
+        **{f"weights/{key}": weight for key, weight in weights.items()},
+        **{f"gradients/{key}": gradient for key, gradient in entries(model).items()},
     }
+
+
+def entries(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """Return the weights as files on the hub have them: shared ones once, and with a key for each expert."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder, "model.safetensors"))
 
 
 def main() -> None:

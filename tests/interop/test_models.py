@@ -17,14 +17,14 @@ import pytest
 
 import axonym as axn
 from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
-from examples.models import families, gpt2, llama
+from examples.models import families, gpt2, layouts, llama
 from examples.models.mappings import COMPUTE, STORAGE, distributed_step
 from tests.helpers import spec
 
 FOLDER = Path(__file__).parent / "golden"
 RELATIVES = (
     *("llama", "llama3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen2_window", "qwen2_yarn"),
-    *("qwen3", "qwen3_window", "gemma", "gemma_file", "gemma2", "gemma3", "gemma3_new"),
+    *("qwen3", "qwen3_window", "qwen3_moe", "gemma", "gemma_file", "gemma2", "gemma3", "gemma3_new"),
 )
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt2.Gpt2, gpt2.Config.from_huggingface),
@@ -39,6 +39,7 @@ class Golden:
     """A model with the weights of a file, and PyTorch's results with them."""
 
     model: Any
+    layout: axn.state.WeightLayout | None
     tokens: axn.NamedArray
     weights: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
@@ -57,9 +58,10 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     )
     config = read(json.loads(str(found["config"])))
     empty = jax.eval_shape(lambda key: model.init(config, key=key), jax.random.key(0))
-    loaded = from_torch_compatible_state_dict(empty, weights)
+    layout = layouts.layout(empty) if model is llama.Llama else None
+    loaded = from_torch_compatible_state_dict(empty, weights, layout=layout)
     tokens = axn.named(found["tokens"], ("batch", "pos"))
-    return Golden(loaded, tokens, weights, gradients, found["logits"], found["loss"])
+    return Golden(loaded, layout, tokens, weights, gradients, found["logits"], found["loss"])
 
 
 def test_logits_loss_and_gradients(golden: Golden) -> None:
@@ -70,7 +72,7 @@ def test_logits_loss_and_gradients(golden: Golden) -> None:
     assert logits.names == ("batch", "pos", "vocab")
     np.testing.assert_allclose(logits.array, golden.logits, atol=1e-4)
     np.testing.assert_allclose(loss, golden.loss, rtol=1e-5)
-    found = to_torch_compatible_state_dict(gradients)
+    found = to_torch_compatible_state_dict(gradients, layout=golden.layout)
     assert found.keys() == golden.gradients.keys()
     for name, expected in golden.gradients.items():
         atol = 1e-5 * max(1, 2 * np.abs(expected).max())
@@ -107,7 +109,7 @@ def test_layers_that_differ_are_sharded(golden: Golden, explicit: bool) -> None:
 
 
 def test_state_dict_comes_back(golden: Golden) -> None:
-    found = to_torch_compatible_state_dict(golden.model)
+    found = to_torch_compatible_state_dict(golden.model, layout=golden.layout)
     assert found.keys() == golden.weights.keys()
     for name, expected in golden.weights.items():
         np.testing.assert_array_equal(found[name], expected, err_msg=name)

@@ -20,6 +20,7 @@ from axonym.precision import Policy
 from axonym.quantization import SmallEmbedding, SmallLinear, quantize_weights
 from axonym.state import from_torch_compatible_state_dict
 from examples.models.families import from_huggingface
+from examples.models.layouts import layout
 from examples.models.llama import Llama
 from tests.helpers import assert_named, spec
 
@@ -174,7 +175,7 @@ def golden() -> tuple[Llama, axn.NamedArray]:
     weights = {name.removeprefix("weights/"): x for name, x in found.items() if name.startswith("weights/")}
     config = from_huggingface(json.loads(str(found["config"])))
     empty = jax.eval_shape(lambda key: Llama.init(config, key=key), jax.random.key(0))
-    model = jax.tree.map(jnp.asarray, from_torch_compatible_state_dict(empty, weights))
+    model = jax.tree.map(jnp.asarray, from_torch_compatible_state_dict(empty, weights, layout=layout(empty)))
     return model, axn.named(found["tokens"], ("batch", "pos"))
 
 

@@ -27,13 +27,11 @@ from ..named_array import NamedArray
 from ..nn.embedding import Embedding
 from ..nn.linear import Linear, check_input
 from ..ops.contraction import dot
-from ..ops.elementwise import abs, round
 from ..ops.indexing import take
-from ..ops.reductions import max
-from ..ops.selection import clip, where
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..sharding.shard import shard_quietly
 from ..state.module import ModuleWithStateDictSerialization
+from ..state.small_numbers import rounded
 from .layers import replace_layers
 
 __all__ = ["SmallEmbedding", "SmallLinear", "quantize_weights"]
@@ -201,14 +199,7 @@ def _quantized(
             )
         _check_groups_in_shards(name, axis, size, group)
         weight, summed = _cut(weight, axis, size // group), (*summed[:-1], _WITHIN)
-    numbers: Any = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
-    low, high, half = float(numbers.min), float(numbers.max), 0.5 if jnp.issubdtype(dtype, jnp.integer) else 0
-    largest = max(abs(weight), summed)
-    # Half a step beyond the largest integer is rounded to it. The scale of NaN is NaN, since small integers have none.
-    scale = where(largest == 0, 1, largest / (high + half))
-    wide = jnp.promote_types(weight.dtype, jnp.float32)  # in bfloat16, quotients would be rounded twice
-    values = weight.astype(wide) / scale.astype(wide)
-    values = clip(round(values) if half else values, low, high).astype(dtype)
+    values, scale = rounded(weight, summed, dtype)
     return flatten_axes(values, (axis, _WITHIN), axis) if grouped else values, scale
 
 

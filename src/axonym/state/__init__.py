@@ -16,6 +16,7 @@ from .export import (
     to_torch_compatible_state_dict as to_torch_compatible_state_dict,
     unflatten_modules_from_export as unflatten_modules_from_export,
 )
+from .layouts import WeightLayout as WeightLayout
 from .loading import (
     from_state_dict as from_state_dict,
     lazy_loading as lazy_loading,

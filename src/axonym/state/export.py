@@ -18,7 +18,8 @@ from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import to_host
 from ..tree import scan_aware_map
-from .lazy_arrays import LazyArray, abstract, as_lazy, call_lazily, has_missing, read_all, with_abstract_arrays
+from .layouts import WeightLayout, abstract_tree, load_packed
+from .lazy_arrays import LazyArray, abstract, call_lazily, has_missing, read_all, with_abstract_arrays
 from .load_context import TrackedStateDict
 from .loading import from_state_dict, load_subtree, run_load
 from .module import ModuleWithStateDictSerialization
@@ -34,6 +35,7 @@ def to_torch_compatible_state_dict(
     flatten: bool = True,
     prefix: str | None = None,
     filter: bool | Callable[[Any], bool] = is_jax_array_like,
+    layout: WeightLayout | None = None,
 ) -> StateDict:
     """Return the arrays of a tree by key, as NumPy arrays in the shapes that PyTorch uses.
 
@@ -45,14 +47,16 @@ def to_torch_compatible_state_dict(
         flatten: whether to call the modules' `flatten_for_export`.
         prefix: a prefix for all keys.
         filter: the leaves to include: a function of a leaf, or a tree prefix of booleans.
+        layout: the keys and arrangement of the entries, instead of what the modules declare.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
     >>> {key: x.shape for key, x in axn.state.to_torch_compatible_state_dict(layer).items()}
     {'weight': (6, 4), 'bias': (6,)}
     """
     tree = to_host(eqx.filter(tree, filter))
-    if flatten:
-        tree = jax.tree.map(_values, call_lazily(flatten_modules_for_export, tree))
+    if flatten or layout is not None:
+        flat = call_lazily(flatten_modules_for_export if layout is None else layout.pack, tree)
+        tree = jax.tree.map(_values, flat)
     return to_state_dict(tree, prefix)
 
 
@@ -72,12 +76,15 @@ def from_torch_compatible_state_dict(
     mesh: AnyMesh | None = None,
     strict: bool = True,
     ignore: Sequence[str] = (),
+    layout: WeightLayout | None = None,
 ) -> T:
     """Load a tree from a state dict with the shapes that PyTorch uses.
 
     Arguments:
         tree, state_dict, prefix, placement, mesh, strict, ignore: as in `from_state_dict`.
         unflatten: whether the entries have the shapes that the modules' `flatten_for_export` gives.
+        layout: the keys and arrangement of the entries, instead of what the modules declare. Entries that are the same
+            as others can be missing.
 
     >>> import equinox as eqx
     >>> def init():
@@ -86,12 +93,14 @@ def from_torch_compatible_state_dict(
     >>> print(axn.state.from_torch_compatible_state_dict(eqx.filter_eval_shape(init), entries).weight)
     float32[heads=2, size=3, embed=4]
     """
-    if not unflatten:
+    if not unflatten and layout is None:
         return from_state_dict(tree, state_dict, prefix, placement=placement, mesh=mesh, strict=strict, ignore=ignore)
     # The tree's own values are used only for keys that the state dict lacks; `run_load` takes them from `tree`.
-    template = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, tree)
+    template = abstract_tree(tree)
 
     def load(entries: TrackedStateDict) -> T:
+        if layout is not None:
+            return load_packed(layout, template, entries, prefix)
         flat = with_abstract_arrays(call_lazily(flatten_modules_for_export, template))
         return call_lazily(unflatten_modules_from_export, load_subtree(flat, entries, prefix), template)
 

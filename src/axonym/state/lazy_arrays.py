@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +45,10 @@ class LazyArray(abc.ABC):
     @abc.abstractmethod
     def transpose(self, permutation: Sequence[int]) -> LazyArray: ...
 
+    @abc.abstractmethod
+    def part(self, index: Index) -> LazyArray:
+        """Return a slice of the array, which is not read yet; every slice has a start and a stop."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LazyEntry(LazyArray):
@@ -71,79 +76,134 @@ class LazyEntry(LazyArray):
             require_representable(f"from_state_dict: {self.key}", values, self.dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> LazyEntry:
+        if not isinstance(self.source, _VIEWABLE):
+            for axis, size in enumerate(shape):
+                if size == 1 and shape[:axis] + shape[axis + 1 :] == self.shape:  # a layer of several
+                    return LazyEntry(_WithAxis(self.source, axis), self.dtype, self.key)
         return LazyEntry(self._viewable().reshape(shape), self.dtype, self.key)
 
     def transpose(self, permutation: Sequence[int]) -> LazyEntry:
         return LazyEntry(self._viewable().transpose(permutation), self.dtype, self.key)
 
+    def part(self, index: Index) -> LazyEntry:
+        return LazyEntry(self._viewable()[index], self.dtype, self.key)
+
     def _viewable(self) -> Any:
-        return self.source if isinstance(self.source, (np.ndarray, jax.Array)) else np.asarray(self.source[...])
+        return self.source if isinstance(self.source, _VIEWABLE) else np.asarray(self.source[...])
 
 
 @dataclasses.dataclass(frozen=True)
-class LazyStack(LazyArray):
-    """Arrays of one shape, stacked along a new axis."""
+class _WithAxis:
+    """A source that can only be sliced, with one more axis, of size one."""
+
+    source: Any
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.source.shape[: self.axis], 1, *self.source.shape[self.axis :])
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        within = index if index is ... else index[: self.axis] + index[self.axis + 1 :]
+        return np.expand_dims(np.asarray(self.source[within]), self.axis)
+
+
+_VIEWABLE = (np.ndarray, jax.Array)
+"""The sources that are reshaped, transposed and sliced without being read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyConcatenation(LazyArray):
+    """Arrays that are joined along an axis, such as layers along an axis that has size one in each."""
 
     parts: tuple[LazyArray, ...]
     axis: int
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        inner = self.parts[0].shape
-        return (*inner[: self.axis], len(self.parts), *inner[self.axis :])
+        return self._with_size(self.parts[0].shape, sum(part.shape[self.axis] for part in self.parts))
 
     @property
     def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.parts[0].dtype
 
     def read(self, index: Index) -> np.ndarray:
-        within = index[: self.axis] + index[self.axis + 1 :]
-        parts = self.parts[index[self.axis]]
         # One part at a time goes to its place, so that no more than one is in memory besides the result.
         shape = [len(range(*s.indices(size))) for s, size in zip(index, self.shape, strict=True)]
-        result = np.empty(shape, self.dtype)
+        result, filled = np.empty(shape, self.dtype), 0
         places = np.moveaxis(result, self.axis, 0)
-        for i, part in enumerate(parts):
-            places[i] = part.read(within)
+        for part, within in self._overlapping(index):
+            values = np.moveaxis(part.read(within), self.axis, 0)
+            places[filled : filled + len(values)] = values
+            filled += len(values)
         return result
 
     def reshape(self, shape: tuple[int, ...]) -> LazyArray:
-        leading, count = math.prod(self.shape[: self.axis]), len(self.parts)
+        leading, size = math.prod(self.shape[: self.axis]), self.shape[self.axis]
         for axis in range(len(shape)):
-            if shape[axis] == count and math.prod(shape[:axis]) == leading:  # the reshape keeps the stacked axis
-                inner = shape[:axis] + shape[axis + 1 :]
-                return LazyStack(tuple(part.reshape(inner) for part in self.parts), axis)
-        return LazyEntry(read_all(self).reshape(shape), self.dtype)
+            if shape[axis] == size and math.prod(shape[:axis]) == leading:  # the reshape keeps the joined axis
+                kept = [(*shape[:axis], part.shape[self.axis], *shape[axis + 1 :]) for part in self.parts]
+                parts = tuple(part.reshape(inner) for part, inner in zip(self.parts, kept, strict=True))
+                return LazyConcatenation(parts, axis)
+        return (
+            MissingArray(shape, self.dtype)
+            if has_missing(self)
+            else LazyEntry(read_all(self).reshape(shape), self.dtype)
+        )
 
-    def transpose(self, permutation: Sequence[int]) -> LazyStack:
-        inner = [p - (p > self.axis) for p in permutation if p != self.axis]
-        return LazyStack(tuple(part.transpose(inner) for part in self.parts), list(permutation).index(self.axis))
+    def transpose(self, permutation: Sequence[int]) -> LazyConcatenation:
+        parts = tuple(part.transpose(permutation) for part in self.parts)
+        return LazyConcatenation(parts, list(permutation).index(self.axis))
+
+    def part(self, index: Index) -> LazyArray:
+        found = tuple(part.part(within) for part, within in self._overlapping(index))
+        return (
+            LazyConcatenation(found, self.axis) if len(found) > 1 else found[0] if found else self.parts[0].part(index)
+        )
+
+    def _with_size(self, values: tuple[Any, ...], size: Any) -> tuple[Any, ...]:
+        return (*values[: self.axis], size, *values[self.axis + 1 :])
+
+    def _overlapping(self, index: Index) -> Iterator[tuple[LazyArray, Index]]:
+        """Yield the parts that a slice overlaps, each with the slice of it."""
+        start, stop, _ = index[self.axis].indices(self.shape[self.axis])
+        for part in self.parts:
+            size = part.shape[self.axis]
+            if start < size and stop > 0:
+                yield part, self._with_size(index, slice(max(start, 0), min(stop, size)))
+            start, stop = start - size, stop - size
+
+
+def stack_lazily(parts: Sequence[LazyArray], axis: int) -> LazyConcatenation:
+    """Stack arrays of one shape along a new axis."""
+    shape = (*parts[0].shape[:axis], 1, *parts[0].shape[axis:])
+    return LazyConcatenation(tuple(part.reshape(shape) for part in parts), axis)
 
 
 @dataclasses.dataclass(frozen=True)
-class LazyProduct(LazyArray):
-    """An array times a number."""
+class LazyElementwise(LazyArray):
+    """A function of every element of an array, such as a product with a number."""
 
     array: LazyArray
-    factor: float
+    fn: Callable[[Any], Any]
+    """The function, of NumPy's and JAX's arrays alike."""
+    dtype: np.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.array.shape
 
-    @property
-    def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.array.dtype
-
     def read(self, index: Index) -> np.ndarray:
-        values = self.array.read(index)
-        return np.multiply(values, self.factor, out=values, casting="unsafe")
+        return self.fn(self.array.read(index)).astype(self.dtype, copy=False)
 
-    def reshape(self, shape: tuple[int, ...]) -> LazyProduct:
-        return LazyProduct(self.array.reshape(shape), self.factor)
+    def reshape(self, shape: tuple[int, ...]) -> LazyElementwise:
+        return dataclasses.replace(self, array=self.array.reshape(shape))
 
-    def transpose(self, permutation: Sequence[int]) -> LazyProduct:
-        return LazyProduct(self.array.transpose(permutation), self.factor)
+    def transpose(self, permutation: Sequence[int]) -> LazyElementwise:
+        return dataclasses.replace(self, array=self.array.transpose(permutation))
+
+    def part(self, index: Index) -> LazyElementwise:
+        return dataclasses.replace(self, array=self.array.part(index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +222,9 @@ class MissingArray(LazyArray):
     def transpose(self, permutation: Sequence[int]) -> MissingArray:
         return MissingArray(tuple(self.shape[p] for p in permutation), self.dtype)
 
+    def part(self, index: Index) -> MissingArray:
+        return MissingArray(tuple(s.stop - s.start for s in index), self.dtype)
+
 
 def has_missing(x: LazyArray) -> bool:
     """Return whether any part of the array has no values."""
@@ -175,17 +238,17 @@ def is_on_device(x: LazyArray) -> bool:
 
 def _parts(x: LazyArray) -> tuple[LazyArray, ...]:
     """Return the arrays that a lazy array is made of."""
-    return x.parts if isinstance(x, LazyStack) else (x.array,) if isinstance(x, LazyProduct) else ()
+    return x.parts if isinstance(x, LazyConcatenation) else (x.array,) if isinstance(x, LazyElementwise) else ()
 
 
 def read_all(x: LazyArray) -> Any:
     """Return all values: as a JAX array if they are on a device, else as a NumPy array."""
     if not is_on_device(x):
         return x.read((slice(None),) * len(x.shape))
-    if isinstance(x, LazyStack):
-        return jnp.stack([read_all(part) for part in x.parts], x.axis)
-    if isinstance(x, LazyProduct):
-        return (read_all(x.array) * x.factor).astype(x.dtype)
+    if isinstance(x, LazyConcatenation):
+        return jnp.concatenate([read_all(part) for part in x.parts], x.axis)
+    if isinstance(x, LazyElementwise):
+        return x.fn(read_all(x.array)).astype(x.dtype)
     assert isinstance(x, LazyEntry)
     x.require_representable(x.source)
     return x.source if x.source.dtype == x.dtype else x.source.astype(x.dtype)
@@ -214,7 +277,7 @@ def scale_array(x: NamedArray | None, factor: float) -> NamedArray | None:
         return x
     array = x.array
     if isinstance(array, LazyArray):
-        return wrap(LazyProduct(array, factor), x.names)
+        return wrap(LazyElementwise(array, lambda values: values * factor, array.dtype), x.names)
     return wrap((array * factor).astype(array.dtype), x.names) if isinstance(array, (jax.Array, np.ndarray)) else x
 
 
@@ -271,6 +334,19 @@ def _evaluate_equation(equation: Any, operands: Sequence[LazyArray]) -> Sequence
         return [operands[0].reshape(shape)]
     if kind == "broadcast_in_dim" and math.prod(shape) == math.prod(operands[0].shape):  # as `expand_dims` does
         return [operands[0].reshape(shape)]
+    if kind in ("split", "unstack"):
+        axis = params["axis"]
+        sizes = params["sizes"] if kind == "split" else [1] * operands[0].shape[axis]
+        whole = [slice(0, size) for size in operands[0].shape]
+        ranges = [slice(stop - size, stop) for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        parts = (operands[0].part((*whole[:axis], r, *whole[axis + 1 :])) for r in ranges)
+        return [part.reshape(out.aval.shape) for part, out in zip(parts, equation.outvars, strict=True)]
+    if kind == "stack":
+        return [stack_lazily(operands, params["axis"])]
+    if kind == "concatenate":
+        return [LazyConcatenation(tuple(operands), params["dimension"])]
+    if kind == "convert_element_type":
+        return [LazyElementwise(operands[0], lambda values: values, np.dtype(params["new_dtype"]))]
     if any(map(has_missing, operands)):
         return [MissingArray(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]
     results = equation.primitive.bind(*map(read_all, operands), **params)

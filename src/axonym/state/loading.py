@@ -25,7 +25,7 @@ from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import in_trace
 from ..transforms.stacked_leaves import layer_of, layers_at
-from .lazy_arrays import LazyArray, LazyEntry, LazyStack, MissingArray, abstract, as_lazy, has_missing, read_all
+from .lazy_arrays import LazyArray, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all, stack_lazily
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
 from .naming import children, is_number, same_kind, with_prefix
 from .sharded_reading import read_sharded
@@ -128,7 +128,8 @@ def lazy_loading(method: Callable[..., T]) -> Callable[..., T]:
     return from_state_dict
 
 
-def _active_context() -> LoadContext:
+def active_context() -> LoadContext:
+    """Return the active load, which there must be."""
     context = active_load()
     assert context is not None
     return context
@@ -148,7 +149,7 @@ def load_subtree(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> A
     method = getattr(type(tree), "from_state_dict", None) if isinstance(tree, eqx.Module) else None
     if method is None:
         return load_children(tree, entries, prefix)
-    context = _active_context()
+    context = active_context()
     with with_options(context, lazy=hasattr(method, "_leaves_arrays_lazy")):
         return method(tree, entries, prefix)
 
@@ -174,12 +175,12 @@ def _number(tree: Any, entry: Any, key: str) -> Any:
         value = None
     if value is not None and (value == given or value != value):  # exact, or NaN
         return value
-    _active_context().misfits.append(f"{key!r} is {given}, but in the tree it is a number, {kind.__name__}.")
+    active_context().misfits.append(f"{key!r} is {given}, but in the tree it is a number, {kind.__name__}.")
     return tree
 
 
 def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
-    context = _active_context()
+    context = active_context()
     if key is None:
         raise ValueError(f"{context.what}: an array on its own has no key in a state dict. Pass its key as `prefix`.")
     shape, dtype = tuple(raw(tree).shape), tree.dtype
@@ -245,15 +246,15 @@ def stacked_from_state_dict(
     columns = zip(*map(named_trees.leaves, loaded_layers), strict=True)
     results = []
     for (path, x), parts in zip(found, columns, strict=True):
-        if layers_at(x, layers.name) is None and not _all_equal(parts):
+        if layers_at(x, layers.name) is None and not all_equal(parts):
             where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
             shared = describe_array(x) if is_jax_array_like(x) else x
-            _active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
+            active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
         results.append(_stacked(x, parts, layers.name, padding))
     return jax.tree.unflatten(structure, results)
 
 
-def _all_equal(parts: Sequence[Any]) -> bool:
+def all_equal(parts: Sequence[Any]) -> bool:
     """Return whether a leaf that layers share is equal in all of them; while tracing, assume that it is."""
     arrays: list[Any] = [raw(part) for part in parts]
     first, *others = arrays
@@ -273,4 +274,4 @@ def _stacked(x: Any, parts: Sequence[Any], name: str, padding: int) -> Any:
         parts = [raw(part if part.names == names else rearrange(part, names)) for part in parts]
     arrays = [*map(as_lazy, parts)]
     zeros = as_lazy(np.broadcast_to(np.zeros((), arrays[0].dtype), arrays[0].shape))
-    return wrap_like(LazyStack((*arrays, *[zeros] * padding), position), x)
+    return wrap_like(stack_lazily([*arrays, *[zeros] * padding], position), x)

@@ -1,0 +1,518 @@
+"""Layouts of weights: what another program calls the arrays of a model, and how it arranges them, as a table.
+
+A table has a row for each key; `layout_rows` says how rows are written. It is checked against a tree as a whole before
+anything is computed. The conversions consist of named operations, so they run on arrays that are sharded, traced, or
+lazy: a model is loaded one shard at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import tree as named_trees
+from ..axis import Axis
+from ..core import errors, parsing
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
+from ..ops.contraction import dot
+from ..ops.indexing import index
+from ..ops.joining import concatenate, pad, stack
+from ..ops.rearranging import rearrange
+from ..ops.shaping import flatten_axes, split, unbind, unflatten_axis
+from ..tree import LayerStack
+from .layout_rows import JOINED, WHAT, RowArray, TableRow, merged_name, parse_row, parse_split
+from .lazy_arrays import abstract, as_lazy, call_lazily, with_abstract_arrays
+from .loading import active_context, all_equal, load_subtree
+from .module import ModuleWithStateDictSerialization
+from .naming import with_prefix
+from .small_numbers import rounded
+
+T = TypeVar("T")
+
+
+class _FittedRow(NamedTuple):
+    """A row that a tree has arrays for."""
+
+    row: TableRow
+    sizes: tuple[dict[str, int], ...]
+    """The sizes of the axes of each array, and the same with the zeros that the entry has behind them."""
+    padded: tuple[dict[str, int], ...]
+    joined: tuple[int, ...]
+    """The size along `_` of each array."""
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """Return the sizes of the axes of all entries together, none of them merged."""
+        sizes = self.padded[0] | {JOINED: sum(self.joined)}
+        return {name: sizes[name] for name in self.row.order}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of an entry."""
+        sizes = self.whole
+        groups = ([e] if isinstance(e, parsing.Name) else e.members for e in self.row.elements)
+        return tuple(math.prod(sizes[member.name] for member in members) for members in groups)
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of the row, in the order of their elements."""
+        sizes = self.whole
+        return [self.row.key_of(i) for i in itertools.product(*(range(sizes[name]) for name in self.row.along))]
+
+
+class WeightLayout:
+    """How another program names and arranges the arrays of a model, as a table.
+
+    `to_torch_compatible_state_dict` and `from_torch_compatible_state_dict` take a layout. `pack` and `unpack` convert
+    arrays where they are, also in jit. Two layouts of one model convert each into the other:
+    `second.pack(first.unpack(entries, model))`.
+
+    Arguments:
+        table: by key, the paths of arrays in a tree and the axes of the entry, as in `"w -> vocab embed"`. A key can
+            have axes, as in `"layers.{layers}.weight"`: there is an entry for each of their elements. Axes in
+            parentheses are merged. Several arrays are joined along `_`, each with the axes that follow its path in
+            parentheses. `axis=8` adds zeros up to that size, and `as bfloat16` casts. An entry in few bits has its
+            scales in another, `as scale`, with the axes that have scales. `"a + 2 b c"` adds a multiple of a product.
+            `"= key"` repeats an entry. Rows of which a tree has no array are left out.
+        split: by axis, two or more axes that it consists of, with all sizes but one, as in `{"size": "two=2 half"}`.
+            Rows can have these axes in its place, in any order.
+
+    >>> Heads, Group, Size, Embed = axn.make_axes(heads=2, group=2, size=4, embed=3)
+    >>> model = {"q": axn.ones((Heads, Group, Size, Embed)), "k": axn.zeros((Heads, Size, Embed))}
+    >>> fused = axn.state.WeightLayout({"qk.weight": "q (group), k -> (heads _ size) embed"})
+    >>> entries = fused.pack(model)
+    >>> entries["qk.weight"].shape
+    {'(heads _ size)': 24, 'embed': 3}
+    >>> fused.unpack(entries, model)["q"].shape
+    {'heads': 2, 'group': 2, 'size': 4, 'embed': 3}
+    """
+
+    def __init__(self, table: Mapping[str, str], *, split: Mapping[str, str] | None = None):
+        self.split = parse_split(split or {})
+        self.same = {key: text.strip()[1:].strip() for key, text in table.items() if text.strip().startswith("=")}
+        """By key of an entry that is repeated, the other key."""
+        self.rows = tuple(parse_row(key, text) for key, text in table.items() if key not in self.same)
+        self._scales = {self._values_of(row).key: row for row in self.rows if row.is_scale}
+        """By key of an entry in few bits, the row of its scales."""
+        for row in self.rows:
+            if row.dtype is not None and jnp.issubdtype(row.dtype, jnp.integer) and row.key not in self._scales:
+                raise ValueError(f"{WHAT}: {row.key!r} is cast to {row.dtype}, but no row has its scales, `as scale`.")
+        keys = [row.key for row in self.rows if not row.along]
+        for key, other in self.same.items():
+            if other not in keys:
+                hint = errors.suggestion(other, keys)
+                raise ValueError(f"{WHAT}: {key!r} is the same as {other!r}, which is not the key of one entry.{hint}")
+
+    def _values_of(self, scale: TableRow) -> TableRow:
+        """Return the row of the entry that has some scales."""
+        for row in self.rows:
+            if row.dtype is not None and row.operands == scale.operands and row.along == scale.along:
+                sized = {(v.name, v.size) for v in row.variables}
+                if extra := [v.name for v in scale.variables if (v.name, v.size) not in sized]:
+                    raise ValueError(f"{WHAT}: {scale.key!r} has axes that {row.key!r} lacks: {errors.quoted(extra)}.")
+                return row
+        raise ValueError(f"{WHAT}: {scale.key!r} has scales, but no row stores the same arrays in few bits.")
+
+    def pack(self, tree: Any) -> dict[str, NamedArray]:
+        """Return the entries of the layout by key, with the axes of the table. Axes that are merged have one name.
+
+        >>> layout = axn.state.WeightLayout({"{layers}.w": "weight -> (out in)"})
+        >>> layout.pack({"weight": axn.ones({"layers": 2, "in": 3, "out": 2})})["1.w"]
+        NamedArray(float32[(out in)=6], [1. 1. 1. 1. 1. 1.])
+        """
+        tensors = _tensors(_as_exported(tree))
+        entries: dict[str, NamedArray] = {}
+        for fitted in self._fitted(tensors):
+            row = fitted.row
+            if not row.is_scale:
+                x = self._joined(fitted, tensors)
+                if scale := self._scales.get(row.key):
+                    x, scales = rounded(x, [n for n in row.order if n not in scale.order], row.dtype)
+                    entries |= _laid_out(scale, scales)
+                entries |= _laid_out(row, x if row.dtype is None else x.astype(row.dtype))
+        return entries | {key: entries[other] for key, other in self.same.items()}
+
+    def unpack(self, entries: Mapping[str, Any], like: T) -> T:
+        """Return a tree with the values of entries: undo `pack`.
+
+        Arguments:
+            entries: arrays by key, with the names that `pack` gives them or without names.
+            like: a tree with the axes and dtypes of the result, which can be abstract. Its values are not used.
+
+        >>> layout = axn.state.WeightLayout({"w": "weight -> (out in)"})
+        >>> layout.unpack({"w": jnp.ones(6)}, {"weight": axn.zeros({"in": 2, "out": 3})})["weight"].shape
+        {'in': 2, 'out': 3}
+        """
+        _raise(_misfits(self.expected(like), entries, self.same))
+        template = _template(like)
+        tensors = _tensors(template)
+        found: dict[str, NamedArray] = {}
+        for fitted in self._fitted(tensors):
+            row = fitted.row
+            if added := [operand.path for operand in row.operands if operand.added]:
+                raise ValueError(
+                    f"{WHAT}.unpack: {row.key!r} cannot be undone, since a product was added to {added[0]}. Unpack it "
+                    f"with a layout that has {added[0]} alone."
+                )
+            if not row.is_scale:
+                x = _gathered(fitted, entries)
+                if scale := self._scales.get(row.key):
+                    x = x.astype("float32") * _gathered(fitted._replace(row=scale), entries).astype("float32")
+                found |= self._parted(fitted, x, tensors)
+        leaves, structure = named_trees.flatten_with_path(template)
+        return _as_exported(jax.tree.unflatten(structure, [found.get(_path(p), x) for p, x in leaves]), undo=True)
+
+    def expected(self, like: Any) -> dict[str, NamedArray]:
+        """Return the entries of the layout as abstract arrays, for a tree that can be abstract.
+
+        >>> layout = axn.state.WeightLayout({"{layers}.w": "weight -> out in"})
+        >>> layout.expected({"weight": axn.ones({"layers": 1, "in": 3, "out": 2})})
+        {'0.w': NamedArray(float32[out=2, in=3])}
+        """
+        tensors = _tensors(_template(like))
+        entries = {}
+        for fitted in self._fitted(tensors):
+            dtype = fitted.row.dtype or tensors[fitted.row.operands[0].path].dtype
+            x = wrap(jax.ShapeDtypeStruct(fitted.shape, dtype), fitted.row.names)
+            entries |= dict.fromkeys(fitted.keys, x)
+        return entries | {key: entries[other] for key, other in self.same.items()}
+
+    def check(self, like: Any, entries: Mapping[str, Any] | None = None) -> None:
+        """Check the table against a tree and the arrays of the other program, without moving any.
+
+        Shapes do not show whether two axes of one size are swapped. So it is an error if two axes of an entry have one
+        size: make the trees from a configuration in which all sizes differ.
+
+        Arguments:
+            like: a tree, which can be abstract.
+            entries: the other program's arrays by key, which can be abstract. If they have names, these must be those
+                of the table.
+
+        >>> layout = axn.state.WeightLayout({"w": "weight -> in out"})
+        >>> layout.check({"weight": axn.ones({"out": 2, "in": 3})}, {"w": np.ones((3, 2))})
+        """
+        misfits = [] if entries is None else _misfits(self.expected(like), entries, self.same)
+        _raise([*itertools.chain(*map(_alike, self._fitted(_tensors(_template(like))))), *misfits])
+
+    def probe(
+        self,
+        like: Any,
+        forward: Callable[[Any], Any],
+        other_forward: Callable[[dict[str, Any]], Any],
+        *,
+        key: jax.Array,
+        rtol: float = 1e-4,
+    ) -> float:
+        """Compare the results of both programs with the same random weights, and return how far they differ.
+
+        This finds what names and shapes cannot, such as a gate and the layer beside it that are swapped.
+
+        Arguments:
+            like: a tree, which can be abstract.
+            forward: the model: from a tree with random weights to an array.
+            other_forward: the other program: from arrays by key, without names, to the same array.
+            key: a random key.
+            rtol: the largest difference that is allowed, relative to the largest element.
+
+        >>> layout = axn.state.WeightLayout({"w": "weight -> out in"})
+        >>> like, x = {"weight": axn.ones({"in": 3, "out": 2})}, axn.ones({"in": 3})
+        >>> def model(tree):
+        ...     return axn.dot(tree["weight"], x, axis="in")
+        >>> layout.probe(like, model, lambda entries: entries["w"] @ x.array, key=jax.random.key(0)) < 1e-6
+        True
+        """
+        leaves, structure = jax.tree.flatten(like)
+        drawn = jax.tree.unflatten(structure, map(_drawn, jax.random.split(key, len(leaves)), leaves))
+        entries = {k: raw(x) for k, x in self.pack(drawn).items()}
+        ours, others = (np.asarray(raw(y), np.float64) for y in (forward(drawn), other_forward(entries)))
+        if ours.shape != others.shape:
+            raise ValueError(f"{WHAT}.probe: the results have shapes {ours.shape} and {others.shape}.")
+        difference = float(np.max(np.abs(ours - others), initial=0) / np.max(np.abs(ours), initial=1e-30))
+        if not difference <= rtol:
+            raise ValueError(
+                f"{WHAT}.probe: with the same random weights, results differ by {difference:.2g} of the largest "
+                f"element; {rtol:g} is allowed. Look for entries of one shape that are swapped, and at the order in "
+                "which axes are merged and arrays are joined."
+            )
+        return difference
+
+    # --- the table and a tree ---
+
+    def _fitted(self, tensors: Mapping[str, Any]) -> list[_FittedRow]:
+        """Return the rows that a tree has arrays for, or raise one error with everything that does not fit."""
+        problems, fitted = [], []
+        users: dict[str, list[str]] = {path: [] for path in tensors}
+        for row in self.rows:
+            absent = [path for path in row.paths if path not in tensors]
+            if len(absent) == len(row.paths):
+                continue
+            for path in row.paths:
+                if path in users and not row.is_scale:
+                    users[path].append(row.key)
+            wrong = [f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}" for path in absent]
+            wrong = wrong or list(self._wrong(row, tensors))
+            problems += wrong
+            if not wrong:
+                fitted.append(self._fit(row, tensors))
+        unknown = {path for row in self.rows for path in row.paths} - tensors.keys()
+        for path, keys in users.items():
+            if not keys:
+                described = describe_array(tensors[path])
+                problems.append(f"{path} is {described}, but no row has it.{errors.suggestion(path, unknown)}")
+            elif len(keys) > 1:
+                listed = " and ".join(map(repr, keys))
+                problems.append(f"{path} is in {listed}. A row such as '= {keys[0]}' repeats another's entry.")
+        if not problems:
+            known = Counter([key for row in fitted for key in row.keys] + list(self.same))
+            problems += [f"{key!r} is the key of {count} entries." for key, count in known.items() if count > 1]
+            problems += [f"{k!r}: the tree has no {other!r}." for k, other in self.same.items() if other not in known]
+        _raise(problems)
+        return fitted
+
+    def _wrong(self, row: TableRow, tensors: Mapping[str, Any]) -> Iterator[str]:
+        """Yield why a row does not fit the arrays of a tree."""
+        if nameless := [path for path in row.paths if not isinstance(tensors[path], NamedArray)]:
+            yield f"{row.key!r}: {nameless[0]} is {describe_array(tensors[nameless[0]])}, an array without names."
+            return
+        seen: dict[str, tuple[int, str]] = {}
+        for operand in row.operands:
+            x, path = tensors[operand.path], operand.path
+            if x.dtype != (dtype := tensors[row.operands[0].path].dtype):
+                yield f"{row.key!r}: {row.operands[0].path} is {dtype}, but {path} is {x.dtype}."
+            for axis, factors in self._splits(row, x.names):
+                product = math.prod(f.size or 1 for f in factors)
+                if x.axis_size(axis) % product or (all(f.size for f in factors) and x.axis_size(axis) != product):
+                    described = errors.describe_axes([f.name for f in factors], [f.size or "?" for f in factors])
+                    yield f"{row.key!r}: axis {axis!r} of {path}, of size {x.axis_size(axis)}, is not {described}."
+            sizes, places = self._sizes(row, operand, tensors), row.places(operand)
+            for name in [name for name in places if name not in sizes]:
+                yield f"{row.key!r}: {path} is {describe_array(x)}, without {name!r}.{errors.suggestion(name, sizes)}"
+            for name, size in sizes.items():
+                wanted = places.get(name) or size
+                if name not in places and not row.is_scale:
+                    yield f"{row.key!r}: axis {name!r} of {path}, of size {size}, has no place."
+                if wanted < size:
+                    yield f"{row.key!r}: axis {name!r} of {path} has size {size}, more than the {wanted} in the table."
+                first, owner = seen.setdefault(name, (wanted, path))
+                if wanted != first and name in row.order:
+                    yield f"{row.key!r}: axis {name!r} has size {first} in {owner}, but {wanted} in {path}."
+            if operand.added:
+                left, right = (set(tensors[p].names) for p in operand.added.paths)
+                if not left ^ right <= set(x.names) <= left | right:
+                    product = " and ".join(f"{p}, {describe_array(tensors[p])}" for p in operand.added.paths)
+                    yield f"{row.key!r}: {path} is {describe_array(x)}, which the product of {product} is not."
+
+    def _sizes(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
+        """Return the sizes of the axes of an array, some of them split."""
+        sizes = dict(tensors[operand.path].shape)
+        for axis, factors in self._splits(row, sizes):
+            size, product = sizes.pop(axis), math.prod(f.size or 1 for f in factors)
+            sizes |= {f.name: f.size or size // product for f in factors}
+        return sizes
+
+    def _splits(self, row: TableRow, names: Iterable[str]) -> list[tuple[str, tuple[parsing.Name, ...]]]:
+        """Return the axes that a row splits, with their factors."""
+        found = ((axis, factors) for axis, factors in self.split.items() if axis in names)
+        return [(axis, factors) for axis, factors in found if any(f.name in row.order for f in factors)]
+
+    def _fit(self, row: TableRow, tensors: Mapping[str, Any]) -> _FittedRow:
+        sizes = tuple(self._sizes(row, operand, tensors) for operand in row.operands)
+        padded = tuple(
+            own | {name: size for name, size in row.places(operand).items() if size}
+            for own, operand in zip(sizes, row.operands, strict=True)
+        )
+        each = zip(padded, row.operands, strict=True)
+        return _FittedRow(row, sizes, padded, tuple(math.prod(own[v.name] for v in o.own) for own, o in each))
+
+    # --- several arrays as one ---
+
+    def _joined(self, fitted: _FittedRow, tensors: Mapping[str, Any]) -> NamedArray:
+        """Return the arrays of a row as one that has all axes of its entries, none of them merged."""
+        row, parts = fitted.row, []
+        for operand, sizes, padded in zip(row.operands, fitted.sizes, fitted.padded, strict=True):
+            x = tensors[operand.path]
+            if operand.added:
+                left, right = (tensors[p] for p in operand.added.paths)
+                summed = tuple(n for n in left.names if n in right.names and n not in x.names)
+                x = x + (dot(left, right, axis=summed) * operand.added.factor).astype(x.dtype)
+            for axis, factors in self._splits(row, x.names):
+                x = unflatten_axis(x, axis, tuple(Axis(f.name, sizes[f.name]) for f in factors))
+            wider: dict[Any, int] = {name: padded[name] - size for name, size in sizes.items() if padded[name] > size}
+            x = pad(x, {name: (0, more) for name, more in wider.items()}) if wider else x
+            parts.append(flatten_axes(x, tuple(v.name for v in operand.own), JOINED) if len(row.operands) > 1 else x)
+        return concatenate(parts, JOINED) if len(parts) > 1 else parts[0]
+
+    def _parted(self, fitted: _FittedRow, x: NamedArray, tensors: Mapping[str, Any]) -> dict[str, NamedArray]:
+        """Undo `_joined`."""
+        row, found, several = fitted.row, {}, len(fitted.joined) > 1
+        parts = split(x, JOINED, [Axis(JOINED, size) for size in fitted.joined]) if several else [x]
+        for operand, part, sizes, padded in zip(row.operands, parts, fitted.sizes, fitted.padded, strict=True):
+            like = tensors[operand.path]
+            if several:
+                own = tuple(Axis(v.name, padded[v.name]) for v in operand.own)
+                part = unflatten_axis(part, JOINED, own) if own else unbind(part, JOINED)[0]
+            for name, size in sizes.items():
+                if padded[name] > size:
+                    part = split(part, name, [Axis(name, size), Axis(name, padded[name] - size)])[0]
+            for axis, factors in self._splits(row, like.names):
+                part = flatten_axes(part, tuple(f.name for f in factors), axis)
+            found[operand.path] = rearrange(part, like.names).astype(like.dtype)
+        return found
+
+
+def load_packed(layout: WeightLayout, like: T, entries: Mapping[str, Any], prefix: str | None) -> T:
+    """Return a tree with lazy arrays, from the entries of an active load."""
+    wanted, same = layout.expected(like), layout.same
+    left_out = {key for key in same if with_prefix(prefix, key) not in entries}
+    found = load_subtree({key: x for key, x in wanted.items() if key not in left_out}, entries, prefix)
+    for key in same.keys() - left_out:
+        if not all_equal([found[key], found[same[key]]]):
+            active_context().misfits.append(f"{key!r} differs from {same[key]!r}, but in the layout they are the same.")
+    return call_lazily(lambda entries: layout.unpack(entries, like), found)
+
+
+# --- one array as entries ---
+
+
+def _laid_out(row: TableRow, x: NamedArray) -> dict[str, NamedArray]:
+    """Return the entries of a row, from one array with all of their axes."""
+    x = rearrange(x, row.order)
+    for group in row.groups:
+        x = flatten_axes(x, tuple(member.name for member in group.members), merged_name(group))
+    counts, parts = [range(x.axis_size(name)) for name in row.along], [x]
+    for name in row.along:
+        parts = [each for part in parts for each in unbind(part, name)]
+    return {row.key_of(i): part for i, part in zip(itertools.product(*counts), parts, strict=True)}
+
+
+def _gathered(fitted: _FittedRow, entries: Mapping[str, Any]) -> NamedArray:
+    """Undo `_laid_out`."""
+    row, sizes = fitted.row, fitted.whole
+    parts = [wrap(raw(entries[key]), row.names) for key in fitted.keys]
+    for name in reversed(row.along):
+        parts = [stack(parts[i : i + sizes[name]], name) for i in range(0, len(parts), sizes[name])]
+    (x,) = parts
+    for group in row.groups:
+        x = unflatten_axis(x, merged_name(group), tuple(Axis(m.name, sizes[m.name]) for m in group.members))
+    return x
+
+
+# --- mistakes ---
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        count = "" if len(problems) == 1 else f", {len(problems)} problems"
+        raise ValueError("\n  ".join([f"{WHAT}: the table does not fit{count}.", *problems]))
+
+
+def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], same: Iterable[str]) -> list[str]:
+    """Say which entries have another shape or other axes than a layout gives them, are missing or are too many."""
+    problems = [
+        f"{key!r} is there, but no row has it.{errors.suggestion(key, expected)}"
+        for key in entries
+        if key not in expected
+    ]
+    for key, wanted in expected.items():
+        if key not in entries:
+            hint = errors.suggestion(key, entries)
+            problems += [] if key in same else [f"{key!r} is missing, for {describe_array(wanted)}.{hint}"]
+            continue
+        has, shape = entries[key], tuple(raw(entries[key]).shape)
+        if isinstance(has, NamedArray) and has.names != wanted.names:
+            problems.append(f"{key!r} is {describe_array(has)}, but by the table {describe_array(wanted)}.")
+        elif len(shape) != wanted.ndim:
+            problems.append(f"{key!r} has shape {shape}, but by the table it is {describe_array(wanted)}.")
+        else:
+            sizes = zip(wanted.names, shape, raw(wanted).shape, strict=True)
+            problems += [
+                f"{key!r}: axis {name!r} has size {size}, but by the table {by_table}."
+                for name, size, by_table in sizes
+                if size != by_table
+            ]
+    return problems
+
+
+def _alike(fitted: _FittedRow) -> Iterator[str]:
+    """Yield which axes of an entry could be swapped unseen."""
+    row, sizes = fitted.row, fitted.whole
+    members = ((e.name,) if isinstance(e, parsing.Name) else [m.name for m in e.members] for e in row.elements)
+    # Which of the axes of an entry, or of the keys, each name belongs to. Within one of these, no swap shows in shapes.
+    names = [(name, i, sizes[name]) for i, name in enumerate(row.along, -len(row.along))]
+    names += [(name, i, sizes[name]) for i, of_axis in enumerate(members) for name in of_axis if name != JOINED]
+    names += [
+        (name, i, size) for i, (name, size) in enumerate(zip(row.names, fitted.shape, strict=True)) if name not in sizes
+    ]
+    for (a, i, size), (b, j, other) in itertools.combinations(names, 2):
+        if i != j and size == other:
+            yield (
+                f"{row.key!r}: axes {a!r} and {b!r} both have size {size}, so shapes do not show whether they are "
+                "swapped. Check with a configuration in which all sizes differ."
+            )
+
+
+# --- trees ---
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _tensors(tree: Any) -> dict[str, Any]:
+    """Return the arrays of a tree by path, such as `blocks.stacked.mlp.up.weight`."""
+    return {_path(path): x for path, x in named_trees.leaves_with_path(tree) if is_jax_array_like(x)}
+
+
+def abstract_tree(tree: T) -> T:
+    """Replace the arrays of a tree with abstract ones."""
+    return jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, tree)
+
+
+def _template(like: T) -> T:
+    return with_abstract_arrays(call_lazily(_as_exported, abstract_tree(like)))
+
+
+def _as_exported(tree: T, undo: bool = False) -> T:
+    """Return a tree with the factors that its layers declare, and without the added layers of stacks; or undo that."""
+
+    def at(node: Any) -> Any:
+        if isinstance(node, ModuleWithStateDictSerialization):
+            if type(node).flatten_for_export is not ModuleWithStateDictSerialization.flatten_for_export:
+                what = f"{type(node).__name__} has its own `flatten_for_export`, which a table does not call"
+                raise TypeError(f"{WHAT}: {what}. Convert the tree without a layout.")
+            node = node._scaled({field: 1 / by if undo else by for field, by in node._state_dict_scales().items()})
+        if isinstance(node, LayerStack) and (added := node.added_layers()):
+            Layers, count = added
+
+            def resized(x: Any) -> Any:
+                if not isinstance(x, NamedArray) or Layers.name not in x.names or not is_jax_array_like(x):
+                    return x
+                return pad(x, {Layers.name: (0, count)}) if undo else index(x, {Layers.name: slice(Layers.size)})
+
+            node = named_trees.map(resized, node)
+        return node
+
+    return _each_node(at, tree)
+
+
+def _each_node(change: Callable[[Any], Any], node: Any) -> Any:
+    """Apply a function to every node of a tree, from the outside in."""
+    if isinstance(node, NamedArray) or jax.tree_util.all_leaves([node]):
+        return node
+    node = change(node)
+    found, structure = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    return jax.tree.unflatten(structure, [_each_node(change, child) for child in found])
+
+
+def _drawn(key: jax.Array, x: Any) -> Any:
+    """Draw random numbers in place of an array: such that sums over a layer's inputs are neither large nor small."""
+    if not is_jax_array_like(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return (jax.random.normal(key, x.shape) * max(x.size, 1) ** -0.25).astype(x.dtype)
