@@ -198,6 +198,7 @@ from .ops.selection import (
     clip as clip,
     digitize as digitize,
     interp as interp,
+    regrid as regrid,
     isin as isin,
     nonzero as nonzero,
     put_along_axis as put_along_axis,

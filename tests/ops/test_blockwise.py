@@ -98,6 +98,27 @@ def test_nothing_is_gathered(name: str, mesh: Mesh) -> None:
         np.testing.assert_allclose(slope.array, wanted[1].array, rtol=1e-4, atol=3e-6 * scale)
 
 
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", [name for name, along in CASES.items() if along.lies])
+def test_a_report_by_names_has_what_the_partitioner_sends(name: str, auto_mesh: Mesh) -> None:
+    along = CASES[name]
+
+    def loss(x: NamedArray) -> Any:
+        return axn.sum(axn.real(along.call(x)) ** 2).array
+
+    by_names, partitioned = (
+        axn.insight.explain(jax.value_and_grad(loss), along.field, mesh=auto_mesh, mapping=MAPPING, by=by)
+        for by in ("names", "partitioner")
+    )
+    sent = [
+        sorted((c.kind, c.sent, c.phase, c.reason) for c in report.collectives) for report in (by_names, partitioned)
+    ]
+    if name == "tridiagonal":  # two diagonals are ones, which XLA makes where they are needed
+        gathers, sent[0] = sent[0][:2], sent[0][2:]
+        assert sum(each[1] for each in gathers) == by_names.uncertain == 2 * 3 * 4 * 16
+    assert sent[0] == sent[1] and all(reason for *_, reason in sent[0])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_differences_send_a_halo(n: int, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
     wanted = jnp.diff(X.array, n=n, axis=0)

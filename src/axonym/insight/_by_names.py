@@ -16,18 +16,19 @@ from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes, mapped_axes
 from ..names.distributing import PRODUCTS
+from ..ops._pencils import pivot_of
 from . import _scopes
 from ._arguments import GivenArray, added_up
 from ._branches import NOTE, Branches, least, mean
 from ._figures import Bounds, Memory, bounds_on
 from ._named_events import (
     Dims,
+    Exchanged,
     Lookup,
     NamedTrace,
     NotKnown,
     Occurrence,
     Open,
-    Passed,
     PerDevice,
     Renamed,
     Sum,
@@ -311,8 +312,8 @@ class Account:
             self._together(event)
         elif isinstance(event, Renamed):
             self._renamed(event)
-        elif isinstance(event, Passed):
-            self._passed(event)
+        elif isinstance(event, Exchanged):
+            self._exchanged(event)
         elif isinstance(event, PerDevice):
             used = {a for n, _ in event.result.dims for a in self.layout.used(n)}
             if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
@@ -333,17 +334,43 @@ class Account:
                 what = f"{before} becomes {after}, which is sharded {sharded}"
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
-    def _passed(self, event: Passed) -> None:
-        if axes := self.layout.used(event.along):
+    def _exchanged(self, event: Exchanged) -> None:
+        layout, place, x, along = self.layout, event.place, event.value, event.along
+        if not (axes := layout.used(along)):
+            return
+        count, backward, kind = layout.count(axes), place.phase == "backward", "collective-permute"
+        rest, sizes = [d for d in x.dims if d[0] != along], [math.prod(size for n, size in x.dims if n == along)]
+        if event.what == "halo":
             # Each shard of another axis may have a halo already, which the trace shows only once.
-            sizes = {n: size for x in self.trace.arguments for n, size in x.base}
-            dims = tuple(
-                (n, size + (size - sizes.get(n or "", size)) * (self.layout.count(self.layout.used(n)) - 1))
-                for n, size in event.halo.dims
-            )
-            self._exchange(
-                event.place, "collective-permute", axes, dataclasses.replace(event.halo, dims=dims, base=dims)
-            )
+            whole = {n: size for given in self.trace.arguments for n, size in given.base}
+            others = [layout.count(layout.used(n)) - 1 for n, _ in rest]
+            rest = [(n, m + (m - whole.get(n or "", m)) * k) for (n, m), k in zip(rest, others, strict=True)]
+        elif event.what == "totals":
+            kind, sizes = "all-gather", [count]
+        elif event.what == "shards":
+            known = () if place.operation is None else place.operation.operands[0]
+            local = {a.name: (a.size or 1) // layout.count(layout.used(a.name)) for a in known if a.name != along}
+            pivot = pivot_of(local, count)
+            if pivot is None or (pivot not in x.names and backward):
+                why = "no axis to trade for it" if pivot is None else f"an operand without {pivot}"
+                self.open.setdefault(f"{along}, with {why}{_within(place)}", place)
+                return
+            kind, sizes = "all-to-all", [-(-local[pivot] // count) * count] if pivot in x.names else []
+            rest = [d for d in x.dims if d[0] != pivot]
+        elif layout.used(event.places.name) != axes or event.places.size % count:
+            self.open.setdefault(f"places that are not sharded like {along}{_within(place)}", place)
+            return
+        else:
+            widths = None if event.reach is None else event.reach.widths(count)
+            sizes = [] if widths is None else [*filter(None, widths)]
+            if widths == (0, 0):
+                return
+        if not sizes:  # all elements along the axis
+            over = [() if n == along else layout.used(n) for n, _ in x.dims]
+            self._exchange(place, "reduce-scatter" if backward else "all-gather", axes, x, over)
+        for size in sizes:
+            base = (*rest, (None, size))
+            self._exchange(place, kind, axes, dataclasses.replace(x, dims=base, base=base))
 
     def _together(self, event: Together) -> None:
         # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.

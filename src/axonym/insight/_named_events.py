@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..axis import Axis
 from ..core.source_lines import Frame, frames_of
+from ..ops._blockwise import Reach
 from . import _scopes
 from ._branches import Branches
 
@@ -142,16 +144,21 @@ class Offloaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passed:
-    """A halo: each device passes elements at the end of its shard of an axis to a neighbor."""
+class Exchanged:
+    """What devices exchange for an operation along an axis, if that is sharded: halos, totals, or shards."""
 
     place: Occurrence
-    halo: Value
-    """The elements; along the axis itself they have no name."""
+    value: Value
+    """The elements of a halo, the total of a shard, or the whole array of which each device exchanges its shard."""
+    what: str
     along: str
+    places: Axis = Axis("no places", 0)
+    """For look-ups, the axis of the places."""
+    reach: Reach | None = None
+    """For look-ups, how far they reach, if that is known."""
 
 
-Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Passed | Offloaded
+Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Exchanged | Offloaded
 
 
 @dataclasses.dataclass(frozen=True)
