@@ -15,11 +15,11 @@ import pytest
 import axonym as axn
 from tests.helpers import compilations, spec
 
-xr = pytest.importorskip("xarray", reason="xarray is an optional dependency; the extra `dev` has it")
-pd = pytest.importorskip("pandas", reason="pandas comes with xarray")
+xr: Any = pytest.importorskip("xarray", reason="xarray is an optional dependency; the extra `dev` has it")
+pd: Any = pytest.importorskip("pandas", reason="pandas comes with xarray")
 
 
-def weather(seed: int = 0) -> xr.DataArray:
+def weather(seed: int = 0) -> Any:
     """Return data with coordinates of every kind: dates, strings, one that is not an index, one without axes."""
     values = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
     coords: Any = {

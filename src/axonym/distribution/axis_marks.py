@@ -23,7 +23,7 @@ MARK = "named_axes"
 """The name of the primitive of marks; its parameter `names` has a name or None for each axis."""
 
 EXCHANGE = "exchanged"
-"""The name of the primitive that shows what devices exchange; its parameter `names` has the arguments of `exchanged`."""
+"""The name of the primitive that shows what devices exchange; its parameter `names` has what `exchanged` got."""
 
 _mark = marking_operation(MARK, lambda names, at: (*names[:at], None, *names[at:]))
 _exchange = marking_operation(EXCHANGE, lambda names, at: names)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..axis import Axis
 from ..core.source_lines import Frame, frames_of
-from ..ops._blockwise import Reach
 from . import _scopes
 from ._branches import Branches
 
@@ -152,10 +150,8 @@ class Exchanged:
     """The elements of a halo, the total of a shard, or the whole array of which each device exchanges its shard."""
     what: str
     along: str
-    places: Axis = Axis("no places", 0)
-    """For look-ups, the axis of the places."""
-    reach: Reach | None = None
-    """For look-ups, how far they reach, if that is known."""
+    details: tuple[Any, ...] = ()
+    """For look-ups, the axis of the places, and how far they reach, or None."""
 
 
 Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Exchanged | Offloaded

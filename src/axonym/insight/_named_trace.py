@@ -242,7 +242,8 @@ class _Events:
             inside(self, step, xs, ys, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
             if step.name == EXCHANGE:
-                self.found.append(Exchanged(around.place(avoidable), ys[0], *step.params["names"]))
+                (what, along, *details), constant = step.params["names"], xs[0].origin in self._constants
+                self.found.append(Exchanged(around.place(constant), ys[0], what, along, tuple(details)))
         elif step.name in _LAYOUT:
             return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
         elif (rule := _RULES.get(step.name)) is not None:

@@ -18,7 +18,7 @@ from ..axis import Axis, Names
 from ..distribution.axis_marks import exchanged
 from ..distribution.mesh_axes import entry_of, mapped_axes, mesh_around
 from ..distribution.per_device import run_per_device
-from ..named_array import NamedArray, wrap_result
+from ..named_array import NamedArray
 from . import _blocks, _kernels
 from ._blocks import Blocks, Widths
 from ._operands import as_float
@@ -167,8 +167,8 @@ def look_up(
     Each device computes its shard of the results. Return None if the axes are not sharded so.
 
     Arguments:
-        fn: a positional function of the operands, and of `start=` and `size=`: along the axis, the position of the first
-            element that it gets, and the size of the axis. Positions go on from the end of the axis at its start.
+        fn: a positional function of the operands, and of `start=` and `size=`: the position of the first element that
+            it gets along the axis, and the size of the axis. Positions go on from the end of the axis at its start.
         along: the axis, as operands call it, which all others do not have, and as it is called in `over`.
         over: the blocks of each sharded axis of the first operand.
         new: the axis of the places, which the result has.

@@ -468,9 +468,7 @@ def _layouts(
     The positions may have an axis with the name of the points' axis, which is therefore called otherwise inside.
     """
     out_names = replaced("interp", value_names, along, names_without(names, *names_without(value_names, along)))
-    of_points, of_values = (
-        tuple(inner if n == along else n for n in own) for own in (point_names, value_names)
-    )
+    of_points, of_values = (tuple(inner if n == along else n for n in own) for own in (point_names, value_names))
     return (names, of_points, of_values, *[()] * extra), out_names
 
 
@@ -594,8 +592,8 @@ def _interp_by_shards(
     if len(places) != 1:
         return None
     new = Axis(places[0], np.shape(x)[names.index(places[0])])
-    at, points = known_values(x), known_values(xp)
-    if at is None or points is None or (at.ndim, points.ndim) != (1, 1) or extra["period"] is not None or len(points) < 2:
+    at, points = (v if v is not None and v.ndim == 1 else None for v in map(known_values, (x, xp)))
+    if at is None or points is None or len(points) < 2 or extra["period"] is not None:
         static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
         options = ("in_names", in_names), ("out_names", out_names), ("given", given), ("static", static)
         arrays, own = (fp.array, x, xp, *values), (in_names[2], *in_names[:2], *in_names[3:])
