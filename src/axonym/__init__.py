@@ -201,6 +201,7 @@ from .ops.selection import (
     isin as isin,
     nonzero as nonzero,
     put_along_axis as put_along_axis,
+    regrid as regrid,
     searchsorted as searchsorted,
     select as select,
     take_along_axis as take_along_axis,

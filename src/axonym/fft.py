@@ -144,15 +144,16 @@ def _transform(
     distinct(what, tuple(name_of(wanted.get(n, n)) for n in a.names))
     lengths = [(key, None if isinstance(new, str) else getattr(new, "size", new)) for key, new in requests or ()]
     rest = tuple((key, length) for key, length in lengths if name_of(key) not in sharded)
-    # A real transform begins with the axis that it shortens, and its inverse ends with it.
+    # A real transform begins with the axis that it shortens, its inverse ends with it, and others send real values.
     x = a
-    if rest and not from_half:
+    first = real and not from_half
+    if rest and first:
         x, done = transformed(a, rest), {name_of(key) for key, _ in rest}
         blocks = {n: b for n, b in blocks.items() if n not in done}
     for n in sharded:
         found = pencils(what, _along, [x], n, blocks, ("fn", full), ("norm", norm))
         x = transformed(x, ((n, None),)) if found is None else found
-    x = transformed(x, rest) if rest and from_half else x
+    x = transformed(x, rest) if rest and not first else x
     return x.rename({n: name_of(new) for n, new in wanted.items()})
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import pandas as pd
 import pytest
-import xarray as xr
 
 import axonym as axn
 from tests.helpers import compilations, spec
 
+xr: Any = pytest.importorskip("xarray", reason="xarray is an optional dependency; the extra `dev` has it")
+pd: Any = pytest.importorskip("pandas", reason="pandas comes with xarray")
 
-def weather(seed: int = 0) -> xr.DataArray:
+
+def weather(seed: int = 0) -> Any:
     """Return data with coordinates of every kind: dates, strings, one that is not an index, one without axes."""
     values = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
     coords: Any = {
@@ -83,6 +85,52 @@ def test_sharded(mesh: jax.sharding.Mesh) -> None:
         xr.testing.assert_identical(axn.to_xarray(x, da.coords, name="t2m"), da)
         doubled = axn.named_jit(lambda x: x * 2, {"time": "data"})(x)
         xr.testing.assert_identical(axn.to_xarray(doubled, da.coords, name="t2m"), da * 2)
+
+
+# --- files, and the table of docs/fields.md ---
+
+
+def test_a_sharded_field_is_written_and_read(mesh: jax.sharding.Mesh, tmp_path: Path) -> None:
+    """By SciPy, which JAX needs."""
+    da = weather().drop_vars("run")
+    with jax.set_mesh(mesh):
+        x = axn.from_xarray(da, placement={"time": "data"})
+        axn.to_xarray(2 * x, da.coords, name="t2m").to_netcdf(tmp_path / "t2m.nc")
+    with xr.open_dataset(tmp_path / "t2m.nc") as found:
+        np.testing.assert_array_equal(found["t2m"].values, 2 * da.values)
+        np.testing.assert_array_equal(found["time"].values, da["time"].values)
+        assert found["station"].values.astype(str).tolist() == ["a", "b", "c"]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
+ROWS = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", PAGE.read_text().partition("| xarray and dask")[2], re.MULTILINE)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("theirs", "ours"), ROWS, ids=[theirs for theirs, _ in ROWS])
+def test_what_the_page_says_to_write_here(theirs: str, ours: str) -> None:
+    """Both give the same values: alone, and with the axis sharded."""
+    n = 16
+    spread = np.linspace(0, 1, n) ** 2
+    values = np.random.default_rng(0).normal(size=n)
+    month = np.arange(n) // 4
+    da = xr.DataArray(values, dims="x", coords={"x": spread, "month": ("x", month)})
+    known = {"axn": axn, "jnp": jax.numpy, "n": n, "da": da, "a": values, "x": axn.named(np.float32(values), "x")}
+    known |= {"f": lambda u: axn.roll(u, 1, "x") * u}
+    known |= {"coordinates": axn.named(np.float32(spread), "x"), "months": axn.named(month, "x")}
+    known |= {"w": xr.DataArray(spread, dims="x"), "weights": axn.named(np.float32(spread), "x")}
+    if "dask" in theirs:  # what it computes, without dask
+        wide = np.pad(values, 1, mode="symmetric")
+        wanted = (np.roll(wide, 1) * wide)[1:-1]
+    elif "interp" in theirs:
+        wanted = da.interp(x=np.linspace(0.1, 0.9, n)).values
+        known["places"] = axn.named(np.linspace(0.1, 0.9, n, dtype=np.float32), "x")
+    else:
+        wanted = eval(theirs, known).values
+    np.testing.assert_allclose(eval(ours, known).array, wanted, rtol=1e-4, atol=1e-4)
+    with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2})), axn.axis_mapping({"x": "data"}):
+        sharded = {name: axn.shard(v) if isinstance(v, axn.NamedArray) else v for name, v in known.items()}
+        np.testing.assert_allclose(eval(ours, sharded).array, wanted, rtol=1e-4, atol=1e-4)
 
 
 # --- coordinates ---

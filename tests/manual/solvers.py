@@ -60,7 +60,7 @@ def vorticity(w: NamedArray, psi: NamedArray) -> Fields:
     return axn.stencil(move, ends)(w, psi), psi
 
 
-def weno5(u: NamedArray) -> Fields:
+def weno5(u: NamedArray, least: float = 1e-2) -> Fields:
     def flux(a: Any, b: Any, c: Any, d: Any, e: Any) -> NamedArray:
         parts = (2 * a - 7 * b + 11 * c) / 6, (-b + 5 * c + 2 * d) / 6, (2 * c + 5 * d - e) / 6
         smooth = (
@@ -68,7 +68,7 @@ def weno5(u: NamedArray) -> Fields:
             13 / 12 * (b - 2 * c + d) ** 2 + (b - d) ** 2 / 4,
             13 / 12 * (c - 2 * d + e) ** 2 + (3 * c - 4 * d + e) ** 2 / 4,
         )
-        weights = [w / (1e-2 + s) ** 2 for w, s in zip((0.1, 0.6, 0.3), smooth, strict=True)]
+        weights = [w / (least + s) ** 2 for w, s in zip((0.1, 0.6, 0.3), smooth, strict=True)]
         total = weights[0] + weights[1] + weights[2]
         return (weights[0] * parts[0] + weights[1] * parts[1] + weights[2] * parts[2]) / total
 

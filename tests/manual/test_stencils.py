@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +20,7 @@ import axonym as axn
 from axonym import NamedArray
 from benchmarks.communication import bytes_moved
 from tests.helpers import compilations, spec
-from tests.manual.solvers import SOLVERS, Solver, heat, laplacian
+from tests.manual.solvers import SOLVERS, Solver, heat, laplacian, weno5
 
 MAPPING = {"x": "data", "y": "model"}
 DRAW = np.random.default_rng(0)
@@ -63,6 +65,35 @@ def test_a_solver_is_the_same_on_every_mesh_and_sends_halos(name: str, auto_mesh
             if first:
                 assert received(jax.jit(solver.step).lower(*fields).compile()) == halos
             first = False
+
+
+@pytest.mark.parametrize("least", [1e-2, 1e-6])
+def test_weno_against_float64(least: float, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
+    """With float32, rounding moves its gradients on one device, too: the more, the less smoothness it assumes."""
+    solver = dataclasses.replace(SOLVERS["WENO5"], step=functools.partial(weno5, least=least))
+
+    def both(fields: Any) -> list[np.ndarray]:
+        (_, new), gradients = jax.block_until_ready(jax.jit(values_and_gradients(solver))(fields))
+        return [np.asarray(x.array) for x in (new[0], gradients[0])]
+
+    def error(found: list[np.ndarray]) -> list[float]:
+        """Return the largest differences, in units in the last place of the largest value."""
+        pairs = zip(found, exact, strict=True)
+        return [np.abs(x - y).max() / np.spacing(np.abs(y).max().astype(x.dtype)) for x, y in pairs]
+
+    fields = solver.start()
+    with jax.enable_x64(True):
+        exact = both(wide := jax.tree.map(lambda x: x.astype("float64"), fields))
+    alone = error(both(fields))
+    for mesh in (auto_mesh, explicit_mesh):
+        with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+            values, gradients = error(both(axn.shard(fields)))
+            assert values <= 2 and gradients <= alone[1] + 10
+            with jax.enable_x64(True):
+                found = both(axn.shard(wide))
+        assert found[0].dtype == np.float64
+        values, gradients = error(found)
+        assert values <= 2 and gradients <= 10
 
 
 # --- boundaries ---
@@ -305,29 +336,27 @@ SCALING = """
 import jax
 import axonym as axn
 from axonym.insight import explain
-from tests.manual.solvers import heat
+from tests.manual.solvers import SOLVERS
 
 jax.config.update("jax_num_cpu_devices", 512)
-for n in (4, 64, 512):
+for n in (8, 512):
     mesh = jax.make_mesh((n // 2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
                          devices=jax.devices()[:n])
-    x = axn.named(jax.ShapeDtypeStruct((2 * n, 16), "float32"), ("x", "y"))
-    report = explain(lambda u: heat(u)[0], x, mesh=mesh, mapping={"x": "data", "y": "model"}, by="partitioner")
-    print(n, sorted((c.kind, c.sent) for c in report.collectives))
+    sizes = {"x": 4 * (n // 2), "y": 16, "q": 9}
+    for name, solver in SOLVERS.items():
+        names = [tuple(a.name for a in axes) for axes in solver.fields]
+        fields = [axn.named(jax.ShapeDtypeStruct([sizes[a] for a in own], "float32"), own) for own in names]
+        report = explain(solver.step, *fields, mesh=mesh, mapping={"x": "data", "y": "model"}, by="partitioner")
+        assert {c.kind for c in report.collectives} == {"collective-permute"}, name
+        assert sum(c.sent for c in report.collectives) == 4 * solver.received(4, 8), (name, n)
 """
 
 
 @pytest.mark.oldest
-def test_bytes_are_the_same_on_512_devices() -> None:
+def test_a_device_sends_as_much_on_512_devices() -> None:
+    """By the formula of the solver, in the partitioned program: with a shard of 4 by 8 on 8 devices, and on 512."""
     root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        [sys.executable, "-c", SCALING], capture_output=True, text=True, cwd=root, timeout=300, check=True
-    )
-    found = [line.partition(" ") for line in ran.stdout.splitlines()]
-    assert [n for n, _, _ in found] == ["4", "64", "512"]
-    assert {sent for _, _, sent in found} == {
-        str([("collective-permute", 4 * 4)] * 2 + [("collective-permute", 8 * 4)] * 2)
-    }
+    subprocess.run([sys.executable, "-c", SCALING], cwd=root, timeout=300, check=True)
 
 
 # --- errors ---

@@ -24,6 +24,9 @@ def _nonzero(x: np.ndarray, size: int, fill: Any) -> list[np.ndarray]:
     return [np.pad(i, (0, size - len(i)), constant_values=v) for i, v in zip(found, fills, strict=True)]
 
 
+NEAR = (np.arange(8)[:, None] + [-1, 0, 1]) % 8
+
+
 def _columns(x: Any, xp: Any, fp: Any) -> Any:
     """Interpolate at [row, embed] in [batch, pos, embed]."""
     column = jax.vmap(lambda x, fp: jnp.interp(x, xp, fp), in_axes=1, out_axes=1)
@@ -306,6 +309,22 @@ LOOKUP = [
         lambda x: jnp.interp(x, jnp.asarray([0.0, 1.0]), jnp.asarray([3.0, 4.0]), period=2.0),
         "periodic",
         names=BP,
+    ),
+    Case(
+        "regrid",
+        (f(*BP), f("xyz", "batch")),
+        lambda x, w: axn.regrid(x, "batch", axn.named(NEAR, ("batch", "xyz")), w, "xyz"),
+        lambda x, w: jnp.einsum("bkp,kb->bp", jnp.asarray(x)[NEAR], w),
+        "near",
+        names=BP,
+    ),
+    Case(
+        "regrid",
+        (f(*BP), of("index", "row"), f("xyz")),
+        lambda x, i, w: axn.regrid(x, "batch", i.broadcast_axis(axn.Axis("xyz", 3)), w, "xyz"),
+        lambda x, i, w: jnp.asarray(x)[i] * w.sum(),
+        "anywhere",
+        names=("row", "pos"),
     ),
 ]
 

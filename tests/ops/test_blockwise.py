@@ -23,6 +23,12 @@ DRAW = np.random.default_rng(0)
 X = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (64, 16)), "float32"), ("x", "c"))
 PLANES = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (16, 8, 10)), "float32"), ("x", "y", "z"))
 PLACES = axn.named(jnp.cumsum(jnp.asarray(DRAW.uniform(0.5, 1.5, 64), "float32")), "x")
+NEAR = axn.named((np.arange(64)[:, None] + [-1, 0, 2]) % 64, ("x", "corner"))
+HALF = axn.named(np.arange(64).reshape(32, 2), ("x", "corner"))
+BACKWARD = axn.named(np.stack([np.arange(64)[::-1], np.roll(np.arange(64), 32)], 1), ("x", "corner"))
+WEIGHTS = axn.named(jnp.asarray([0.2, 0.3, 0.5]), "corner")
+POSITIONS = axn.named(np.arange(-1, 63, dtype=np.float32) * 0.99, "x")
+POINTS = axn.named(np.arange(64, dtype=np.float32), "x")
 ROW, SHARD = 4 * 16, 4 * 64 * 16 // 4
 
 
@@ -69,6 +75,14 @@ CASES = {
     "irfft": Along(
         lambda x: fft.irfft(fft.rfft(x, ("x", "y")) * 2, ("x", "y")), "all-to-all", 4 * 8 * 4 * 5 * 12, True
     ),
+    # From one element before a shard to two after it, around the ends of the axis, too.
+    "regrid": Along(lambda x: axn.regrid(x, "x", NEAR, WEIGHTS, "corner"), "collective-permute", 3 * ROW),
+    "regrid locally": Along(lambda x: axn.regrid(x, "x", HALF, WEIGHTS["corner", 1:], "corner"), "none", 0),
+    "interp": Along(
+        lambda x: axn.interp(POSITIONS, POINTS, x, axis="x", left=2.0, right="extrapolate"),
+        "collective-permute",
+        2 * ROW,
+    ),
     "tridiagonal": Along(solve, "all-to-all", None),
 }
 
@@ -96,6 +110,87 @@ def test_nothing_is_gathered(name: str, mesh: Mesh) -> None:
         slope = jax.jit(lambda x: both(x)[1])(x)
         scale = np.abs(wanted[1].array).max()
         np.testing.assert_allclose(slope.array, wanted[1].array, rtol=1e-4, atol=3e-6 * scale)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", [name for name, along in CASES.items() if along.lies])
+def test_a_report_by_names_has_what_the_partitioner_sends(name: str, auto_mesh: Mesh) -> None:
+    along = CASES[name]
+
+    def loss(x: NamedArray) -> Any:
+        return axn.sum(axn.real(along.call(x)) ** 2).array
+
+    by_names, partitioned = (
+        axn.insight.explain(jax.value_and_grad(loss), along.field, mesh=auto_mesh, mapping=MAPPING, by=by)
+        for by in ("names", "partitioner")
+    )
+    sent = [
+        sorted((c.kind, c.sent, c.phase, c.reason) for c in report.collectives) for report in (by_names, partitioned)
+    ]
+    if name == "tridiagonal":  # two diagonals are ones, which XLA makes where they are needed
+        gathers, sent[0] = sent[0][:2], sent[0][2:]
+        assert sum(sent or 0 for _, sent, *_ in gathers) == by_names.uncertain == 2 * 3 * 4 * 16
+    assert sent[0] == sent[1] and all(reason for *_, reason in sent[0])
+
+
+ANYWHERE: dict[str, Callable[[NamedArray], NamedArray]] = {
+    "far": lambda x: axn.regrid(x, "x", BACKWARD, WEIGHTS["corner", 1:], "corner"),
+    "computed": lambda x: axn.regrid(x, "x", axn.roll(axn.named(jnp.arange(64), "x"), 3, "x").broadcast_axis(axn.Axis(
+        "corner", 3)), WEIGHTS, "corner"),
+    "interp": lambda x: axn.interp(x["c", 0] * 40, POINTS, x, axis="x"),
+    "columns": lambda x: axn.interp(x * 40, axn.cumsum(x, "x"), x, axis="x", left=0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_look_ups_anywhere_take_all_elements_once(name: str, mesh: Mesh) -> None:
+    call = ANYWHERE[name]
+
+    def both(x: NamedArray) -> Any:
+        return call(x), jax.grad(lambda x: axn.sum(call(x) ** 2).array)(x)
+
+    wanted = jax.jit(both)(X)
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        program = jax.jit(call).lower(x := axn.shard(X)).compile()
+        moved = bytes_moved(program)
+        found = jax.block_until_ready((*jax.jit(both)(x), call(x)))
+    fields = 2 if name == "columns" else 1  # with the points
+    assert moved["all-gather"].bytes <= fields * 4 * SHARD + 4 * ROW + 4 * 64, moved
+    assert moved.keys() <= {"all-gather"} or name == "computed", moved
+    assert "data" in spec(found[0])
+    for one, other in zip(found, (*wanted, wanted[0]), strict=True):
+        np.testing.assert_allclose(
+            one.rearrange(other.names).array, other.array, rtol=1e-4, atol=1e-5 * np.abs(other.array).max()
+        )
+
+
+def test_look_ups_for_few_places_do_not_gather(auto_mesh: Mesh) -> None:
+    few, many = (axn.named(jnp.linspace(1.0, 50.0, n), "station") for n in (3, 40))
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        for places in (few, many):
+            program = (
+                jax.jit(lambda x, p: axn.interp(p, POINTS, x, axis="x")).lower(x := axn.shard(X), places).compile()
+            )
+            moved = bytes_moved(program)
+            assert sum(m.bytes for m in moved.values()) <= 4 * SHARD, moved
+            wanted = axn.interp(places, POINTS, X, axis="x")
+            np.testing.assert_allclose(program(x, places).array, wanted.array, rtol=1e-5, atol=1e-5)
+
+
+def test_reports_by_names_say_which_look_ups_they_do_not_know(auto_mesh: Mesh) -> None:
+    places = axn.named(np.linspace(1.0, 50.0, 40), "station")
+    with pytest.raises(ValueError, match="places that are not sharded like x in interp"):
+        axn.insight.explain(
+            lambda x: axn.interp(places, POINTS, x, axis="x"), X, mesh=auto_mesh, mapping=MAPPING, by="names"
+        )
+
+
+def test_what_regrid_refuses() -> None:
+    indices = axn.named(np.array([[0, 64]]), ("x", "corner"))
+    with pytest.raises(ValueError, match="positions outside of axis 'x' of size 64"):
+        axn.regrid(X, "x", indices, WEIGHTS["corner", 1:], "corner")
+    with pytest.raises(ValueError, match="`weights` has axes"):
+        axn.regrid(X, "x", NEAR, WEIGHTS.rename({"corner": "k"}), "corner")
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -22,7 +22,11 @@ from .operation_scope import names_of_results, unmarked
 MARK = "named_axes"
 """The name of the primitive of marks; its parameter `names` has a name or None for each axis."""
 
+EXCHANGE = "exchanged"
+"""The name of the primitive that shows what devices exchange; its parameter `names` has what `exchanged` got."""
+
 _mark = marking_operation(MARK, lambda names, at: (*names[:at], None, *names[at:]))
+_exchange = marking_operation(EXCHANGE, lambda names, at: names)
 
 
 def marking() -> contextlib.AbstractContextManager[None]:
@@ -38,6 +42,17 @@ def is_marking() -> bool:
 def marked(arrays: Sequence[jax.Array], names: Sequence[Names]) -> list[jax.Array]:
     """Return arrays, each marked with its names."""
     return [_mark(x, tuple(map(_own, own))) if own else x for x, own in zip(arrays, names, strict=True)]
+
+
+def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
+    """Return an array, marked as what devices exchange if an axis is sharded; the gradient is exchanged alike.
+
+    Arguments:
+        what: "halo", "totals" or "shards"; or "elements", for look-ups at places along another axis.
+        details: for look-ups, the axis of the places, as an `Axis`, and how far they reach, if known: see
+            `axonym.ops._blockwise`.
+    """
+    return _exchange(x, (what, axis, *details))
 
 
 def _own(name: str) -> str | None:

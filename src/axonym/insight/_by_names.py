@@ -16,18 +16,19 @@ from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes, mapped_axes
 from ..names.distributing import PRODUCTS
+from ..ops._pencils import pivot_of
 from . import _scopes
 from ._arguments import GivenArray, added_up
 from ._branches import NOTE, Branches, least, mean
 from ._figures import Bounds, Memory, bounds_on
 from ._named_events import (
     Dims,
+    Exchanged,
     Lookup,
     NamedTrace,
     NotKnown,
     Occurrence,
     Open,
-    Passed,
     PerDevice,
     Renamed,
     Sum,
@@ -311,8 +312,8 @@ class Account:
             self._together(event)
         elif isinstance(event, Renamed):
             self._renamed(event)
-        elif isinstance(event, Passed):
-            self._passed(event)
+        elif isinstance(event, Exchanged):
+            self._exchanged(event)
         elif isinstance(event, PerDevice):
             used = {a for n, _ in event.result.dims for a in self.layout.used(n)}
             if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
@@ -333,17 +334,61 @@ class Account:
                 what = f"{before} becomes {after}, which is sharded {sharded}"
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
-    def _passed(self, event: Passed) -> None:
-        if axes := self.layout.used(event.along):
+    def _exchanged(self, event: Exchanged) -> None:
+        layout, x, along = self.layout, event.value, event.along
+        if not (axes := layout.used(along)):
+            return
+        count, rest = layout.count(axes), tuple(d for d in x.dims if d[0] != along)
+        if event.what == "shards":
+            self._traded(event, axes, count)
+        elif event.what == "elements":
+            self._found_along(event, axes, count)
+        elif event.what == "totals":
+            self._sent(event, "all-gather", axes, (*rest, (None, count)))
+        else:
             # Each shard of another axis may have a halo already, which the trace shows only once.
-            sizes = {n: size for x in self.trace.arguments for n, size in x.base}
-            dims = tuple(
-                (n, size + (size - sizes.get(n or "", size)) * (self.layout.count(self.layout.used(n)) - 1))
-                for n, size in event.halo.dims
-            )
-            self._exchange(
-                event.place, "collective-permute", axes, dataclasses.replace(event.halo, dims=dims, base=dims)
-            )
+            whole = {n: size for given in self.trace.arguments for n, size in given.base}
+            others = [layout.count(layout.used(n)) - 1 for n, _ in rest]
+            wider = ((n, m + (m - whole.get(n or "", m)) * k) for (n, m), k in zip(rest, others, strict=True))
+            width = math.prod(size for n, size in x.dims if n == along)
+            self._sent(event, "collective-permute", axes, (*wider, (None, width)))
+
+    def _sent(self, event: Exchanged, kind: str, axes: Axes, dims: Dims) -> None:
+        self._exchange(event.place, kind, axes, dataclasses.replace(event.value, dims=dims, base=dims))
+
+    def _all_elements(self, event: Exchanged, axes: Axes) -> None:
+        """Count that each device gets all elements along an axis; their gradients are added up."""
+        over = [() if n == event.along else self.layout.used(n) for n, _ in event.value.dims]
+        kind = "reduce-scatter" if event.place.phase == "backward" else "all-gather"
+        self._exchange(event.place, kind, axes, event.value, over)
+
+    def _traded(self, event: Exchanged, axes: Axes, count: int) -> None:
+        """Count an all-to-all: each device gets all of an axis, and a shard of another one."""
+        layout, place, dims = self.layout, event.place, event.value.dims
+        known = () if place.operation is None else place.operation.operands[0]
+        local = {a.name: (a.size or 1) // layout.count(layout.used(a.name)) for a in known if a.name != event.along}
+        pivot = pivot_of(local, count)
+        if pivot in event.value.names:
+            padded = -(-local[pivot] // count) * count
+            self._sent(event, "all-to-all", axes, (*(d for d in dims if d[0] != pivot), (None, padded)))
+        elif pivot is not None and place.phase != "backward":
+            self._all_elements(event, axes)
+        else:
+            why = "no axis to trade for it" if pivot is None else f"an operand without {pivot}"
+            self.open.setdefault(f"{event.along}, with {why}{_within(place)}", place)
+
+    def _found_along(self, event: Exchanged, axes: Axes, count: int) -> None:
+        """Count what look-ups along an axis need: a halo from each side, or all elements."""
+        places, reach = event.details
+        if self.layout.used(places.name) != axes or places.size % count:
+            what = f"places that are not sharded like {event.along}{_within(event.place)}"
+            self.open.setdefault(what, event.place)
+        elif reach is None or (widths := reach.widths(count)) is None:
+            self._all_elements(event, axes)
+        else:
+            rest = [d for d in event.value.dims if d[0] != event.along]
+            for width in filter(None, widths):
+                self._sent(event, "collective-permute", axes, (*rest, (None, width)))
 
     def _together(self, event: Together) -> None:
         # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -144,16 +144,19 @@ class Offloaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passed:
-    """A halo: each device passes elements at the end of its shard of an axis to a neighbor."""
+class Exchanged:
+    """What devices exchange for an operation along an axis, if that is sharded: halos, totals, or shards."""
 
     place: Occurrence
-    halo: Value
-    """The elements; along the axis itself they have no name."""
+    value: Value
+    """The elements of a halo, the total of a shard, or the whole array of which each device exchanges its shard."""
+    what: str
     along: str
+    details: tuple[Any, ...] = ()
+    """For look-ups, the axis of the places, and how far they reach, or None."""
 
 
-Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Passed | Offloaded
+Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Exchanged | Offloaded
 
 
 @dataclasses.dataclass(frozen=True)

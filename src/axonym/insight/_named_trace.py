@@ -25,7 +25,7 @@ except ImportError:  # then unused operations are counted, too
 from ..core.jax_versions import is_on_host, scan_operands
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
-from ..distribution.axis_marks import MARK, marking
+from ..distribution.axis_marks import EXCHANGE, MARK, marking
 from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
 from ..names._rules import COMPARISONS, ELEMENTWISE
@@ -42,13 +42,13 @@ from ._branches import Branches
 from ._named_events import (
     Dims,
     Event,
+    Exchanged,
     Lookup,
     NamedTrace,
     NotKnown,
     Occurrence,
     Offloaded,
     Open,
-    Passed,
     PerDevice,
     Renamed,
     Sum,
@@ -200,7 +200,7 @@ class _Events:
     def _used(self, value: Value, x: Axed) -> Value:
         """Return an operand. Each use of an array that depends on no argument has axes of its own."""
         names = self._names_of(x)
-        dims = tuple(d if d[1] == 1 else (n, d[1]) for n, d in zip(names, value.dims, strict=True))
+        dims = tuple(d if d[1] == 1 or n is None else (n, d[1]) for n, d in zip(names, value.dims, strict=True))
         if dims == value.dims:
             return value
         return dataclasses.replace(value, dims=dims, base=dims if value.base == value.dims else value.base)
@@ -242,8 +242,10 @@ class _Events:
             self._dispatched(dispatch, around, ys)
         if inside is not None:
             inside(self, step, xs, ys, around)
-        elif _scopes.has_halo(around.place().operation) and step.name != MARK:
-            self._passed(step, xs, ys, around.place())
+        elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
+            if step.name == EXCHANGE:
+                (what, along, *details), constant = step.params["names"], xs[0].origin in self._constants
+                self.found.append(Exchanged(around.place(constant), ys[0], what, along, tuple(details)))
         elif step.name in _LAYOUT:
             return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
         elif (rule := _RULES.get(step.name)) is not None:
@@ -473,18 +475,8 @@ class _Events:
             if is_on_host(v.aval) != is_on_host(w.aval):
                 self.found.append(Offloaded(place, y))
 
-    def _passed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        """Record a halo. It is joined with the elements of its block, and the gradient of this takes it off again."""
-        if place.operation is None or place.operation.name != "halo" or step.name not in ("concatenate", "split"):
-            return
-        whole, parts = (ys[0], xs) if step.name == "concatenate" else (xs[0], ys)
-        for part in parts:
-            for (name, large), (_, size) in zip(whole.dims, part.dims, strict=True):
-                kept = next((a.size for a in place.operation.operands[0] if a.name == name), None)
-                if name is not None and size not in (large, kept):
-                    dims = zip((n for n, _ in whole.dims), (n for _, n in part.dims), strict=True)
-                    dims = tuple((None if n == name else n, size) for n, size in dims)
-                    self.found.append(Passed(place, dataclasses.replace(part, dims=dims, base=dims), name))
+    def _transformed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        self._open(place, step.name, xs[0].dims[-len(step.params["fft_lengths"]) :])
 
     def _not_counted(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         self.uncounted.setdefault(step.name)
@@ -646,6 +638,7 @@ _RULES: dict[str, Rule] = {
     "device_put": _Events._moved,
     "dot_general": _Events._product,
     "conv_general_dilated": _Events._convolved,
+    "fft": _Events._transformed,
     "ragged_dot_general": _Events._grouped_product,
     "gather": _Events._looked_up,
     "scatter-add": _Events._updated,

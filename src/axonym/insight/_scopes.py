@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from ..ops import elementwise
+from ..ops._blocks import SCOPE
 from ..ops._kernels import GATHERING
 
 Axes = tuple[str, ...]
@@ -238,6 +239,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     Arguments:
         gathered: the named axes that an all-gather completes, if known.
     """
+    if op.name in _LOOK_UPS and kind == "reduce-scatter" and _covers(found := _sharded(op, over), over):
+        return f"adds up the gradients of elements of {_said(found)}"
     if kind in ("all-reduce", "reduce-scatter"):
         # Products in a step that is distributed by names have a scope of their own in the backward pass.
         return (when == "backward" and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
@@ -249,8 +252,12 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         found = [a for a in _sharded(op, over) if a.name not in rows]
         if _covers(found, over):
             return f"sends rows to {_said(found)}, or results back"
-    if has_halo(op) and kind == "collective-permute" and _covers(found := _sharded(op, over), over):
+    if op.name in _HALOS and kind == "collective-permute" and _covers(found := _sharded(op, over), over):
         return f"passes the halo of {_said(found)}, to neighbors"
+    if op.name in _TOTALS and kind == "all-gather" and _covers(found := _sharded(op, over), over):
+        return f"gathers the totals of shards of {_said(found)}"
+    if op.name in _WHOLE and kind == "all-gather" and _covers(found := _sharded(op, over), over):
+        return f"needs all of {_said(found)}"
     if kind in ("collective-permute", "all-to-all"):
         return _reason_of_move(op, kind, over, stored)
     return None
@@ -348,6 +355,11 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
     return op.name in _KEEPS_SHARDS and {a.name for term in terms for a in term}.issuperset(axes)
 
 
+_LOOK_UPS = {"interp", "regrid"}
+_WHOLE = {"linalg.tridiagonal_solve", *_LOOK_UPS}
+_HALOS = {"halo", "boundary", "neighbors", "diff", "gradient", *_LOOK_UPS}
+_TOTALS = {"cumsum", "cumprod", "nancumsum", "nancumprod"}
+
 _KEEPS_SHARDS = {"dot", "where"}.union(
     name for name, value in vars(elementwise).items() if getattr(value, "__module__", "") == elementwise.__name__
 )
@@ -358,9 +370,9 @@ def gathers_parameters(op: ScopedOperation) -> bool:
     return op.name in GATHERING
 
 
-def has_halo(op: ScopedOperation | None) -> bool:
-    """Return whether an operation passes halos, fills them at boundaries, or looks up neighbors in them."""
-    return op is not None and op.name in ("halo", "boundary", "neighbors")
+def exchanges(scope: str) -> bool:
+    """Return whether an operation itself exchanges what blocks of its axes need."""
+    return SCOPE in scope
 
 
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 
 from ..core.source_lines import Frame, frames_of
-from ..distribution.axis_marks import MARK
+from ..distribution.axis_marks import EXCHANGE, MARK
 from ._axes import Axes, Axis, Dims, Meeting, are_apart, bases, find, fresh, last_base, leaves, size_of
 from ._masks import sum_of_weights
 from ._values import Axed, AxisStep, Pointer, dtype_kind
@@ -539,6 +539,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(COMPARISONS.split(), _compared),
     **dict.fromkeys(IDENTITIES.split(), _identity),
     MARK: _marked,
+    EXCHANGE: _identity,
     **dict.fromkeys(REDUCTIONS.split(), _reduce),
     **dict.fromkeys(WINDOWS.split(), _resized),
     **dict.fromkeys(SCATTERS.split(), _scatter),

@@ -9,7 +9,7 @@ so the same names and the same mapping hold for it. All else is local, and JAX d
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..axis import Names
 from ..core.jax_versions import followed_by
-from ..distribution.axis_marks import is_marking
+from ..distribution.axis_marks import exchanged, is_marking
 from ..distribution.mesh_axes import (
     Axes,
     entry_of,
@@ -38,6 +38,9 @@ from . import _kernels
 WORDS = ("periodic", "edge", "reflect", "symmetric")
 """The boundaries that have a name: as `axonym.pad` calls them, but for "periodic"."""
 
+SCOPE = "blocks!"
+"""The scope of operations that themselves exchange what blocks need: all else in it is local. No axis is called so."""
+
 Widths = tuple[int, int]
 """How many elements a halo has before and after a block."""
 
@@ -47,7 +50,7 @@ class Blocks(NamedTuple):
 
     shards: int = 1
     axes: Axes = ()
-    """The mesh axes over which they lie."""
+    """The mesh axes over which they lie; in a trace that follows names, the axis itself, which has one block."""
     manual: bool = False
     """True inside `shard_map`, where an array has one block."""
 
@@ -61,6 +64,8 @@ def blocks_of(what: str, x: NamedArray) -> dict[str, Blocks]:
     """Return the blocks of each sharded axis, as the array or else, for a tracer, the active mapping has them."""
     array: Any = x.array
     shape = getattr(array, "shape", ())
+    if is_marking() and len(shape) == len(x.names):
+        return {n: Blocks(1, (n,)) for n in x.names}
     if isinstance(array, Tracer):
         array = followed_by(array)
     known = array is not None and not isinstance(array, Tracer)
@@ -113,6 +118,13 @@ def _constrained(x: jax.Array, every: Sequence[Blocks | None], entries: Sequence
 
 def gathered(x: jax.Array, axis: int, every: Sequence[Blocks | None]) -> jax.Array:
     """Return an array that is split into blocks along one axis, all of which each device gets."""
+    if (blocks := every[axis]) is not None and blocks.shards == 1:
+        return exchanged(x, "totals", blocks.axes[0])
+    return everywhere(x, axis, every)
+
+
+def everywhere(x: jax.Array, axis: int, every: Sequence[Blocks | None]) -> jax.Array:
+    """Return an array that is split into blocks along one axis, all of which each device has."""
     return _constrained(
         x, every, [None if i in (axis, axis + 1) else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
     )
@@ -129,7 +141,7 @@ def _passed(x: jax.Array, axis: int, blocks: Blocks, step: int) -> jax.Array:
     if blocks.manual:
         return permute(x, blocks.axes, [(i, (i + step) % blocks.shards) for i in range(blocks.shards)])
     if blocks.shards == 1:
-        return x
+        return exchanged(x, "halo", blocks.axes[0])
     last = step % blocks.shards
     return jax.lax.concatenate(jax.lax.split(x, (blocks.shards - last, last), axis)[::-1], axis)
 
@@ -180,14 +192,12 @@ def with_halo(
     sides = [part(x, start, start + width) for start, width in zip(starts, widths, strict=True)]
     if held:
         x = part(x, before, size - after)
-    # A trace that follows names sees what several devices do.
-    alone = blocks.shards == 1 and not is_marking()
     for i, (kind, width) in enumerate(zip(kinds, widths, strict=True)):
         if not width:
             continue
         filled = None if kind == "periodic" else _filled(x, axis + 1, kind, values[i], width, last=i == 1)
-        if filled is not None and alone:
-            sides[i] = filled
+        if not blocks.axes:  # on one device
+            sides[i] = sides[i] if filled is None else filled
             continue
         if not held:
             sides[i] = _passed(sides[i], axis, blocks, -1 if i else 1)
@@ -198,6 +208,16 @@ def with_halo(
 
 
 # --- kernels ---
+
+
+def make_kernel(what: str, fn: Callable[..., Any], in_names: Sequence[Names], out_names: Any, **options: Any) -> Any:
+    """Make a kernel for an operation that itself exchanges what blocks need."""
+
+    def positional(*arrays):
+        with jax.named_scope(SCOPE):
+            return fn(*arrays)
+
+    return _kernels.make_kernel(what, positional, in_names, out_names, **options)
 
 
 @_kernels.shared("names", "axis", "value_names")
@@ -226,7 +246,7 @@ def halo_kernel(
         return with_halo(x, position, blocks, widths, kinds, values, held)
 
     what = "boundary" if held else "halo"
-    return _kernels.make_kernel(what, positional, (names, *given), names, same_sizes=False)
+    return make_kernel(what, positional, (names, *given), names, same_sizes=False)
 
 
 @_kernels.shared("names", "axis")
@@ -246,7 +266,7 @@ def edge_kernel(names: Names, axis: str, blocks: Blocks, widths: Widths, width: 
             edge = jnp.where(_is_end(x, position, blocks, last), edge, jnp.ones((), x.dtype))
         return merge(edge, every)
 
-    return _kernels.make_kernel("boundary", positional, (names,), names)
+    return make_kernel("boundary", positional, (names,), names)
 
 
 @_kernels.shared("names")
@@ -280,4 +300,4 @@ def neighbors_kernel(
             found.append(merge(jax.lax.slice(x, starts, ends), every))
         return tuple(found)
 
-    return _kernels.make_kernel("neighbors", positional, (names,), (names,) * len(offsets))
+    return make_kernel("neighbors", positional, (names,), (names,) * len(offsets))

@@ -1,19 +1,28 @@
-"""Operations along a sharded axis that work on blocks, and exchange what blocks need of others: halos or totals."""
+"""Operations along a sharded axis that work on blocks, and exchange what blocks need of others.
+
+They need halos, totals, or the elements at certain places: near ones are in a halo, and for others it takes all.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..axis import Axis, Names
+from ..distribution.axis_marks import exchanged
+from ..distribution.mesh_axes import entry_of, mapped_axes, mesh_around
+from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
 from . import _blocks, _kernels
-from ._blocks import Blocks
+from ._blocks import Blocks, Widths
 from ._operands import as_float
+from ._pencils import can_run_per_device
 
 
 def kernel_of_blocks(
@@ -57,10 +66,10 @@ def running_kernel(
         unit = (jnp.ones if combine is jnp.multiply else jnp.zeros)((), within.dtype)
         before = jax.lax.pad(before, unit, [(int(i == position), 0, 0) for i in range(before.ndim)])
         # On both sides, or the gradient would be summed up along the blocks where they lie.
-        before = _blocks.gathered(before, position, every)
+        before = _blocks.everywhere(before, position, every)
         return _blocks.merge(combine(within, before), every)
 
-    return _kernels.make_kernel(what, positional, (names,), names)
+    return _blocks.make_kernel(what, positional, (names,), names)
 
 
 @_kernels.shared("names", "axis")
@@ -76,7 +85,7 @@ def differences_kernel(what: str, names: Names, axis: str, blocks: Blocks, times
         # The last ones have no neighbors. A slice of the first elements moves nothing.
         return jax.lax.slice_in_dim(found, 0, size - times, axis=position)
 
-    return _kernels.make_kernel(what, positional, (names,), names)
+    return _blocks.make_kernel(what, positional, (names,), names)
 
 
 @_kernels.shared("names", "axis", "spacing_names")
@@ -110,4 +119,115 @@ def slopes_kernel(what: str, names: Names, axis: str, blocks: Blocks, spacing_na
         is_end = ((block == 0) & (place == 0)) | ((block == blocks.shards - 1) & (place == size - 1))
         return _blocks.merge(jnp.where(is_end, alone, inner), every)
 
-    return _kernels.make_kernel(what, positional, (names, spacing_names), names)
+    return _blocks.make_kernel(what, positional, (names, spacing_names), names)
+
+
+# --- look-ups ---
+
+
+class Reach:
+    """How far from the shards of an axis the elements lie that are looked up for shards of another one."""
+
+    def __init__(self, places: np.ndarray, size: int):
+        """Arguments:
+        places: for each element of the other axis, which comes first, the positions along the axis; they are in range.
+        size: the size of the axis.
+        """
+        self._places, self._size = places, size
+
+    def widths(self, shards: int) -> Widths | None:
+        """Return the widths of the halo that has them; None if all elements are fewer, or come from further away."""
+        size, own = self._size, self._size // shards
+        places = self._places.reshape(shards, -1) - own * np.arange(shards)[:, None]
+        middle = (size - own) // 2  # of two ways around the axis, the shorter one
+        places = (places + middle) % size - middle
+        before, after = max(0, -int(places.min(initial=0))), max(0, int(places.max(initial=0)) + 1 - own)
+        return (before, after) if max(before, after) <= own and before + after < size - own else None
+
+
+def looked_up(name: str) -> str:
+    """Return the name of an axis along which elements are looked up: in a kernel, no other axis is called so."""
+    return f"{name} (looked up)"
+
+
+def look_up(
+    what: str,
+    fn: Callable[..., jax.Array],
+    arrays: Sequence[Any],
+    in_names: Sequence[Names],
+    out_names: Names,
+    along: tuple[str, str],
+    over: Mapping[str, Blocks],
+    new: Axis,
+    reach: Reach | None,
+    *options: tuple[str, Any],
+) -> NamedArray | None:
+    """Apply a function that looks up elements along a sharded axis, for places along an axis that is sharded alike.
+
+    Each device computes its shard of the results. Return None if the axes are not sharded so.
+
+    Arguments:
+        fn: a positional function of the operands, and of `start=` and `size=`: the position of the first element that
+            it gets along the axis, and the size of the axis. Positions go on from the end of the axis at its start.
+        along: the axis, as operands call it, which all others do not have, and as it is called in `over`.
+        over: the blocks of each sharded axis of the first operand.
+        new: the axis of the places, which the result has.
+        reach: where the places are, if that is known.
+        *options: further keywords of the function.
+    """
+    axis, name = along
+    blocks = over.get(name)
+    if blocks is None or new.size % blocks.shards:
+        return None
+    shardings: tuple[tuple[str, Blocks], ...] = ()
+    if blocks.shards > 1:
+        if (new.name != name and mapped_axes(new.name) != blocks.axes) or not can_run_per_device(arrays, over):
+            return None
+        others = [(n, over[n]) for n in in_names[0] if n in over and n != new.name]
+        shardings = ((axis, blocks), (new.name, blocks), *others)
+    widths = None if reach is None else reach.widths(blocks.shards)
+    details = (new, reach) if blocks.shards == 1 else ()
+    kernel = _look_up_kernel(what, fn, tuple(in_names), out_names, along, shardings, widths, details, options)
+    return kernel.apply(*arrays)
+
+
+@_kernels.cached
+def _look_up_kernel(
+    what: str,
+    fn: Callable[..., jax.Array],
+    in_names: tuple[Names, ...],
+    out_names: Names,
+    along: tuple[str, str],
+    shardings: tuple[tuple[str, Blocks], ...],
+    widths: Widths | None,
+    details: tuple[Any, ...],
+    options: tuple[tuple[str, Any], ...],
+) -> _kernels.Kernel:
+    axis, over, given = along[0], dict(shardings), dict(options)
+    specs = [PartitionSpec(*(entry_of(over[n].axes) if n in over else None for n in o)) for o in (*in_names, out_names)]
+    position = in_names[0].index(axis)
+
+    def per_device(*shards: jax.Array) -> jax.Array:
+        blocks, own = over[axis]._replace(manual=True), shards[0].shape[position]
+
+        def wide(x: jax.Array, names: Names) -> jax.Array:
+            if axis not in names:
+                return x
+            if widths is None:
+                return jax.lax.all_gather(x, blocks.axes, axis=names.index(axis), tiled=True)
+            return _blocks.with_halo(x, names.index(axis), blocks, widths, ("periodic", "periodic"), (None, None))
+
+        start = 0 if widths is None else jax.lax.axis_index(blocks.axes) * own - widths[0]
+        seen = [wide(x, names) for x, names in zip(shards, in_names, strict=True)]
+        return fn(*seen, start=start, size=own * blocks.shards, **given)
+
+    def positional(*arrays):
+        if not over:  # a trace that follows names
+            shown = [
+                exchanged(x, "elements", along[1], *details) if axis in own else x
+                for x, own in zip(arrays, in_names, strict=True)
+            ]
+            return fn(*shown, start=0, size=arrays[0].shape[position], **given)
+        return run_per_device(per_device, arrays, specs[:-1], specs[-1], mesh_around(arrays))
+
+    return _blocks.make_kernel(what, positional, in_names, out_names, mesh_aware=True, same_sizes=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from jax.sharding import PartitionSpec
 
 from ..axis import Names
 from ..distribution.active_settings import is_mapped
+from ..distribution.axis_marks import exchanged
 from ..distribution.mesh_axes import entry_of, has_manual, mesh_around, types_of
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
 from . import _kernels
-from ._blocks import Blocks
+from ._blocks import Blocks, make_kernel
 
 Shardings = tuple[tuple[str, Blocks], ...]
 
@@ -43,20 +45,50 @@ def pencils(
     """
     if axis not in over:
         return None
-    mesh, names = mesh_around([x.array for x in arrays]), arrays[0].names
-    if mesh.empty or has_manual(mesh) or is_mapped() or len({*types_of(mesh).values()}) > 1:
-        return None
-    if any(blocks.axes != tuple(a for a in mesh.axis_names if a in blocks.axes) for blocks in over.values()):
+    names = arrays[0].names
+    if over[axis].shards == 1:  # a trace that follows names, in which every axis can be chosen
+        return _traced_kernel(what, tuple(x.names for x in arrays), fn, axis, options).apply(*[x.array for x in arrays])
+    if not can_run_per_device([x.array for x in arrays], over):
         return None
     shards, sizes = over[axis].shards, arrays[0].shape
-    local = {n: sizes[n] // (over[n].shards if n in over else 1) for n in names if n != axis}
-    # The axis that is sharded instead: one that needs no padding, if there is one.
-    pivots = sorted((n for n in local if local[n] >= shards), key=lambda n: (local[n] % shards > 0, -local[n]))
-    if not pivots:
+    pivot = pivot_of({n: sizes[n] // (over[n].shards if n in over else 1) for n in names if n != axis}, shards)
+    if pivot is None:
         return None
     shardings = tuple((n, over[n]) for n in names if n in over)
-    kernel = _pencils_kernel(what, tuple(x.names for x in arrays), fn, axis, pivots[0], shardings, options)
+    kernel = _pencils_kernel(what, tuple(x.names for x in arrays), fn, axis, pivot, shardings, options)
     return kernel.apply(*[x.array for x in arrays])
+
+
+def can_run_per_device(arrays: Sequence[Any], over: Mapping[str, Blocks]) -> bool:
+    """Return whether devices can exchange shards of these blocks in code of their own."""
+    mesh = mesh_around(arrays)
+    if mesh.empty or has_manual(mesh) or is_mapped() or len({*types_of(mesh).values()}) > 1:
+        return False
+    return all(blocks.axes == tuple(a for a in mesh.axis_names if a in blocks.axes) for blocks in over.values())
+
+
+def pivot_of(local: Mapping[str, int], shards: int) -> str | None:
+    """Return the axis that is sharded instead of another, given the sizes of all others in a shard.
+
+    One that needs no padding, if there is one.
+    """
+    found = sorted((n for n in local if local[n] >= shards), key=lambda n: (local[n] % shards > 0, -local[n]))
+    return found[0] if found else None
+
+
+@_kernels.cached
+def _traced_kernel(
+    what: str, in_names: tuple[Names, ...], fn: Callable[..., jax.Array], axis: str, options: Any
+) -> _kernels.Kernel:
+    """Make a kernel that shows what is exchanged."""
+    names = in_names[0]
+
+    def positional(*arrays):
+        moved = [exchanged(x, "shards", axis) for x in arrays]
+        aligned = [_kernels.align(x, own, names) for x, own in zip(moved, in_names, strict=True)]
+        return exchanged(fn(*aligned, axis=names.index(axis), **dict(options)), "shards", axis)
+
+    return make_kernel(what, positional, in_names, names)
 
 
 @_kernels.cached
@@ -90,4 +122,4 @@ def _pencils_kernel(
     def positional(*arrays):
         return run_per_device(per_device, arrays, specs, specs[0], mesh_around(arrays))
 
-    return _kernels.make_kernel(what, positional, in_names, names, mesh_aware=True)
+    return make_kernel(what, positional, in_names, names, mesh_aware=True)

@@ -6,19 +6,31 @@ the points of `interp`) are not matched: the result does not have their axes, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..axis import Axis, AxisSelector, Names, name_of, names_without
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without
 from ..core import errors
 from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
-from ._operands import one_axis, operand, private, replaced, require_named, require_subset, scalar, vectors
+from ._blocks import Blocks, blocks_of
+from ._blockwise import Reach, look_up, looked_up
+from ._operands import (
+    known_values,
+    one_axis,
+    operand,
+    private,
+    replaced,
+    require_named,
+    require_subset,
+    scalar,
+    vectors,
+)
 
 # --- by a condition ---
 
@@ -399,8 +411,15 @@ def interp(
     extra = {"left": left, "right": right, "period": period}
     static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
     given = tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
-    kernel = _interp_kernel(names, *layouts, along, given, static)
-    return kernel.apply(x, *points, *(scalar("interp", k, extra[k]) for k in given))
+    values = [scalar("interp", k, extra[k]) for k in given]
+    if isinstance(fp, NamedArray) and (over := blocks_of("interp", fp)):
+        found = _interp_by_shards(fp, x, names, points[0], layouts, along, over, extra, values)
+        if found is not None:
+            return found
+    # With few positions, values for them are less than all values of the function.
+    many = 8 * np.size(x) > np.shape(points[1])[layouts[1].index(along)]
+    kernel = _interp_kernel(names, *layouts, along, given, static, many)
+    return kernel.apply(x, *points, *values)
 
 
 def _field(what: str, xp: Any, fp: Any, axis: AxisSelector | None) -> tuple[list[Any], tuple[Names, Names], str]:
@@ -430,19 +449,167 @@ def _interp_kernel(
     along: str,
     given: tuple[str, ...],
     static: tuple[tuple[str, str], ...],
+    many: bool,
 ) -> _kernels.Kernel:
-    batch = names_without(value_names, along)
-    out_names = replaced("interp", value_names, along, names_without(names, *batch))
-    # The positions may have an axis with the name of the points' axis. The two are different axes.
-    of_points, of_values = (tuple(private("`fp`", (n,))[0] if n == along else n for n in own) for own in (
-        point_names, value_names))  # fmt: skip
+    inner = looked_up(along)
+    in_names, out_names = _layouts(names, point_names, value_names, along, inner, len(given))
 
     def positional(x, xp, fp, *values):
-        def interpolate(x, xp, fp, *values):
-            return jnp.interp(x, xp, fp, **dict(static), **dict(zip(given, values, strict=True)))
+        return _interpolate(fp, x, xp, *values, in_names=in_names, out_names=out_names, given=given, static=static)
 
-        layouts = (names, of_points, of_values, *[()] * len(given))
-        return _kernels.map_over(interpolate, batch, layouts, out_names)(x, xp, fp, *values)
+    return _kernels.make_along_kernel("interp", positional, in_names, out_names, (inner,), replicated=many)
 
-    in_names = (names, of_points, of_values, *[()] * len(given))
-    return _kernels.make_along_kernel("interp", positional, in_names, out_names, private("`fp`", (along,)))
+
+def _layouts(
+    names: Names, point_names: Names, value_names: Names, along: str, inner: str, extra: int
+) -> tuple[tuple[Names, ...], Names]:
+    """Return the axes of the operands of an interpolation, and of its result.
+
+    The positions may have an axis with the name of the points' axis, which is therefore called otherwise inside.
+    """
+    out_names = replaced("interp", value_names, along, names_without(names, *names_without(value_names, along)))
+    of_points, of_values = (tuple(inner if n == along else n for n in own) for own in (point_names, value_names))
+    return (names, of_points, of_values, *[()] * extra), out_names
+
+
+def _interpolate(
+    fp: jax.Array,
+    x: jax.Array,
+    xp: jax.Array,
+    *values: Any,
+    in_names: tuple[Names, ...],
+    out_names: Names,
+    given: tuple[str, ...],
+    static: tuple[tuple[str, str], ...],
+    **_: Any,
+) -> jax.Array:
+    def one(x, xp, fp, *values):
+        return jnp.interp(x, xp, fp, **dict(static), **dict(zip(given, values, strict=True)))
+
+    batch = tuple(n for n in in_names[2] if n in out_names)
+    return _kernels.map_over(one, batch, in_names, out_names)(x, xp, fp, *values)
+
+
+# --- on another grid ---
+
+
+def regrid(
+    array: NamedArray, axis: AxisSelector, indices: NamedArray, weights: NamedArray, over: AxisSelection
+) -> NamedArray:
+    """Return weighted sums of elements along an axis, such as values on another grid.
+
+    This is `(array[axis, indices] * weights).sum(over)`, and devices exchange less for it if the axis is sharded, and
+    the axis of the result alike. If `indices` is known when the function is traced, as a NumPy array is, and points to
+    elements near the same place of the axis, or around its ends, they receive a halo with these elements from
+    their neighbors, and else all elements along the axis.
+
+    Arguments:
+        indices: positions along the axis. It has the axis of the result, which may have the name of `axis` and another
+            size, and the axes of the sum.
+        weights: has the axes of `indices`, or some of them.
+        over: the axes of the sum.
+
+    >>> x = axn.named([0., 10., 40., 90.], "x")
+    >>> indices = axn.named(np.array([[0, 1], [2, 3]]), ("x", "corner"))
+    >>> axn.regrid(x, "x", indices, axn.named([0.5, 0.5], "corner"), "corner")
+    NamedArray(float32[x=2], [ 5. 65.])
+    """
+    what = "regrid"
+    for x in (array, indices, weights):
+        require_named(what, x)
+    name, summed = name_of(_kernels.one_selector(what, axis)), _kernels.select(what, indices.names, over)
+    require_subset(what, "weights", weights.names, indices.names)
+    new, blocks = names_without(indices.names, *summed), blocks_of(what, array)
+    known = known_values(indices.array) if blocks or isinstance(indices.array, np.ndarray) else None
+    if known is not None and name in array.names and known.size:
+        size = array.axis_size(name)
+        if known.min() < -size or known.max() >= size:
+            raise ValueError(f"{what}: `indices` has positions outside of axis {name!r} of size {size}.")
+    if name in blocks and len(new) == 1 and not {*indices.names} & {*names_without(array.names, name)}:
+        places = indices.resolve_axis(new[0])
+        found = _regrid_by_shards(what, array, name, indices, known, weights, summed, places, blocks)
+        if found is not None:
+            return found
+    return (array[axis, indices] * weights).sum(over)
+
+
+def _regrid_by_shards(
+    what: str,
+    array: NamedArray,
+    name: str,
+    indices: NamedArray,
+    known: np.ndarray | None,
+    weights: NamedArray,
+    summed: Names,
+    new: Axis,
+    over: Mapping[str, Blocks],
+) -> NamedArray | None:
+    """Return weighted sums along a sharded axis; None if the new axis is not sharded alike."""
+    reach = None
+    if known is not None:
+        reach = Reach(np.moveaxis(known, indices.names.index(new.name), 0), array.axis_size(name))
+    inner = looked_up(name)
+    own = tuple(inner if n == name else n for n in array.names)
+    out_names = replaced(what, array.names, name, (new.name,))
+    options = ("at", own.index(inner)), ("names", indices.names), ("own", weights.names), ("summed", summed)
+    arrays, in_names = (array.array, indices.array, weights.array), (own, indices.names, weights.names)
+    return look_up(what, _weighted, arrays, in_names, out_names, (inner, name), over, new, reach, *options)
+
+
+def _weighted(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    *,
+    start: Any,
+    size: int,
+    at: int,
+    names: Names,
+    own: Names,
+    summed: Names,
+) -> jax.Array:
+    found = jnp.take(x, (indices - start) % size, axis=at, mode="clip")
+    weights = jax.lax.expand_dims(_kernels.align(weights, own, names), range(len(names), len(names) + x.ndim - 1 - at))
+    return jnp.sum(found * weights, axis=[at + names.index(n) for n in summed])
+
+
+def _interp_by_shards(
+    fp: NamedArray,
+    x: Any,
+    names: Names,
+    xp: Any,
+    layouts: tuple[Names, Names],
+    along: str,
+    over: Mapping[str, Blocks],
+    extra: Mapping[str, Any],
+    values: Sequence[Any],
+) -> NamedArray | None:
+    """Interpolate along a sharded axis; return None if the positions are not sharded alike."""
+    what, given = "interp", tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
+    name = fp.names[layouts[1].index(along)]
+    in_names, out_names = _layouts(names, *layouts, along, inner := looked_up(name), len(given))
+    places = [n for n in names if n not in in_names[2]]
+    if len(places) != 1:
+        return None
+    new = Axis(places[0], np.shape(x)[names.index(places[0])])
+    at, points = (v if v is not None and v.ndim == 1 else None for v in map(known_values, (x, xp)))
+    if at is None or points is None or len(points) < 2 or extra["period"] is not None:
+        static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
+        options = ("in_names", in_names), ("out_names", out_names), ("given", given), ("static", static)
+        arrays, own = (fp.array, x, xp, *values), (in_names[2], *in_names[:2], *in_names[3:])
+        return look_up(what, _interpolate, arrays, own, out_names, (inner, name), over, new, None, *options)
+    kind: Any = jnp.result_type(x, xp, fp.array, float)
+    at, points = at.astype(kind), points.astype(kind)
+    ends = [np.clip(np.searchsorted(points, at, side="right"), 1, len(points) - 1) - i for i in (1, 0)]
+    first, last = points[ends[0]].astype(float), points[ends[1]].astype(float)
+    part = np.divide(at - first, last - first, out=np.zeros(at.shape, float), where=last > first)
+    lower, upper = (None if extra[side] == "extrapolate" else end for side, end in (("left", 0), ("right", 1)))
+    part = part if lower is upper is None else np.clip(part, lower, upper)
+    corner = private("`corners`", (new.name,))[0]
+    indices: Any = NamedArray(np.stack(ends, 1), (new.name, corner))
+    weights = NamedArray(np.stack([1 - part, part], 1).astype(kind), (new.name, corner))
+    found = _regrid_by_shards(what, fp, name, indices, indices.array, weights, (corner,), new, over)
+    for side, outside in (("left", at < points[0]), ("right", at > points[-1])):
+        if found is not None and side in given:
+            found = where(NamedArray(outside, (new.name,)), values[given.index(side)], found)
+    return found
