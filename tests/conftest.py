@@ -96,32 +96,32 @@ WITH_OLDEST = (
     "tests/test_why.py",
 )
 
+# Modules whose tests share a run that takes long: `.ci/run` makes it with the newest JAX only.
+WITH_NEWEST = ("tests/examples/test_generate.py", "tests/examples/test_train_lm.py")
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that `.ci/run` runs with one version of JAX only, and a sample as `quick`.
+    """Mark a sample as `quick`, and what `.ci/run` runs with one version of JAX only as `oldest` or `newest`.
 
-    The first case of a test function runs with both versions; a checksum of their names deals the others out as
-    `oldest` and `newest`, so that each version gets each kind of mesh about as often. The sample is the first case of
-    the first two test functions of each module, since modules begin with the basics; slow tests do not count. A test
-    may also be marked where it is defined, as one call of every operation is.
+    The sample, which runs with both, is the first case of the first two test functions of each module, since modules
+    begin with the basics; slow tests do not count. A checksum of their names deals a quarter of the others to the
+    newest JAX, which compiles more slowly, and the rest to the oldest, so that both get some of every subject and of
+    every kind of mesh. A test may also be marked where it is defined, as one call of every operation is quick.
     """
     functions: dict[object, set[str]] = {}
-    with_both: set[str] = set()
     for item in items:
-        case_of = item.nodeid.partition("[")[0]
-        if item.nodeid.startswith(WITH_OLDEST) or item.get_closest_marker("oldest"):
-            item.add_marker("oldest")
-        elif case_of in with_both:
-            item.add_marker("oldest" if zlib.crc32(item.nodeid.encode()) % 2 else "newest")
-        else:
-            with_both.add(case_of)
-        if item.nodeid.startswith(SLOW):
-            continue
-        seen = functions.setdefault(item.path, set())
-        if case_of not in seen and len(seen) < QUICK_FUNCTIONS:
-            seen.add(case_of)
+        function, seen = item.nodeid.partition("[")[0], functions.setdefault(item.path, set())
+        sampled = function not in seen and len(seen) < QUICK_FUNCTIONS and not item.nodeid.startswith(SLOW)
+        if sampled:
+            seen.add(function)
             item.add_marker("quick")
+        if item.nodeid.startswith(WITH_OLDEST):
+            item.add_marker("oldest")
+        elif item.nodeid.startswith(WITH_NEWEST):
+            item.add_marker("newest")
+        elif not (sampled or item.get_closest_marker("oldest") or item.get_closest_marker("newest")):
+            item.add_marker("oldest" if zlib.crc32(item.nodeid.encode()) % 4 else "newest")
 
 
 # --- fixtures ---

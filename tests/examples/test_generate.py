@@ -119,7 +119,6 @@ def test_folders_without_a_model(folder: Path, tmp_path: Path, capsys: pytest.Ca
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.oldest
 def test_small_weights(folder: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
     """Sharded over two devices. The first token is as without them; this model's random weights are large."""
     one = " ".join(map(str, PROMPTS[0]))
@@ -128,7 +127,6 @@ def test_small_weights(folder: Path, expected: list[list[int]], capsys: pytest.C
     assert capsys.readouterr().out.removeprefix(one).split()[0] == str(expected[0][0])
 
 
-@pytest.mark.oldest
 def test_a_folder_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It reads what `small_weights.py` keeps, and the tokenizer puts letters side by side."""
     model = Llama.init(small_weights.CONFIG, key=jax.random.key(0))

@@ -172,7 +172,11 @@ def on_one_device(request: pytest.FixtureRequest) -> tuple[Any, list[float]]:
     return request.param, losses
 
 
-@pytest.mark.parametrize("strategy", COMPUTE)
+@pytest.mark.parametrize(
+    ("on_one_device", "strategy"),
+    [*((llama.Llama, name) for name in COMPUTE), (gpt2.Gpt2, "sequence"), (gpt2.Gpt2, "mixed")],
+    indirect=["on_one_device"],
+)
 def test_learns_the_same_on_auto_axes(strategy: str, on_one_device: Any, auto_mesh: Any) -> None:
     kind, losses = on_one_device
     check(strategy, kind, losses, auto_mesh)

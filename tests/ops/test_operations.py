@@ -330,7 +330,7 @@ FIRST = {case.name: case for case in reversed(CASES)}
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
     """Mark modes as `oldest`: on one device, transformations depend on names and the kernel, not on JAX's version.
 
-    With every version, operations are called eagerly, and on meshes also in jit and in gradients. The eager call is the
+    The other calls are dealt out: eager ones, and on meshes also those in jit and in gradients. The eager call is the
     quick one.
     """
     one_device = ("layout", "jit", "grad", "vmap")

@@ -95,14 +95,6 @@ def check_data(folder: Path) -> None:
     assert (folder / "run" / "samples.txt").read_text().count("def ") == 2
 
 
-def check_fsdp(folder: Path) -> None:
-    go_on(folder, "fsdp")
-
-
-def check_tensor(folder: Path) -> None:
-    go_on(folder, "tensor")
-
-
 def check_sequence(folder: Path) -> None:
     go_on(folder, "sequence")
 

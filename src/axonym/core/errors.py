@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,12 @@ def describe_axes(names: Iterable[str], sizes: Iterable[Any] | None = None) -> s
     if sizes is None:
         return f"({', '.join(names)})"
     return f"({', '.join(f'{n}={s}' for n, s in zip(names, sizes, strict=False))})"
+
+
+def indivisible(axis: str, size: int, over: Mapping[str, int]) -> str:
+    """Say that mesh axes do not divide the size of an axis, or of a dimension."""
+    shards, listed = math.prod(over.values()), " x ".join(f"{a}={n}" for a, n in over.items())
+    return f"{axis} of size {size} cannot be sharded over {listed}: {size} is not a multiple of {shards}."
 
 
 def describe_selectors(found: Iterable[Any]) -> str:

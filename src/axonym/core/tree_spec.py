@@ -109,13 +109,13 @@ Slot: TypeAlias = Names | StaticLeaf | None
 class TreeSpec:
     """A tree without its arrays."""
 
-    __slots__ = ("_hash", "_node_data", "_static_fields", "slots", "structure")
+    __slots__ = ("_compared", "_hash", "_static_fields", "slots", "structure")
 
     def __init__(self, structure: Any, slots: Iterable[Slot]):
         self.structure = structure
         self.slots = tuple(slots)
         self._static_fields: tuple[Any, ...] | None = None
-        self._node_data: list[Any] | None = None
+        self._compared: tuple[list[int], list[Any]] | None = None
         self._hash: int | None = None
 
     @property
@@ -126,11 +126,14 @@ class TreeSpec:
         return self._static_fields
 
     @property
-    def node_data(self) -> list[Any]:
-        """Return the data of the nodes of the structure, with `_CHANGES` in place of data that may change."""
-        if self._node_data is None:
-            self._node_data = [_CHANGES if _is_mutable(data) else data for data in _node_data(self.structure)]
-        return self._node_data
+    def compared(self) -> tuple[list[int], list[Any]]:
+        """Return which nodes have such values, and their data, with `_CHANGES` in place of data that may change."""
+        if self._compared is None:
+            nodes = _nodes(self.structure)
+            numbers = [i for i, data in enumerate(nodes) if not all(map(_is_plain, _fields([data])))]
+            fields = _fields([nodes[i] for i in numbers])
+            self._compared = numbers, [_CHANGES if _is_mutable(data) else data for data in fields]
+        return self._compared
 
     @property
     def names(self) -> list[Names | None]:
@@ -239,8 +242,11 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
     """Return whether a structure that JAX considers equal to a spec's is also equal by type and sign."""
     if not spec.static_fields:
         return True
-    data, known = _node_data(structure), spec.node_data
-    # This runs in every call of a compiled function: identical objects need no conversion.
+    # This runs in every call of a compiled function: data without such values are not looked at, and identical objects
+    # need no conversion.
+    numbers, known = spec.compared
+    nodes = _nodes(structure)
+    data = _fields([nodes[i] for i in numbers])
     if all(map(operator.is_, data, known)):
         return True
     others = [(a, b) for a, b in zip(data, known, strict=True) if a is not b]
@@ -269,20 +275,25 @@ _PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType}
 
 def _static_fields(structure: Any) -> tuple[Any, ...]:
     """Return the data of nodes that Python may consider equal to different data."""
-    return tuple([_typed(data, mutable=True) for data in _node_data(structure) if not _is_plain(data)])
+    return tuple([_typed(data, mutable=True) for data in _fields(_nodes(structure)) if not _is_plain(data)])
 
 
-def _node_data(structure: Any) -> list[Any]:
+def _nodes(structure: Any) -> list[Any]:
     """Return the static data of each node of a structure, without its children."""
     found: list[Any] = []
+    add = found.append
+    structure.walk(lambda _, data: add(data), id, range(structure.num_leaves))
+    return found
 
-    def keep(_: Any, data: Any) -> None:
-        if type(data) is tuple or type(data) is list:  # the fields of a module, the keys of a dictionary
+
+def _fields(nodes: Iterable[Any]) -> list[Any]:
+    """Return the elements of the data of nodes: the fields of modules, the keys of dictionaries."""
+    found: list[Any] = []
+    for data in nodes:
+        if type(data) is tuple or type(data) is list:
             found.extend(data)
         else:
             found.append(data)
-
-    structure.walk(keep, id, range(structure.num_leaves))
     return found
 
 

@@ -242,8 +242,5 @@ def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_ma
 
 
 def _indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
-    over = " x ".join(f"{a}={by.mesh[a]}" for a in axes)
-    return (
-        f"{what}: the active mapping shards axis {name!r} over mesh axes {over}, which do not divide its size "
-        f"{size}. Resize the axis, or map it to None."
-    )
+    problem = errors.indivisible(f"axis {name!r}", size, {a: by.mesh[a] for a in axes})
+    return f"{what}: by the active mapping, {problem} Resize the axis, or map it to None."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ..core.errors import describe_axes
+from ..core.errors import describe_axes, indivisible
 from ..core.source_lines import source
 from ..distribution import policy
 from ..distribution.active_settings import Entry
@@ -213,10 +213,7 @@ def check_sizes(layout: Layout, trace: NamedTrace) -> None:
     for x in trace.sized:
         for (name, size), axes in zip(x.dims, layout.over(x.dims), strict=True):
             if size % layout.count(axes):
-                raise ValueError(
-                    f"explain: {name}={size} cannot be sharded over {' and '.join(axes)}, which are "
-                    f"{layout.count(axes)} devices: they do not divide it."
-                )
+                raise ValueError(f"explain: {indivisible(f'axis {name!r}', size, {a: layout.mesh[a] for a in axes})}")
 
 
 def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:

@@ -86,6 +86,8 @@ def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resu
 def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: int) -> Facts | None:
     """Follow the sum or difference of scores and what masks them."""
     a, b = known
+    # Scores plus a bias, or minus a penalty: an operand that has a kind of mask is the mask, unless both are masks,
+    # which are combined before either is applied. Minus a logarithm of sums, scores become weights.
     for at, kind in ((1, "bias" if sign == 1 else "penalty"), (0, "bias")):
         mask, other = known[at].mask, known[1 - at].mask
         if mask is not None and mask.kind == kind:
@@ -199,6 +201,7 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
     if len(xs) != 3:
         return None
     keep = _as_mask(xs[0], known[0])
+    # Either branch may be the one that is left out, so both orders are tried, one with the mask inverted.
     for other, chosen, mask in ((known[1], known[2], keep), (known[2], known[1], keep.inverted("kept"))):
         if other.value is not None and other.value <= -LARGE and (chosen.value is None or chosen.value > -LARGE):
             if chosen.value is not None:
@@ -271,12 +274,14 @@ def sum_of_weights(axes: Axes, step: AxisStep, x: Axed, summed: Iterable[int], o
     over = [f for i in summed for f in leaves(x.dims[i])]
     rest = [f for i, axis in enumerate(x.dims) if i not in summed for f in leaves(axis) if f.base is not None]
     normalized = {find(f) for f in leaves(x.facts.weights)}
+    # A softmax normalizes over keys, so they are the axis that its weights are summed over with values.
     keys = [f for f in over if f in normalized and f.base is not None]
     for key in keys:
         key.side = "key"
         queries = [f for f in rest if last_base(f) is last_base(key)]
         _check_names(axes, step, queries)
         _check_masks(axes, step, x.facts.masks, key, queries)
+    # Summed over the queries instead: the softmax went over the wrong one of two axes of the same origin.
     if not keys and not (other.facts and other.facts.weights):
         for f in rest:
             if f in normalized and (role := next((o for o in over if last_base(o) is last_base(f)), None)):

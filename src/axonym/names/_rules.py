@@ -249,6 +249,8 @@ def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     starts = step.params["start_indices"]
     for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True)):
         whole = step.shape_of(0)[i]
+        # If the program takes all parts of this size, one after another or interleaved, it splits the axis into equal
+        # parts, which are one axis: q, k and v of a projection, say. A part cut out alone is an axis of its own.
         equal = False
         if 1 < n < whole and whole % n == 0:
             others = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == strides[i] and -(-(e - s) // k) == n}
@@ -355,6 +357,7 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found: list[Axis] = [()] * len(step.shape)
     out_batch, out_channel, *out_spatial = numbers.out_spec
     whole = left.dims[feature]
+    # With groups, channels are (group, channel of a group): the outputs have the groups, the kernel the other part.
     if groups > 1 and (parts := axes.reshaped((whole,), (groups, step.shape_of(0)[feature] // groups))) is not None:
         outs = axes.reshaped((right.dims[out_feature],), (groups, step.shape_of(1)[out_feature] // groups))
         if outs is not None and not step.backward:
@@ -365,6 +368,7 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found[out_channel] = right.dims[out_feature]
     found[out_batch] = left.dims[batch] if batch_groups == 1 else fresh(step.shape[out_batch])
     if not step.backward:
+        # Its gradient is a convolution too, in which a kernel is a result: it gets its axes from what is noted here.
         axes.convolutions.append((numbers, left.dims, right.dims))
         for i, j in zip(spatial, out_spatial, strict=True):
             found[j] = axes.resized(left.dims[i], step.shape[j])

@@ -195,6 +195,7 @@ def _by_patterns(
                 f"names=: {pattern!r} is no key of {root.path or 'the tree'}, and as a pattern it is found in "
                 f"none of its {errors.counted(len(paths), 'path')}. The nearest: {errors.quoted(near)}."
             )
+    # A name that is a path means this leaf alone, although `w` is also found in `w_out`.
     whole = set(paths.values())
     for keys, value in below:
         at = paths[keys]
@@ -317,7 +318,7 @@ def _names_in(annotation: Any, rank: int, dots: bool) -> AxisNames | None:
         before: list[str | None] = [name_of(s) for s in asked.before] if asked.ordered else []
         after: list[str | None] = [name_of(s) for s in asked.after]
         more = asked.subset or not asked.ordered
-    elif hasattr(annotation, "dim_str") and hasattr(annotation, "array_type"):
+    elif hasattr(annotation, "dim_str") and hasattr(annotation, "array_type"):  # an annotation of jaxtyping
         words = annotation.dim_str.split()
         at = next((i for i, word in enumerate(words) if re.match(r"\W*\*|\.\.\.", word)), len(words))
         more = at < len(words)
@@ -329,6 +330,7 @@ def _names_in(annotation: Any, rank: int, dots: bool) -> AxisNames | None:
         found = [_names_in(a, rank, dots) for a in of] if origin in (typing.Union, types.UnionType) else []
         fitting = {names for names in found if names is not None}
         return fitting.pop() if len(fitting) == 1 else None
+    # What is left are the axes that dots stand for; they have no names.
     left = rank - len(before) - len(after)
     if left < 0 or (left and not more) or (more and not dots):
         return None

@@ -393,6 +393,7 @@ def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNa
         return names
     found = [list(n) for n in names]
     (left_summed, right_summed), (left_batch, right_batch) = step.params["dimension_numbers"]
+    # Weights times values: the summed positions are keys. Queries times keys: free positions are keys in the result.
     for i, j in zip(left_summed, right_summed, strict=True):
         a, b = names[0][i], names[1][j]
         found[0][i], found[1][j] = _key_of(a, b), _key_of(b, a)

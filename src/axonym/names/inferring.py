@@ -160,6 +160,7 @@ class NamedProgram:
         >>> [found.size for found in axn.names.infer(lambda x: x + 1, jnp.ones((3, 4))).unknown]
         [3, 4]
         """
+        # By class, since axes that must be one need one name: it is asked for where a user can give it, in an argument.
         found: dict[tuple[int, ...], tuple[int, list[str], str, str]] = {}
         for place, value in zip(self.traced.paths, self.body.arguments, strict=True):
             for i, axis in self._unnamed(value):

@@ -233,10 +233,8 @@ class _Dispatch:
         placed = self._divided(of_rows, axes, mesh)
         for n, count, over in ((name, size, axes), *zip(self._row_names, self._expert.shape, placed, strict=True)):
             if count % shard_count(mesh, over):
-                raise ValueError(
-                    f"dispatch: axis {n!r} of size {count} cannot be sharded over mesh axis {errors.quoted(over)}: "
-                    f"{count} is not a multiple of {shard_count(mesh, over)}. Pad it, or map it to None."
-                )
+                problem = errors.indivisible(f"axis {n!r}", count, {a: mesh.shape[a] for a in over})
+                raise ValueError(f"dispatch: {problem} Pad it, or map it to None.")
         used = {a for own in placed for a in own}
         explicit = has_explicit(mesh)
         exchange = self._exchange(axes, mesh, size // shard_count(mesh, axes))

@@ -316,6 +316,7 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
     }
     if static:
         bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
+        # XLA slices forwards only: the same elements are taken in rising order, and reversed.
         backwards = [i for i, (_, _, step) in enumerate(bounds) if step < 0]
         for i in backwards:
             taken = range(*bounds[i])
@@ -330,7 +331,7 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
                 position = names.index(item.name)
                 starts[position] = operands[item]
                 sizes[position] = 1 if item.kind == "dynamic at" else item.static
-        dtype = jnp.result_type(*(s.dtype for s in starts))
+        dtype = jnp.result_type(*(s.dtype for s in starts))  # all starts must have one
         a = jax.lax.dynamic_slice(a, [jnp.asarray(s, dtype) for s in starts], sizes)
     gone = [names.index(i.name) for i in items if i.kind in ("at", "dynamic at")]
     return jax.lax.squeeze(a, gone) if gone else a

@@ -62,8 +62,10 @@ def pencils(
 def can_run_per_device(arrays: Sequence[Any], over: Mapping[str, Blocks]) -> bool:
     """Return whether devices can exchange shards of these blocks in code of their own."""
     mesh = mesh_around(arrays)
+    # A full `shard_map` is needed, over axes of one type, and not under `jax.vmap`, which would add axes to it.
     if mesh.empty or has_manual(mesh) or is_mapped() or len({*types_of(mesh).values()}) > 1:
         return False
+    # `all_to_all` orders devices as the mesh does, so blocks in another order would be put together wrongly.
     return all(blocks.axes == tuple(a for a in mesh.axis_names if a in blocks.axes) for blocks in over.values())
 
 
@@ -110,6 +112,7 @@ def _pencils_kernel(
         x = _kernels.align(x, own, names)
         if pivot not in own:
             return jax.lax.all_gather(x, along, axis=position, tiled=True)
+        # Padded by copies of the edge, for which any function is defined; they are cut off again.
         missing = -x.shape[other] % over[axis].shards
         x = jnp.pad(x, [(0, missing if i == other else 0) for i in range(x.ndim)], mode="edge")
         return jax.lax.all_to_all(x, along, other, position, tiled=True)

@@ -108,6 +108,7 @@ def _starts_and_lengths(
     array: NamedArray, axis: Any, new_axis: Any, start: Any, length: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return where each slice starts, and how long it is or its axis, from the arguments of `slice`."""
+    # `slice(x, "pos", start=2, length=3)`, `slice(x, {"pos": 2}, {"pos": 3})`, and the latter by keyword.
     starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
     lengths = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
     if starts is None and isinstance(axis, (str, Axis)):

@@ -276,6 +276,7 @@ class _Factors:
         if len(unknown) > 1:
             listed = " and ".join(repr(m.name) for m in unknown)
             self.fail(element, f"the sizes of {listed} are not known: give all but one by keyword.")
+        # A size of 0 leaves the rest open: nothing times anything is 0.
         rest, remainder = divmod(axis.size, known) if known else (0, axis.size)
         if remainder or (not unknown and rest != 1) or (unknown and not known):
             given = " * ".join("?" if size is None else str(size) for size in sizes)

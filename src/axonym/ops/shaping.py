@@ -192,6 +192,7 @@ def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kerne
         sizes = [rest if isinstance(s, str) else s.size for s in new]
         return jax.lax.reshape(x, (*x.shape[:where], *sizes, *x.shape[where + 1 :]))
 
+    # Of the new axes, the first that its mesh axes divide stays sharded as the old one was.
     successors = {old: tuple(name_of(s) for s in new)}
     return _kernels.make_kernel(what, positional, (names,), out_names, selection=axis, successors=successors)
 

@@ -18,7 +18,14 @@ from .annotations import hashable_annotations
 from .leaves import leaves_of
 from .mapping import ResourceMapping, as_mapping, normalize_mapping
 from .meshes import current_mesh
-from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, advise_paths
+from .placement import (
+    ComputeMappingOrParameterRule,
+    ParameterOrComputeMapping,
+    Placement,
+    Rule,
+    advise_paths,
+    axes_of,
+)
 from .shard import needs_mesh, shard_quietly, shardings_of_empty, warn_without_mesh
 
 P = ParamSpec("P")
@@ -257,7 +264,7 @@ def _warn_if_misspelled(title: str, active: Mapping[str, Any], seen: Any) -> Non
     """
     compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
     leaves, mesh = leaves_of(seen)[0], current_mesh()
-    known = {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
+    known = axes_of(leaves)
     # A rule sees the path within an argument.
     arguments = [dataclasses.replace(leaf, keys=leaf.keys[3:]) for leaf in leaves if leaf.keys[0].idx == 0]
     near = {n: errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}

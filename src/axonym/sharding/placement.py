@@ -38,7 +38,6 @@ from ..distribution.mesh_axes import (
     mesh_axes,
     padded,
     restricted,
-    shard_count,
 )
 from ..named_array import NamedArray, is_named_array, raw
 from .leaves import Leaf, child_of, is_not_told, leaves_of, warn_if_not_told
@@ -168,7 +167,7 @@ def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, fou
     wrong: dict[str, str] = {}
     for name, size in zip(leaf.names or (), leaf.shape or (), strict=False):
         axes = mesh_axes(mapping.get(name))
-        if all(a in mesh.shape for a in axes) and size % (shards := _shards_here(axes, mesh)):
+        if all(a in mesh.shape for a in axes) and size % (shards := math.prod(_sizes_here(axes, mesh).values())):
             over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
             wrong[name] = f"{leaf.path} {described(leaf)}: {name!r} is replicated, since {over} gives {shards} shards."
     found += wrong.values()
@@ -369,6 +368,7 @@ def _checked(
     names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
     """Return the spec of these entries, and its errors. Cached, as a model has many leaves with the same axes."""
+    # All problems are collected, so that a user sees every one at once. Only errors look at what is named here.
     problems = []
     taken: dict[str, str] = {}
     array = _described(names, shape)
@@ -382,7 +382,7 @@ def _checked(
                     "use only once. Map one of them to another mesh axis or to None, or rename it here."
                 )
             taken[axis] = name
-        if mesh is None:
+        if mesh is None:  # a spec without a mesh is only checked for mesh axes that are used twice
             continue
         unknown = [a for a in axes if a not in mesh.shape]
         for axis in unknown:
@@ -392,19 +392,19 @@ def _checked(
                 + errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
-            if size % (shards := _shards_here(axes, mesh)):
-                over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
+            over = _sizes_here(axes, mesh)
+            if size % (shards := math.prod(over.values())):
                 problems.append(
-                    f"{array}: {name} of size {size} cannot be sharded over {over}: {size} is not a multiple of "
-                    f"{shards}. " + _WAY_OUT[names is None].format(shards=shards, size=-(-size // shards) * shards)
+                    f"{array}: {errors.indivisible(name, size, over)} "
+                    + _WAY_OUT[names is None].format(shards=shards, size=-(-size // shards) * shards)
                 )
     return PartitionSpec(*entries), tuple(problems)
 
 
-def _shards_here(axes: Sequence[str], mesh: AnyMesh) -> int:
-    """Return the number of shards over mesh axes. Along a manual one, the array is one shard already."""
+def _sizes_here(axes: Sequence[str], mesh: AnyMesh) -> dict[str, int]:
+    """Return the sizes of mesh axes that an array can be sharded over: along a manual one, it is one shard already."""
     manual = axes_of_type(mesh, AxisType.Manual)
-    return shard_count(mesh, tuple(a for a in axes if a not in manual))
+    return {a: mesh.shape[a] for a in axes if a not in manual}
 
 
 def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
@@ -457,9 +457,12 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
         return placement.unused(leaves)
     if not isinstance(placement, Mapping):
         return []
-    return unused_names(
-        normalize_mapping(placement), {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
-    )
+    return unused_names(normalize_mapping(placement), axes_of(leaves))
+
+
+def axes_of(leaves: Iterable[Leaf]) -> set[str]:
+    """Return the names of all axes of leaves, and of leaves that were made from them."""
+    return {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
 
 
 def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
@@ -473,14 +476,16 @@ def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str
 
 def _warn_if_unused(placements: Sequence[tuple[LeafPlacement, Leaf]], mesh: AnyMesh | None, what: str) -> None:
     """Warn about a mapping that applies to no axis, which would otherwise go unnoticed."""
+    # By the axes of a mapping, as a rule may give each leaf a mapping of its own: it applies if any leaf has an axis.
     placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
     for given, leaf in placements:
         if isinstance(given, Mapping) and leaf.shape is not None:
             key = frozenset(map(name_of, given))
             placed.setdefault(key, (given, []))[1].append(leaf)
     for mapping, its_leaves in placed.values():
+        # A mapping often has more axes than one model. Only one that names no axis at all is surely a mistake.
         keys = [name_of(k) for k in mapping]
-        known = {n for leaf in its_leaves for n in leaf.made_from or leaf.names or ()}
+        known = axes_of(its_leaves)
         if keys and not known.intersection(keys):
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
             hint = errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)

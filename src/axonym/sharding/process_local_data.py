@@ -84,6 +84,8 @@ _COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
 
 def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
     """Explain which data is equal in several processes but should differ, or the reverse."""
+    # One exchange: of which part of the data the devices hold, whether it varies (zeros are equal everywhere), and of
+    # checksums. Processes with the same part must have the same data, and processes with another part other data.
     part = zlib.crc32(repr(sorted(_shards_here(mesh, mesh_axes))).encode())
     sums = [checksum(x) for _, x in loaded]
     varies = any(x.size and (x != x.flat[0]).any() for _, x in loaded)
