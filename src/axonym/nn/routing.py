@@ -15,6 +15,7 @@ from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
+from ..distribution.active_settings import pads_uneven
 from ..distribution.kept_shards import in_pipeline, refuse_gathered, scope_of_shards
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -36,6 +37,7 @@ from ..distribution.mesh_axes import (
     storage_axes,
 )
 from ..distribution.operation_scope import operation_scope
+from ..distribution.padded_array import with_padding
 from ..distribution.per_device import gather_axes, run_per_device, vary_like
 from ..named_array import NamedArray, wrap
 from ..ops._operands import one_axis, require_named
@@ -213,6 +215,9 @@ class _Dispatch:
             return self._on_device(self._exchange((), mesh, size))(*operands)
         each = (sharded_over("dispatch", names, p, mesh, AxisType.Auto)[names.index(name)] for p, names in held)
         axes = next(filter(None, each), ())
+        even = -(-size // shard_count(mesh, axes)) * shard_count(mesh, axes)
+        if even != size and pads_uneven() and not has_explicit(mesh):
+            operands, size = self._with_more_experts(operands, even), even
         of_rows = self._rows_over(mesh)
         placed = self._divided(of_rows, axes, mesh)
         for n, count, over in ((name, size, axes), *zip(self._row_names, self._expert.shape, placed, strict=True)):
@@ -240,6 +245,16 @@ class _Dispatch:
             axis_names=set(mesh.axis_names) if explicit else used,
         )
         return reshard(y, padded(map(entry_of, of_rows), y.ndim), mesh)
+
+    def _with_more_experts(self, operands: Arrays, even: int) -> Arrays:
+        """Add experts of zeros to the parameters, which get no rows, until the mesh axes divide their number."""
+        expert, x, *params = operands
+        expert = jnp.where(expert < self._experts.size, expert, even)  # numbers without an expert stay such
+        shapes = [
+            [even if n == self._experts.name else size for n, size in zip(names or (), p.shape, strict=False)]
+            for p, names in zip(params, self._tree.names, strict=True)
+        ]
+        return (expert, x, *(with_padding(p, shape) if shape else p for p, shape in zip(params, shapes, strict=True)))
 
     def _rows_over(self, mesh: AnyMesh) -> list[Axes]:
         """Return the mesh axes that each axis of the rows is sharded over, in the array or else in `expert`."""

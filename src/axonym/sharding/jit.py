@@ -16,10 +16,10 @@ from ..core import errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
 from .leaves import leaves_of
-from .mapping import ResourceMapping, as_mapping, normalize_mapping
+from .mapping import ResourceMapping, Uneven, as_mapping, check_uneven, normalize_mapping
 from .meshes import current_mesh
 from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, advise_paths
-from .shard import needs_mesh, shard_quietly, shardings_of_empty, warn_without_mesh
+from .shard import needs_mesh, shardings_of_empty, store, warn_without_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +35,7 @@ class StepOptions(JitOptions, total=False):
     donate_kwargs: Mapping[str, Any] | None
     annotation_shardings: Mapping[str, Placement] | None
     lenient: bool
+    uneven: Uneven
 
 
 class NamedJitOptions(StepOptions, total=False):
@@ -69,6 +70,7 @@ def named_jit(
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     lenient: bool = False,
+    uneven: Uneven = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R] | Callable[[Callable[P, R]], CompiledFunction[P, R]]:
     """Compile a function, with a mapping active inside it and its arguments and results sharded by name.
@@ -89,6 +91,8 @@ def named_jit(
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
         annotation_shardings: the placements of annotated values: see `axonym.sharding.with_sharding_annotation`.
         lenient: whether axes that their mesh axes do not divide are replicated inside: see `axonym.axis_mapping`.
+        uneven: "pad" shards such axes unevenly inside, and stores results padded: see `axonym.axis_mapping`. Arguments
+            that are stored padded have their true size inside in any case.
         **jit_options: more arguments of `jax.jit`.
 
     >>> mesh = axn.make_mesh({"data": -1})
@@ -115,6 +119,7 @@ def named_jit(
         donate_kwargs=donate_kwargs,
         annotation_shardings=annotation_shardings,
         lenient=lenient,
+        uneven=uneven,
         **jit_options,
     )
     return make if fn is None else make(fn)
@@ -211,6 +216,7 @@ def _compiled(
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     lenient: bool = False,
+    uneven: Uneven = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:
     """Compile a function with the arguments of `named_jit`, but with active settings instead of a mapping."""
@@ -223,8 +229,8 @@ def _compiled(
             raise TypeError(f"{what}: `{needless}` is not needed: non-array arguments are always static.")
     if annotation_shardings is not None:
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
-    if lenient:
-        active = {**active, "lenient": True}
+    check_uneven(what, uneven)
+    active = {**active, **({"lenient": True} if lenient else {}), **({"uneven": uneven} if uneven else {})}
 
     title = f"{what}({getattr(fn, '__qualname__', fn)!s})"
 
@@ -232,7 +238,7 @@ def _compiled(
         if current_mesh() is None and needs_mesh(placements := [in_placement, out_placement]):
             warn_without_mesh(title, placements, (arguments, result))
         _warn_if_misspelled(title, active, (arguments, result))
-        return shard_quietly(result, out_placement, f"{what} (results)")
+        return store(result, out_placement, f"{what} (results)")
 
     return CompiledFunction(
         what,

@@ -32,9 +32,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ..core import errors
 from ..core.processes import ProcessAgreement, fail_together
-from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
+from ..distribution.padded_array import padded_array, stored
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.leaves import Leaf, child_of, is_placed_whole, leaves_of
+from ..sharding.mapping import Uneven, uneven_here
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement, listed
 from ..tree import LayerStack
@@ -42,7 +44,7 @@ from ._orbax_output import quiet, remove_unfinished, wait_for_threads
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import is_number, require_representable, same_kind
-from .sharded_reading import has_values, no_value, shardings_of
+from .sharded_reading import has_values, no_value, shardings_of, stored_shape
 
 T = TypeVar("T")
 
@@ -344,11 +346,12 @@ def _described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax
         if is_number(array):
             about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
         elif is_jax_array_like(array):
-            if isinstance(array, jax.ShapeDtypeStruct):
+            if isinstance(stored(array), jax.ShapeDtypeStruct):
                 raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
-            if not isinstance(array, jax.Array):
+            if not isinstance(stored(array), jax.Array):
                 require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
             about[key] = _about(leaf, array, _added_layers(leaf, tree))
+            array = stored(array)
             data = jax.random.key_data(array) if _is_key(array) else _as_jax_array(leaf.path, array)
             if (wider := _stored_as(data.dtype)) != data.dtype:
                 about[key]["stored"], data = wider.name, data.astype(wider)
@@ -384,7 +387,7 @@ def _save_alone(orbax: Any, path: str, about: Any, arrays: Mapping[str, jax.Arra
     # After Orbax has merged its files, and before it renames the folder.
     def finalize_with_checksums(folder: Any) -> None:
         finalize(folder)
-        _leave_out_added_layers(folder, about, arrays)
+        _leave_out_padding(folder, about, arrays)
         write_checksums(folder)
 
     handler.finalize = finalize_with_checksums
@@ -438,7 +441,7 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         finalize_about(directory)
         if arrays:
             writer.finalize(directory / "arrays")
-        _leave_out_added_layers(directory, about, arrays)
+        _leave_out_padding(directory, about, arrays)
         write_checksums(directory)
 
     handler.save, handler.finalize = save, finalize  # Orbax does not know classes derived from its own
@@ -446,8 +449,8 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about)))
 
 
-def _leave_out_added_layers(folder: Any, about: Any, arrays: Mapping[str, jax.Array]) -> None:
-    """Leave out the added layers: in the files, since devices cannot shard the true number evenly."""
+def _leave_out_padding(folder: Any, about: Any, arrays: Mapping[str, jax.Array]) -> None:
+    """Leave out added layers and padding: in the files, since devices cannot shard the true number evenly."""
     import tensorstore  # which Orbax uses
 
     base = f"{folder}/arrays" if "://" in str(folder) else f"file://{folder}/arrays"
@@ -469,6 +472,7 @@ def restore_checkpoint(
     strict: bool = True,
     ignore: Sequence[str] = (),
     verify: bool = True,
+    uneven: Uneven = None,
 ) -> T:
     """Load a tree from a checkpoint.
 
@@ -486,6 +490,8 @@ def restore_checkpoint(
             their value in the template.
         ignore: patterns of keys that may be in the checkpoint but not in the template, with `*` for anything.
         verify: whether to refuse a checkpoint that differs from what was written, or has lost its checksums.
+        uneven: "pad" stores arrays padded whose axes their mesh axes do not divide: see `axonym.axis_mapping`. The files
+            have true sizes in any case.
 
     >>> import tempfile
     >>> mesh = axn.make_mesh({"data": -1})
@@ -505,8 +511,9 @@ def restore_checkpoint(
         raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
     with quiet(), _reader(orbax) as checkpointer:
         about = _read(checkpointer, path, orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
-        stored = _as_stored(template, about, strict, ignore)
-        leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
+        as_stored = _as_stored(template, about, strict, ignore)
+        with uneven_here("restore_checkpoint", uneven):
+            leaves = shardings_of(as_stored, template, placement, mesh, "restore_checkpoint")
         replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
         wanted, with_added = {}, set[str]()
         for leaf, _, sharding in leaves:
@@ -520,8 +527,10 @@ def restore_checkpoint(
                 entry = about[_key(leaf)]
                 dtype = entry.get("stored", entry["dtype"] if is_integer else data.dtype)
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
-                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
-                if list(leaf.shape) != entry["shape"]:
+                shape = stored_shape(leaf.shape, sharding)
+                shape_of_data = (*shape, *data.shape[len(shape) :])
+                wanted[_key(leaf)] = jax.ShapeDtypeStruct(shape_of_data, dtype, sharding=target)
+                if list(shape) != entry["shape"]:
                     with_added.add(_key(leaf))
         arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
         wanted = {key: x for key, x in wanted.items() if key not in arrays}
@@ -669,7 +678,7 @@ def _about(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
     names = None if leaf.made_from else names  # the names belong to another array
     shape = [size - n for size, n in zip(array.shape, added, strict=True)]
     about = {"axes": names, "shape": shape, "dtype": str(array.dtype)}
-    return about | ({"key": str(jax.random.key_impl(array))} if _is_key(array) else {})
+    return about | ({"key": str(jax.random.key_impl(stored(array)))} if _is_key(array) else {})
 
 
 def _as_jax_array(path: str, x: Any) -> jax.Array:
@@ -784,7 +793,9 @@ def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Ma
     elif array.dtype != (dtype := jax.dtypes.canonicalize_dtype(mine.dtype)):
         require_representable(f"restore_checkpoint: {leaf.path}", array, dtype)
         array = array.astype(dtype)
-    if not isinstance(mine, NamedArray):
-        return array
-    restored = wrap(array, leaf.value.names)
-    return restored if restored.names == mine.names else rearrange(restored, mine.names)
+    assert leaf.shape is not None
+    shape = leaf.shape
+    if isinstance(mine, NamedArray) and leaf.value.names != mine.names:
+        sizes = dict(zip(leaf.value.names, shape, strict=True))
+        array, shape = rearrange(wrap(array, leaf.value.names), mine.names).array, tuple(sizes[n] for n in mine.names)
+    return wrap_like(array if array.shape == shape else padded_array(array, shape), mine)
