@@ -37,7 +37,6 @@ from ..distribution.mesh_axes import (
     storage_axes,
 )
 from ..distribution.operation_scope import operation_scope
-from ..distribution.padded_array import with_padding
 from ..distribution.per_device import gather_axes, run_per_device, vary_like
 from ..named_array import NamedArray, wrap
 from ..ops._operands import one_axis, require_named
@@ -247,14 +246,17 @@ class _Dispatch:
         return reshard(y, padded(map(entry_of, of_rows), y.ndim), mesh)
 
     def _with_more_experts(self, operands: Arrays, even: int) -> Arrays:
-        """Add experts of zeros to the parameters, which get no rows, until the mesh axes divide their number."""
+        """Add copies of the last expert, until the mesh axes divide their number: they get no rows.
+
+        They are not zeros, since the copies of rows that fill up a round go to them, too: see `ExpertExchange`.
+        """
         expert, x, *params = operands
         expert = jnp.where(expert < self._experts.size, expert, even)  # numbers without an expert stay such
-        shapes = [
-            [even if n == self._experts.name else size for n, size in zip(names or (), p.shape, strict=False)]
-            for p, names in zip(params, self._tree.names, strict=True)
-        ]
-        return (expert, x, *(with_padding(p, shape) if shape else p for p, shape in zip(params, shapes, strict=True)))
+        more = even - self._experts.size
+        for i, names in enumerate(self._tree.names):
+            if names and self._experts.name in names:
+                params[i] = jnp.pad(params[i], [(0, more * (n == self._experts.name)) for n in names], mode="edge")
+        return (expert, x, *params)
 
     def _rows_over(self, mesh: AnyMesh) -> list[Axes]:
         """Return the mesh axes that each axis of the rows is sharded over, in the array or else in `expert`."""

@@ -503,7 +503,7 @@ def _put_uneven(
             if isinstance(x.array, jax.Array) and not in_trace():
                 stays = has.mesh == with_devices(mesh)
                 target = NamedSharding(has.mesh, spec if stays else PartitionSpec())
-                with jax.set_mesh(has.mesh):
+                with jax.set_mesh(_NO_DEVICES):
                     y = _program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
                 if stays:
                     return y if shape == leaf.shape else padded_array(y, leaf.shape)
@@ -522,7 +522,15 @@ def _put_uneven(
         x = _constrain(x, spec, mesh, what)
     elif not pads:
         return _constrain(x, spec, mesh, what)
-    return padded_array(_put_array(with_padding(x, shape), spec, mesh, what), leaf.shape) if pads else x
+    if not pads:
+        return x
+    with contextlib.nullcontext() if in_trace() else jax.set_mesh(_NO_DEVICES):
+        x = with_padding(x, shape)
+    return padded_array(_put_array(x, spec, mesh, what), leaf.shape)
+
+
+_NO_DEVICES = Mesh(np.empty((), object), ())
+"""The active mesh while an array is cut or padded that may be on devices outside of the mesh it goes to."""
 
 
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
