@@ -20,8 +20,8 @@ from axonym.precision import Policy
 
 from .harness import Row, side_by_side
 
-SIZE, ROUNDED = 4001, 4004
-BATCH, POS = 8, 128
+SIZE, ROUNDED = 1001, 1004
+BATCH, POS = 16, 128
 """Tokens of a step: fewer than by default, so that a step is short."""
 
 
@@ -67,7 +67,9 @@ def rows() -> list[Row]:
 
 def _memory(program: Any) -> int:
     found = program.memory_analysis()
-    return found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return (
+        found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    )
 
 
 def _collectives(program: Any) -> Counter[Any]:

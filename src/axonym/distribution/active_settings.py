@@ -41,7 +41,7 @@ class Settings:
     lenient: bool = False
     """True if compiled functions replicate axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
     uneven: str | None = None
-    """"pad" if axes may be sharded that their mesh axes do not divide, and are stored padded: see `axonym.axis_mapping`."""
+    """The `uneven` of `axonym.axis_mapping`: "pad" if axes may be sharded that their mesh axes do not divide."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     kept: Any = None

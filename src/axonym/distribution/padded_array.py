@@ -63,6 +63,9 @@ class PaddedArray:
         """Return a copy of this array on the host without the padding."""
         return x[tuple(map(slice, self.shape))]
 
+    def __repr__(self) -> str:
+        return f"PaddedArray({self.dtype}{list(self.shape)}, stored as {list(self.array.shape)})"
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name!r}: {self.way_out()}")
 

@@ -129,9 +129,7 @@ class PlacementCheck:
     """Messages about axes that are replicated because the mapping is lenient."""
 
 
-def examine(
-    tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *, pads: bool = False
-) -> PlacementCheck:
+def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *, pads: bool = False) -> PlacementCheck:
     """Resolve a placement, and return its errors beside the leaves; the arguments are as for `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)

@@ -67,19 +67,19 @@ def from_process_local_data(
         position = _position(leaf, x.ndim, axis)
         if position is None:
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
-        elif x.shape[position] % shards and pads and not found.is_multi_process:
-            spec = PartitionSpec(*(over if i == position else None for i in range(x.ndim)))
-            made.append(shard(leaf.value, NamedSharding(found, spec), uneven="pad"))
-        elif x.shape[position] % shards:
+            continue
+        sharding = NamedSharding(found, PartitionSpec(*(over if i == position else None for i in range(x.ndim))))
+        if not x.shape[position] % shards:
+            made.append(wrap_like(jax.make_array_from_process_local_data(sharding, x), leaf.value))
+        elif pads and not found.is_multi_process:
+            made.append(shard(wrap_like(x, leaf.value), sharding, uneven="pad"))
+        else:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
             problems.append(
                 f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: "
                 f"the devices of this process hold {shards} parts."
+                + ("" if found.is_multi_process else " To keep the size, and store it padded, pass `uneven='pad'`.")
             )
-        else:
-            spec = PartitionSpec(*(over if i == position else None for i in range(x.ndim)))
-            whole = jax.make_array_from_process_local_data(NamedSharding(found, spec), x)
-            made.append(wrap_like(whole, leaf.value))
     compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
     with contextlib.nullcontext() if compared else fail_together(what) as agree:
         if problems:

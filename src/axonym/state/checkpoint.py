@@ -490,8 +490,8 @@ def restore_checkpoint(
             their value in the template.
         ignore: patterns of keys that may be in the checkpoint but not in the template, with `*` for anything.
         verify: whether to refuse a checkpoint that differs from what was written, or has lost its checksums.
-        uneven: "pad" stores arrays padded whose axes their mesh axes do not divide: see `axonym.axis_mapping`. The files
-            have true sizes in any case.
+        uneven: "pad" stores arrays padded whose axes their mesh axes do not divide: see `axonym.axis_mapping`. The
+            files have true sizes in any case.
 
     >>> import tempfile
     >>> mesh = axn.make_mesh({"data": -1})
