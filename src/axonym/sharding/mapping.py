@@ -119,7 +119,7 @@ def axis_mapping(
         lenient: whether compiled functions replicate axes that their mesh axes do not divide, with a warning; else this
             is an error.
         uneven: "pad" shards such axes, too, over Auto mesh axes: inside compiled functions they have their true size,
-            and outside their arrays are stored padded. See [uneven axes](../partitioning.md#uneven-axes).
+            and outside their arrays are stored padded, and nothing computes with them. It goes before `lenient`.
         **entries: more entries, by keyword.
 
     >>> with axn.axis_mapping({"batch": "data"}):
