@@ -140,8 +140,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
     active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
     examined = PlacementCheck([], structure, [], [], [], [], [])
-    uneven = pads_uneven() if pads else None
-    lenient = is_lenient() and not uneven and in_trace()
+    uneven, lenient = _leniency(pads)
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
@@ -164,6 +163,12 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
+
+
+def _leniency(pads: bool) -> tuple[bool | None, bool]:
+    """Return whether axes may be uneven, None if the caller cannot pad, and whether they are replicated instead."""
+    uneven = pads_uneven() if pads else None
+    return uneven, is_lenient() and not uneven and in_trace()
 
 
 def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:

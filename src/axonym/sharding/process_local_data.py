@@ -52,7 +52,6 @@ def from_process_local_data(
     """
     what = "from_process_local_data"
     check_uneven(what, uneven)
-    pads = uneven is not None or pads_uneven()
     found = with_devices(required_mesh(what, mesh))
     if not isinstance(found, Mesh):
         raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
@@ -69,10 +68,8 @@ def from_process_local_data(
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
             continue
         sharding = NamedSharding(found, PartitionSpec(*(over if i == position else None for i in range(x.ndim))))
-        if not x.shape[position] % shards:
-            made.append(wrap_like(jax.make_array_from_process_local_data(sharding, x), leaf.value))
-        elif pads and not found.is_multi_process:
-            made.append(shard(wrap_like(x, leaf.value), sharding, uneven="pad"))
+        if (one := _made(wrap_like(x, leaf.value), sharding, x.shape[position] % shards, uneven)) is not None:
+            made.append(one)
         else:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
             problems.append(
@@ -90,6 +87,15 @@ def from_process_local_data(
                 raise ValueError(listed(what, [problem], found))
             _COMPARED.append((found, tuple(over)))
     return jax.tree.unflatten(structure, made)
+
+
+def _made(x: Any, sharding: NamedSharding, left: int, uneven: Uneven) -> Any:
+    """Return the global array, stored padded if elements are left over; None if it cannot be."""
+    if not left:
+        return wrap_like(jax.make_array_from_process_local_data(sharding, raw(x)), x)
+    if (uneven or pads_uneven()) and not sharding.mesh.is_multi_process:
+        return shard(x, sharding, uneven="pad")
+    return None
 
 
 # The meshes for which processes have compared their data: comparing each batch would make the devices wait.

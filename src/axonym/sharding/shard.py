@@ -351,7 +351,6 @@ def _shard(
         leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
-    pads = pads or not in_trace()
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what, pads) for leaf in leaves])
 
 
@@ -472,10 +471,11 @@ def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool) -> Any:
     if leaf.spec is None or mesh is None or leaf.shape is None:
         return leaf.value
     x = raw(leaf.value)
-    shape = padded_shape(leaf.shape, leaf.spec, mesh)
-    put = _put_array
-    if shape != leaf.shape or isinstance(x, PaddedArray):
-        put = functools.partial(_put_uneven, leaf, shape, pads)
+    put: Callable[..., Any] = _put_array
+    if isinstance(x, PaddedArray):
+        put = functools.partial(_put_padded, leaf, pads)
+    elif padded_shape(leaf.shape, leaf.spec, mesh) != leaf.shape:
+        put = functools.partial(_put_uneven, leaf, pads)
     if isinstance(x, Tracer) and leaf.names is not None:
         with jax.named_scope(operation_scope("shard", (leaf.names,), leaf.names, (x,))):
             return wrap_like(put(x, leaf.spec, mesh, what), leaf.value)
@@ -488,44 +488,42 @@ def padded_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tu
     return tuple(-(-size // n) * n for size, n in zip(shape, counts, strict=True))
 
 
-def _put_uneven(
-    leaf: Leaf, shape: tuple[int, ...], pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str
-) -> Any:
-    """Shard an array that is padded, or gets padding to the given shape where a spec does not divide its own."""
+def _put_padded(leaf: Leaf, pads: bool, x: PaddedArray, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+    """Shard an array that is stored padded."""
     assert leaf.shape is not None
-    if isinstance(x, PaddedArray):
-        has = None if isinstance(x.array, Tracer) else x.sharding
-        if isinstance(has, NamedSharding):
-            spec = _closed(spec, has)
-            shape = padded_shape(leaf.shape, spec, mesh)
-            if x.array.shape == shape and _is(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
-                return x
-            if isinstance(x.array, jax.Array) and not in_trace():
-                stays = has.mesh == with_devices(mesh)
-                target = NamedSharding(has.mesh, spec if stays else PartitionSpec())
-                with jax.set_mesh(_NO_DEVICES):
-                    y = _program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
-                if stays:
-                    return y if shape == leaf.shape else padded_array(y, leaf.shape)
-                x = y
-        x = x.unpadded() if isinstance(x, PaddedArray) else x
-    if shape == leaf.shape:
-        return _put_array(x, spec, mesh, what)
-    pads = pads or isinstance(x, jax.ShapeDtypeStruct)
-    if isinstance(x, Tracer):
-        if not in_trace():
-            raise ValueError(
-                f"{what}: {leaf.path} {described(leaf)} is stored padded outside of compiled functions, where nothing "
-                "computes with it, so it has no derivative there either. Differentiate in a function compiled by "
-                "axonym.named_jit."
-            )
-        x = _constrain(x, spec, mesh, what)
-    elif not pads:
-        return _constrain(x, spec, mesh, what)
-    if not pads:
+    has = None if isinstance(x.array, Tracer) else x.sharding
+    spec = _closed(spec, has)
+    shape = padded_shape(leaf.shape, spec, mesh)
+    if not isinstance(has, NamedSharding) or not isinstance(x.array, jax.Array) or in_trace():
+        y = x.unpadded()
+    elif x.array.shape == shape and _is(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
         return x
-    with contextlib.nullcontext() if in_trace() else jax.set_mesh(_NO_DEVICES):
-        x = with_padding(x, shape)
+    else:
+        stays = has.mesh == with_devices(mesh)
+        target = NamedSharding(has.mesh, spec if stays else PartitionSpec())
+        with jax.set_mesh(_NO_DEVICES):
+            y = _program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
+        if stays and shape != leaf.shape:
+            return padded_array(y, leaf.shape)
+    return _put_array(y, spec, mesh, what) if shape == leaf.shape else _put_uneven(leaf, pads, y, spec, mesh, what)
+
+
+def _put_uneven(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+    """Shard an array with uneven axes: store it padded, or constrain it for a compiled function to compute with."""
+    assert leaf.shape is not None
+    inside = in_trace() and not isinstance(x, jax.ShapeDtypeStruct)
+    if isinstance(x, Tracer) and not inside:
+        raise ValueError(
+            f"{what}: {leaf.path} {described(leaf)} is stored padded outside of compiled functions, where nothing "
+            "computes with it, so it has no derivative there either. Differentiate in a function compiled by "
+            "axonym.named_jit."
+        )
+    if inside:
+        x = _constrain(x, spec, mesh, what)
+        if not pads:
+            return x
+    with contextlib.nullcontext() if inside else jax.set_mesh(_NO_DEVICES):
+        x = with_padding(x, padded_shape(leaf.shape, spec, mesh))
     return padded_array(_put_array(x, spec, mesh, what), leaf.shape)
 
 
