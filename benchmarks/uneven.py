@@ -5,6 +5,7 @@ The step is the step of `examples/train_lm.py --mapping tensor`, on two by four 
 
 from __future__ import annotations
 
+import importlib
 import re
 import statistics
 import sys
@@ -28,7 +29,9 @@ BATCH, POS = 16, 128
 def rows() -> list[Row]:
     """The time of a step, its memory and its collectives, to those of the rounded size."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from training import config, data, steps, strategies
+    config, data, steps, strategies = (
+        importlib.import_module(f"training.{name}") for name in ("config", "data", "steps", "strategies")
+    )
 
     strategy = strategies.choose("tensor", "auto", config.ModelSizes.kv_heads, jax.device_count())
     batch = np.random.default_rng(0).integers(0, SIZE, (BATCH, POS)).astype(np.int32)
@@ -36,9 +39,10 @@ def rows() -> list[Row]:
     def step(size: int) -> tuple[Any, Any]:
         data.VOCAB = size
         start, train, _ = steps.plain_functions(config.ModelSizes(), config.Optimizer(), Policy.parse("float32"))
-        state: Any = axn.named_jit(start, strategy.compute, uneven="pad")(jax.random.key(0))
+        make: Any = axn.named_jit(start, strategy.compute, uneven="pad")
+        state = make(jax.random.key(0))
         tokens = axn.shard(axn.named(batch, ("batch", "pos")), strategy.compute)
-        compiled = axn.named_jit(
+        compiled: Any = axn.named_jit(
             train, strategy.compute, in_placement=strategy.compute, donate_args=(True, False), uneven="pad"
         )
         program: Any = compiled.lower(state, tokens).compile()
@@ -58,11 +62,12 @@ def rows() -> list[Row]:
     memory = [_memory(program) for program in (uneven, even)]
     sent = [_collectives(program) for program in (uneven, even)]
     same = sum((sent[0] - sent[1]).values()) + sum((sent[1] - sent[0]).values())
-    return [
-        Row("uneven", f"{what}: step", *(f"{m * 1e3:.1f} ms" for m in medians), medians[0] / medians[1], 1.05),
-        Row("uneven", f"{what}: memory", *(f"{m / 2**20:.2f} MiB" for m in memory), memory[0] / memory[1], 1.02),
-        Row("uneven", f"{what}: collectives that differ", *(str(x.total()) for x in sent), 1.0 + same, 1.0),
+    pairs = [
+        ("step", [f"{m * 1e3:.1f} ms" for m in medians], medians[0] / medians[1], 1.05),
+        ("memory", [f"{m / 2**20:.2f} MiB" for m in memory], memory[0] / memory[1], 1.02),
+        ("collectives that differ", [str(x.total()) for x in sent], 1.0 + same, 1.0),
     ]
+    return [Row("uneven", f"{what}: {of}", both[0], both[1], ratio, limit) for of, both, ratio, limit in pairs]
 
 
 def _memory(program: Any) -> int:

@@ -158,7 +158,8 @@ def test_steps_are_those_of_one_device(case: str) -> None:
     with jax.set_mesh(devices_of(**sizes)), axn.axis_mapping(mapping, uneven="pad"):
         state, placed = axn.named_jit(start)(params), axn.shard(x)
         assert any(map(is_padded, jax.tree.leaves((state, placed), is_leaf=is_padded)))
-        step = axn.named_jit(step_of(loss), donate_args=(True, False))
+        step: Any = axn.named_jit(step_of(loss), donate_args=(True, False))
+        given = state
         expected: Any = start(params)
         for _ in range(3):
             given = poisoned(state)
@@ -176,7 +177,8 @@ def program(size: int, mapping: Any) -> Any:
     params, tokens = vocabulary(size)
     with axn.axis_mapping(mapping, uneven="pad"):
         state, placed = jax.eval_shape(axn.named_jit(start), params), axn.shard(tokens)
-        return axn.named_jit(step_of(of_tokens), donate_args=(True, False)).lower(state, placed).compile()
+        step: Any = axn.named_jit(step_of(of_tokens), donate_args=(True, False))
+        return step.lower(state, placed).compile()
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def test_shard_moves_padded_arrays() -> None:
 
 
 def test_batches_are_stored_padded() -> None:
-    mesh, x = devices_of(data=8), axn.to_host(draw(LARGE, Embed))
+    mesh, x = devices_of(data=8), draw(LARGE, Embed)
     with pytest.raises(ValueError, match=r"cannot be sharded over data=8.* pass `uneven='pad'`"):
         axn.sharding.from_process_local_data(x, "batch", "data", mesh)
     loaded = axn.sharding.from_process_local_data(x, "batch", "data", mesh, uneven="pad")

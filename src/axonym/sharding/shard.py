@@ -488,7 +488,7 @@ def padded_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tu
     return tuple(-(-size // n) * n for size, n in zip(shape, counts, strict=True))
 
 
-def _put_padded(leaf: Leaf, pads: bool, x: PaddedArray, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+def _put_padded(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     """Shard an array that is stored padded."""
     assert leaf.shape is not None
     has = None if isinstance(x.array, Tracer) else x.sharding
