@@ -33,6 +33,7 @@ from . import (
     stacked,
     tracing,
     transforms,
+    uneven,
     weights,
 )
 from .harness import print_table
@@ -48,6 +49,7 @@ SECTIONS = {
     "rules": rules.rows,
     "fsdp": fsdp.rows,
     "shard_map": shard_map.rows,
+    "uneven": uneven.rows,
     "transforms": transforms.rows,
     "convolution": convolution.rows,
     "stacked": stacked.rows,

@@ -801,6 +801,13 @@ TABLE = [
         names={"x": jnp.arange(8.0), "mesh": AUTO, "spec": PartitionSpec("data")},
     ),
     Advice(
+        "uneven='pad'",
+        lambda: axn.shard(axn.ones({"batch": 6}), {"batch": "data"}, AUTO),
+        lambda x: same(axn.to_host(x), axn.ones({"batch": 6})) and spec(x) == ("data",),
+        run="axn.shard(axn.ones({'batch': 6}), {'batch': 'data'}, mesh, CODE)",
+        names={"mesh": AUTO},
+    ),
+    Advice(
         "axn.in_context(fn)",
         lambda: asyncio.run(_together(waits)),
         lambda task: asyncio.run(_together(task)) is None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from ..axis import Axis
 from ..core import errors
 from ..core.errors import counted, describe_bytes
 from ..distribution.mesh_axes import mesh_axes
+from ..distribution.padded_array import stored
 from ..named_array import describe_array, raw, wrap
 from ..sharding.leaves import Leaf, leaves_of
 from ..sharding.placement import present_sharding
@@ -120,7 +122,8 @@ def _runs(numbers: Iterable[int]) -> str:
 
 
 def _arrays(tree: Any) -> list[Leaf]:
-    return [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
+    leaves = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
+    return [dataclasses.replace(leaf, shape=stored(raw(leaf.value)).shape) for leaf in leaves]
 
 
 def _describe_all(leaves: Sequence[Leaf]) -> str:
@@ -143,7 +146,7 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
             on_device[device] = on_device.get(device, 0) + _elements(ranges) * raw(leaf.value).dtype.itemsize
-    size = sum(raw(x.value).size * raw(x.value).dtype.itemsize for x in leaves)
+    size = sum(math.prod(x.shape or ()) * raw(x.value).dtype.itemsize for x in leaves)
     text = f"{counted(len(leaves), 'array')}, {describe_bytes(size)}"
     if not on_device:
         return text

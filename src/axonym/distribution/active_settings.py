@@ -40,6 +40,8 @@ class Settings:
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
     lenient: bool = False
     """True if compiled functions replicate axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
+    uneven: str | None = None
+    """The `uneven` of `axonym.axis_mapping`: "pad" if axes may be sharded that their mesh axes do not divide."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     kept: Any = None
@@ -108,6 +110,12 @@ def is_lenient() -> bool:
     return settings is not None and settings.lenient
 
 
+def pads_uneven() -> bool:
+    """Return whether axes may be sharded that their mesh axes do not divide."""
+    settings = ACTIVE.value
+    return settings is not None and settings.uneven is not None
+
+
 def is_mapped() -> bool:
     """Return whether a function is mapped over an axis on a mesh."""
     settings = ACTIVE.value
@@ -131,7 +139,7 @@ _OF_SURROUNDINGS = ("environment", "kept", "mapped", "marked")
 
 
 def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
-    """Activate an axis environment, kept shards, or that a function is mapped or marked, in a with-block."""
+    """Activate single settings, such as an axis environment or that a function is mapped, in a with-block."""
     return _activate(changed(ACTIVE.value, **parts))
 
 

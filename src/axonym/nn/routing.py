@@ -14,6 +14,7 @@ from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
+from ..distribution.active_settings import pads_uneven
 from ..distribution.kept_shards import as_if_complete, in_pipeline, refuse_gathered, scope_of_shards
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -229,6 +230,9 @@ class _Dispatch:
             return self._on_device(self._exchange((), mesh, size))(*operands)
         each = (sharded_over("dispatch", names, p, mesh, AxisType.Auto)[names.index(name)] for p, names in held)
         axes = next(filter(None, each), ())
+        even = -(-size // shard_count(mesh, axes)) * shard_count(mesh, axes)
+        if even != size and pads_uneven() and not has_explicit(mesh):
+            operands, size = self._with_more_experts(operands, even), even
         of_rows = self._rows_over(mesh)
         placed = self._divided(of_rows, axes, mesh)
         for n, count, over in ((name, size, axes), *zip(self._row_names, self._expert.shape, placed, strict=True)):
@@ -254,6 +258,19 @@ class _Dispatch:
             axis_names=set(mesh.axis_names) if explicit else used,
         )
         return reshard(y, padded(map(entry_of, of_rows), y.ndim), mesh)
+
+    def _with_more_experts(self, operands: Arrays, even: int) -> Arrays:
+        """Add copies of the last expert, until the mesh axes divide their number: they get no rows.
+
+        They are not zeros, since the copies of rows that fill up a round go to them, too: see `ExpertExchange`.
+        """
+        expert, x, *params = operands
+        expert = jnp.where(expert < self._experts.size, expert, even)  # numbers without an expert stay such
+        more = even - self._experts.size
+        for i, names in enumerate(self._tree.names):
+            if names and self._experts.name in names:
+                params[i] = jnp.pad(params[i], [(0, more * (n == self._experts.name)) for n in names], mode="edge")
+        return (expert, x, *params)
 
     def _rows_over(self, mesh: AnyMesh) -> list[Axes]:
         """Return the mesh axes that each axis of the rows is sharded over, in the array or else in `expert`."""

@@ -46,6 +46,7 @@ from ..distribution.mesh_axes import (
     shard_count,
 )
 from ..distribution.operation_scope import names_of_results, operation_scope, unmarked
+from ..distribution.padded_array import refuse_padded
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray, wrap_result
 
@@ -91,9 +92,14 @@ class Kernel:
                     if type(result) in _concrete:
                         return NamedArray(result, (), self.names)
                     return wrap_result(result, self.names)
+                refuse_padded(arrays)
                 self.call(*arrays)  # raises the error in the user's terms
                 raise refused
-        return wrap_result(self.call(*arrays), self.names)
+        try:
+            return wrap_result(self.call(*arrays), self.names)
+        except Exception:
+            refuse_padded(arrays)
+            raise
 
 
 _concrete: set[type] = {int, float}

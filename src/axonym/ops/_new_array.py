@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..axis import Axis, Names
+from ..core import errors
 from ..core.jax_versions import INLINE, is_about_older_mesh
 from ..distribution import active_settings, output_sharding
 from ..distribution.mesh_axes import (
@@ -23,9 +24,12 @@ from ..distribution.mesh_axes import (
     current_mesh,
     entries_of,
     entry_of,
+    has_explicit,
+    mapped_on,
     mesh_around,
     mesh_axes,
     restricted,
+    shard_count,
 )
 from ..named_array import NamedArray, wrap
 from . import _kernels
@@ -61,13 +65,18 @@ def sharded_kernel(
         return run_sharded(what, fn, in_names, _kernels.as_in_jit(arrays), out)
 
     kernel.__name__ = kernel.__qualname__ = what
-    return _kernels.Kernel(_on_older_mesh(jax.jit(kernel, inline=INLINE)), tuple(a.name for a in out))
+    return _kernels.Kernel(_outside_of_jit(what, out, jax.jit(kernel, inline=INLINE)), tuple(a.name for a in out))
 
 
-def _on_older_mesh(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Activate the mesh of an older `with mesh:`, in which JAX does not compile programs on Explicit axes."""
+def _outside_of_jit(what: str, out: tuple[Axis, ...], jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse results with uneven axes, and activate the mesh of an older `with mesh:`.
+
+    In such a mesh, JAX does not compile programs on Explicit axes.
+    """
 
     def call(*arrays: Any) -> Any:
+        if active_settings.pads_uneven():
+            _refuse_uneven(what, out)
         try:
             return jitted(*arrays)
         except ValueError as error:
@@ -78,6 +87,22 @@ def _on_older_mesh(jitted: Callable[..., Any]) -> Callable[..., Any]:
             return jitted(*arrays)
 
     return call
+
+
+def _refuse_uneven(what: str, out: tuple[Axis, ...]) -> None:
+    """Raise an error if a result outside of jit would have uneven axes: nothing could compute with it."""
+    from ..sharding.meshes import in_trace
+
+    mesh = current_mesh()
+    if mesh is None or has_explicit(mesh) or in_trace():
+        return
+    over = {a: mapped_on(what, a.name, mesh, AxisType.Auto) for a in out}
+    if odd := [a for a, axes in over.items() if a.size % shard_count(mesh, axes)]:
+        raise ValueError(
+            f"{what} on mesh {errors.describe_shape(mesh.shape)}: the mesh axes do not divide "
+            f"{errors.describe_axes([a.name for a in odd], [a.size for a in odd])}, which `uneven='pad'` allows inside "
+            "compiled functions. Make the array in a function compiled by axonym.named_jit, which stores it padded."
+        )
 
 
 def run_sharded(
@@ -97,7 +122,7 @@ def run_sharded(
         active = active_settings.active_mapping()
         mapping = {n: entry_of([a for a in mesh_axes(active.get(n)) if a not in manual]) for n in names}
     # Resolve the mapping first, so that its errors name the operation and the axes.
-    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), mapping, mesh, what)
+    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), mapping, mesh, what, pads=True)
     explicit = axes_of_type(mesh, AxisType.Explicit)
     placed: Any = fn
     if explicit:

@@ -22,6 +22,7 @@ from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_s
 from ..core import errors
 from ..core.jax_versions import INLINE
 from ..distribution.kept_shards import kept_over, scope_of_shards
+from ..distribution.padded_array import refuse_padded
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
 from ._new_array import new_array
@@ -102,7 +103,8 @@ def full_like(a: NamedArray, fill_value: NamedOrNumeric, dtype: DTypeLike | None
 
 
 def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> NamedArray:
-    if len(require_named(what, a).names) != jnp.ndim(a.array):
+    refuse_padded([require_named(what, a).array])
+    if len(a.names) != jnp.ndim(a.array):
         raise ValueError(f"{what}: {errors.wrong_rank(a.names, jnp.shape(a.array))}")
     return wrap(fn(a.array, *arguments), a.names)
 

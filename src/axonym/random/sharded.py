@@ -14,7 +14,7 @@ from ..axis import Axis, AxisSelector
 from ..core import errors
 from ..core.function_cache import FunctionCache, Functions, HeldArrays, WithArrays
 from ..core.tree_spec import flatten_arrays
-from ..distribution.mesh_axes import NO_MESH, current_mesh, mapped_on
+from ..distribution.mesh_axes import NO_MESH, current_mesh, mapped_on, shard_count
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray, describe_array, resolve_axes, wrap
 from ..ops._new_array import run_sharded
@@ -127,7 +127,7 @@ def _generate(
         keys = jax.random.split(key, along.size)
         mesh = current_mesh()
         over = () if mesh is None else mapped_on(what, along.name, mesh, AxisType.Auto, AxisType.Explicit)
-        if mesh is None or not over:
+        if mesh is None or not over or along.size % shard_count(mesh, over):
             return blocks(keys, *arrays)
         return run_per_device(
             blocks,

@@ -29,6 +29,7 @@ from ..core.parameter_names import parameter_names
 from ..core.tree_spec import ARRAYS, PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
 from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
+from ..distribution.padded_array import unpadded
 from .meshes import current_mesh, with_devices
 from .placement import ComputeMappingOrParameterRule, Placement
 from .shard import call_on_mesh, emptied, shard_arguments
@@ -196,7 +197,7 @@ class CompiledFunction(Generic[P, R]):
             if settings is not None and mesh is not None:
                 for mapping in (settings.mapping, settings.parameter_mapping):
                     check_mesh_axes(self._what, mapping, mesh)
-            args, kwargs = self.placed(args, kwargs)
+            args, kwargs = self.placed(*unpadded((args, kwargs)))
             # A copy of the tree, since the function may consume it: Equinox's `State` is used once.
             seen = None if self._results is None else jax.tree.map(lambda x: x, (args, kwargs))
             result = self._fn(*args, **kwargs)

@@ -16,7 +16,7 @@ from ..core import errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
 from .leaves import leaves_of
-from .mapping import ResourceMapping, as_mapping, normalize_mapping
+from .mapping import ResourceMapping, Uneven, as_mapping, check_uneven, normalize_mapping
 from .meshes import current_mesh
 from .placement import (
     ComputeMappingOrParameterRule,
@@ -26,7 +26,7 @@ from .placement import (
     advise_paths,
     axes_of,
 )
-from .shard import needs_mesh, shard_quietly, shardings_of_empty, warn_without_mesh
+from .shard import needs_mesh, shardings_of_empty, store, warn_without_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +42,7 @@ class StepOptions(JitOptions, total=False):
     donate_kwargs: Mapping[str, Any] | None
     annotation_shardings: Mapping[str, Placement] | None
     lenient: bool
+    uneven: Uneven
 
 
 class NamedJitOptions(StepOptions, total=False):
@@ -76,6 +77,7 @@ def named_jit(
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     lenient: bool = False,
+    uneven: Uneven = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R] | Callable[[Callable[P, R]], CompiledFunction[P, R]]:
     """Compile a function, with a mapping active inside it and its arguments and results sharded by name.
@@ -96,6 +98,8 @@ def named_jit(
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
         annotation_shardings: the placements of annotated values: see `axonym.sharding.with_sharding_annotation`.
         lenient: whether axes that their mesh axes do not divide are replicated inside: see `axonym.axis_mapping`.
+        uneven: "pad" shards such axes unevenly inside, and stores results padded: see `axonym.axis_mapping`. Arguments
+            that are stored padded have their true size inside in any case.
         **jit_options: more arguments of `jax.jit`.
 
     >>> mesh = axn.make_mesh({"data": -1})
@@ -122,6 +126,7 @@ def named_jit(
         donate_kwargs=donate_kwargs,
         annotation_shardings=annotation_shardings,
         lenient=lenient,
+        uneven=uneven,
         **jit_options,
     )
     return make if fn is None else make(fn)
@@ -218,6 +223,7 @@ def _compiled(
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     lenient: bool = False,
+    uneven: Uneven = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:
     """Compile a function with the arguments of `named_jit`, but with active settings instead of a mapping."""
@@ -230,8 +236,8 @@ def _compiled(
             raise TypeError(f"{what}: `{needless}` is not needed: non-array arguments are always static.")
     if annotation_shardings is not None:
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
-    if lenient:
-        active = {**active, "lenient": True}
+    check_uneven(what, uneven)
+    active = {**active, **({"lenient": True} if lenient else {}), **({"uneven": uneven} if uneven else {})}
 
     title = f"{what}({getattr(fn, '__qualname__', fn)!s})"
 
@@ -239,7 +245,7 @@ def _compiled(
         if current_mesh() is None and needs_mesh(placements := [in_placement, out_placement]):
             warn_without_mesh(title, placements, (arguments, result))
         _warn_if_misspelled(title, active, (arguments, result))
-        return shard_quietly(result, out_placement, f"{what} (results)")
+        return store(result, out_placement, f"{what} (results)")
 
     return CompiledFunction(
         what,

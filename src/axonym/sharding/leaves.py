@@ -22,6 +22,7 @@ from ..axis import Names
 from ..core import errors
 from ..core.jax_versions import followed_by
 from ..distribution.mesh_axes import AnyMesh
+from ..distribution.padded_array import PaddedArray, is_padded
 from ..named_array import NamedArray
 
 
@@ -71,12 +72,12 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
 
 
 def is_placed_whole(x: Any) -> bool:
-    """Return whether something is a named array that is one leaf, unlike one that an optimizer fills with several.
+    """Return whether something is a padded array, or a named array that an optimizer has not filled with several.
 
     Shampoo, for example, keeps two matrices for each matrix.
     """
     if not isinstance(x, NamedArray):
-        return False
+        return is_padded(x)
     return hasattr(x.array, "shape") or not any(hasattr(part, "shape") for part in jax.tree.leaves(x.array))
 
 
@@ -88,7 +89,7 @@ def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
             return Leaf(keys, value, None, None)
         other = len(shape) != len(value.names) and not _is_mapped(value.array)
         return Leaf(keys, value, value.names, shape, made_from=value.names if other else None)
-    if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+    if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, PaddedArray)):
         return Leaf(keys, value, None, None)
     parents = _parents(path, tree)
     around = next((p for p in parents if isinstance(p, NamedArray)), None)

@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from ..axis import Axis, name_of
 from ..core import errors
@@ -27,6 +27,22 @@ ResourceMapping: TypeAlias = Mapping[Any, str | Sequence[str] | None]
 
 PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 """One mesh axis, or several that an axis is sharded over."""
+
+
+Uneven: TypeAlias = Literal["pad"] | None
+"""How axes are sharded that their mesh axes do not divide: "pad" stores them padded; None is an error."""
+
+
+def check_uneven(what: str, uneven: Any) -> None:
+    """Check an argument `uneven`."""
+    if uneven not in ("pad", None):
+        raise ValueError(f"{what}: `uneven` is 'pad', or None for an error, got {uneven!r}.")
+
+
+def uneven_here(what: str, uneven: Uneven) -> contextlib.AbstractContextManager[Any]:
+    """Activate an argument `uneven` in a with-block; None leaves what is active."""
+    check_uneven(what, uneven)
+    return active_settings.activate_here(uneven=uneven) if uneven else contextlib.nullcontext()
 
 
 def normalize_mapping(mapping: Any, what: str = "axis_mapping") -> dict[str, Entry]:
@@ -88,6 +104,7 @@ def axis_mapping(
     *,
     merge: bool = False,
     lenient: bool = False,
+    uneven: Uneven = None,
     **entries: str | Sequence[str] | None,
 ) -> ActiveSettings:
     """Activate a resource mapping, in a with-block or as a decorator.
@@ -97,9 +114,12 @@ def axis_mapping(
 
     Arguments:
         mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.
-        merge: whether to keep the entries of the mapping around it for axes that this one lacks, and its leniency.
+        merge: whether to keep the entries of the mapping around it for axes that this one lacks, its leniency, and its
+            `uneven`.
         lenient: whether compiled functions replicate axes that their mesh axes do not divide, with a warning; else this
             is an error.
+        uneven: "pad" shards such axes, too, over Auto mesh axes: inside compiled functions they have their true size,
+            and outside their arrays are stored padded, and nothing computes with them. It goes before `lenient`.
         **entries: more entries, by keyword.
 
     >>> with axn.axis_mapping({"batch": "data"}):
@@ -108,6 +128,7 @@ def axis_mapping(
     {'batch': 'data', 'embed': 'model'}
     """
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
+    check_uneven("axis_mapping", uneven)
     mesh = current_mesh() if new else None
     if mesh is not None:
         check_direction("axis_mapping", new, mesh)
@@ -115,8 +136,10 @@ def axis_mapping(
     def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
         if outer is None or not merge:
-            return active_settings.changed(outer, mapping=new, lenient=lenient)
-        return active_settings.changed(outer, mapping={**outer.mapping, **new}, lenient=lenient or outer.lenient)
+            return active_settings.changed(outer, mapping=new, lenient=lenient, uneven=uneven)
+        merged = {**outer.mapping, **new}
+        lenience = {"lenient": lenient or outer.lenient, "uneven": uneven or outer.uneven}
+        return active_settings.changed(outer, mapping=merged, **lenience)
 
     return ActiveSettings("axis_mapping", settings)
 

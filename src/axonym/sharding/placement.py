@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axis import Names, name_of
 from ..core import errors
-from ..distribution.active_settings import Entry, active_mapping, is_lenient
+from ..distribution.active_settings import Entry, active_mapping, is_lenient, pads_uneven
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_of_type,
@@ -38,6 +38,7 @@ from ..distribution.mesh_axes import (
     mesh_axes,
     padded,
     restricted,
+    types_of,
 )
 from ..named_array import NamedArray, is_named_array, raw
 from .leaves import Leaf, child_of, is_not_told, leaves_of, warn_if_not_told
@@ -80,7 +81,9 @@ class Rule(abc.ABC):
         return answer.answer(leaf, mesh) if isinstance(answer, Rule) else answer
 
 
-def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> tuple[list[Leaf], Any]:
+def resolve(
+    tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *, pads: bool = False
+) -> tuple[list[Leaf], Any]:
     """Return the leaves of a tree, each with its partition spec, and the structure of the tree.
 
     Arguments:
@@ -89,12 +92,13 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         mesh: the mesh to check against. Without one, checks that need a mesh are skipped, and rules see the active
             mesh.
         what: the operation, for messages.
+        pads: whether the caller can pad axes that their mesh axes do not divide, so that `uneven="pad"` allows them.
 
     >>> leaves, structure = axn.sharding.resolve({"w": jnp.ones((4, 2))}, jax.P("data"), None, "load")
     >>> leaves[0].path, leaves[0].spec
     ('w', P('data', None))
     """
-    examined = examine(tree, placement, mesh, what)
+    examined = examine(tree, placement, mesh, what, pads=pads)
     # Before the errors, which such a mapping may explain.
     _warn_if_unused(examined.given, mesh, what)
     if examined.problems:
@@ -124,7 +128,7 @@ class PlacementCheck:
     """Messages about axes that are replicated because the mapping is lenient."""
 
 
-def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> PlacementCheck:
+def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *, pads: bool = False) -> PlacementCheck:
     """Resolve a placement, and return its errors beside the leaves; the arguments are as for `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
@@ -135,7 +139,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
     examined = PlacementCheck([], structure, [], [], [], [], [])
-    lenient = is_lenient() and in_trace()
+    uneven, lenient = _leniency(pads)
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
@@ -149,7 +153,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
                 examined.answers.append((given, leaf))
         given = _where_divided(leaf, given, mesh, examined.replicated) if lenient else given
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
-        spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
+        spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems, uneven)
         if isinstance(given, Mapping) and leaf.made_from and (problems or is_not_told(leaf, given)):
             examined.not_told.append(leaf)
             spec, problems = PartitionSpec(), []  # its names may be wrong
@@ -160,6 +164,12 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     return examined
 
 
+def _leniency(pads: bool) -> tuple[bool | None, bool]:
+    """Return whether axes may be uneven, None if the caller cannot pad, and whether they are replicated instead."""
+    uneven = pads_uneven() if pads else None
+    return uneven, is_lenient() and not uneven and in_trace()
+
+
 def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:
     """Return a mapping without the axes of a leaf that their mesh axes do not divide, and add messages about them."""
     if mesh is None or not isinstance(mapping, Mapping):
@@ -167,7 +177,7 @@ def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, fou
     wrong: dict[str, str] = {}
     for name, size in zip(leaf.names or (), leaf.shape or (), strict=False):
         axes = mesh_axes(mapping.get(name))
-        if all(a in mesh.shape for a in axes) and size % (shards := math.prod(_sizes_here(axes, mesh).values())):
+        if all(a in mesh.shape for a in axes) and size % (shards := shards_here(axes, mesh)):
             over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
             wrong[name] = f"{leaf.path} {described(leaf)}: {name!r} is replicated, since {over} gives {shards} shards."
     found += wrong.values()
@@ -322,16 +332,20 @@ def present_sharding(x: Any) -> jax.sharding.Sharding | None:
 
 
 def spec_of_leaf(
-    leaf: Leaf, placement: LeafPlacement, mesh: AnyMesh | None, problems: list[str]
+    leaf: Leaf, placement: LeafPlacement, mesh: AnyMesh | None, problems: list[str], uneven: bool | None = None
 ) -> PartitionSpec | None:
-    """Return the spec of one leaf by a placement that is not a rule, and add its errors to the problems."""
+    """Return the spec of one leaf by a placement that is not a rule, and add its errors to the problems.
+
+    Arguments:
+        uneven: whether mesh axes need not divide the sizes; None if `uneven="pad"` could not allow that here.
+    """
     if leaf.shape is None or (entries := entries_for(leaf, placement)) is None:
         return None
     names = leaf.names if isinstance(placement, Mapping) or isinstance(leaf.value, NamedArray) else None
     if len(entries) > len(leaf.shape) or (names is not None and len(names) != len(leaf.shape)):
         problems.append(_wrong_rank(leaf, entries))
         return None
-    spec, found = _checked(names, leaf.shape, padded(entries, len(leaf.shape)), mesh)
+    spec, found = _checked(names, leaf.shape, padded(entries, len(leaf.shape)), mesh, uneven)
     problems += [f"{leaf.path} {p}" for p in found]
     return spec
 
@@ -365,7 +379,11 @@ _WAY_OUT = (
 
 @functools.lru_cache(maxsize=4096)
 def _checked(
-    names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
+    names: Names | None,
+    shape: tuple[int, ...],
+    entries: tuple[Entry, ...],
+    mesh: AnyMesh | None,
+    uneven: bool | None = None,
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
     """Return the spec of these entries, and its errors. Cached, as a model has many leaves with the same axes."""
     # All problems are collected, so that a user sees every one at once. Only errors look at what is named here.
@@ -391,14 +409,37 @@ def _checked(
                 + errors.wrong_way_round({} if names is None else {names[called.index(name)]: axis}, mesh.axis_names)
                 + errors.suggestion(axis, mesh.axis_names)
             )
-        if not unknown and axes:
-            over = _sizes_here(axes, mesh)
-            if size % (shards := math.prod(over.values())):
-                problems.append(
-                    f"{array}: {errors.indivisible(name, size, over)} "
-                    + _WAY_OUT[names is None].format(shards=shards, size=-(-size // shards) * shards)
-                )
+        if not unknown and axes and size % (shards := shards_here(axes, mesh)):
+            hint = _about_padding(axes, mesh, uneven)
+            if uneven and not hint:
+                continue
+            problems.append(
+                f"{array}: {errors.indivisible(name, size, _sizes_here(axes, mesh))} "
+                + _WAY_OUT[names is None].format(shards=shards, size=-(-size // shards) * shards)
+                + hint
+            )
     return PartitionSpec(*entries), tuple(problems)
+
+
+def _about_padding(axes: Sequence[str], mesh: AnyMesh, uneven: bool | None) -> str:
+    """Return what to say about `uneven="pad"` where mesh axes do not divide a size; nothing if it is active and helps.
+
+    Explicit mesh axes have no type for uneven shards, and beside Manual ones, XLA is not known to be right.
+    """
+    if uneven is None:
+        return ""
+    known = types_of(mesh)
+    unfit = [a for a, kind in known.items() if kind == AxisType.Manual or (a in axes and kind != AxisType.Auto)]
+    if uneven:
+        fixed = " and ".join(f"{a!r} is {known[a].name}" for a in unfit)
+        return f" `uneven='pad'` needs Auto mesh axes, but {fixed}." if unfit else ""
+    where = "axonym.axis_mapping, shard, named_jit or fsdp"
+    return "" if unfit else f" To keep the size, and store it padded, pass `uneven='pad'` to {where}."
+
+
+def shards_here(axes: Sequence[str], mesh: AnyMesh) -> int:
+    """Return the number of shards over mesh axes."""
+    return math.prod(_sizes_here(axes, mesh).values())
 
 
 def _sizes_here(axes: Sequence[str], mesh: AnyMesh) -> dict[str, int]:

@@ -15,16 +15,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..axis import AxisSelector, name_of
 from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
+from ..distribution.active_settings import pads_uneven
 from ..distribution.mesh_axes import check_in_mesh
 from ..named_array import raw, wrap_like
 from .leaves import Leaf, leaves_of
+from .mapping import Uneven, check_uneven
 from .meshes import required_mesh, with_devices
 from .placement import listed
-from .shard import without_cache
+from .shard import shard, without_cache
 
 
 def from_process_local_data(
-    tree: Any, axis: AxisSelector | int = 0, mesh_axes: str | Sequence[str] | None = None, mesh: Mesh | None = None
+    tree: Any,
+    axis: AxisSelector | int = 0,
+    mesh_axes: str | Sequence[str] | None = None,
+    mesh: Mesh | None = None,
+    *,
+    uneven: Uneven = None,
 ) -> Any:
     """Make global arrays from the data that each process has loaded.
 
@@ -36,12 +43,15 @@ def from_process_local_data(
         axis: the axis along which the parts are concatenated: a position, or an axis if the arrays are named.
         mesh_axes: the mesh axes that the axis is sharded over; all of them by default.
         mesh: the mesh; the active one by default.
+        uneven: "pad" stores arrays padded if the mesh axes do not divide the axis: see `axonym.axis_mapping`. Only on
+            devices of one process: the parts of several would each need padding of their own.
 
     >>> with axn.set_mesh(axn.make_mesh({"data": 2, "model": 1})):
     ...     axn.sharding.from_process_local_data(np.ones((4, 3)), mesh_axes="data").sharding.spec
     P('data', None)
     """
     what = "from_process_local_data"
+    check_uneven(what, uneven)
     found = with_devices(required_mesh(what, mesh))
     if not isinstance(found, Mesh):
         raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
@@ -56,16 +66,17 @@ def from_process_local_data(
         position = _position(leaf, x.ndim, axis)
         if position is None:
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
-        elif x.shape[position] % shards:
+            continue
+        sharding = NamedSharding(found, PartitionSpec(*(over if i == position else None for i in range(x.ndim))))
+        if (one := _made(wrap_like(x, leaf.value), sharding, x.shape[position] % shards, uneven)) is not None:
+            made.append(one)
+        else:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
             problems.append(
                 f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: "
                 f"the devices of this process hold {shards} parts."
+                + ("" if found.is_multi_process else " To keep the size, and store it padded, pass `uneven='pad'`.")
             )
-        else:
-            spec = PartitionSpec(*(over if i == position else None for i in range(x.ndim)))
-            whole = jax.make_array_from_process_local_data(NamedSharding(found, spec), x)
-            made.append(wrap_like(whole, leaf.value))
     compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
     with contextlib.nullcontext() if compared else fail_together(what) as agree:
         if problems:
@@ -76,6 +87,15 @@ def from_process_local_data(
                 raise ValueError(listed(what, [problem], found))
             _COMPARED.append((found, tuple(over)))
     return jax.tree.unflatten(structure, made)
+
+
+def _made(x: Any, sharding: NamedSharding, left: int, uneven: Uneven) -> Any:
+    """Return the global array, stored padded if elements are left over; None if it cannot be."""
+    if not left:
+        return wrap_like(jax.make_array_from_process_local_data(sharding, raw(x)), x)
+    if (uneven or pads_uneven()) and not sharding.mesh.is_multi_process:
+        return shard(x, sharding, uneven="pad")
+    return None
 
 
 # The meshes for which processes have compared their data: comparing each batch would make the devices wait.

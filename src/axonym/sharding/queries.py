@@ -220,7 +220,7 @@ def lint_mapping(
     mesh = mesh if mesh is not None else current_mesh()
     arrays = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     try:
-        examined = examine(tree, placement, mesh, "lint_mapping")
+        examined = examine(tree, placement, mesh, "lint_mapping", pads=True)
     except ValueError as problem:  # it cannot be applied leaf by leaf
         return MappingReport((Finding("problem", "the placement", str(problem)),), len(arrays))
     given: dict[int, tuple[Placement, list[Leaf]]] = {}

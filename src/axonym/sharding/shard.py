@@ -22,20 +22,23 @@ from ..core.processes import checksum, fail_together
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
+from ..distribution.padded_array import PaddedArray, is_padded, padded_array, stored, with_padding
 from ..named_array import NamedArray, is_named_array, raw, wrap_like
 from .leaves import Leaf, leaves_of
-from .mapping import as_mapping, check_direction, is_resource_mapping, normalize_mapping
+from .mapping import Uneven, as_mapping, check_direction, is_resource_mapping, normalize_mapping, uneven_here
 from .meshes import AnyMesh, as_seen_here, current_mesh, in_trace, with_devices
 from .placement import (
     ByParameter,
     Placement,
     Rule,
     checked_prefix,
+    described,
     drop_manual,
     examine,
     is_placement,
     resolve,
     shardings_in,
+    shards_here,
     spec_of_leaf,
 )
 
@@ -43,7 +46,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
+def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None, *, uneven: Uneven = None) -> T:
     """Shard every array of a tree by a placement.
 
     Outside jit this moves data, unless the array already has the sharding. Inside jit it constrains the partitioner
@@ -55,6 +58,7 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
         placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, a rule, or a tree prefix of these. By
             default the active mapping.
         mesh: the mesh; by default the active one.
+        uneven: "pad" stores arrays padded whose axes their mesh axes do not divide: see `axonym.axis_mapping`.
 
     >>> x, mesh = axn.ones({"batch": 16, "embed": 4}), axn.make_mesh({"data": -1})
     >>> with axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
@@ -62,7 +66,8 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
     >>> x.array.sharding.spec
     P('data', None)
     """
-    return _shard(tree, placement, mesh, "shard", warn=True)
+    with uneven_here("shard", uneven):
+        return _shard(tree, placement, mesh, "shard", warn=True)
 
 
 def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
@@ -90,7 +95,7 @@ def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -
 
 
 def to_host(tree: T) -> T:
-    """Copy every array of a tree to host memory, as NumPy arrays.
+    """Copy every array of a tree to host memory, as NumPy arrays without padding.
 
     Arrays on several hosts are gathered first, so every host must call this, with trees of the same arrays.
 
@@ -98,8 +103,8 @@ def to_host(tree: T) -> T:
     'ndarray'
     """
 
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
+    arrays = [stored(x) for x in leaves if isinstance(stored(x), jax.Array)]
     spread = any(not isinstance(x, Tracer) and not x.is_fully_addressable for x in arrays)
     with fail_together("to_host") if spread else contextlib.nullcontext(lambda same: None) as agree:
         if any(isinstance(x, Tracer) for x in arrays):
@@ -110,7 +115,9 @@ def to_host(tree: T) -> T:
             raise RuntimeError("to_host: an array was deleted, as by a donation.")
         if spread:  # gathers are paired by their order, so every process must have every array
             agree({"arrays on several hosts": "\n".join(str(x.aval) for x in arrays if not x.is_fully_addressable)})
-        return jax.tree.unflatten(structure, [copied_to_host(x) if isinstance(x, jax.Array) else x for x in leaves])
+        copied = [copied_to_host(stored(x)) if isinstance(stored(x), jax.Array) else x for x in leaves]
+        whole = [x.sliced(c) if isinstance(x, PaddedArray) else c for x, c in zip(leaves, copied, strict=True)]
+        return jax.tree.unflatten(structure, whole)
 
 
 def copied_to_host(x: jax.Array) -> np.ndarray:
@@ -135,7 +142,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
         return jax.device_put(x, target)
     # `without_cache` returns weakly typed arrays unchanged. Empty arrays have nothing to exchange.
     if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
-        return _program_to(target)(x)
+        return _program_to(target, x.shape)(x)
     return jax.device_put(without_cache(x), target)
 
 
@@ -173,8 +180,15 @@ def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _program_to(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x, out_shardings=target)
+def _program_to(
+    target: NamedSharding, shape: tuple[int, ...], true_shape: tuple[int, ...] = ()
+) -> Callable[[Any], jax.Array]:
+    """Make a program that exchanges shards, and changes the padding of an array with a true shape to get a shape."""
+
+    def move(x: Any) -> jax.Array:
+        return with_padding(padded_array(x, true_shape).unpadded(), shape) if true_shape else x
+
+    return jax.jit(move, out_shardings=target)
 
 
 def shard_quietly(tree: T, placement: Placement, what: str) -> T:
@@ -186,6 +200,17 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     True
     """
     return _shard(tree, placement, None, what, warn=False)
+
+
+def store(tree: T, placement: Placement, what: str) -> T:
+    """Shard the results of a compiled function: as `shard_quietly` does, but arrays with uneven axes are padded.
+
+    >>> from axonym.sharding.shard import store
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})), axn.axis_mapping({"x": "data"}, uneven="pad"):
+    ...     jax.eval_shape(lambda: store(axn.ones({"x": 3}), None, "store")).array.array.shape
+    (4,)
+    """
+    return _shard(tree, placement, None, what, warn=False, pads=True)
 
 
 def shardings_of_empty(tree: Any, placement: Placement, what: str) -> list[tuple[Any, NamedSharding]]:
@@ -290,7 +315,15 @@ def _devices_for(placement: Placement) -> Mesh | None:
     return next((m for m in meshes if isinstance(m, Mesh)), None)
 
 
-def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
+def _shard(
+    tree: T,
+    placement: Placement,
+    mesh: AnyMesh | None,
+    what: str,
+    warn: bool,
+    undo: bool = False,
+    pads: bool = False,
+) -> T:
     if placement is None and not active_mapping():
         if warn:
             errors.warn(
@@ -313,12 +346,12 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         return tree
     if placement is None and mesh is not None:
         check_direction(what, active_mapping(), mesh)
-    leaves, structure = resolve(tree, placement, mesh, what)
+    leaves, structure = resolve(tree, placement, mesh, what, pads=True)
     if undo:
         leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
-    return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
+    return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what, pads) for leaf in leaves])
 
 
 def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
@@ -434,14 +467,68 @@ def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
     return PartitionSpec(*(None if mesh_axes(entry) else PartitionSpec.UNCONSTRAINED for entry in spec))
 
 
-def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:
-    if leaf.spec is None or mesh is None:
+def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool) -> Any:
+    if leaf.spec is None or mesh is None or leaf.shape is None:
         return leaf.value
     x = raw(leaf.value)
+    put: Callable[..., Any] = _put_array
+    if isinstance(x, PaddedArray):
+        put = functools.partial(_put_padded, leaf, pads)
+    elif padded_shape(leaf.shape, leaf.spec, mesh) != leaf.shape:
+        put = functools.partial(_put_uneven, leaf, pads)
     if isinstance(x, Tracer) and leaf.names is not None:
         with jax.named_scope(operation_scope("shard", (leaf.names,), leaf.names, (x,))):
-            return wrap_like(_put_array(x, leaf.spec, mesh, what), leaf.value)
-    return wrap_like(_put_array(x, leaf.spec, mesh, what), leaf.value)
+            return wrap_like(put(x, leaf.spec, mesh, what), leaf.value)
+    return wrap_like(put(x, leaf.spec, mesh, what), leaf.value)
+
+
+def padded_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
+    """Return the shape of an array with the padding that a spec needs."""
+    counts = [shards_here(mesh_axes(entry), mesh) for entry in padded(spec, len(shape))]
+    return tuple(-(-size // n) * n for size, n in zip(shape, counts, strict=True))
+
+
+def _put_padded(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+    """Shard an array that is stored padded."""
+    assert leaf.shape is not None
+    has = None if isinstance(x.array, Tracer) else x.sharding
+    spec = _closed(spec, has)
+    shape = padded_shape(leaf.shape, spec, mesh)
+    if not isinstance(has, NamedSharding) or not isinstance(x.array, jax.Array) or in_trace():
+        y = x.unpadded()
+    elif x.array.shape == shape and _is(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
+        return x
+    else:
+        stays = has.mesh == with_devices(mesh)
+        target = NamedSharding(has.mesh, spec if stays else PartitionSpec())
+        with jax.set_mesh(_NO_DEVICES):
+            y = _program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
+        if stays and shape != leaf.shape:
+            return padded_array(y, leaf.shape)
+    return _put_array(y, spec, mesh, what) if shape == leaf.shape else _put_uneven(leaf, pads, y, spec, mesh, what)
+
+
+def _put_uneven(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+    """Shard an array with uneven axes: store it padded, or constrain it for a compiled function to compute with."""
+    assert leaf.shape is not None
+    inside = in_trace() and not isinstance(x, jax.ShapeDtypeStruct)
+    if isinstance(x, Tracer) and not inside:
+        raise ValueError(
+            f"{what}: {leaf.path} {described(leaf)} is stored padded outside of compiled functions, where nothing "
+            "computes with it, so it has no derivative there either. Differentiate in a function compiled by "
+            "axonym.named_jit."
+        )
+    if inside:
+        x = _constrain(x, spec, mesh, what)
+        if not pads:
+            return x
+    with contextlib.nullcontext() if inside else jax.set_mesh(_NO_DEVICES):
+        x = with_padding(x, padded_shape(leaf.shape, spec, mesh))
+    return padded_array(_put_array(x, spec, mesh, what), leaf.shape)
+
+
+_NO_DEVICES = Mesh(np.empty((), object), ())
+"""The active mesh while an array is cut or padded that may be on devices outside of the mesh it goes to."""
 
 
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:

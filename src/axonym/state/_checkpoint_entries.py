@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import errors
-from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
+from ..distribution.padded_array import padded_array, stored
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.leaves import Leaf, child_of, leaves_of
 from ..sharding.placement import listed
@@ -53,7 +54,7 @@ def entry_of(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
     names = None if leaf.made_from else names  # the names belong to another array
     shape = [size - n for size, n in zip(array.shape, added, strict=True)]
     about = {"axes": names, "shape": shape, "dtype": str(array.dtype)}
-    return about | ({"key": str(jax.random.key_impl(array))} if is_key(array) else {})
+    return about | ({"key": str(jax.random.key_impl(stored(array)))} if is_key(array) else {})
 
 
 def as_jax_array(path: str, x: Any) -> jax.Array:
@@ -168,7 +169,9 @@ def restored_leaf(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays
     elif array.dtype != (dtype := jax.dtypes.canonicalize_dtype(mine.dtype)):
         require_representable(f"restore_checkpoint: {leaf.path}", array, dtype)
         array = array.astype(dtype)
-    if not isinstance(mine, NamedArray):
-        return array
-    restored = wrap(array, leaf.value.names)
-    return restored if restored.names == mine.names else rearrange(restored, mine.names)
+    assert leaf.shape is not None
+    shape = leaf.shape
+    if isinstance(mine, NamedArray) and leaf.value.names != mine.names:
+        sizes = dict(zip(leaf.value.names, shape, strict=True))
+        array, shape = rearrange(wrap(array, leaf.value.names), mine.names).array, tuple(sizes[n] for n in mine.names)
+    return wrap_like(array if array.shape == shape else padded_array(array, shape), mine)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ..core.processes import ProcessAgreement
+from ..distribution.padded_array import stored
 from ..named_array import is_jax_array_like, raw
 from ..sharding.leaves import leaves_of
 from ._checkpoint_entries import added_layers_of, as_jax_array, entry_of, is_key, key_of, stored_as
@@ -43,11 +44,12 @@ def described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax.
         if is_number(array):
             about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
         elif is_jax_array_like(array):
-            if isinstance(array, jax.ShapeDtypeStruct):
+            if isinstance(stored(array), jax.ShapeDtypeStruct):
                 raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
-            if not isinstance(array, jax.Array):
+            if not isinstance(stored(array), jax.Array):
                 require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
             about[key] = entry_of(leaf, array, added_layers_of(leaf, tree))
+            array = stored(array)
             data = jax.random.key_data(array) if is_key(array) else as_jax_array(leaf.path, array)
             if (wider := stored_as(data.dtype)) != data.dtype:
                 about[key]["stored"], data = wider.name, data.astype(wider)
@@ -95,7 +97,7 @@ def _save_alone(orbax: Any, path: str, about: Any, arrays: Mapping[str, jax.Arra
     # After Orbax has merged its files, and before it renames the folder.
     def finalize_with_checksums(folder: Any) -> None:
         finalize(folder)
-        _leave_out_added_layers(folder, about, arrays)
+        _leave_out_padding(folder, about, arrays)
         write_checksums(folder)
 
     handler.finalize = finalize_with_checksums
@@ -149,7 +151,7 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         finalize_about(directory)
         if arrays:
             writer.finalize(directory / "arrays")
-        _leave_out_added_layers(directory, about, arrays)
+        _leave_out_padding(directory, about, arrays)
         write_checksums(directory)
 
     handler.save, handler.finalize = save, finalize  # Orbax does not know classes derived from its own
@@ -157,8 +159,8 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about)))
 
 
-def _leave_out_added_layers(folder: Any, about: Any, arrays: Mapping[str, jax.Array]) -> None:
-    """Leave out the added layers: in the files, since devices cannot shard the true number evenly."""
+def _leave_out_padding(folder: Any, about: Any, arrays: Mapping[str, jax.Array]) -> None:
+    """Leave out added layers and padding: in the files, since devices cannot shard the true number evenly."""
     import tensorstore  # which Orbax uses
 
     base = f"{folder}/arrays" if "://" in str(folder) else f"file://{folder}/arrays"

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ..core.processes import fail_together
 from ..named_array import raw
 from ..sharding.leaves import is_placed_whole
+from ..sharding.mapping import Uneven, uneven_here
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement
 from ._checkpoint_entries import as_stored, is_key, key_of, restored_leaf
@@ -34,7 +35,7 @@ from ._checkpoint_writing import all_or_nothing, described, require_orbax, write
 from ._orbax_output import UNFINISHED, quiet
 from .asynchronous_saves import claimed
 from .checksums import as_folder, damage_of, listed_damage
-from .sharded_reading import shardings_of
+from .sharded_reading import shardings_of, stored_shape
 
 T = TypeVar("T")
 
@@ -76,6 +77,7 @@ def restore_checkpoint(
     strict: bool = True,
     ignore: Sequence[str] = (),
     verify: bool = True,
+    uneven: Uneven = None,
 ) -> T:
     """Load a tree from a checkpoint.
 
@@ -93,6 +95,8 @@ def restore_checkpoint(
             their value in the template.
         ignore: patterns of keys that may be in the checkpoint but not in the template, with `*` for anything.
         verify: whether to refuse a checkpoint that differs from what was written, or has lost its checksums.
+        uneven: "pad" stores arrays padded whose axes their mesh axes do not divide: see `axonym.axis_mapping`. The
+            files have true sizes in any case.
 
     >>> import tempfile
     >>> mesh = axn.make_mesh({"data": -1})
@@ -113,7 +117,8 @@ def restore_checkpoint(
     with quiet(), _reader(orbax) as checkpointer:
         about = _read(checkpointer, path, orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
         stored = as_stored(template, about, strict, ignore)
-        leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
+        with uneven_here("restore_checkpoint", uneven):
+            leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
         replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
         wanted, with_added = {}, set[str]()
         for leaf, _, sharding in leaves:
@@ -127,8 +132,10 @@ def restore_checkpoint(
                 entry = about[key_of(leaf)]
                 dtype = entry.get("stored", entry["dtype"] if is_integer else data.dtype)
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
-                wanted[key_of(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
-                if list(leaf.shape) != entry["shape"]:
+                shape = stored_shape(leaf.shape, sharding)
+                shape_of_data = (*shape, *data.shape[len(shape) :])
+                wanted[key_of(leaf)] = jax.ShapeDtypeStruct(shape_of_data, dtype, sharding=target)
+                if list(shape) != entry["shape"]:
                     with_added.add(key_of(leaf))
         arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
         wanted = {key: x for key, x in wanted.items() if key not in arrays}

@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..core import errors
 from ..distribution import active_settings
+from ..distribution.padded_array import PaddedArray, padded_array, stored, with_padding
 from ..named_array import is_jax_array_like, raw, wrap_like
 from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from ..sharding.placement import Placement, listed, present_sharding, resolve, shardings_in
-from ..sharding.shard import in_trace, shard
+from ..sharding.shard import in_trace, padded_shape, shard
 from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def shardings_of(
     if placement is None and (mesh is None or not active_settings.active_mapping()):
         leaves, structure = leaves_of(tree)
     else:
-        leaves, structure = resolve(tree, placement, mesh, what)
+        leaves, structure = resolve(tree, placement, mesh, what, pads=True)
     own, own_structure = jax.tree.flatten(template, is_leaf=is_placed_whole)
     if own_structure != structure:  # a module's own `from_state_dict` returned another structure
         own = [None] * len(leaves)
@@ -66,7 +67,7 @@ def shardings_of(
 
 def has_values(x: Any) -> bool:
     """Return whether a leaf is an array with values, not only a shape and a dtype."""
-    array = raw(x)
+    array = stored(raw(x))
     return is_jax_array_like(array) and not isinstance(array, jax.ShapeDtypeStruct)
 
 
@@ -96,10 +97,15 @@ def _put(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
         x = jnp.asarray(read_all(x))
     if sharding is None or not is_jax_array_like(x):
         return x
-    return shard(x, sharding.spec, sharding.mesh)
+    return shard(x, sharding.spec, sharding.mesh, uneven="pad")  # whether it may was decided with the sharding
 
 
-def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Array:
+def stored_shape(shape: tuple[int, ...], sharding: NamedSharding | None) -> tuple[int, ...]:
+    """Return the shape of an array with the padding that it needs for a sharding."""
+    return shape if sharding is None else padded_shape(shape, sharding.spec, sharding.mesh)
+
+
+def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Array | PaddedArray:
     """Make a sharded array by reading each local device's shard; a shard that several devices hold is read once.
 
     One shard is in host memory at a time: it is on its devices before the next one is read.
@@ -110,12 +116,16 @@ def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Ar
             "arrays to. Pass a concrete mesh, or use jax.set_mesh."
         )
     users: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(x.shape).items():
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(index or (), x.shape, strict=True))
+    shape = stored_shape(x.shape, sharding)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True))
         users.setdefault(bounds, []).append(device)
     shards = []
     for bounds, devices in users.items():
-        values: np.ndarray = x.read(tuple(slice(*b) for b in bounds))
+        within = [(min(start, size), min(end, size)) for (start, end), size in zip(bounds, x.shape, strict=True)]
+        values: np.ndarray = x.read(tuple(slice(*b) for b in within))
+        values = with_padding(values, [end - start for start, end in bounds])
         shards += jax.block_until_ready([jax.device_put(values, device) for device in devices])
         del values
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+    made = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return made if shape == x.shape else padded_array(made, x.shape)

@@ -1,0 +1,388 @@
+"""Axes that their mesh axes do not divide: stored padded, with their true size inside compiled functions."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym import nn
+from axonym.distribution.padded_array import PaddedArray, is_padded, padded_array, stored
+from axonym.named_array import raw
+from tests.helpers import assert_named
+
+Batch, Pos, Embed, Mlp = axn.make_axes(batch=8, pos=4, embed=8, mlp=12)
+Vocab, Heads, HeadSize, Experts = axn.make_axes(vocab=28, heads=28, head_size=4, experts=60)
+X = axn.named(np.arange(28.0, dtype=np.float32), "vocab")
+OPTIMIZER = optax.adam(0.1)
+
+
+def draw(*axes: axn.Axis) -> axn.NamedArray:
+    rng = np.random.default_rng(sum(a.size for a in axes))
+    return axn.named(rng.normal(size=[a.size for a in axes]).astype(np.float32) / 4, axes)
+
+
+def devices_of(**sizes: int) -> Mesh:
+    return axn.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+
+
+def poisoned(tree: Any) -> Any:
+    """Put NaN, or a large number, into all padding."""
+
+    def poison(x: Any) -> Any:
+        if not is_padded(x):
+            return x
+        kept = np.pad(np.ones(x.shape, bool), [(0, n - m) for n, m in zip(x.array.shape, x.shape, strict=True)])
+        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 2**30
+        return padded_array(jnp.where(jax.device_put(kept, x.sharding), x.array, wrong), x.shape)
+
+    return jax.tree.map(poison, tree, is_leaf=is_padded)
+
+
+# --- models ---
+
+
+def of_tokens(params: Any, tokens: axn.NamedArray) -> Any:
+    (vocab,) = (a for a in params["table"].axes if a.name == "vocab")
+    h = axn.tanh(params["table"].take("vocab", tokens))
+    logits = axn.dot(h, params["out"], axis=Embed)
+    return axn.mean(nn.cross_entropy_loss(logits, vocab, nn.one_hot(axn.roll(tokens, 1, "pos"), vocab))).scalar()
+
+
+def of_heads(params: Any, x: axn.NamedArray) -> Any:
+    q, k, v = (axn.dot(x, params[n], axis=Embed) for n in "qkv")
+    k, v = (y.rename({"pos": "key_pos"}) for y in (k, v))
+    y = nn.attention.dot_product_attention(q, k, v, "key_pos", HeadSize)
+    return axn.mean(axn.square(axn.dot(y, params["o"], axis=(Heads, HeadSize)) - x)).scalar()
+
+
+def of_experts(params: Any, x: axn.NamedArray) -> Any:
+    scores = nn.softmax(axn.dot(x, params["router"], axis=Embed), Experts)
+    each = axn.dot(nn.gelu(axn.dot(x, params["up"], axis=Embed)), params["down"], axis=Mlp)
+    chosen = axn.argmax(axn.dot(x, params["router"], axis=Embed), Experts)
+
+    def of_rows(params: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+        layer = nn.MoELinear(params["up"], None, Experts, Embed, Mlp)
+        return nn.gelu(layer(rows, sizes))
+
+    sent = nn.dispatch(of_rows, {"up": params["up"]}, x, chosen, Experts, round_size=32)
+    return (axn.mean(axn.square(axn.dot(each, scores, axis=Experts) - x)) + axn.mean(sent)).scalar()
+
+
+def of_dense_experts(params: Any, x: axn.NamedArray) -> Any:
+    scores = nn.softmax(axn.dot(x, params["router"], axis=Embed), Experts)
+    each = axn.dot(nn.gelu(axn.dot(x, params["up"], axis=Embed)), params["down"], axis=Mlp)
+    return axn.mean(axn.square(axn.dot(each, scores, axis=Experts) - x)).scalar()
+
+
+def of_batch(params: Any, x: axn.NamedArray) -> Any:
+    h = nn.standardize(axn.dot(x, params["up"], axis=Embed), "batch")
+    y = axn.dot(nn.gelu(h), params["down"], axis=Mlp)
+    return (axn.mean(axn.square(y - x)) + axn.max(y) + axn.std(y["pos", 0])).scalar()
+
+
+def of_rolls(params: Any, x: axn.NamedArray) -> Any:
+    u = params["u"]
+    for _ in range(3):
+        u = u + 0.1 * (axn.roll(u, 1, "vocab") + axn.roll(u, -1, "vocab") - 2 * u) * params["speed"]
+    return axn.mean(axn.square(u - x)).scalar()
+
+
+def tokens_of(vocab: axn.Axis) -> axn.NamedArray:
+    return axn.named(np.random.default_rng(0).integers(0, 1001, (8, 4)).astype(np.int32), ("batch", "pos"))
+
+
+def vocabulary(size: int) -> tuple[Any, Any]:
+    vocab = axn.Axis("vocab", size)
+    return {"table": draw(vocab, Embed), "out": draw(Embed, vocab)}, tokens_of(vocab)
+
+
+LARGE = axn.Axis("batch", 100)
+ONE, TWO = {"data": 8}, {"data": 4, "model": 2}
+HEADS = {n: draw(Embed, Heads, HeadSize) for n in "qkv"} | {"o": draw(Heads, HeadSize, Embed)}
+EXPERTS = {"router": draw(Embed, Experts), "up": draw(Experts, Embed, Mlp), "down": draw(Experts, Mlp, Embed)}
+CASES: dict[str, tuple[Any, Any, Any, dict[str, int], Any]] = {
+    "vocabulary": (of_tokens, *vocabulary(1001), ONE, {"vocab": "data"}),
+    "vocabulary and batch": (of_tokens, *vocabulary(1001), TWO, {"vocab": "model", "batch": "data"}),
+    "vocabulary over both": (of_tokens, *vocabulary(1001), TWO, {"vocab": ("data", "model")}),
+    "heads": (of_heads, HEADS, draw(Batch, Pos, Embed), ONE, {"heads": "data"}),
+    "heads over both": (of_heads, HEADS, draw(Batch, Pos, Embed), TWO, {"heads": ("data", "model")}),
+    "experts": (of_experts, EXPERTS, draw(Batch, Pos, Embed), ONE, {"experts": "data"}),
+    "experts over both": (of_dense_experts, EXPERTS, draw(Batch, Pos, Embed), TWO, {"experts": ("data", "model")}),
+    "batch": (
+        of_batch,
+        {"up": draw(Embed, Mlp), "down": draw(Mlp, Embed)},
+        draw(LARGE, Pos, Embed),
+        ONE,
+        {"batch": "data"},
+    ),
+    "batch and features": (
+        of_batch,
+        {"up": draw(Embed, Mlp), "down": draw(Mlp, Embed)},
+        draw(LARGE, Pos, Embed),
+        {"a": 2, "b": 3},
+        {"batch": "b", "mlp": "a"},
+    ),
+    "rolls": (of_rolls, {"u": draw(Vocab), "speed": draw(Vocab)}, draw(Vocab), ONE, {"vocab": "data"}),
+}
+
+
+def step_of(loss: Any) -> Any:
+    def step(state: Any, x: axn.NamedArray) -> Any:
+        params, kept = state
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, kept = OPTIMIZER.update(gradients, kept, params)
+        return (optax.apply_updates(params, updates), kept), value
+
+    return step
+
+
+def start(params: Any) -> Any:
+    return params, OPTIMIZER.init(params)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_one_device(case: str) -> None:
+    """Three steps of Adam, with NaN in all padding before each; the state is donated."""
+    loss, params, x, sizes, mapping = CASES[case]
+    one = jax.jit(step_of(loss))
+    with jax.set_mesh(devices_of(**sizes)), axn.axis_mapping(mapping, uneven="pad"):
+        state, placed = axn.named_jit(start)(params), axn.shard(x)
+        assert any(map(is_padded, jax.tree.leaves((state, placed), is_leaf=is_padded)))
+        step: Any = axn.named_jit(step_of(loss), donate_args=(True, False))
+        given = state
+        expected: Any = start(params)
+        for _ in range(3):
+            given = poisoned(state)
+            state, value = jax.block_until_ready(step(given, poisoned(placed)))
+            assert all(y.is_deleted() for y in jax.tree.leaves(given[0]))
+            expected, wanted = one(expected, x)
+            np.testing.assert_allclose(value, wanted, rtol=2e-5)
+        assert jax.tree.structure(given) == jax.tree.structure(state)
+        for found, true in zip(jax.tree.leaves(axn.to_host(state)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(found, true, rtol=1e-3, atol=2e-4)
+
+
+def program(size: int, mapping: Any) -> Any:
+    """Compile a step of the model with a vocabulary of a size."""
+    params, tokens = vocabulary(size)
+    with axn.axis_mapping(mapping, uneven="pad"):
+        state, placed = jax.eval_shape(axn.named_jit(start), params), axn.shard(tokens)
+        step: Any = axn.named_jit(step_of(of_tokens), donate_args=(True, False))
+        return step.lower(state, placed).compile()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mapping"),
+    [(ONE, {"vocab": "data"}), (TWO, {"vocab": "model", "batch": "data"})],
+    ids=["one axis", "two axes"],
+)
+def test_the_program_is_that_of_the_rounded_size(sizes: dict[str, int], mapping: Any) -> None:
+    """The same collectives of the same sizes, and the state is overwritten: see `benchmarks.uneven` for a larger one.
+
+    Memory has room for masked copies of the state alone, which weighs more in so small a model.
+    """
+    with jax.set_mesh(devices_of(**sizes)):
+        uneven, even = (program(size, mapping) for size in (1001, 1008))
+    collective = re.compile(r"= (\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+    found, wanted = (Counter(collective.findall(p.as_text())) for p in (uneven, even))
+    assert wanted
+    assert found == wanted
+    ours, theirs = (p.memory_analysis() for p in (uneven, even))
+    assert ours.temp_size_in_bytes < theirs.temp_size_in_bytes + ours.alias_size_in_bytes
+    assert 0.98 * theirs.alias_size_in_bytes < ours.alias_size_in_bytes <= theirs.alias_size_in_bytes
+
+
+# --- storage ---
+
+
+def test_fsdp_stores_uneven_parameters_padded() -> None:
+    odd = axn.Axis("embed", 28)
+    params, x = {"w": draw(odd, Mlp), "v": draw(Mlp, odd)}, draw(LARGE, odd)
+
+    def step(params: Any, x: axn.NamedArray) -> Any:
+        def loss(params: Any) -> Any:
+            h = axn.tanh(axn.dot(x, params["w"], axis=odd))
+            return axn.mean(axn.square(axn.dot(h, params["v"], axis=Mlp) - x)).scalar()
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+    expected, wanted = step(params, x)
+    with jax.set_mesh(devices_of(data=8)):
+        compiled = axn.fsdp(step, {"embed": "data"}, {"batch": "data"}, uneven="pad")
+        found, value = jax.block_until_ready(compiled(params, x))
+        again, _ = jax.block_until_ready(compiled(poisoned(found), axn.shard(x, {"batch": "data"}, uneven="pad")))
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert found["w"].array.array.shape == (32, 12)
+    assert found["w"].sharding.spec[0] == "data"
+    for result, steps in ((found, 1), (again, 2)):
+        expected = params
+        for _ in range(steps):
+            expected, _ = step(expected, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), axn.to_host(result), expected)
+
+
+def test_new_arrays_inside_are_those_of_one_device() -> None:
+    def make() -> Any:
+        key = jax.random.key(0)
+        return {
+            "zeros": axn.zeros((Vocab, Embed)),
+            "arange": axn.arange(Vocab),
+            "normal": axn.random.normal(key, (Embed, Vocab)),
+            "blocks": axn.random.generate_sharded(axn.random.uniform, Vocab)(key, (Vocab, Embed)),
+            "layer": nn.Linear.init(Embed, Vocab, key=key),
+        }
+
+    expected = make()
+    with jax.set_mesh(devices_of(data=8)):
+        made = axn.named_jit(make, {"vocab": "data"}, uneven="pad")()
+    assert all(isinstance(x.array, PaddedArray) for x in jax.tree.leaves(made, is_leaf=axn.is_named_array))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), axn.to_host(made), expected)
+
+
+def test_checkpoints_have_true_sizes(tmp_path: Path) -> None:
+    """Saved on eight devices; restored on three, on four, which divide the size, and by a template without padding."""
+    mapping = {"vocab": "data"}
+    keys = axn.named(jax.random.split(jax.random.key(0), 28), "vocab")
+    tree = {"w": draw(Embed, Vocab), "keys": keys, "raw": X.array}
+    placement = {"w": mapping, "keys": mapping, "raw": jax.P("data")}
+    saved = axn.shard(tree, placement, devices_of(data=8), uneven="pad")
+    assert sum(map(is_padded, jax.tree.leaves(saved, is_leaf=is_padded))) == 3
+    axn.state.save_checkpoint(tmp_path / "1", {n: x if n == "keys" else poisoned(x) for n, x in saved.items()})
+    turned = tree | {"w": tree["w"].rearrange(("vocab", "embed"))}
+    for template, expected, devices, size in (
+        (saved, tree, 3, 30),
+        (jax.eval_shape(lambda: turned), turned, 3, 30),
+        (tree, tree, 4, 28),
+    ):
+        mesh = devices_of(data=devices)
+        found: Any = axn.state.restore_checkpoint(tmp_path / "1", template, placement, mesh=mesh, uneven="pad")
+        arrays = [stored(raw(x)) for x in found.values()]
+        assert [max(x.shape) for x in arrays] == [size] * 3
+        assert all(len(x.sharding.device_set) == devices and "data" in x.sharding.spec for x in arrays)
+        assert_named(axn.to_host(found["w"]), expected["w"])
+        np.testing.assert_array_equal(axn.to_host(found["raw"]), X.array)
+        data = jax.random.key_data(axn.unshard(found["keys"], mesh=mesh).array)
+        np.testing.assert_array_equal(data, jax.random.key_data(keys.array))
+    plain: Any = axn.state.restore_checkpoint(tmp_path / "1", tree)
+    assert_named(plain["w"], tree["w"])
+    kept: Any = axn.state.restore_checkpoint(tmp_path / "1", saved)  # the sharding of the template
+    assert kept["w"].array.array.shape == (8, 32)
+
+
+def test_state_dicts_have_true_sizes(tmp_path: Path) -> None:
+    tree = {"w": draw(Embed, Vocab), "b": X}
+    with jax.set_mesh(devices_of(data=8)), axn.axis_mapping({"vocab": "data"}, uneven="pad"):
+        saved = poisoned(axn.shard(tree))
+        entries = axn.state.to_numpy_state_dict(saved)
+        loaded = axn.state.from_state_dict(saved, entries)
+        assert loaded["w"].array.array.shape == (8, 32)
+        jax.tree.map(np.testing.assert_array_equal, axn.to_host(loaded), axn.to_host(tree))
+
+
+def test_shard_moves_padded_arrays() -> None:
+    x, mapping = draw(Vocab, Embed), {"vocab": "data", "embed": "model"}
+    mesh, few = devices_of(data=4, model=2), devices_of(data=3, model=2)
+    placed = axn.shard(x, mapping, few, uneven="pad")
+    assert repr(placed.array) == "PaddedArray(float32[28, 8], stored as [30, 8])"
+    assert axn.shard(placed, mapping, few, uneven="pad").array is placed.array
+    kept = axn.unshard(poisoned(placed), {"embed": "model"}, few)
+    assert kept.array.sharding.spec == jax.P("data", None)
+    for y in (axn.unshard(poisoned(placed), mesh=few), axn.shard(placed, mapping, mesh), axn.to_host(kept), kept):
+        assert_named(axn.to_host(y), x)
+    turned = axn.shard(placed, {"vocab": ("model", "data"), "embed": None}, mesh, uneven="pad")
+    assert turned.array.array.shape == (32, 8)
+    assert_named(axn.to_host(turned), x)
+
+
+def test_batches_are_stored_padded() -> None:
+    mesh, x = devices_of(data=8), draw(LARGE, Embed)
+    with pytest.raises(ValueError, match=r"cannot be sharded over data=8.* pass `uneven='pad'`"):
+        axn.sharding.from_process_local_data(x, "batch", "data", mesh)
+    loaded = axn.sharding.from_process_local_data(x, "batch", "data", mesh, uneven="pad")
+    assert loaded.array.array.shape == (104, 8)
+    assert_named(axn.to_host(loaded), x)
+
+
+# --- refusals ---
+
+
+def test_without_the_setting_it_is_an_error_that_names_it() -> None:
+    placed = axn.shard(X, {"vocab": "data"}, devices_of(data=8), uneven="pad")
+    message = "28 is not a multiple of 8.*pass `uneven='pad'` to axonym.axis_mapping, shard, named_jit or fsdp"
+    with jax.set_mesh(devices_of(data=8)):
+        for attempt in (
+            lambda: axn.shard(X, {"vocab": "data"}),
+            lambda: axn.named_jit(lambda x: 2 * x, {"vocab": "data"})(placed),
+            lambda: axn.named_jit(lambda: axn.sum(axn.zeros(Vocab)), {"vocab": "data"})(),
+        ):
+            with pytest.raises(ValueError, match=message):
+                attempt()
+    untyped: Any = "zeros"
+    for wrong in (axn.axis_mapping, lambda **k: axn.named_jit(abs, **k), lambda **k: axn.shard(X, {}, **k)):
+        with pytest.raises(ValueError, match="`uneven` is 'pad', or None for an error, got 'zeros'"):
+            wrong(uneven=untyped)
+
+
+def test_explicit_and_manual_mesh_axes_are_refused_by_name() -> None:
+    mapping = {"vocab": "data"}
+    with jax.set_mesh(axn.make_mesh({"data": 8}, explicit=True)), axn.axis_mapping(mapping, uneven="pad"):
+        for attempt in (lambda: axn.shard(X), axn.named_jit(lambda: axn.zeros(Vocab))):
+            with pytest.raises(ValueError, match="`uneven='pad'` needs Auto mesh axes, but 'data' is Explicit"):
+                attempt()
+    odd = axn.Axis("vocab", 30)
+
+    def inside(x: axn.NamedArray) -> axn.NamedArray:
+        return x + axn.sum(axn.shard(x.broadcast_axis(odd)))
+
+    with jax.set_mesh(devices_of(data=4, model=2)), axn.axis_mapping(mapping, pos="model", uneven="pad"):
+        with pytest.raises(ValueError, match=r"axis 'vocab' of size 30 .* is not a multiple of 4\.(?!.*uneven)"):
+            axn.named_jit(axn.shard_map(lambda x: x))(draw(odd))
+        with pytest.raises(ValueError, match="needs Auto mesh axes, but 'model' is Manual"):
+            axn.named_jit(axn.shard_map(inside, axis_names={"model"}))(draw(Pos))
+
+
+PADDED_OPERATIONS = {
+    "add": lambda x: x + 1,
+    "dot": lambda x: axn.dot(x, x, axis="vocab"),
+    "index": lambda x: x["vocab", 3],
+    "like": axn.zeros_like,
+    "method": lambda x: x.astype("int32"),
+    "jax.numpy": lambda x: jnp.sum(x.array),
+    "operator": lambda x: x.array + 1,
+    "numpy": lambda x: np.asarray(x.array),
+    "jit": jax.jit(lambda x: 2 * x),
+    "grad": jax.grad(lambda x: axn.sum(x).scalar()),
+}
+
+
+@pytest.mark.parametrize("operation", PADDED_OPERATIONS)
+def test_nothing_computes_with_padded_arrays(operation: str) -> None:
+    placed = axn.shard(X, {"vocab": "data"}, devices_of(data=8), uneven="pad")
+    with pytest.raises((TypeError, AttributeError), match=r"stored padded to .*axonym.named_jit or axonym.fsdp"):
+        PADDED_OPERATIONS[operation](placed)
+
+
+def test_uneven_axes_need_a_compiled_function() -> None:
+    with jax.set_mesh(devices_of(data=8)), axn.axis_mapping({"vocab": "data"}, uneven="pad"):
+        with pytest.raises(ValueError, match=r"zeros .*\(vocab=28\).*compiled by axonym.named_jit"):
+            axn.zeros(Vocab)
+        with pytest.raises(ValueError, match=r"shard: .*\(vocab=28\).*Differentiate in a function compiled by"):
+            jax.grad(lambda x: axn.sum(axn.shard(x)).scalar())(X)
+        with axn.axis_mapping({"embed": None}, merge=True):
+            assert is_padded(axn.shard(X).array)
+        lines = axn.debug.describe_shardings(axn.shard(X)).splitlines()
+        assert lines[:2] == [
+            "the array: float32[vocab=28], 16 B of 128 B on each of 8 CPU devices",
+            "  vocab=32 over data=8, 4 on each",
+        ]
