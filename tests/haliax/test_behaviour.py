@@ -266,6 +266,9 @@ def test_weights_of_losses() -> None:
     assert reduce_loss(losses, hax.sum, "x", hax.named([True, False, True], "x"), weight).item() == 3
     assert reduce_loss(losses, None, None, None, weight).tolist() == [3, 5, 0]
     assert reduce_loss(losses, hax.mean, None, None, weight * 0).item() == 0
+    numbers = 1 - hax.nn.one_hot(-1, hax.Axis("x", 3), dtype=jnp.float32)
+    assert reduce_loss(losses, hax.mean, None, numbers).item() == 3
+    assert reduce_loss(losses, None, None, numbers).tolist() == [1, 5, 0]
     logits = hax.named([[0.0, 1.0], [2.0, 0.0]], ("x", "label"))
     targets, weight = hax.nn.one_hot(hax.named([0, 1], "x"), hax.Axis("label", 2)), hax.named([1.0, 3.0], "x")
     each = hax.nn.cross_entropy_loss(logits, "label", targets, None)

@@ -35,7 +35,7 @@ def cross_entropy_loss(
     NamedArray(float32[], 0.6931)
     """
     if weight is None:
-        return _loss.cross_entropy_loss(logits, Label, targets, reduction, where, reduction_axis, **options)
+        return _loss.cross_entropy_loss(logits, Label, targets, reduction, _mask(where), reduction_axis, **options)
     losses = _loss.cross_entropy_loss(logits, Label, targets, None, **options)
     return reduce_loss(losses, reduction, reduction_axis, where, weight)
 
@@ -72,7 +72,7 @@ def reduce_loss(
     NamedArray(float32[], 2.)
     """
     if weight is None:
-        return _loss.reduce_loss(arr, reduction, where, reduction_axis)
+        return _loss.reduce_loss(arr, reduction, _mask(where), reduction_axis)
     weight = broadcast_axis(weight if where is None else weight * where, arr.axes).astype(arr.dtype)
     if reduction is None or reduction_axis == ():
         return arr * weight
@@ -80,6 +80,11 @@ def reduce_loss(
         total = _sum(weight, reduction_axis)
         return _sum(arr * weight, reduction_axis) / _where(total == 0, 1, total)
     return reduction(arr * weight, axis=reduction_axis)
+
+
+def _mask(where: NamedOrNumeric | None) -> NamedOrNumeric | None:
+    """Return a mask of numbers as one of booleans, which newer versions of JAX require."""
+    return where != 0 if isinstance(where, NamedArray) and where.dtype != bool else where
 
 
 maybe_reduce_loss = reduce_loss
