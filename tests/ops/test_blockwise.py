@@ -189,6 +189,10 @@ def test_what_regrid_refuses() -> None:
     indices = axn.named(np.array([[0, 64]]), ("x", "corner"))
     with pytest.raises(ValueError, match="positions outside of axis 'x' of size 64"):
         axn.regrid(X, "x", indices, WEIGHTS["corner", 1:], "corner")
+    with pytest.raises(ValueError, match="no axis 'k' in"):
+        axn.regrid(X, "x", NEAR, WEIGHTS, "k")
+    with pytest.raises(ValueError, match="64 in the array, 8 in the argument"):
+        axn.regrid(X, axn.Axis("x", 8), NEAR, WEIGHTS, "corner")
     with pytest.raises(ValueError, match="`weights` has axes"):
         axn.regrid(X, "x", NEAR, WEIGHTS.rename({"corner": "k"}), "corner")
 
