@@ -572,7 +572,7 @@ def _weighted(
     own: Names,
     summed: Names,
 ) -> jax.Array:
-    found = jnp.take(x, (indices - start) % size, axis=at, mode="clip")
+    found = jnp.take(x, (indices.astype(jnp.int32) - start) % size, axis=at, mode="clip")
     weights = jax.lax.expand_dims(_kernels.align(weights, own, names), range(len(names), len(names) + x.ndim - 1 - at))
     return jnp.sum(found * weights, axis=[at + names.index(n) for n in summed])
 
