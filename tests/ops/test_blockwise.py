@@ -23,7 +23,7 @@ DRAW = np.random.default_rng(0)
 X = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (64, 16)), "float32"), ("x", "c"))
 PLANES = axn.named(jnp.asarray(DRAW.uniform(0.5, 1.5, (16, 8, 10)), "float32"), ("x", "y", "z"))
 PLACES = axn.named(jnp.cumsum(jnp.asarray(DRAW.uniform(0.5, 1.5, 64), "float32")), "x")
-NEAR = axn.named((np.arange(64)[:, None] + [-1, 0, 2]) % 64, ("x", "corner"))
+NEAR = axn.named(((np.arange(64)[:, None] + [-1, 0, 2]) % 64).astype(np.uint8), ("x", "corner"))
 HALF = axn.named(np.arange(64).reshape(32, 2), ("x", "corner"))
 BACKWARD = axn.named(np.stack([np.arange(64)[::-1], np.roll(np.arange(64), 32)], 1), ("x", "corner"))
 WEIGHTS = axn.named(jnp.asarray([0.2, 0.3, 0.5]), "corner")
@@ -189,6 +189,10 @@ def test_what_regrid_refuses() -> None:
     indices = axn.named(np.array([[0, 64]]), ("x", "corner"))
     with pytest.raises(ValueError, match="positions outside of axis 'x' of size 64"):
         axn.regrid(X, "x", indices, WEIGHTS["corner", 1:], "corner")
+    with pytest.raises(ValueError, match="no axis 'k' in"):
+        axn.regrid(X, "x", NEAR, WEIGHTS, "k")
+    with pytest.raises(ValueError, match="64 in the array, 8 in the argument"):
+        axn.regrid(X, axn.Axis("x", 8), NEAR, WEIGHTS, "corner")
     with pytest.raises(ValueError, match="`weights` has axes"):
         axn.regrid(X, "x", NEAR, WEIGHTS.rename({"corner": "k"}), "corner")
 

@@ -239,8 +239,9 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     Arguments:
         gathered: the named axes that an all-gather completes, if known.
     """
-    if op.name in _LOOK_UPS and kind == "reduce-scatter" and _covers(found := _sharded(op, over), over):
-        return f"adds up the gradients of elements of {_said(found)}"
+    own = _EXCHANGED.get((op.name, kind))
+    if own is not None and _covers(found := _sharded(op, over), over):
+        return own.format(_said(found))
     if kind in ("all-reduce", "reduce-scatter"):
         # Products in a step that is distributed by names have a scope of their own in the backward pass.
         return (when == "backward" and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
@@ -252,12 +253,6 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         found = [a for a in _sharded(op, over) if a.name not in rows]
         if _covers(found, over):
             return f"sends rows to {_said(found)}, or results back"
-    if op.name in _HALOS and kind == "collective-permute" and _covers(found := _sharded(op, over), over):
-        return f"passes the halo of {_said(found)}, to neighbors"
-    if op.name in _TOTALS and kind == "all-gather" and _covers(found := _sharded(op, over), over):
-        return f"gathers the totals of shards of {_said(found)}"
-    if op.name in _WHOLE and kind == "all-gather" and _covers(found := _sharded(op, over), over):
-        return f"needs all of {_said(found)}"
     if kind in ("collective-permute", "all-to-all"):
         return _reason_of_move(op, kind, over, stored)
     return None
@@ -355,10 +350,21 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
     return op.name in _KEEPS_SHARDS and {a.name for term in terms for a in term}.issuperset(axes)
 
 
-_LOOK_UPS = {"interp", "regrid"}
-_WHOLE = {"linalg.tridiagonal_solve", *_LOOK_UPS}
-_HALOS = {"halo", "boundary", "neighbors", "diff", "gradient", *_LOOK_UPS}
-_TOTALS = {"cumsum", "cumprod", "nancumsum", "nancumprod"}
+def _exchanged(kind: str, reason: str, names: str) -> dict[tuple[str, str], str]:
+    return dict.fromkeys(((name, kind) for name in names.split()), reason)
+
+
+_EXCHANGED = {
+    **_exchanged(
+        "collective-permute",
+        "passes the halo of {}, to neighbors",
+        "halo boundary neighbors diff gradient interp regrid",
+    ),
+    **_exchanged("all-gather", "gathers the totals of shards of {}", "cumsum cumprod nancumsum nancumprod"),
+    **_exchanged("all-gather", "needs all of {}", "interp regrid linalg.tridiagonal_solve"),
+    **_exchanged("reduce-scatter", "adds up the gradients of elements of {}", "interp regrid"),
+}
+"""Why an operation that exchanges blocks itself needs a collective, by its name and the kind of the collective."""
 
 _KEEPS_SHARDS = {"dot", "where"}.union(
     name for name, value in vars(elementwise).items() if getattr(value, "__module__", "") == elementwise.__name__

@@ -133,7 +133,7 @@ class Reach:
         places: for each element of the other axis, which comes first, the positions along the axis; they are in range.
         size: the size of the axis.
         """
-        self._places, self._size = places, size
+        self._places, self._size = places.astype(np.int64), size
 
     def widths(self, shards: int) -> Widths | None:
         """Return the widths of the halo that has them; None if all elements are fewer, or come from further away."""

@@ -45,9 +45,9 @@ def pencils(
     """
     if axis not in over:
         return None
-    names = arrays[0].names
-    if over[axis].shards == 1:  # a trace that follows names, in which every axis can be chosen
-        return _traced_kernel(what, tuple(x.names for x in arrays), fn, axis, options).apply(*[x.array for x in arrays])
+    names, in_names, pivot = arrays[0].names, tuple(x.names for x in arrays), None
+    if over[axis].shards == 1:  # a trace that follows names
+        return _pencils_kernel(what, in_names, fn, axis, pivot, (), options).apply(*[x.array for x in arrays])
     if not can_run_per_device([x.array for x in arrays], over):
         return None
     shards, sizes = over[axis].shards, arrays[0].shape
@@ -55,7 +55,7 @@ def pencils(
     if pivot is None:
         return None
     shardings = tuple((n, over[n]) for n in names if n in over)
-    kernel = _pencils_kernel(what, tuple(x.names for x in arrays), fn, axis, pivot, shardings, options)
+    kernel = _pencils_kernel(what, in_names, fn, axis, pivot, shardings, options)
     return kernel.apply(*[x.array for x in arrays])
 
 
@@ -79,32 +79,18 @@ def pivot_of(local: Mapping[str, int], shards: int) -> str | None:
 
 
 @_kernels.cached
-def _traced_kernel(
-    what: str, in_names: tuple[Names, ...], fn: Callable[..., jax.Array], axis: str, options: Any
-) -> _kernels.Kernel:
-    """Make a kernel that shows what is exchanged."""
-    names = in_names[0]
-
-    def positional(*arrays):
-        moved = [exchanged(x, "shards", axis) for x in arrays]
-        aligned = [_kernels.align(x, own, names) for x, own in zip(moved, in_names, strict=True)]
-        return exchanged(fn(*aligned, axis=names.index(axis), **dict(options)), "shards", axis)
-
-    return make_kernel(what, positional, in_names, names)
-
-
-@_kernels.cached
 def _pencils_kernel(
     what: str,
     in_names: tuple[Names, ...],
     fn: Callable[..., jax.Array],
     axis: str,
-    pivot: str,
+    pivot: str | None,
     shardings: Shardings,
     options: tuple[tuple[str, object], ...],
 ) -> _kernels.Kernel:
     names, over = in_names[0], dict(shardings)
-    along, (position, other) = over[axis].axes, (names.index(axis), names.index(pivot))
+    position, other = names.index(axis), 0 if pivot is None else names.index(pivot)
+    along = over[axis].axes if over else ()
     specs = [PartitionSpec(*(entry_of(over[n].axes) if n in over else None for n in own)) for own in in_names]
     apply = functools.partial(fn, axis=position, **dict(options))
 
@@ -123,6 +109,10 @@ def _pencils_kernel(
         return jax.lax.slice_in_dim(found, 0, shards[0].shape[other], axis=other)
 
     def positional(*arrays):
+        if not over:
+            shown = [exchanged(x, "shards", axis) for x in arrays]
+            found = apply(*[_kernels.align(x, own, names) for x, own in zip(shown, in_names, strict=True)])
+            return exchanged(found, "shards", axis)
         return run_per_device(per_device, arrays, specs, specs[0], mesh_around(arrays))
 
     return make_kernel(what, positional, in_names, names, mesh_aware=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
 from ..core import errors
 from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray, NamedOrNumeric, raw
@@ -517,11 +517,15 @@ def regrid(
     what = "regrid"
     for x in (array, indices, weights):
         require_named(what, x)
-    name, summed = name_of(_kernels.one_selector(what, axis)), _kernels.select(what, indices.names, over)
+    name, summed = name_of(axis := _kernels.one_selector(what, axis)), tuple(map(name_of, selectors(over)))
+    for x, own in ((array, (axis,)), (indices, selectors(over))):
+        if missing := [name_of(a) for a in own if name_of(a) not in x.names]:
+            raise ValueError(errors.missing_axes(what, missing, x.names, x.array.shape))
+        _kernels.check_selection(what, [x.names], [x.array], [a for a in own if isinstance(a, Axis)])
     require_subset(what, "weights", weights.names, indices.names)
     new, blocks = names_without(indices.names, *summed), blocks_of(what, array)
     known = known_values(indices.array) if blocks or isinstance(indices.array, np.ndarray) else None
-    if known is not None and name in array.names and known.size:
+    if known is not None and known.size:
         size = array.axis_size(name)
         if known.min() < -size or known.max() >= size:
             raise ValueError(f"{what}: `indices` has positions outside of axis {name!r} of size {size}.")
@@ -568,7 +572,7 @@ def _weighted(
     own: Names,
     summed: Names,
 ) -> jax.Array:
-    found = jnp.take(x, (indices - start) % size, axis=at, mode="clip")
+    found = jnp.take(x, (indices.astype(jnp.int32) - start) % size, axis=at, mode="clip")
     weights = jax.lax.expand_dims(_kernels.align(weights, own, names), range(len(names), len(names) + x.ndim - 1 - at))
     return jnp.sum(found * weights, axis=[at + names.index(n) for n in summed])
 
