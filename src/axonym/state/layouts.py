@@ -42,8 +42,9 @@ class _FittedRow(NamedTuple):
 
     row: TableRow
     sizes: tuple[dict[str, int], ...]
-    """The sizes of the axes of each array, and the same with the zeros that the entry has behind them."""
+    """The sizes of the axes of each array, some of them split."""
     padded: tuple[dict[str, int], ...]
+    """The same in the entry, which can have zeros behind the array."""
     joined: tuple[int, ...]
     """The size along `_` of each array."""
 
@@ -283,31 +284,36 @@ class WeightLayout:
             return
         seen: dict[str, tuple[int, str]] = {}
         for operand in row.operands:
-            x, path = tensors[operand.path], operand.path
-            if x.dtype != (dtype := tensors[row.operands[0].path].dtype):
-                yield f"{row.key!r}: {row.operands[0].path} is {dtype}, but {path} is {x.dtype}."
-            for axis, factors in self._splits(row, x.names):
-                product = math.prod(f.size or 1 for f in factors)
-                if x.axis_size(axis) % product or (all(f.size for f in factors) and x.axis_size(axis) != product):
-                    described = errors.describe_axes([f.name for f in factors], [f.size or "?" for f in factors])
-                    yield f"{row.key!r}: axis {axis!r} of {path}, of size {x.axis_size(axis)}, is not {described}."
-            sizes, places = self._sizes(row, operand, tensors), row.places(operand)
-            for name in [name for name in places if name not in sizes]:
-                yield f"{row.key!r}: {path} is {describe_array(x)}, without {name!r}.{errors.suggestion(name, sizes)}"
-            for name, size in sizes.items():
-                wanted = places.get(name) or size
-                if name not in places and not row.is_scale:
-                    yield f"{row.key!r}: axis {name!r} of {path}, of size {size}, has no place."
-                if wanted < size:
-                    yield f"{row.key!r}: axis {name!r} of {path} has size {size}, more than the {wanted} in the table."
-                first, owner = seen.setdefault(name, (wanted, path))
-                if wanted != first and name in row.order:
-                    yield f"{row.key!r}: axis {name!r} has size {first} in {owner}, but {wanted} in {path}."
+            path, x, first = operand.path, tensors[operand.path], tensors[row.operands[0].path]
+            if x.dtype != first.dtype:
+                yield f"{row.key!r}: {row.operands[0].path} is {first.dtype}, but {path} is {x.dtype}."
             if operand.added:
                 left, right = (set(tensors[p].names) for p in operand.added.paths)
                 if not left ^ right <= set(x.names) <= left | right:
                     product = " and ".join(f"{p}, {describe_array(tensors[p])}" for p in operand.added.paths)
                     yield f"{row.key!r}: {path} is {describe_array(x)}, which the product of {product} is not."
+            yield from self._misplaced(row, operand, tensors)
+            for name, size in self._padded(row, operand, tensors).items():
+                other, owner = seen.setdefault(name, (size, path))
+                if size != other and name in row.order:
+                    yield f"{row.key!r}: axis {name!r} has size {other} in {owner}, but {size} in {path}."
+
+    def _misplaced(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> Iterator[str]:
+        """Yield which axes of an array have no place in a row, or another size, and which it lacks."""
+        x, path = tensors[operand.path], operand.path
+        for axis, factors in self._splits(row, x.names):
+            size, product = x.axis_size(axis), math.prod(f.size or 1 for f in factors)
+            if size % product or (all(f.size for f in factors) and size != product):
+                described = errors.describe_axes([f.name for f in factors], [f.size or "?" for f in factors])
+                yield f"{row.key!r}: axis {axis!r} of {path}, of size {size}, is not {described}."
+        sizes, places = self._sizes(row, operand, tensors), row.places(operand)
+        for name in [name for name in places if name not in sizes]:
+            yield f"{row.key!r}: {path} is {describe_array(x)}, without {name!r}.{errors.suggestion(name, sizes)}"
+        for name, size in sizes.items():
+            if name not in places and not row.is_scale:
+                yield f"{row.key!r}: axis {name!r} of {path}, of size {size}, has no place."
+            if (wanted := places.get(name) or size) < size:
+                yield f"{row.key!r}: axis {name!r} of {path} has size {size}, more than the {wanted} in the table."
 
     def _sizes(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
         """Return the sizes of the axes of an array, some of them split."""
@@ -322,12 +328,14 @@ class WeightLayout:
         found = ((axis, factors) for axis, factors in self.split.items() if axis in names)
         return [(axis, factors) for axis, factors in found if any(f.name in row.order for f in factors)]
 
+    def _padded(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
+        """Return the sizes of the axes of an array in the entry."""
+        places = row.places(operand)
+        return {name: places.get(name) or size for name, size in self._sizes(row, operand, tensors).items()}
+
     def _fit(self, row: TableRow, tensors: Mapping[str, Any]) -> _FittedRow:
         sizes = tuple(self._sizes(row, operand, tensors) for operand in row.operands)
-        padded = tuple(
-            own | {name: size for name, size in row.places(operand).items() if size}
-            for own, operand in zip(sizes, row.operands, strict=True)
-        )
+        padded = tuple(self._padded(row, operand, tensors) for operand in row.operands)
         each = zip(padded, row.operands, strict=True)
         return _FittedRow(row, sizes, padded, tuple(math.prod(own[v.name] for v in o.own) for own, o in each))
 
