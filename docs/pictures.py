@@ -25,14 +25,12 @@ from jax.sharding import AbstractMesh, AxisType
 import axonym as axn
 from axonym import NamedArray, insight
 from axonym.core.errors import describe_bytes
+from axonym.core.html import COLORS, cuts
 
 FOLDER = Path(__file__).parent / "assets" / "pictures"
 
-# Of pages of `axonym.insight`, whose colors the pictures have too: m1 to m5 are for mesh axes, and for nothing else.
-_COLORS = re.findall(
-    r"--(\w+): light-dark\((#\w+), (#\w+)\)", (Path(insight.__file__).parent / "page.html").read_text()
-)
-LIGHT, DARK = ({name: both[i] for name, *both in _COLORS} for i in (0, 1))
+# Those of pages and notebooks: m1 to m5 are for mesh axes, and for nothing else.
+LIGHT, DARK = ({name: both[i] for name, both in COLORS.items()} for i in (0, 1))
 
 
 class Picture:
@@ -81,20 +79,7 @@ class Picture:
 
     def cuts(self, left: float, top: float, width: float, height: float, over: Sequence[Sequence[str]]) -> None:
         """A rectangle whose rows and columns are sharded over mesh axes."""
-        rows, columns = ([self.mesh[a] for a in axes] for axes in over)
-        self.box(left, top, width, height, "empty")
-        self.box(left, top, width / math.prod(columns), height / math.prod(rows), "held")
-        for sizes, axes, horizontal in ((rows, over[0], True), (columns, over[1], False)):
-            for i in range(1, count := math.prod(sizes)):
-                before, after = (np.unravel_index(j, sizes) for j in (i - 1, i))
-                axis = next(a for a, m, n in zip(axes, before, after, strict=True) if m != n)
-                line = (
-                    f"M{left:g} {top + height * i / count:g}h{width:g}"
-                    if horizontal
-                    else f"M{left + width * i / count:g} {top:g}v{height:g}"
-                )
-                self.path(line, f"cut{self.color(axis)}")
-        self.path(f"M{left:g} {top:g}h{width:g}v{height:g}h{-width:g}z", "line")
+        self.parts += cuts((left, top), (width, height), over, self.mesh)
 
     def svg(self, colors: dict[str, str]) -> str:
         c = colors
@@ -238,6 +223,7 @@ def layer(x: NamedArray, up: NamedArray, down: NamedArray) -> tuple[NamedArray, 
     return h, axn.dot(h, down, axis="mlp")
 
 
+@functools.cache
 def home_report(name: str, by: str = "names", batch: int = 4096) -> insight.Report:
     """The report of a training step of the layer under a mapping of the home page."""
     Batch, Embed, Mlp = axn.make_axes(batch=batch, embed=1024, mlp=4096)
@@ -258,7 +244,7 @@ def sent_at_home(report: insight.Report) -> dict[tuple[str, tuple[str, ...]], in
     found: dict[tuple[str, tuple[str, ...]], int] = {}
     for c in report.collectives:
         what = "weights" if c.kind == "all-gather" else "gradients" if c.phase == "backward" else "y"
-        key = f"{c.kind} of {what}", tuple(c.axes or ())
+        key = f"of {what} ({c.kind})", tuple(c.axes or ())
         found[key] = found.get(key, 0) + (c.total_sent or 0)
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
@@ -300,10 +286,14 @@ def home(name: str) -> Picture:
             picture.text(left + 7, middle + 5, after)
         left += 37 if after == ">" else 31
     picture.text(0, 216, f"Each device holds {weights} of weights and sends", "soft")
+    most = max(
+        size for other in HOME for size in sent_at_home(home_report(other)).values()
+    )  # pictures stand side by side
     for i, ((what, axes), size) in enumerate(sent.items()):
         picture.text(0, 241 + 46 * i, f"{describe_bytes(size)} {what}", "strong")
-        picture.bar(0, 251 + 46 * i, 170 * size / 56 / 2**20, axes)
-        picture.text(170 * size / 56 / 2**20 + 8, 260 + 46 * i, f"over {' and '.join(axes)}", "small")
+        length = 170 * size / most
+        picture.bar(0, 251 + 46 * i, length, axes)
+        picture.text(length + 8, 260 + 46 * i, f"over {' and '.join(axes)}", "small")
     return picture
 
 
@@ -312,7 +302,9 @@ def batches() -> Picture:
     picture = Picture(
         "What three mappings send with few rows in a batch, and with many", 520, 196, {"data": 4, "model": 2}
     )
-    for left, batch in ((4, 4096), (264, 65536)):
+    sizes = (4096, 65536)
+    most = max(sum(sent_at_home(home_report(name, batch=batch)).values()) for name in HOME for batch in sizes)
+    for left, batch in zip((4, 264), sizes, strict=True):
         picture.text(left, 18, f"batch={batch}")
         for i, (name, (head, *_)) in enumerate(HOME.items()):
             top, at = 44 + 52 * i, float(left)
@@ -321,8 +313,8 @@ def batches() -> Picture:
                 sent[axes] = sent.get(axes, 0) + size
             picture.text(left, top, head, "small")
             for axes, size in sent.items():
-                picture.bar(at, top + 8, 220 * size / 88 / 2**20, axes)
-                at += 220 * size / 88 / 2**20
+                picture.bar(at, top + 8, 220 * size / most, axes)
+                at += 220 * size / most
             said = [f"{describe_bytes(size)} over {' and '.join(axes)}" for axes, size in sent.items()]
             picture.text(left, top + 33, ", ".join(said), "small")
     return picture
