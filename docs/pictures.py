@@ -7,8 +7,10 @@ tests compare the files with what this script draws.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import math
 import re
@@ -522,18 +524,17 @@ def schedules() -> Picture:
     return picture
 
 
-# --- pages of insight ---
+# --- what pages and notebooks show ---
 
 
 class Screen:
-    """The beginning of a page of `axonym.insight`, as a browser shows it."""
+    """A part of a page of `axonym.insight`, or an output of a notebook, as a browser shows it."""
 
-    def __init__(self, title: str, page: insight.Page, height: int, until: str, width: int = 900):
-        self.title, self.size = title, (width, height)
-        text = page.to_html()
-        (style,) = re.findall(r"<style>\n(.*?)</style>", text, flags=re.DOTALL)
-        self.style = re.sub(r"^svg .*\n|^@media .*\n", "", style, flags=re.MULTILINE)
-        self.body = text.partition("<main>")[2].partition(until)[0]
+    def __init__(self, title: str, style: str, body: str, size: tuple[int, int]):
+        self.title, self.size = title, size
+        self.body = body.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+        # What is said of pictures is not for the one around.
+        self.style = re.sub(r"^@media .*\n", "", re.sub(r"\bsvg\b", "main svg", style), flags=re.MULTILINE)
 
     def svg(self, colors: dict[str, str]) -> str:
         width, height = self.size
@@ -543,11 +544,59 @@ class Screen:
             f'style="color-scheme: {scheme}">',
             f"<title>{self.title}</title>",
             f"<style>\n{self.style}</style>",
-            f'<foreignObject width="{width}" height="{height}"><body xmlns="http://www.w3.org/1999/xhtml"><main>',
+            f'<foreignObject width="{width}" height="{height}"><body xmlns="http://www.w3.org/1999/xhtml" '
+            f'data-jp-theme-light="{str(scheme == "light").lower()}"><main>',
             f"{self.body}</main></body></foreignObject>",
             "</svg>\n",
         ]
         return "\n".join(lines)
+
+
+def screen(title: str, page: insight.Page, height: int, part: str, width: int = 900) -> Screen:
+    """Return the part of a page that a regular expression matches."""
+    text = page.to_html()
+    (style,) = re.findall(r"<style>\n(.*?)</style>", text, flags=re.DOTALL)
+    found = re.search(part, text.partition("<main>")[2].partition("</main>")[0], re.DOTALL)
+    assert found is not None, "the page has no such part"
+    return Screen(title, style, found[0], (width, height))
+
+
+def definitions(page: str, count: int) -> dict[str, Any]:
+    """Run the first blocks of a page, and return what they define."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (FOLDER.parent.parent / f"{page}.md").read_text(), re.M | re.S)
+    defined: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile("\n".join(blocks[:count]), f"{page}.py", "exec"), defined)
+    return defined
+
+
+def model() -> Screen:
+    """The model of the tutorial, as a notebook shows it."""
+    names = definitions("tutorial", 4)
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    shown = axn.debug.show(axn.shard(names["model"], {"batch": "data", "heads": "model", "mlp": "model"}, mesh))
+    around = "body { margin: 0; font: 14px/1.5 system-ui, sans-serif; color: light-dark(#1b1f24, #e6e9ee) }"
+    title = "A model as a tree: each array with its bytes on a device, its axes and the mesh axes that shard them"
+    return Screen(title, around, shown._repr_html_(), (900, 700))
+
+
+def memory() -> Screen:
+    """The memory of the step of the page about memory."""
+    names = definitions("out_of_memory", 1)
+    step, *args = (names[name] for name in ("step", "model", "state", "x"))
+    report = insight.explain(step, *args, mapping=names["compute"], mesh=names["mesh"])
+    title = "The memory over the course of a step, and the arrays that are held at its peak"
+    return screen(title, report, 760, r'<section id="memory">.*?</section>', width=960)
+
+
+def transfer() -> Screen:
+    """A transfer of a report, opened."""
+    picture = screen(
+        "A transfer of a report, opened: why, which array, how many bytes, and where", comparison().reports["heads"],
+        330, r'<section id="transfers">.*?</details>',
+    )  # fmt: skip
+    picture.body = picture.body.replace("<details>", '<details open="open">', 1) + "</div></section>"
+    return picture
 
 
 @functools.cache
@@ -589,13 +638,13 @@ def comparison() -> insight.Comparison:
 
 def report() -> Screen:
     title = "The page of a report: what binds, the costliest transfers, and what is suspicious"
-    return Screen(title, comparison().reports["heads"], 896, "<nav")
+    return screen(title, comparison().reports["heads"], 896, ".*?(?=<nav)")
 
 
 def compared() -> Screen:
     """The report's mapping beside a better one."""
     title = "The page of a comparison: the times and the memory of two mappings"
-    return Screen(title, comparison(), 700, '<section id="changes-0"')
+    return screen(title, comparison(), 700, '.*?(?=<section id="changes-0")')
 
 
 def planned() -> Screen:
@@ -603,7 +652,7 @@ def planned() -> Screen:
     step, *args = llama_of_70b()
     plan = insight.plan(step, *args, chips=512, ask=0, verify=0)
     plan = dataclasses.replace(plan, found=plan.found[:14])
-    return Screen("The page of a plan: the candidates, and why the first is first", plan, 690, "</main>")
+    return screen("The page of a plan: the candidates, and why the first is first", plan, 690, ".*")
 
 
 # --- words and files ---
@@ -628,6 +677,9 @@ PICTURES: dict[str, Callable[[], Picture | Screen]] = {
     "page-report": report,
     "page-compared": compared,
     "page-planned": planned,
+    "page-transfer": transfer,
+    "page-memory": memory,
+    "page-model": model,
 }
 
 
