@@ -7,8 +7,10 @@ tests compare the files with what this script draws.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import math
 import re
@@ -25,14 +27,12 @@ from jax.sharding import AbstractMesh, AxisType
 import axonym as axn
 from axonym import NamedArray, insight
 from axonym.core.errors import describe_bytes
+from axonym.core.html import COLORS, cuts
 
 FOLDER = Path(__file__).parent / "assets" / "pictures"
 
-# Of pages of `axonym.insight`, whose colors the pictures have too: m1 to m5 are for mesh axes, and for nothing else.
-_COLORS = re.findall(
-    r"--(\w+): light-dark\((#\w+), (#\w+)\)", (Path(insight.__file__).parent / "page.html").read_text()
-)
-LIGHT, DARK = ({name: both[i] for name, *both in _COLORS} for i in (0, 1))
+# Those of pages and notebooks: m1 to m5 are for mesh axes, and for nothing else.
+LIGHT, DARK = ({name: both[i] for name, both in COLORS.items()} for i in (0, 1))
 
 
 class Picture:
@@ -81,20 +81,7 @@ class Picture:
 
     def cuts(self, left: float, top: float, width: float, height: float, over: Sequence[Sequence[str]]) -> None:
         """A rectangle whose rows and columns are sharded over mesh axes."""
-        rows, columns = ([self.mesh[a] for a in axes] for axes in over)
-        self.box(left, top, width, height, "empty")
-        self.box(left, top, width / math.prod(columns), height / math.prod(rows), "held")
-        for sizes, axes, horizontal in ((rows, over[0], True), (columns, over[1], False)):
-            for i in range(1, count := math.prod(sizes)):
-                before, after = (np.unravel_index(j, sizes) for j in (i - 1, i))
-                axis = next(a for a, m, n in zip(axes, before, after, strict=True) if m != n)
-                line = (
-                    f"M{left:g} {top + height * i / count:g}h{width:g}"
-                    if horizontal
-                    else f"M{left + width * i / count:g} {top:g}v{height:g}"
-                )
-                self.path(line, f"cut{self.color(axis)}")
-        self.path(f"M{left:g} {top:g}h{width:g}v{height:g}h{-width:g}z", "line")
+        self.parts += cuts((left, top), (width, height), over, self.mesh)
 
     def svg(self, colors: dict[str, str]) -> str:
         c = colors
@@ -238,6 +225,7 @@ def layer(x: NamedArray, up: NamedArray, down: NamedArray) -> tuple[NamedArray, 
     return h, axn.dot(h, down, axis="mlp")
 
 
+@functools.cache
 def home_report(name: str, by: str = "names", batch: int = 4096) -> insight.Report:
     """The report of a training step of the layer under a mapping of the home page."""
     Batch, Embed, Mlp = axn.make_axes(batch=batch, embed=1024, mlp=4096)
@@ -258,7 +246,7 @@ def sent_at_home(report: insight.Report) -> dict[tuple[str, tuple[str, ...]], in
     found: dict[tuple[str, tuple[str, ...]], int] = {}
     for c in report.collectives:
         what = "weights" if c.kind == "all-gather" else "gradients" if c.phase == "backward" else "y"
-        key = f"{c.kind} of {what}", tuple(c.axes or ())
+        key = f"of {what} ({c.kind})", tuple(c.axes or ())
         found[key] = found.get(key, 0) + (c.total_sent or 0)
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
@@ -300,10 +288,14 @@ def home(name: str) -> Picture:
             picture.text(left + 7, middle + 5, after)
         left += 37 if after == ">" else 31
     picture.text(0, 216, f"Each device holds {weights} of weights and sends", "soft")
+    most = max(
+        size for other in HOME for size in sent_at_home(home_report(other)).values()
+    )  # pictures stand side by side
     for i, ((what, axes), size) in enumerate(sent.items()):
         picture.text(0, 241 + 46 * i, f"{describe_bytes(size)} {what}", "strong")
-        picture.bar(0, 251 + 46 * i, 170 * size / 56 / 2**20, axes)
-        picture.text(170 * size / 56 / 2**20 + 8, 260 + 46 * i, f"over {' and '.join(axes)}", "small")
+        length = 170 * size / most
+        picture.bar(0, 251 + 46 * i, length, axes)
+        picture.text(length + 8, 260 + 46 * i, f"over {' and '.join(axes)}", "small")
     return picture
 
 
@@ -312,7 +304,9 @@ def batches() -> Picture:
     picture = Picture(
         "What three mappings send with few rows in a batch, and with many", 520, 196, {"data": 4, "model": 2}
     )
-    for left, batch in ((4, 4096), (264, 65536)):
+    sizes = (4096, 65536)
+    most = max(sum(sent_at_home(home_report(name, batch=batch)).values()) for name in HOME for batch in sizes)
+    for left, batch in zip((4, 264), sizes, strict=True):
         picture.text(left, 18, f"batch={batch}")
         for i, (name, (head, *_)) in enumerate(HOME.items()):
             top, at = 44 + 52 * i, float(left)
@@ -321,8 +315,8 @@ def batches() -> Picture:
                 sent[axes] = sent.get(axes, 0) + size
             picture.text(left, top, head, "small")
             for axes, size in sent.items():
-                picture.bar(at, top + 8, 220 * size / 88 / 2**20, axes)
-                at += 220 * size / 88 / 2**20
+                picture.bar(at, top + 8, 220 * size / most, axes)
+                at += 220 * size / most
             said = [f"{describe_bytes(size)} over {' and '.join(axes)}" for axes, size in sent.items()]
             picture.text(left, top + 33, ", ".join(said), "small")
     return picture
@@ -530,18 +524,17 @@ def schedules() -> Picture:
     return picture
 
 
-# --- pages of insight ---
+# --- what pages and notebooks show ---
 
 
 class Screen:
-    """The beginning of a page of `axonym.insight`, as a browser shows it."""
+    """A part of a page of `axonym.insight`, or an output of a notebook, as a browser shows it."""
 
-    def __init__(self, title: str, page: insight.Page, height: int, until: str, width: int = 900):
-        self.title, self.size = title, (width, height)
-        text = page.to_html()
-        (style,) = re.findall(r"<style>\n(.*?)</style>", text, flags=re.DOTALL)
-        self.style = re.sub(r"^svg .*\n|^@media .*\n", "", style, flags=re.MULTILINE)
-        self.body = text.partition("<main>")[2].partition(until)[0]
+    def __init__(self, title: str, style: str, body: str, size: tuple[int, int]):
+        self.title, self.size = title, size
+        self.body = body.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+        # What is said of pictures is not for the one around.
+        self.style = re.sub(r"^@media .*\n", "", re.sub(r"\bsvg\b", "main svg", style), flags=re.MULTILINE)
 
     def svg(self, colors: dict[str, str]) -> str:
         width, height = self.size
@@ -551,11 +544,59 @@ class Screen:
             f'style="color-scheme: {scheme}">',
             f"<title>{self.title}</title>",
             f"<style>\n{self.style}</style>",
-            f'<foreignObject width="{width}" height="{height}"><body xmlns="http://www.w3.org/1999/xhtml"><main>',
+            f'<foreignObject width="{width}" height="{height}"><body xmlns="http://www.w3.org/1999/xhtml" '
+            f'data-jp-theme-light="{str(scheme == "light").lower()}"><main>',
             f"{self.body}</main></body></foreignObject>",
             "</svg>\n",
         ]
         return "\n".join(lines)
+
+
+def screen(title: str, page: insight.Page, height: int, part: str, width: int = 900) -> Screen:
+    """Return the part of a page that a regular expression matches."""
+    text = page.to_html()
+    (style,) = re.findall(r"<style>\n(.*?)</style>", text, flags=re.DOTALL)
+    found = re.search(part, text.partition("<main>")[2].partition("</main>")[0], re.DOTALL)
+    assert found is not None, "the page has no such part"
+    return Screen(title, style, found[0], (width, height))
+
+
+def definitions(page: str, count: int) -> dict[str, Any]:
+    """Run the first blocks of a page, and return what they define."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (FOLDER.parent.parent / f"{page}.md").read_text(), re.M | re.S)
+    defined: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile("\n".join(blocks[:count]), f"{page}.py", "exec"), defined)
+    return defined
+
+
+def model() -> Screen:
+    """The model of the tutorial, as a notebook shows it."""
+    names = definitions("tutorial", 4)
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    shown = axn.debug.show(axn.shard(names["model"], {"batch": "data", "heads": "model", "mlp": "model"}, mesh))
+    around = "body { margin: 0; font: 14px/1.5 system-ui, sans-serif; color: light-dark(#1b1f24, #e6e9ee) }"
+    title = "A model as a tree: each array with its bytes on a device, its axes and the mesh axes that shard them"
+    return Screen(title, around, shown._repr_html_(), (900, 700))
+
+
+def memory() -> Screen:
+    """The memory of the step of the page about memory."""
+    names = definitions("out_of_memory", 1)
+    step, *args = (names[name] for name in ("step", "model", "state", "x"))
+    report = insight.explain(step, *args, mapping=names["compute"], mesh=names["mesh"])
+    title = "The memory over the course of a step, and the arrays that are held at its peak"
+    return screen(title, report, 760, r'<section id="memory">.*?</section>', width=960)
+
+
+def transfer() -> Screen:
+    """A transfer of a report, opened."""
+    picture = screen(
+        "A transfer of a report, opened: why, which array, how many bytes, and where", comparison().reports["heads"],
+        330, r'<section id="transfers">.*?</details>',
+    )  # fmt: skip
+    picture.body = picture.body.replace("<details>", '<details open="open">', 1) + "</div></section>"
+    return picture
 
 
 @functools.cache
@@ -597,13 +638,13 @@ def comparison() -> insight.Comparison:
 
 def report() -> Screen:
     title = "The page of a report: what binds, the costliest transfers, and what is suspicious"
-    return Screen(title, comparison().reports["heads"], 896, "<nav")
+    return screen(title, comparison().reports["heads"], 896, ".*?(?=<nav)")
 
 
 def compared() -> Screen:
     """The report's mapping beside a better one."""
     title = "The page of a comparison: the times and the memory of two mappings"
-    return Screen(title, comparison(), 700, '<section id="changes-0"')
+    return screen(title, comparison(), 700, '.*?(?=<section id="changes-0")')
 
 
 def planned() -> Screen:
@@ -611,7 +652,7 @@ def planned() -> Screen:
     step, *args = llama_of_70b()
     plan = insight.plan(step, *args, chips=512, ask=0, verify=0)
     plan = dataclasses.replace(plan, found=plan.found[:14])
-    return Screen("The page of a plan: the candidates, and why the first is first", plan, 690, "</main>")
+    return screen("The page of a plan: the candidates, and why the first is first", plan, 690, ".*")
 
 
 # --- words and files ---
@@ -636,6 +677,9 @@ PICTURES: dict[str, Callable[[], Picture | Screen]] = {
     "page-report": report,
     "page-compared": compared,
     "page-planned": planned,
+    "page-transfer": transfer,
+    "page-memory": memory,
+    "page-model": model,
 }
 
 

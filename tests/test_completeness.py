@@ -259,6 +259,8 @@ OTHERS = {
     "axonym.core.module_field": "test_named_array.py",
     "axonym.core.*": "processes/*.py",
     "axonym.custom_partitioning.*": "custom_partitioning/*.py",
+    "axonym._display": "test_display.py",
+    "axonym.debug.showing": "test_display.py",
     "axonym.debug.*": "test_debug.py",
     "axonym.distribution.*": "sharding/*.py",
     "axonym.insight.*": "insight/*.py",

@@ -204,7 +204,7 @@ def test_advice_names_what_exists() -> None:
 
 
 def test_probes_of_other_libraries_find_nothing() -> None:
-    assert not hasattr(X, "__array_interface__") and not hasattr(X, "_repr_html_")
+    assert not hasattr(X, "__array_interface__") and not hasattr(X, "_repr_latex_")
     with pytest.raises(AttributeError, match="'array'"):
         axn.NamedArray.__new__(axn.NamedArray).array
 

@@ -27,7 +27,8 @@ nn
 schedules state
 random
 _methods custom_partitioning
-_xarray fft linalg manual poly ref transforms
+_treescope
+_display _xarray fft linalg manual poly ref transforms
 tree
 ops
 sharding

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import treescope
 from jax.sharding import Mesh
 
 import axonym as axn
@@ -384,14 +383,6 @@ def test_deleted_arrays_can_be_shown() -> None:
     gone = axn.named(jnp.zeros(2), "a")
     gone.array.delete()
     assert repr(gone) == "NamedArray(float32[a=2])"
-
-
-# Treescope asks NumPy for a class that NumPy is about to drop.
-@pytest.mark.filterwarnings("ignore:The chararray class is deprecated:DeprecationWarning")
-def test_treescope() -> None:
-    text = treescope.render_to_text({"w": x})
-    assert "NamedArray" in text and "'batch': 2" in text and "'embed': 3" in text
-    assert treescope.render_to_html(x)
 
 
 # --- equality, hashing, truth, numbers ---

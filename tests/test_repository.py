@@ -32,6 +32,8 @@ EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / name for name in ("generate.py"
 WITH_EVERY_VERSION = ("custom_partitioning.py", "language_model_fsdp.py", "pallas_kernel.py", "tour.py")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
+
 
 def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python as a reader would, in a separate process, with warnings as errors."""
@@ -83,18 +85,27 @@ DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and _blocks
 @pytest.mark.oldest
 @pytest.mark.parametrize("page", DOCS, ids=_relative)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
-    """The blocks of a page run in order as one program, and print what the page says they print."""
-    found = re.findall(r"^```(python|output)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    marker = "=== end of a block ==="
+    """The blocks of a page run in order as one program, and print what the page says they print.
+
+    So its notebook, if it has one, has the outputs of a run.
+    """
+    name = page.stem if page.parent == ROOT / "docs" and page.stem in NOTEBOOKS["NEEDS"] else None
+    found = [(kind, part) for kind, part in NOTEBOOKS["blocks"](page.read_text()) if kind]
     script = tmp_path / "page.py"
-    script.write_text("".join(f"{code}\nprint({marker!r})\n" for kind, code in found if kind == "python"))
+    codes = [part for kind, part in found if kind == "python"]
+    script.write_text(NOTEBOOKS["program"](codes, show=name is not None))
     result = _run(str(script), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    printed = iter(result.stdout.split(f"{marker}\n"))
+    outputs = NOTEBOOKS["outputs"](result.stdout)
+    printed = iter(outputs)
     for i, (kind, _) in enumerate(found):
         if kind == "python":
             expected = found[i + 1][1] if i + 1 < len(found) and found[i + 1][0] == "output" else ""
-            assert next(printed) == expected
+            output = next(printed)
+            assert output.printed + output.shown == expected
+    if name is not None:
+        file = ROOT / "docs" / "notebooks" / f"{name}.ipynb"
+        assert file.read_text() == NOTEBOOKS["written"](name, outputs), "write it again: python docs/notebooks.py"
 
 
 def _without_digits(text: str) -> str:

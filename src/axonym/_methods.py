@@ -223,6 +223,23 @@ class Methods:
     def __round__(self: Any, decimals: int | None = None) -> NamedArray:
         return elementwise.round(self, decimals or 0)
 
+    # --- notebooks ---
+
+    def _repr_html_(self: Any) -> str:
+        from ._display import array_html
+
+        return array_html(self)
+
+    def __treescope_repr__(self: Any, path: str | None, subtree_renderer: Any) -> Any:
+        from ._treescope import render
+
+        return render(self, path)
+
+    def __treescope_ndarray_adapter__(self: Any) -> Any:
+        from ._treescope import NamedArrayAdapter
+
+        return NamedArrayAdapter()
+
     # --- refusal of positional functions ---
 
     @property

@@ -350,13 +350,13 @@ class NamedArray(_Base):
         return format(self._only_element("a format") if spec else str(self), spec)
 
     def __str__(self) -> str:
-        values = _small_values(self.array, _PRINTED) if len(self.names) <= 2 else None  # a table has at most two axes
+        values = small_values(self.array, _PRINTED) if len(self.names) <= 2 else None  # a table has at most two axes
         if values is None:
             return describe_array(self)
         return f"{describe_array(self)}{chr(10) if chr(10) in values else ' '}{values}"
 
     def __repr__(self) -> str:
-        values = _small_values(self.array)
+        values = small_values(self.array)
         if values is not None:
             return f"NamedArray({describe_array(self)}, {' '.join(values.split())})"
         kind = "" if isinstance(self.array, jax.Array) else f", {type(self.array).__name__}"
@@ -367,16 +367,6 @@ class NamedArray(_Base):
         import wadler_lindig
 
         return wadler_lindig.TextDoc(describe_array(self) if short_arrays else repr(self))
-
-    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
-        import treescope
-
-        return treescope.repr_lib.render_object_constructor(
-            object_type=type(self),
-            attributes={"axes": self.shape, "array": self.array},
-            path=path,
-            subtree_renderer=subtree_renderer,
-        )
 
 
 register_pytree_with_keys(  # a tree with its sizes as leaves, as any dictionary
@@ -556,8 +546,13 @@ def describe_array(array: Any) -> str:
     return f"{dtype}[{', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))}]"
 
 
-def _small_values(array: Any, most: int = _SMALL) -> str | None:
-    """Return the values of a small array, or None if showing them could take long: a host must not wait for another."""
+def small_values(array: Any, most: int = _SMALL) -> str | None:
+    """Return the values of a small array, or None if showing them could take long: a host must not wait for another.
+
+    >>> from axonym.named_array import small_values
+    >>> small_values(np.arange(3)), small_values(np.arange(3), most=2)
+    ('[0 1 2]', None)
+    """
     if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, Tracer) or array.size > most:
         return None
     if isinstance(array, jax.Array) and (

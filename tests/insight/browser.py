@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,8 @@ from typing import Any
 
 FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 """The browser, or None."""
+_PATIENCE = 120
+"""How many seconds a busy machine may take for an answer."""
 
 
 class Browser:
@@ -43,6 +46,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            assert select.select([self._taken], [], [], _PATIENCE)[0], f"the browser said nothing for {_PATIENCE} s"
             read = os.read(self._taken, 1 << 20)
             assert read, "the browser has ended"
             self._rest += read
@@ -89,6 +93,7 @@ def browser() -> Iterator[Browser]:
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--disable-dev-shm-usage",  # containers have little of it
         "--no-first-run",
         "--hide-scrollbars",
         "--remote-debugging-pipe",

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from axonym import insight
-from axonym.insight._html import visible
+from axonym.core.html import visible
 from tests.insight import pages
 
 pytestmark = pytest.mark.oldest

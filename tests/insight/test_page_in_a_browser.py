@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import axonym as axn
 from axonym import insight
 from tests.insight import pages
 from tests.insight.browser import FOUND, Browser, browser
@@ -178,3 +179,27 @@ def test_a_frame_takes_the_scheme_of_its_notebook(window: Browser, tmp_path: Pat
         window.open(path, dark=not dark)
         color = "getComputedStyle(document.querySelector('iframe').contentDocument.body).backgroundColor"
         assert window.run(color) == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+
+
+def test_arrays_and_trees_in_a_notebook(window: Browser, tmp_path: Path) -> None:
+    """They fit, can be read in both schemes of the notebook, and hide nothing that cannot be opened."""
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    model = {"blocks": [{"up": axn.ones({"embed": 64, "mlp": 256})}, {"norm": axn.ones({"embed": 64})}]}
+    placed = axn.shard(model, {"mlp": "model", "embed": "data"}, mesh)
+    shown = axn.debug.show(model, ({"embed": "data"}, {"batch": "data", "mlp": "model", "heads": "model"}), mesh)
+    outputs = "".join(x._repr_html_() for x in (placed["blocks"][0]["up"], axn.ones({"pos": 3}), shown))
+    for dark in (False, True):
+        path = tmp_path / f"{dark}.html"
+        style = "color-scheme: dark; background: #111; color: #ddd" if dark else "background: white; color: black"
+        body = f'<body data-jp-theme-light="{str(not dark).lower()}" style="{style}">{outputs}'
+        path.write_text(
+            f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>a notebook</title>{body}', "utf-8"
+        )
+        for width in WIDTHS:
+            window.open(path, width, WIDTHS[width], dark=not dark)
+            assert window.run("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
+            assert window.run(CONTRAST) == []
+        fill = "getComputedStyle(document.querySelector('.held')).fill"
+        assert window.run(fill) == ("rgb(169, 180, 193)" if dark else "rgb(75, 85, 96)")
+        cut = "getComputedStyle(document.querySelector('.cut1')).stroke"
+        assert window.run(cut) == ("rgb(86, 180, 233)" if dark else "rgb(0, 114, 178)")

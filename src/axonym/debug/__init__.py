@@ -1,5 +1,6 @@
 """Show the shardings of a tree's arrays, draw arrays, and find common mistakes in models."""
 
+from .._display import describe_devices as describe_devices
 from ..named_array import describe_array as describe_array
 from .drawing import draw as draw
 from .problems import (
@@ -8,8 +9,8 @@ from .problems import (
     diagnose_common_issues as diagnose_common_issues,
 )
 from .shardings import (
-    describe_devices as describe_devices,
     describe_shardings as describe_shardings,
     visualize_named_sharding as visualize_named_sharding,
     visualize_shardings as visualize_shardings,
 )
+from .showing import Shown as Shown, show as show

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from .._display import describe_device, describe_devices, describe_devices_of
 from ..axis import Axis
 from ..core import errors
 from ..core.errors import counted, describe_bytes
@@ -78,7 +79,7 @@ def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
     """
     shape = tuple(a.size for a in axes)
     names = tuple(a.name for a in axes)
-    head = f"{errors.describe_axes(names, shape)} on {_kind(sharding)}"
+    head = f"{errors.describe_axes(names, shape)} on {describe_devices_of(sharding)}"
     print("\n".join([head, *_describe_axes(names, shape, sharding), *_draw(names, shape, sharding)]))
 
 
@@ -92,33 +93,6 @@ def describe_shardings(tree: Any) -> str:
 
 
 # --- all arrays of a tree ---
-
-
-def describe_devices(devices: Iterable[Any]) -> str:
-    """Return the numbers of devices, such as `0-3,6`.
-
-    With several hosts, a number counts the devices of a host, and follows the number of the host: `0:0-3 1:0-3`.
-
-    >>> axn.debug.describe_devices(jax.devices()[:3])
-    '0-2'
-    """
-    if jax.process_count() == 1:
-        return _runs(device.id for device in devices)
-    by_host: dict[int, list[int]] = {}
-    for device in devices:
-        ids = sorted(d.id for d in jax.local_devices(device.process_index, device.platform))
-        by_host.setdefault(device.process_index, []).append(ids.index(device.id))
-    return " ".join(f"{host}:{_runs(numbers)}" for host, numbers in sorted(by_host.items()))
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for i in sorted(numbers):
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _arrays(tree: Any) -> list[Leaf]:
@@ -152,7 +126,7 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
         return text
     fullest = max(on_device, key=lambda device: on_device[device])
     alike = len(on_device) > 1 and len(set(on_device.values())) == 1
-    where = f"each of {len(on_device)} devices" if alike else _device(fullest)
+    where = f"each of {len(on_device)} devices" if alike else describe_device(fullest)
     return (
         f"{text}; {'' if alike or len(on_device) == 1 else 'at most '}{describe_bytes(on_device[fullest])} on {where}"
     )
@@ -169,7 +143,7 @@ def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
     shard = _elements(next(iter(_ranges(shape, sharding).values()))) * array.dtype.itemsize
     share = describe_bytes(shard) + (f" of {describe_bytes(total)}" if shard != total else "")
     several = "each of " if len(sharding.device_set) > 1 else ""
-    return [f"{head}{share} on {several}{_kind(sharding)}", *_describe_axes(leaf.names, shape, sharding)]
+    return [f"{head}{share} on {several}{describe_devices_of(sharding)}", *_describe_axes(leaf.names, shape, sharding)]
 
 
 def _draw_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
@@ -249,15 +223,3 @@ def _elements(ranges: Sequence[Range]) -> int:
 
 def _range(part: Range) -> str:
     return f"{part[0]}:{part[1]}"
-
-
-def _device(device: Any) -> str:
-    return f"{device.platform.upper()} {describe_devices([device])}"
-
-
-def _kind(sharding: Sharding) -> str:
-    """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` for a single one."""
-    device = min(sharding.device_set, key=lambda d: d.id)
-    count = len(sharding.device_set)
-    text = f"{count} {device.platform.upper()} devices" if count > 1 else _device(device)
-    return text + (", in pinned host memory" if sharding.memory_kind == "pinned_host" else "")

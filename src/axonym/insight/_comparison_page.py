@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import describe_bytes
-from ._html import Html, Words, bar, code, element, folded, html, joined, over_of, table
+from ..core.html import Html, Words, bar, code, element, folded, html, joined, over_of, table
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
 from ._text import described_seconds, in_order
 from ._transfer_groups import known_sent

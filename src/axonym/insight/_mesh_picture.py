@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.errors import describe_bytes
-from ._html import Html, Words, element, picture
+from ..core.html import Html, Words, element, picture
 
 _MOST = 64
 """How many columns and rows are drawn."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
-from ._html import Html, Words, copyable, element, folded, joined, listed, stacked, table
+from ..core.html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ._text import as_shown, described_seconds
 
 Plan: TypeAlias = Any

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
-from ._argument_tree import argument_tree
+from ..core.html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
+from ..core.html_tree import array_tree
 from ._arguments import PlacedArgument
 from ._figures import needed_memory
-from ._html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
 from ._mesh_picture import mesh_picture
 from ._parameters import without_numbers
 from ._suspicions import Suspicion, repeated_share
@@ -374,4 +374,10 @@ def _arguments(report: Report, words: Words) -> Html:
     said = (
         f"Bytes on each device, {describe_bytes(total)} in all. An axis that is sharded over a mesh axis has its color."
     )
-    return joined([argument_tree(report.placed, words), element("p", said, class_="small")])
+
+    def described(x: PlacedArgument) -> Html:
+        copies = element("span", f"{x.copies} copies", class_="badge") if x.copies > 1 else None
+        return joined([words.placed(x.axes, x.sizes, x.over), copies])
+
+    tree = array_tree(report.placed, described, "report.to_json() has them")
+    return joined([tree, element("p", said, class_="small")])

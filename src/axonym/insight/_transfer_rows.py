@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
+from ..core.html import Html, Words, bar, code, element, folded, html, joined
 from ..core.source_lines import Source
 from ._figures import total_sent
-from ._html import Html, Words, bar, code, element, folded, html, joined
 from ._text import described_seconds, phase_of
 from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
 from .collectives import Collective

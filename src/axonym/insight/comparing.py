@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import describe_bytes
+from ..core.html import Html
 from ..distribution.mesh_axes import AnyMesh
 from ._comparison_page import comparison_page
 from ._figures import needed_memory
-from ._html import Html
 from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
 from .chips import Chip
 from .collectives import Collective

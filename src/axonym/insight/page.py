@@ -14,7 +14,7 @@ import webbrowser
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
-from ._html import Html, element, html
+from ..core.html import STYLE, Html, element, html, light_dark
 
 
 class Page(abc.ABC):
@@ -43,6 +43,7 @@ class Page(abc.ABC):
         script = _parts()["script"]
         known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         filled = {"title": html(title), "body": body, "script": script, "known": known}
+        filled |= {"colors": light_dark(), "style": STYLE}
         return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], _parts()["page"])
 
     def save(self, path: str | os.PathLike[str], *, source: bool = False) -> None:

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from ..core.errors import counted, describe_bytes
+from ..core.html import Html
 from ..distribution.mesh_axes import Axes
 from ._accounts import DividedLayers, Meshes
-from ._html import Html
 from ._plan_page import plan_page
 from ._searching import Found, Ranked, Search, TracedStep, abstract
 from ._text import aligned, as_shown, described_seconds, markdown_table, parsed_bytes, written_number

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..core.errors import counted, describe_bytes
+from ..core.html import Html
 from ._figures import Figures, total_sent
-from ._html import Html
 from ._parameters import without_numbers
 from ._report_page import report_page
 from ._text import (

@@ -1,15 +1,70 @@
-"""Write HTML: elements whose text is escaped, and the words of reports with the colors of mesh axes."""
+"""Write HTML: elements whose text is escaped, words with the colors of mesh axes, and arrays with their cuts.
+
+Pages, notebooks and the pictures of the documentation speak one language. A color is a mesh axis, which the text names
+too. Filled is what the first device holds, and a cut between shards has the color of its mesh axis.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+import numpy as np
+
 _EMPTY = ("br", "input", "meta")
 _COLORS = 5
 """The number of mesh axes that have a color; further ones are grey."""
+_CLOSEST = 4
+"""The least distance between two cuts."""
+
+COLORS = {
+    "bg": ("#ffffff", "#14171c"),
+    "card": ("#f4f6f8", "#1d2128"),
+    "text": ("#1b1f24", "#e6e9ee"),
+    "soft": ("#57606a", "#a3acb8"),
+    "line": ("#d8dce1", "#353b45"),
+    "empty": ("#e4e6e9", "#2c3139"),
+    "fill": ("#4b5560", "#a9b4c1"),
+    "mid": ("#9aa2ab", "#6d7783"),
+    "pale": ("#dadfe5", "#434b56"),
+    "fix": ("#a40e26", "#ff8b94"),
+    "good": ("#17692f", "#5fd182"),
+    "mark": ("#fff1c2", "#4a3d12"),
+    "m0": ("#57606a", "#a3acb8"),
+    "m1": ("#0072b2", "#56b4e9"),
+    "m2": ("#ad4700", "#f0904d"),
+    "m3": ("#00785a", "#35c9a0"),
+    "m4": ("#a04a7d", "#e59cc6"),
+    "m5": ("#7a6a00", "#e8d44d"),
+}
+"""The colors for a light and a dark scheme. Those of mesh axes are m1 to m5, and m0 for further ones."""
+
+STYLE = """\
+.soft { color: var(--soft) } .num { white-space: nowrap; font-variant-numeric: tabular-nums }
+b.m0, b.m1, b.m2, b.m3, b.m4, b.m5 { color: var(--c) }
+.m0 { --c: var(--m0); --d: var(--c) } .m1 { --c: var(--m1); --d: var(--c) } .m2 { --c: var(--m2); --d: var(--c) }
+.m3 { --c: var(--m3); --d: var(--c) } .m4 { --c: var(--m4); --d: var(--c) } .m5 { --c: var(--m5); --d: var(--c) }
+u { text-decoration: none; border-bottom: 3px solid var(--c) }
+.badge { font-size: 12px; font-weight: 600; border: 1px solid currentColor; border-radius: 10px; padding: 0 7px; \
+margin-left: 8px; white-space: nowrap }
+.bar { display: flex; height: 12px; background: var(--empty); flex: 1; min-width: 60px }
+.bar i { --c: var(--fill); --d: var(--c); min-width: 1px; background: linear-gradient(var(--c) 50%, var(--d) 50%); \
+flex: none }
+.tree, .tree ul { list-style: none; padding: 0 } .tree ul { margin-left: 5px; padding-left: 18px; \
+border-left: 1px solid var(--line) } .tree li > .leaf { padding: 3px 0 3px 17px }
+.leaf, .node { display: flex; flex-wrap: wrap; gap: 2px 10px; align-items: center }
+.node { display: inline-flex; width: calc(100% - 20px) }
+.tree .name { flex: 0 1 calc(300px - 24px * var(--depth, 0)) } .tree .num { min-width: 74px; text-align: right }
+.tree .bar { flex: 0 0 90px }"""
+"""The style of what pages and notebooks share."""
+
+
+def light_dark(*names: str) -> str:
+    """Return the definitions of colors in CSS, all by default; the scheme of an element decides between the two."""
+    return "; ".join(f"--{name}: light-dark({', '.join(COLORS[name])})" for name in names or COLORS)
 
 
 class Html(str):
@@ -94,6 +149,39 @@ def picture(label: str, width: float, height: float, *parts: Html) -> Html:
     return element("div", inside, class_="wide", tabindex="0", role="group", aria_label="a picture")
 
 
+def cuts(
+    corner: tuple[float, float], size: tuple[float, float], over: Sequence[Sequence[str]], mesh: Mapping[str, int]
+) -> list[Html]:
+    """Draw an array of two axes: the shard of the first device is filled, and there is a cut between any two shards.
+
+    Arguments:
+        corner: from the left, and from the top.
+        size: the width and the height.
+        over: the mesh axes that the rows are sharded over, and those for the columns.
+        mesh: the sizes of the mesh axes. An axis has the color of its place here.
+    """
+    (left, top), (width, height) = corner, size
+    rows, columns = (math.prod(mesh[a] for a in axes) for axes in over)
+    parts = [
+        f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" class="empty"/>',
+        f'<rect x="{left:g}" y="{top:g}" width="{width / columns:g}" height="{height / rows:g}" class="held"/>',
+    ]
+    for count, axes, horizontal, length in ((rows, over[0], True, height), (columns, over[1], False, width)):
+        step = -(-count * _CLOSEST // int(length))  # of more cuts than fit, some are drawn
+        for i in range(step, count, step):
+            before, after = (np.unravel_index(j, [mesh[a] for a in axes]) for j in (i - step, i))
+            axis = next(a for a, m, n in zip(axes, before, after, strict=True) if m != n)
+            number = [*mesh].index(axis) + 1
+            at = (
+                f"M{left:g} {top + height * i / count:g}h{width:g}"
+                if horizontal
+                else f"M{left + width * i / count:g} {top:g}v{height:g}"
+            )
+            parts.append(f'<path d="{at}" class="cut{number if number <= _COLORS else 0}"/>')
+    parts.append(f'<path d="M{left:g} {top:g}h{width:g}v{height:g}h{-width:g}z" class="line"/>')
+    return [Html(part) for part in parts]
+
+
 def copyable(title: str, text: str) -> Html:
     """Return code below a title, with a button that copies it, which the script of the page shows."""
     button = element("button", "copy", type="button", hidden=True, data_copies=True)
@@ -157,8 +245,10 @@ class Words:
             cells.append(joined([self._underlined(name, over), "=", size]) if size else html(cell))
         return code(joined([kind, "[", joined(cells, ", "), "]"]))
 
-    def placed(self, axes: Sequence[str | None], sizes: Sequence[int], over: Sequence[Sequence[str]]) -> Html:
-        """Write the axes of an argument, with the mesh axes that they are sharded over."""
+    def placed(
+        self, axes: Sequence[str | None], sizes: Sequence[int], over: Sequence[Sequence[str]], kind: str = ""
+    ) -> Html:
+        """Write the axes of an array, with the mesh axes that they are sharded over, after its dtype if it is given."""
         cells = [
             joined(
                 [
@@ -169,7 +259,7 @@ class Words:
             )
             for n, size, by in zip(axes, sizes, over, strict=True)
         ]
-        return code(joined(["[", joined(cells, ", "), "]"]))
+        return code(joined([kind, "[", joined(cells, ", "), "]"]))
 
     def _underlined(self, name: str, over: Sequence[str]) -> Html:
         return element("u", name, class_=self._class.get(over[0], "m0")) if over else html(name)

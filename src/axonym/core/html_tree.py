@@ -1,13 +1,13 @@
-"""Write the arguments of a step as a tree, as the model is, with the bytes of each part."""
+"""Write arrays as a tree, as the model is, with the bytes of each part."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from ..core.errors import describe_bytes
-from ._arguments import PlacedArgument
-from ._html import Html, Words, bar, code, element, joined
+from .errors import describe_bytes
+from .html import Html, bar, code, element, joined
 
 _OPEN = 2
 """The depth to which parts are shown open."""
@@ -17,15 +17,35 @@ _LARGE = 12
 """The largest number of children of a part that is shown open."""
 
 
+class ArrayInTree(Protocol):
+    """An array in a tree: where it lies, and the bytes on each device."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def over(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def copies(self) -> int: ...
+
+
+A = TypeVar("A", bound=ArrayInTree)
+
+
 @dataclasses.dataclass
-class _Node:
-    """A part of the arguments: an array, or parts by their names."""
+class _Node(Generic[A]):
+    """A part of a tree: an array, or parts by their names."""
 
     path: str
-    children: dict[str, _Node] = dataclasses.field(default_factory=dict)
-    array: PlacedArgument | None = None
+    children: dict[str, _Node[A]] = dataclasses.field(default_factory=dict)
+    array: A | None = None
 
-    def arrays(self) -> Iterator[PlacedArgument]:
+    def arrays(self) -> Iterator[A]:
         if self.array is not None:
             yield self.array
         for child in self.children.values():
@@ -37,9 +57,15 @@ class _Node:
         return tuple((x.path[start:], x.axes, x.sizes, x.over, x.copies) for x in self.arrays())
 
 
-def argument_tree(placed: Sequence[PlacedArgument], words: Words) -> Html:
-    """Write arguments as a tree. A part that is sharded as another says so."""
-    root = _Node("")
+def array_tree(placed: Sequence[A], described: Callable[[A], Html], more: str) -> Html:
+    """Write arrays as a tree. A part that is sharded as another says so.
+
+    Arguments:
+        placed: the arrays.
+        described: writes the end of an array's line.
+        more: where the arrays are that are not written, if there are too many.
+    """
+    root = _Node[A]("")
     for x in placed:
         node = root
         for name in x.path.split("/"):
@@ -47,20 +73,20 @@ def argument_tree(placed: Sequence[PlacedArgument], words: Words) -> Html:
             node = node.children.setdefault(name, _Node(path))
         node.array = x
     whole = max((sum(x.bytes for x in node.arrays()) for node in root.children.values()), default=0)
-    writer = _Writer(words, max(1, whole))
+    writer = _Writer(described, max(1, whole))
     items = [*writer.items(root, 0)]
     if writer.left:
-        items.append(element("li", f"and {writer.left} more: report.to_json() has them", class_="small"))
+        items.append(element("li", f"and {writer.left} more: {more}", class_="small"))
     return element("ul", *items, class_="tree")
 
 
-class _Writer:
-    def __init__(self, words: Words, whole: int):
-        self._words, self._whole = words, whole
+class _Writer(Generic[A]):
+    def __init__(self, described: Callable[[A], Html], whole: int):
+        self._described, self._whole = described, whole
         self._known: dict[object, str] = {}
         self._written, self.left = 0, 0
 
-    def items(self, node: _Node, depth: int) -> Iterator[Html]:
+    def items(self, node: _Node[A], depth: int) -> Iterator[Html]:
         """Yield the children of a part; layers that are alike are one."""
         waiting = list(node.children.items())
         while waiting:
@@ -73,7 +99,7 @@ class _Writer:
             else:
                 self.left += len(alike) * len(child.kind())
 
-    def _item(self, name: str, node: _Node, depth: int, count: int, last: str) -> Html:
+    def _item(self, name: str, node: _Node[A], depth: int, count: int, last: str) -> Html:
         title = name if count == 1 else f"{name} to {last}"
         while node.array is None and len(node.children) == 1:
             ((below, node),) = node.children.items()
@@ -83,21 +109,17 @@ class _Writer:
             element("span", code(title), class_="name"),
             element("span", describe_bytes(size), class_="num"),
             bar(size / self._whole),
-        ]
+        ]  # with spaces between, for notebooks that drop every style
         kind = node.kind()
         same = self._known.setdefault(kind, node.path) if len(kind) > 1 else node.path
         if same != node.path:
             said = element("span", "sharded as ", code(same), class_="soft")
-            return element("li", element("div", *head, said, class_="leaf"))
+            return element("li", element("div", joined([*head, said], " "), class_="leaf"))
         self._written += node.array is not None
         if node.array is not None and not node.children:
-            return element("li", element("div", *head, self._array(node.array), class_="leaf"))
+            return element("li", element("div", joined([*head, self._described(node.array)], " "), class_="leaf"))
         is_open = depth < _OPEN and len(node.children) <= _LARGE
-        own = self._array(node.array) if node.array is not None else None
-        summary = element("summary", element("span", *head, own, class_="node"))
+        own = self._described(node.array) if node.array is not None else None
+        summary = element("summary", element("span", joined([*head, own], " "), class_="node"))
         below = element("ul", *self.items(node, depth + 1), style=f"--depth:{depth + 1}")
         return element("li", element("details", summary, below, open=is_open))
-
-    def _array(self, x: PlacedArgument) -> Html:
-        copies = element("span", f"{x.copies} copies", class_="badge") if x.copies > 1 else None
-        return joined([self._words.placed(x.axes, x.sizes, x.over), copies])
