@@ -32,6 +32,7 @@ from . import (
     shard_map,
     stacked,
     tracing,
+    transfer,
     transforms,
     weights,
 )
@@ -55,6 +56,7 @@ SECTIONS = {
     "sampling": sampling.rows,
     "draws": draws.rows,
     "weights": weights.rows,
+    "transfer": transfer.rows,
     "schedules": schedules.rows,
     "checkpoints": checkpoints.rows,
     "insight": insight.rows,
