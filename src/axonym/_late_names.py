@@ -31,8 +31,8 @@ from .sharding.jit import fsdp as fsdp, named_jit as named_jit
 from .sharding.mapping import axis_mapping as axis_mapping, current_mapping as current_mapping
 from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .sharding.queries import lint_mapping as lint_mapping
-from .sharding.remapping import remap as remap
 from .sharding.shard import shard as shard, to_host as to_host, unshard as unshard
+from .sharding.transferring import remap as remap, transfer as transfer
 from .transforms.control import cond as cond, fori_loop as fori_loop, switch as switch, while_loop as while_loop
 from .transforms.derivatives import (
     grad as grad,

@@ -8,6 +8,7 @@ from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
+from .checksums import checksums as checksums
 from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
 from .leaves import Leaf as Leaf, leaves_of as leaves_of
@@ -32,7 +33,6 @@ from .queries import (
     round_axis_for_partitioning as round_axis_for_partitioning,
     sharding_for_axis as sharding_for_axis,
 )
-from .remapping import remap as remap
 from .rules import (
     FSDPShardingRule as FSDPShardingRule,
     LogicalAxesRule as LogicalAxesRule,
@@ -42,3 +42,4 @@ from .rules import (
     TreePathShardingRule as TreePathShardingRule,
 )
 from .shard import shard as shard, shard_quietly as shard_quietly, to_host as to_host, unshard as unshard
+from .transferring import TransferPlan as TransferPlan, remap as remap, transfer as transfer

@@ -1,0 +1,345 @@
+"""Copy arrays from one sharding to another, in pieces that go directly from device to device.
+
+All pieces of a route have one shape, and where they are cut out and put in is data, so that one program serves all
+devices, and all arrays of a shape.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ..distribution.per_device import run_per_device
+
+Start = tuple[int, ...]
+Sent = tuple[tuple[Any, int, Any], ...]
+Copies = dict[Any, list[tuple[Any, Start, Start]]]
+_MOST_AT_ONCE = 32
+"""So many arrays share a program: more would take longer to compile."""
+_WORTH_SPLITTING = 2**9
+"""Bytes of a block from which its replicas share in sending it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Route:
+    """The copies that bring any array of one shape and sharding to another sharding."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    source: NamedSharding
+    target: NamedSharding
+    piece: tuple[int, ...]
+    cut: bool
+    """Whether pieces are smaller than the source's shards."""
+    put: bool
+    """Whether pieces are smaller than the target's shards."""
+    straight: bool
+    """Whether `jax.device_put` does the same: each shard goes to another device as it is."""
+    rounds: tuple[Round, ...]
+    in_flight: int
+    """The most bytes on a device, beside the shards, while one array is copied."""
+    in_flight_each: int
+    """The same for each of several arrays that are copied together, and stacked for that."""
+    at_once: int
+    """How many arrays are copied together."""
+
+    def links(self) -> dict[tuple[Any, Any], int]:
+        """Return the bytes that each device sends to each other device."""
+        nbytes = math.prod(self.piece) * self.itemsize
+        copies = [(source, to) for step in self.rounds for sent in step.sent for source, _, to in sent if source != to]
+        return {pair: n * nbytes for pair, n in collections.Counter(copies).items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Round:
+    """Copies that are made together: as many for each target device."""
+
+    cuts: dict[Any, tuple[Start, ...]]
+    """Where each source device cuts pieces out of its shard."""
+    sent: tuple[Sent, ...]
+    """For each piece that a target device gets: the source device, the number of its cut, and the target device."""
+    puts: dict[Any, tuple[Start, ...]]
+    """Where each target device puts its pieces."""
+
+
+@functools.lru_cache(maxsize=4096)
+def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, target: NamedSharding, most: int) -> Route:
+    """Plan the copies between two shardings of a shape, with at most `most` bytes of pieces on a device at once."""
+    limit, (own, new) = most, (s.shard_shape(shape) for s in (source, target))
+    while True:
+        piece, copies = _copies(shape, itemsize, source, target, max(limit // 2, 1))
+        rounds, flight = _rounds(copies, piece != own, piece != new, math.prod(piece) * itemsize, most)
+        if flight <= most or math.prod(piece) == 1:
+            break
+        limit //= 2
+    cut, put = piece != own, piece != new
+    # Arrays that are copied together are stacked.
+    several = math.prod(new) * itemsize + (math.prod(own) * itemsize + flight if cut or put else 0)
+    at_once = 1 if len(rounds) > 1 else min(max(most // several, 1), _MOST_AT_ONCE)
+    both = source.device_set | target.device_set
+    straight = not (cut or put or source.device_set & target.device_set) and len(both) == len(_of_this_process(both))
+    if straight:
+        here, there = (list(s.devices_indices_map(shape).values()) for s in (source, target))
+        straight = here == there
+    return Route(shape, itemsize, source, target, piece, cut, put, straight, rounds, flight, several, at_once)
+
+
+def _rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tuple[tuple[Round, ...], int]:
+    """Return as few rounds as there can be with so many bytes of pieces on a device, and how many there are."""
+    total = together = len(next(iter(copies.values())))
+    while True:
+        rounds = tuple(_round(copies, i, min(i + together, total)) for i in range(0, total, together))
+        cuts = max(len(starts) for step in rounds for starts in step.cuts.values())
+        flight = ((cuts if cut else 0) + (together if put else 0)) * nbytes
+        if flight <= most or together == 1:
+            return rounds, flight
+        together = -(-together // 2)
+
+
+def _copies(
+    shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, most: int
+) -> tuple[Start, Copies]:
+    """Return the shape of the pieces, and what each target device gets: from which device, from where, to where.
+
+    A block lies within one old and one new shard. If several devices hold a block, they share in sending it.
+    """
+    old, new = source.shard_shape(shape), target.shard_shape(shape)
+    block = tuple(map(math.gcd, old, new))
+    holders: dict[Start, list[Any]] = collections.defaultdict(list)
+    for device, start in _starts(source, shape).items():
+        holders[start].append(device)
+    shards = _starts(target, shape)
+    blocks = list(itertools.product(*map(range, [0] * len(new), new, block)))
+    lacking: dict[Start, list[Any]] = collections.defaultdict(list)
+    for (device, base), offset in itertools.product(shards.items(), blocks):
+        if device not in holders[_shard_of(start := _plus(base, offset), old)]:
+            lacking[start].append(device)
+    piece = block
+    if block != old or block != new:  # a shard that moves as it is takes no other memory
+        piece = _piece(block, itemsize, len(next(iter(holders.values()))), lacking.values(), most)
+    # If a size does not divide the block's, the last piece overlaps the one before it a little.
+    parts = [[min(i, n - m) for i in range(0, n, m)] for n, m in zip(block, piece, strict=True)]
+    ranks = {device: i for i, device in enumerate(dict.fromkeys((*_starts(source, shape), *shards)))}
+    found: Copies = {device: [] for device in shards}
+    for (device, base), offset in itertools.product(shards.items(), blocks):
+        start = _plus(base, offset)
+        held, wanting = holders[_shard_of(start, old)], lacking[start]
+        turn = sum(map(int.__floordiv__, start, block))
+        inside = tuple(map(int.__mod__, start, old))
+        for i, part in enumerate(itertools.product(*parts)):
+            sender = device
+            if device in wanting:
+                sender = held[(turn + i * len(wanting) + wanting.index(device)) % len(held)]
+            found[device].append((sender, _plus(inside, part), _plus(offset, part)))
+    for device, copies in found.items():  # in this order, devices send to different ones at a time
+        copies.sort(key=lambda copy, rank=ranks[device]: (ranks[copy[0]] - rank) % len(ranks))
+    return piece, found
+
+
+def _piece(block: Start, itemsize: int, replicas: int, lacking: Collection[list[Any]], most: int) -> Start:
+    """Return the shape of pieces that take at most so many bytes, and that replicas share in sending."""
+    sizes = list(block)
+    senders = max((min(replicas // math.gcd(replicas, len(devices)), 8) for devices in lacking), default=1)
+    shared = next((i for i, n in enumerate(block) if n % senders == 0), None)
+    if shared is not None and math.prod(block) * itemsize >= _WORTH_SPLITTING:
+        sizes[shared] //= senders
+    for i, n in enumerate(sizes):
+        if (nbytes := math.prod(sizes) * itemsize) > most:
+            longest = max(n * most // nbytes, 1)
+            sizes[i] = next(m for m in range(longest, 0, -1) if -(-n // m) * m - n <= n // 32)
+    return tuple(sizes)
+
+
+def _shard_of(start: Start, sizes: Start) -> Start:
+    """Return where the shard begins that has an element."""
+    return tuple(i // n * n for i, n in zip(start, sizes, strict=True))
+
+
+def _starts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Start]:
+    return {d: tuple(i.start or 0 for i in index) for d, index in sharding.devices_indices_map(shape).items()}
+
+
+def _plus(a: Start, b: Start) -> Start:
+    return tuple(i + j for i, j in zip(a, b, strict=True))
+
+
+def _round(copies: Copies, first: int, last: int) -> Round:
+    """Return the copies with these numbers of every target device. What several devices get is cut out once."""
+    cuts: dict[Any, dict[Start, int]] = collections.defaultdict(dict)
+    sent = []
+    for i in range(first, last):
+        of = ((device, *its[i]) for device, its in copies.items())
+        sent.append(tuple((s, cuts[s].setdefault(at, len(cuts[s])), d) for d, s, at, _ in of))
+    puts = {device: tuple(to for _, _, to in its[first:last]) for device, its in copies.items()}
+    return Round({s: tuple(at) for s, at in cuts.items()}, tuple(sent), puts)
+
+
+# --- carrying it out ---
+
+
+def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax.Array]:
+    """Copy arrays of one shape and sharding along a route; in a process without shards, they are abstract.
+
+    If memory may be reused, shards that do not change stay as they are.
+    """
+    target, several = route.target, len(arrays) > 1  # the pieces of several arrays are sent as one
+    if route.straight:
+        return jax.device_put(list(arrays), [target] * len(arrays))
+    make = functools.partial(jax.make_array_from_single_device_arrays, arrays[0].shape, target, dtype=arrays[0].dtype)
+    kind = jax.ShapeDtypeStruct((len(arrays), *route.piece) if several else route.piece, arrays[0].dtype)
+    if not (route.cut or route.put):
+        may_alias, (step,) = None if reuse else False, route.rounds
+        moved = [_sent(step.sent[0], [by_device(x)], kind, may_alias) for x in arrays]
+        return [make(list(shards.values())) for shards in moved]
+    found: list[jax.Array] = []
+    for step in route.rounds:
+        jax.block_until_ready(found)
+        cut = _cut(arrays, step, route) if route.cut or several else arrays
+        parts = [by_device(x) for x in cut]
+        pieces = [_sent(sent, parts, kind) for sent in step.sent]
+        del cut, parts
+        if not (route.put or several):
+            return [make(list(pieces[0].values()))]
+        found = _put(found, pieces, step, route, len(arrays)) if _of_this_process(target.device_set) else [make([])]
+    return found if len(found) == len(arrays) else found * len(arrays)
+
+
+def _cut(arrays: Sequence[Any], step: Round, route: Route) -> list[jax.Array]:
+    mesh: Any = route.source.mesh
+    if not _of_this_process(mesh.devices.flat):
+        return []
+    most, nowhere = max(map(len, step.cuts.values())), (0,) * len(route.piece)
+    starts = [[*(its := step.cuts.get(d, ())), *[nowhere] * (most - len(its))] for d in mesh.devices.flat]
+    with jax.set_mesh(mesh):
+        return _cut_locally(list(arrays), np.array(starts, np.int32), route.piece, route.source)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _cut_locally(
+    arrays: list[jax.Array], starts: Any, piece: tuple[int, ...], source: NamedSharding
+) -> list[jax.Array]:
+    def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        if len(arrays) == 1:
+            return [lax.dynamic_slice(arrays[0], list(at), piece, allow_negative_indices=False) for at in starts[0]]
+        stacked = jnp.stack(arrays)  # otherwise there would be as many slices as arrays, which compile slowly
+        shape = (len(arrays), *piece)
+        return [lax.dynamic_slice(stacked, [0, *at], shape, allow_negative_indices=False) for at in starts[0]]
+
+    each = flat(source.mesh)
+    return run_per_device(
+        local, (starts, *arrays), [each, *[source.spec] * len(arrays)], each, source.mesh, check_vma=False
+    )
+
+
+def _put(
+    old: list[jax.Array], pieces: list[dict[Any, jax.Array]], step: Round, route: Route, count: int
+) -> list[jax.Array]:
+    mesh: Any = route.target.mesh
+    starts = np.array([step.puts[d] for d in mesh.devices.flat], np.int32)
+    with jax.set_mesh(mesh):
+        put = _putting(route.target, route.target.shard_shape(route.shape), count)
+        return put(old, [joined(x, mesh) for x in pieces], starts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _putting(target: NamedSharding, shape: tuple[int, ...], count: int) -> Any:
+    """Make a program that puts pieces into arrays, new ones or old ones."""
+
+    def put(old: list[jax.Array], pieces: list[jax.Array], starts: jax.Array) -> list[jax.Array]:
+        def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+            lead = (count,) if count > 1 else ()
+            found = arrays[0] if old else jnp.zeros((*lead, *shape), arrays[0].dtype)
+            for piece, at in zip(arrays[len(old) :], starts[0], strict=True):
+                at = [*[0] * len(lead), *at]
+                found = lax.dynamic_update_slice(found, piece, at, allow_negative_indices=False)
+            return list(found) if lead else [found]
+
+        each = flat(target.mesh)
+        specs = [each, *[target.spec] * len(old), *[each] * len(pieces)]
+        return run_per_device(local, (starts, *old, *pieces), specs, target.spec, target.mesh, check_vma=False)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=target)
+
+
+def _sent(
+    sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any, may_alias: bool | None = None
+) -> dict[Any, jax.Array]:
+    """Send pieces to their devices, and return them by device."""
+    if any(source.process_index != device.process_index for source, _, device in sent):
+        return _exchanged(sent, parts, kind)
+    here = [copy for copy in sent if copy[-1].process_index == jax.process_index()]
+    devices = [device for *_, device in here]
+    arrived = jax.device_put([parts[number][source] for source, number, _ in here], devices, may_alias=may_alias)
+    return dict(zip(devices, arrived, strict=True))
+
+
+def _exchanged(sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any) -> dict[Any, jax.Array]:
+    """Send pieces between processes, which takes a collective of all devices that send or receive one."""
+    found: dict[Any, jax.Array] = {}
+    while sent:
+        now = {source: (number, device) for source, number, device in sent}  # a device sends one at a time
+        sent = tuple((s, n, d) for s, n, d in sent if now[s] != (n, d))
+        mesh = in_a_row(dict.fromkeys((*now, *(device for _, device in now.values()))))
+        if not (devices := _of_this_process(mesh.devices.flat)):
+            continue
+        own = {d: parts[now[d][0]][d] if d in now else jax.device_put(jnp.zeros_like(kind), d) for d in devices}
+        position = {d: n for n, d in enumerate(mesh.devices.flat)}
+        with jax.set_mesh(mesh):
+            pairs = tuple((position[s], position[d]) for s, (_, d) in now.items())
+            arrived = by_device(jax.block_until_ready(_permuted(joined(own, mesh), pairs, mesh)))
+        found |= {d: arrived[d] for _, d in now.values() if d in arrived}
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _permuted(x: jax.Array, pairs: tuple[tuple[int, int], ...], mesh: Mesh) -> jax.Array:
+    return per_device(lambda x: lax.ppermute(x, "device", pairs), mesh, x)
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh_of(devices: tuple[Any, ...]) -> Mesh:
+    return Mesh(np.array(devices), ("device",))
+
+
+def in_a_row(devices: Iterable[Any]) -> Mesh:
+    """Return a mesh of devices along one mesh axis."""
+    return _mesh_of(tuple(devices))
+
+
+def flat(mesh: Any) -> PartitionSpec:
+    """Return the spec of an array with one shard for each device of a mesh."""
+    return PartitionSpec(mesh.axis_names)
+
+
+def _of_this_process(devices: Iterable[Any]) -> list[Any]:
+    return [d for d in devices if d.process_index == jax.process_index()]
+
+
+def by_device(x: Any) -> dict[Any, jax.Array]:
+    """Return the shards of an array in this process; an abstract array has none."""
+    return {s.device: s.data for s in x.addressable_shards} if isinstance(x, jax.Array) else {}
+
+
+def joined(shards: dict[Any, jax.Array], mesh: Any) -> jax.Array:
+    """Return an array of equal shards, one on each device of a mesh, along the first axis."""
+    parts = [shards[d] for d in _of_this_process(mesh.devices.flat)]
+    first, *others = parts[0].shape
+    return jax.make_array_from_single_device_arrays(
+        (first * mesh.size, *others), NamedSharding(mesh, flat(mesh)), parts
+    )
+
+
+def per_device(local: Any, mesh: Mesh, *arrays: Any) -> Any:
+    """Run a function on the shards that each device of `in_a_row` has."""
+    return run_per_device(local, arrays, [flat(mesh)] * len(arrays), flat(mesh), mesh, check_vma=False)

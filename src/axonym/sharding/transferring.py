@@ -1,0 +1,337 @@
+"""`transfer`: copy the arrays of a tree to another mesh and sharding by a plan. `remap` plans, and moves, at once."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ..core import errors
+from ..core.processes import fail_together
+from ..named_array import raw, wrap_like
+from ._copies import Route, copied, route_of
+from .checksums import sums_of
+from .leaves import Leaf, leaves_of
+from .meshes import AnyMesh, required_mesh, with_devices
+from .placement import Placement, described, listed, present_sharding, resolve
+from .shard import emptied, shard
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One array of a plan."""
+
+    path: str
+    description: str
+    shape: tuple[int, ...]
+    source: Sharding | None
+    """None if the array is in host memory, or every process has its own."""
+    target: Sharding
+    route: Route | None
+    """None if `shard` or JAX moves it: also random keys, empty arrays, and those in another kind of memory."""
+
+    def bytes_on(self, sharding: Sharding | None) -> dict[Any, int]:
+        """Return the bytes of the shards of a sharding, by device."""
+        if sharding is None or self.route is None:
+            return {}
+        return dict.fromkeys(sharding.device_set, math.prod(sharding.shard_shape(self.shape)) * self.route.itemsize)
+
+
+class TransferPlan:
+    """The copies that bring a tree to another mesh and sharding; `axonym.transfer` plans them.
+
+    A plan can be called as often as you like. With several processes, all of them call it.
+
+    >>> old, new = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 2, "model": 4})
+    >>> params = axn.shard({"w": axn.ones({"embed": 16, "mlp": 8})}, {"embed": "data"}, old)
+    >>> axn.transfer(params, axn.shard(params, {"mlp": "model"}, new))
+    TransferPlan of 1 array: 896 bytes over 56 links, 16 bytes over the busiest; a device holds up to 448 bytes
+    """
+
+    links: Mapping[tuple[int, int], int]
+    """The bytes that one device sends to another, by their numbers."""
+
+    def __init__(self, structure: Any, paths: Sequence[str], tensors: Mapping[int, _Tensor]) -> None:
+        self._structure, self._paths, self._tensors = structure, paths, tensors
+        self.links = links = collections.Counter()
+        alike: dict[Any, list[int]] = collections.defaultdict(list)
+        for i, tensor in tensors.items():
+            route = tensor.route
+            alike[i if route is None else (route, tensor.description, tensor.source)].append(i)
+            if route is not None:
+                links.update({(s.id, d.id): nbytes for (s, d), nbytes in route.links().items()})
+        self._steps = [step for its in alike.values() for step in _steps(its, tensors[its[0]].route)]
+
+    def peak_bytes(self, *, donate: bool = False) -> int:
+        """Return the most bytes that a device holds at once: old and new shards, and pieces on their way."""
+        held = collections.Counter[Any]()
+        for tensor in self._tensors.values():
+            held.update(tensor.bytes_on(tensor.source))
+        peak, last = max(held.values(), default=0), (0, [])
+        for step in self._steps:  # two of them at a time
+            tensors = [self._tensors[i] for i in step]
+            for tensor in tensors:
+                held.update(tensor.bytes_on(tensor.target))
+            route = tensors[0].route
+            flight = 0 if route is None else route.in_flight if len(step) == 1 else len(step) * route.in_flight_each
+            peak = max(peak, flight + last[0] + max(held.values(), default=0))
+            for tensor in last[1] if donate else ():
+                held.subtract(tensor.bytes_on(tensor.source))
+            last = flight, tensors
+        return peak
+
+    def __repr__(self) -> str:
+        sent, links = sum(self.links.values()), len(self.links)
+        text = f"TransferPlan of {errors.counted(len(self._tensors), 'array')}"
+        if links:
+            text += f": {errors.describe_bytes(sent)} over {errors.counted(links, 'link')} between devices, "
+            text += f"{errors.describe_bytes(max(self.links.values()))} over the busiest"
+        return f"{text}; a device holds up to {errors.describe_bytes(self.peak_bytes())}"
+
+    def __call__(self, tree: T, *, donate: bool = False, check: bool = False) -> T:
+        """Return the tree with its arrays in their new places.
+
+        Arguments:
+            tree: arrays with the axes, dtypes and shardings of the plan's source. A process that has no shards of it
+                passes abstract arrays.
+            donate: delete each array as soon as its copy is there. Otherwise the tree stays as it is, and the copies
+                share no memory with it. An array that is in its new place already, or that shares memory with another
+                one, is not deleted.
+            check: compare a checksum of each array with the one of its copy; see `axonym.sharding.checksums`.
+        """
+        leaves, structure = leaves_of(tree)
+        _check_structure(leaves, structure, self._structure, self._paths, "the plan")
+        if problems := [p for i, tensor in self._tensors.items() for p in _unlike(leaves[i], tensor)]:
+            raise ValueError(listed("transfer", problems, None))
+        values = [raw(leaf.value) for leaf in leaves]
+        before = self._sums(values) if check else {}
+        found = self._carry_out(values, donate)
+        after = self._sums(found) if check else {}
+        if problems := [
+            f"{path} has the checksum {a:08x}, and its copy {after[path]:08x}. A device or a link changed a value."
+            for path, a in before.items()
+            if a != after[path]
+        ]:
+            raise RuntimeError(listed("transfer", problems, None))
+        return jax.tree.unflatten(structure, [wrap_like(x, leaf.value) for x, leaf in zip(found, leaves, strict=True)])
+
+    def _carry_out(self, values: Sequence[Any], donate: bool) -> list[Any]:
+        # An array that occurs twice stays one array. Other processes do not know which ones do.
+        keys = {i: (id(values[i]) if jax.process_count() == 1 else i, t.target) for i, t in self._tensors.items()}
+        moving = {key: values[i] for i, key in keys.items()}
+        owners = collections.Counter(b for x in moving.values() for b in _buffers(x)) if donate else {}
+        arrived: dict[Any, Any] = {}
+        last: tuple[list[Any], list[Any]] = [], []
+        for step in [*self._steps, []]:  # two of them at a time
+            waiting = list(dict.fromkeys(keys[i] for i in step if keys[i] not in arrived))
+            old = [moving[key] for key in waiting]
+            new = _moved(old, self._tensors[step[0]], donate) if waiting else []
+            arrived.update(zip(waiting, new, strict=True))
+            jax.block_until_ready(last)
+            for x, copy in zip(*last, strict=True) if donate else ():
+                _delete(x, copy, owners)
+            last = old, new
+        return [arrived[keys[i]] if i in keys else x for i, x in enumerate(values)]
+
+    def _sums(self, values: Sequence[Any]) -> dict[str, int]:
+        planned = {i: tensor for i, tensor in self._tensors.items() if tensor.source is not None}
+        sums = sums_of([values[i] for i in planned], [True] * len(planned))
+        return {tensor.path: one for tensor, one in zip(planned.values(), sums, strict=True)}
+
+
+def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferPlan:
+    """Plan how to copy the arrays of a tree to another mesh and sharding, such as from training to serving.
+
+    The meshes may have the same devices, others, or some in common. Shards go directly from device to device, without
+    the host, each byte once; if several devices hold a shard, they share in sending it.
+
+    With several processes, all of them call this and the plan, with the same shardings.
+
+    Arguments:
+        source: arrays, or abstract arrays with shardings.
+        target: a tree of the same structure, whose arrays have the same axes, sizes and dtypes, and the shardings to
+            copy to. `axonym.shard` gives abstract arrays their shardings.
+        piece_bytes: the most bytes of pieces on a device at once, besides the old and the new shards.
+
+    >>> train, serve = (axn.make_mesh({"data": 4}, devices=d) for d in (jax.devices()[:4], jax.devices()[4:]))
+    >>> params = axn.shard({"w": axn.ones({"embed": 16, "mlp": 8})}, {"embed": "data"}, train)
+    >>> plan = axn.transfer(params, axn.shard(jax.eval_shape(lambda: params), {"mlp": "data"}, serve))
+    >>> plan(params)["w"].array.sharding.spec, sum(plan.links.values())
+    (P(None, 'data'), 512)
+    """
+    leaves, structure = leaves_of(source)
+    goals, other = leaves_of(target)
+    _check_structure(goals, other, structure, [leaf.path for leaf in leaves], "the source")
+    problems, targets = [], {}
+    for i, (leaf, goal) in enumerate(zip(leaves, goals, strict=True)):
+        if _description(leaf) != _description(goal):
+            problems.append(
+                f"{leaf.path} is {_description(leaf)} in the source, and {_description(goal)} in the target."
+            )
+        elif leaf.shape is not None:
+            for which, x in (("source", raw(leaf.value)), ("target", raw(goal.value))):
+                if not isinstance(x, np.ndarray if which == "source" else ()) and not _has_devices(present_sharding(x)):
+                    problems.append(
+                        f"{leaf.path} has no devices in the {which}. Place it by "
+                        f"`axonym.shard({which}, placement, mesh)`; `jax.P()` as the placement replicates it."
+                    )
+            targets[i] = present_sharding(goal.value)
+    if problems:
+        raise ValueError(listed("transfer", problems, None))
+    return _planned("transfer", leaves, structure, targets, piece_bytes)
+
+
+def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_bytes: int = 2**26) -> T:
+    """Move a state to another mesh or mapping, without a checkpoint.
+
+    This is `axonym.transfer` to this placement, which deletes each array that has moved: do not use the arrays that you
+    passed afterwards. Arrays that the placement does not cover, such as random keys and counters, are replicated over
+    the mesh.
+
+    Arguments:
+        tree: parameters, the state of an optimizer, ...
+        placement: the new placement, such as a resource mapping.
+        mesh: the new mesh; by default the active one.
+        piece_bytes: the most bytes on a device at once, besides the old and the new shards.
+
+    >>> old, new = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 4, "model": 2})
+    >>> state = axn.shard({"w": axn.ones({"embed": 16, "mlp": 4})}, {"embed": "data"}, old)
+    >>> axn.remap(state, {"embed": "data", "mlp": "model"}, new)["w"].array.sharding.spec
+    P('data', 'model')
+    """
+    what = "remap"
+    found = with_devices(required_mesh(what, mesh))
+    if not isinstance(found, Mesh):
+        raise TypeError(f"{what}: mesh {errors.describe_shape(found.shape)} has no devices to move arrays to.")
+    leaves, structure = resolve(tree, placement, found, what)
+    targets = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.shape is not None:
+            _check_values(what, leaf)
+            own: Any = found if leaf.mesh is None else with_devices(leaf.mesh)
+            targets[i] = NamedSharding(own, PartitionSpec() if leaf.spec is None else leaf.spec)
+    return _planned(what, leaves, structure, targets, piece_bytes)(tree, donate=True)
+
+
+def _planned(
+    what: str, leaves: Sequence[Leaf], structure: Any, targets: Mapping[int, Sharding], piece_bytes: int
+) -> TransferPlan:
+    with fail_together(what) as agree:
+        tensors = {i: _tensor(what, leaves[i], target, piece_bytes) for i, target in targets.items()}
+        if jax.process_count() > 1:
+            agree({"arrays": "\n".join(map(_told, tensors.values()))})
+    return TransferPlan(structure, [leaf.path for leaf in leaves], tensors)
+
+
+def _tensor(what: str, leaf: Leaf, target: Sharding, piece_bytes: int) -> _Tensor:
+    x, source = raw(leaf.value), present_sharding(raw(leaf.value))
+    here, there = (set() if s is None else {d.process_index for d in s.device_set} for s in (source, target))
+    if len(there) > 1 and here == {jax.process_index()} and here < there:
+        source = None  # every process has its own
+    kinds = {s.memory_kind or next(iter(s.device_set)).default_memory().kind for s in (source, target) if s is not None}
+    route, plain = None, not jnp.issubdtype(x.dtype, jax.dtypes.extended) and not getattr(x, "weak_type", False)
+    if isinstance(source, NamedSharding) and isinstance(target, NamedSharding) and len(kinds) == 1 and x.size and plain:
+        route = route_of(tuple(x.shape), x.dtype.itemsize, source, target, max(piece_bytes // 2, 1))
+    if source is not None and route is None and here | there != {jax.process_index()} and here != there:
+        raise ValueError(
+            f"{what}: {leaf.path}, {_description(leaf)}, cannot go to devices of other processes. Convert random keys "
+            "with jax.random.key_data first."
+        )
+    return _Tensor(leaf.path, _description(leaf), tuple(x.shape), source, target, route)
+
+
+def _moved(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]:
+    if tensor.source is None:
+        return [shard(x, tensor.target) for x in arrays]
+    if donate and tensor.source == tensor.target:
+        return arrays
+    if tensor.route is None:
+        return [jax.device_put(emptied(x), tensor.target, may_alias=None if donate else False) for x in arrays]
+    return copied(arrays, tensor.route, reuse=donate)
+
+
+def _delete(x: Any, copy: Any, owners: Mapping[Any, int]) -> None:
+    """Delete an array that shares memory with no other one, nor with its copy."""
+    own = _buffers(x)
+    if own and own.isdisjoint(_buffers(copy)) and all(owners[b] == 1 for b in own):
+        x.delete()
+
+
+def _buffers(x: Any) -> set[tuple[Any, int]]:
+    """Return the devices and addresses of the shards of an array; none for random keys, which are small."""
+    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return set()
+    return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
+
+
+def _steps(numbers: list[int], route: Route | None) -> list[list[int]]:
+    """Deal out equal arrays into steps of at most two different lengths, each of which is compiled."""
+    count = -(-len(numbers) // (1 if route is None else route.at_once))
+    count = next((n for n in range(count, 2 * count) if len(numbers) % n == 0), count)
+    ends = [len(numbers) * i // count for i in range(count + 1)]
+    return [numbers[a:b] for a, b in itertools.pairwise(ends)]
+
+
+# --- checks ---
+
+
+def _check_structure(leaves: Sequence[Leaf], found: Any, expected: Any, paths: Sequence[str], which: str) -> None:
+    if found == expected:
+        return
+    has, wanted = {leaf.path for leaf in leaves}, set(paths)
+    hints = [
+        f" Only {where} has {errors.quoted(sorted(some)[:3])}{' and more' if len(some) > 3 else ''}."
+        for some, where in ((has - wanted, "the tree"), (wanted - has, which))
+        if some
+    ]
+    raise ValueError(f"transfer: the tree has another structure than {which}.{''.join(hints)}")
+
+
+def _unlike(leaf: Leaf, tensor: _Tensor) -> list[str]:
+    """Return the differences between an array and what was planned."""
+    if (found := _description(leaf)) != tensor.description:
+        return [f"{leaf.path} is {found}, and was planned as {tensor.description}."]
+    if tensor.source is None or any(d.process_index == jax.process_index() for d in tensor.source.device_set):
+        _check_values("transfer", leaf)
+    has = present_sharding(leaf.value)
+    if (
+        tensor.source is None
+        or has == tensor.source
+        or (has and has.is_equivalent_to(tensor.source, len(tensor.shape)))
+    ):
+        return []
+    return [f"{leaf.path} has the sharding {has}, and was planned with {tensor.source}. Plan again."]
+
+
+def _check_values(what: str, leaf: Leaf) -> None:
+    if isinstance(raw(leaf.value), (Tracer, jax.ShapeDtypeStruct)):
+        raise TypeError(f"{what}: {leaf.path} has no values to move. Call it outside of jit, with arrays.")
+
+
+def _has_devices(sharding: Any) -> bool:
+    return sharding is not None and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+
+
+def _description(leaf: Leaf) -> str:
+    return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{described(leaf)}"
+
+
+def _told(tensor: _Tensor) -> str:
+    """Return one line about a tensor that is the same in all processes if they plan the same."""
+    places = [
+        None if s is None else sorted((d.id, str(index)) for d, index in s.devices_indices_map(tensor.shape).items())
+        for s in (tensor.source, tensor.target)
+    ]
+    return f"{tensor.path} {tensor.description} goes by plan {zlib.crc32(repr(places).encode()):08x}"
