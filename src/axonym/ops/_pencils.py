@@ -44,10 +44,8 @@ def pencils(
     if axis not in over:
         return None
     mesh, names = mesh_around([x.array for x in arrays]), arrays[0].names
-    # A full `shard_map` is needed, over axes of one type, and not under `jax.vmap`, which would add axes to it.
     if mesh.empty or has_manual(mesh) or is_mapped() or len({*types_of(mesh).values()}) > 1:
         return None
-    # `all_to_all` orders devices as the mesh does, so blocks in another order would be put together wrongly.
     if any(blocks.axes != tuple(a for a in mesh.axis_names if a in blocks.axes) for blocks in over.values()):
         return None
     shards, sizes = over[axis].shards, arrays[0].shape
