@@ -78,7 +78,6 @@ def _pencils_kernel(
         x = _kernels.align(x, own, names)
         if pivot not in own:
             return jax.lax.all_gather(x, along, axis=position, tiled=True)
-        # Padded by copies of the edge, for which any function is defined; they are cut off again.
         missing = -x.shape[other] % over[axis].shards
         x = jnp.pad(x, [(0, missing if i == other else 0) for i in range(x.ndim)], mode="edge")
         return jax.lax.all_to_all(x, along, other, position, tiled=True)
