@@ -565,7 +565,7 @@ def causal(x: Any) -> Any:
             "is stored sharded",
         ),
         ("one device", lambda x: x * 2, {"batch": "devices"}, "mapped to mesh axis 'devices', but the mesh has"),
-        ("indivisible", lambda x: x * 2, {"batch": ("data", "model"), "embed": None}, "do not divide it"),
+        ("indivisible", lambda x: x * 2, {"batch": ("data", "model"), "embed": None}, "12 is not a multiple of 8"),
         ("together", lambda x: x * 2, {"batch": "data", "embed": "data"}, "both sharded over data"),
     ],
 )
