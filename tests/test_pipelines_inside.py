@@ -453,7 +453,8 @@ def test_what_experts_compute(name: str) -> None:
     def loss(model: Any, x: Any, schedule: Any = None) -> Any:
         return axn.sum(axn.sin(model.fold_via(layer, schedule=schedule)(x))).scalar()
 
-    model = nn.Stacked((model.stacked, biases), Layers)
+    both: Any = model.stacked, biases
+    model = nn.Stacked(both, Layers)
     mapping = {"layers": "stage", "batch": "expert", "experts": "expert"}
     staged = functools.partial(loss, schedule=GPipe(2, keep_sharded=["experts"]))
     with jax.set_mesh(axn.make_mesh({"stage": 2, "expert": 4})), axn.axis_mapping(mapping):
