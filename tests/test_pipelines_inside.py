@@ -197,7 +197,8 @@ def test_values_and_communication(name: str) -> None:
             report = contract(never_gathers=["experts", "pos", "key_pos", "vocab"]).check(jitted, *arguments)
     reasons = {c.reason for c in report.collectives}
     assert row.block is Attention or "sends rows to experts, which is sharded over expert, or results back" in reasons
-    assert row.block is Mixture or "moves shards along pos or key_pos, which is sharded over context" in reasons
+    along = "shards along pos or key_pos"  # a ring moves them, and an exchange for heads trades them
+    assert row.block is Mixture or any(along in str(reason) for reason in reasons)
     total, (of_layers, *others) = jax.device_get(found)
     assert not any(x[row.layers :].any() for x in jax.tree.leaves(of_layers))
     assert_equal((total, (jax.tree.map(lambda x: x[: row.layers], of_layers), *others)), expected)
@@ -452,7 +453,8 @@ def test_what_experts_compute(name: str) -> None:
     def loss(model: Any, x: Any, schedule: Any = None) -> Any:
         return axn.sum(axn.sin(model.fold_via(layer, schedule=schedule)(x))).scalar()
 
-    model = nn.Stacked((model.stacked, biases), Layers)
+    both: Any = model.stacked, biases
+    model = nn.Stacked(both, Layers)
     mapping = {"layers": "stage", "batch": "expert", "experts": "expert"}
     staged = functools.partial(loss, schedule=GPipe(2, keep_sharded=["experts"]))
     with jax.set_mesh(axn.make_mesh({"stage": 2, "expert": 4})), axn.axis_mapping(mapping):
