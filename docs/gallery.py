@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "Text from a model of Hugging Face's hub",
         '--checkpoint runs/rhyme --prompt "The rain" --length 36',
     ),
+    "trainer_to_sampler.py": ("Weights from a trainer to a sampler", "--steps 30"),
     "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),

@@ -808,6 +808,15 @@ TABLE = [
         names={"mesh": AUTO},
     ),
     Advice(
+        "axonym.shard({…}, placement, mesh)",
+        lambda: axn.transfer(axn.shard(X, {"batch": "data"}, AUTO), jax.eval_shape(lambda: X)),
+        lambda target: (
+            axn.transfer(axn.shard(X, {"batch": "data"}, AUTO), target)(axn.shard(X, {"batch": "data"}, AUTO)).sum()
+            == 66
+        ),
+        names={"target": jax.eval_shape(lambda: X), "placement": {}, "mesh": AUTO},
+    ),
+    Advice(
         "axn.in_context(fn)",
         lambda: asyncio.run(_together(waits)),
         lambda task: asyncio.run(_together(task)) is None,

@@ -22,6 +22,7 @@ SMALL: dict[str, list[str]] = {
     "image_classifier.py": ["--epochs", "1", "--batch", "512"],
     "mixture_of_experts.py": ["--steps", "2", "--every", "1"],
     "small_weights.py": ["--steps", "3"],
+    "trainer_to_sampler.py": ["--steps", "10"],
     "train.py": ["llama", "--strategies", "mixed", "--steps", "2"],
 }
 

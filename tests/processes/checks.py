@@ -92,6 +92,11 @@ def check_shard(folder: Path) -> None:
             assert_shards(again, np.asarray(whole.array))
             assert_shards(axn.unshard(again), np.asarray(whole.array))
             assert_values(jax.jit(lambda x: axn.shard(x * 2, {"mlp": "data"}))(x), whole * 2)
+    last, x = jax.devices()[-1].process_index, axn.shard(whole, MAPPING, data_outside())
+    elsewhere = axn.make_mesh({"data": 2}, devices=[d for d in jax.devices() if d.process_index == last][:2])
+    for value in (x, *([] if jax.process_index() == last else [whole])):
+        with pytest.raises(ValueError, match=rf"cannot go to mesh \(data=2\), with devices of process {last} of"):
+            axn.shard(value, {"batch": "data"}, elsewhere)
 
 
 def check_local_data(folder: Path) -> None:

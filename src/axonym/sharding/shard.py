@@ -24,6 +24,7 @@ from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, resha
 from ..distribution.operation_scope import operation_scope
 from ..distribution.padded_array import PaddedArray, is_padded, padded_array, stored, with_padding
 from ..named_array import NamedArray, is_named_array, raw, wrap_like
+from ._copies import copied, route_of
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, as_mapping, check_direction, is_resource_mapping, normalize_mapping, uneven_here
 from .meshes import AnyMesh, as_seen_here, current_mesh, in_trace, with_devices
@@ -130,7 +131,8 @@ def copied_to_host(x: jax.Array) -> np.ndarray:
 
 
 _COMPILED_BYTES = 2**24
-"""A compiled program moves arrays of at least this many bytes. For smaller ones, copying through the host is faster."""
+"""Compiled programs move arrays of at least this many bytes. For smaller ones, copying through the host is faster."""
+_PIECE_BYTES = 2**26
 
 
 def moved(x: Any, target: NamedSharding) -> jax.Array:
@@ -143,6 +145,8 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     # `without_cache` returns weakly typed arrays unchanged. Empty arrays have nothing to exchange.
     if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return _program_to(target, x.shape)(x)
+    if x.nbytes >= _COMPILED_BYTES and x.is_fully_addressable and _is_of_mesh(x.sharding, target) and not x.weak_type:
+        return copied([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES), reuse=True)[0]
     return jax.device_put(without_cache(x), target)
 
 
@@ -168,15 +172,18 @@ def _is_of_keys(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _is_of_mesh(has: Any, target: NamedSharding) -> bool:
+    """Return whether an array has a sharding on a mesh, in the same kind of memory as another sharding."""
+    return isinstance(has, NamedSharding) and has.memory_kind == target.memory_kind
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
     """Return whether an array stays on its mesh and gets other shards there, so that a program can exchange them.
 
     Between meshes with different axes, XLA may replicate the whole array on each device.
     """
-    if not isinstance(has, NamedSharding) or has.memory_kind != target.memory_kind:
-        return False
-    return has.mesh == target.mesh and not has.is_equivalent_to(target, ndim)
+    return _is_of_mesh(has, target) and has.mesh == target.mesh and not has.is_equivalent_to(target, ndim)
 
 
 @functools.lru_cache(maxsize=256)
@@ -440,12 +447,33 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
     for leaf in leaves:
         x = raw(leaf.value)
         target = leaf.mesh or mesh
-        if leaf.spec is not None and target is not None and _is_local(x) and _spans_processes(target):
+        if leaf.spec is None or target is None:
+            continue
+        if problem := _out_of_reach(x, with_devices(target)):
+            raise ValueError(f"{what}: {leaf.path} {problem}")
+        if _is_local(x) and _spans_processes(target):
             values = jax.random.key_data(x) if _is_of_keys(x) else x
             lines.append(f"{leaf.path} {x.dtype}{list(x.shape)} with checksum {checksum(values):08x}")
     if lines:
         with fail_together(what) as agree:
             agree({"arrays": "\n".join(lines)})
+
+
+def _out_of_reach(x: Any, mesh: AnyMesh) -> str | None:
+    """Say why an array with values cannot go to a mesh: some process would wait for another, which is not there."""
+    if not isinstance(mesh, Mesh) or isinstance(x, Tracer):
+        return None
+    processes = {d.process_index for d in mesh.devices.flat}
+    if _is_local(x):
+        reached = processes == {jax.process_index()} or len(processes) == jax.process_count()
+    else:
+        reached = not isinstance(x, jax.Array) or x.sharding.device_set == set(mesh.devices.flat)
+    if reached:
+        return None
+    where = (
+        f"mesh {errors.describe_shape(mesh.shape)}, with devices of process {', '.join(map(str, sorted(processes)))}"
+    )
+    return f"cannot go to {where} of {jax.process_count()}. Use axonym.transfer, which copies between processes."
 
 
 def _is_local(x: Any) -> bool:

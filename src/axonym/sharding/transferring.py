@@ -185,7 +185,7 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
                 if not isinstance(x, np.ndarray if which == "source" else ()) and not _has_devices(present_sharding(x)):
                     problems.append(
                         f"{leaf.path} has no devices in the {which}. Place it by "
-                        f"`axonym.shard({which}, placement, mesh)`; `jax.P()` as the placement replicates it."
+                        f"`axonym.shard({which}, placement, mesh)`."
                     )
             targets[i] = present_sharding(goal.value)
     if problems:
