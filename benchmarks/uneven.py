@@ -29,10 +29,9 @@ BATCH, POS = 16, 128
 def rows() -> list[Row]:
     """The time of a step, its memory and its collectives, to those of the rounded size."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    config, data, steps, strategies = (
-        importlib.import_module(f"training.{name}") for name in ("config", "data", "steps", "strategies")
-    )
+    modules: Any = (importlib.import_module(f"training.{name}") for name in ("config", "data", "steps", "strategies"))
 
+    config, data, steps, strategies = modules
     strategy = strategies.choose("tensor", "auto", config.ModelSizes.kv_heads, jax.device_count())
     batch = np.random.default_rng(0).integers(0, SIZE, (BATCH, POS)).astype(np.int32)
 
