@@ -57,7 +57,7 @@ class TransferPlan:
     >>> old, new = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 2, "model": 4})
     >>> params = axn.shard({"w": axn.ones({"embed": 16, "mlp": 8})}, {"embed": "data"}, old)
     >>> axn.transfer(params, axn.shard(params, {"mlp": "model"}, new))
-    TransferPlan of 1 array: 896 bytes over 56 links, 16 bytes over the busiest; a device holds up to 448 bytes
+    TransferPlan of 1 array: 896 B over 56 links between devices, 16 B over the busiest; a device holds up to 384 B
     """
 
     links: Mapping[tuple[int, int], int]
@@ -75,7 +75,13 @@ class TransferPlan:
         self._steps = [step for its in alike.values() for step in _steps(its, tensors[its[0]].route)]
 
     def peak_bytes(self, *, donate: bool = False) -> int:
-        """Return the most bytes that a device holds at once: old and new shards, and pieces on their way."""
+        """Return the most bytes that a device holds at once: old and new shards, and pieces on their way.
+
+        >>> old, new = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 2, "model": 4})
+        >>> params = axn.shard({"w": axn.ones({"embed": 16, "mlp": 8})}, {"embed": "data"}, old)
+        >>> axn.transfer(params, axn.shard(params, {"mlp": "model"}, new)).peak_bytes()
+        384
+        """
         held = collections.Counter[Any]()
         for tensor in self._tensors.values():
             held.update(tensor.bytes_on(tensor.source))

@@ -175,7 +175,7 @@ class WeightLayout:
 
         >>> layout = axn.state.WeightLayout({"{layers}.w": "weight -> out in"})
         >>> layout.expected({"weight": axn.ones({"layers": 1, "in": 3, "out": 2})})
-        {'0.w': NamedArray(float32[out=2, in=3])}
+        {'0.w': NamedArray(float32[out=2, in=3], ShapeDtypeStruct)}
         """
         tensors = _tensors(_template(like))
         entries = {}
