@@ -120,8 +120,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("oldest")
         elif item.nodeid.startswith(WITH_NEWEST):
             item.add_marker("newest")
-        elif not (sampled or item.get_closest_marker("oldest") or item.get_closest_marker("newest")):
+        elif not any(map(item.get_closest_marker, ("quick", "oldest", "newest"))):
             item.add_marker("oldest" if zlib.crc32(item.nodeid.encode()) % 4 else "newest")
+        both = item.get_closest_marker("oldest") and item.get_closest_marker("newest")
+        assert not both, f"{item.nodeid} would run with no version of JAX"
 
 
 # --- fixtures ---

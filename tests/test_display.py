@@ -140,6 +140,9 @@ def test_a_model_and_its_optimizer_state(mesh: Mesh, model: dict[str, Any]) -> N
     assert f"model/table: float32[vocab=16/model, embed=8], {size} B" in str(shown) and repr(shown) == str(shown)
     assert str(show(model)).startswith("dict: 3 arrays, 560 B; 560 B on CPU 0\n")
     assert text_of(show([])) == "list 0 arrays, 0 B"
+    here, there = (axn.make_mesh({"data": 4}, devices=jax.devices()[i : i + 4]) for i in (0, 4))
+    apart = [axn.shard(axn.ones({"vocab": 8}), {"vocab": "data"}, m) for m in (here, there)]
+    assert str(show(apart)).startswith("list: 2 arrays, 64 B\n"), "on no device are both"
 
 
 def test_what_a_mapping_does(mesh: Mesh, model: dict[str, Any]) -> None:
@@ -156,6 +159,7 @@ def test_what_a_mapping_does(mesh: Mesh, model: dict[str, Any]) -> None:
     assert "rows" in text_of(wrong) and wrong.problems
     assert str(show({"batch": ("data", "model"), "embed": None}, mesh=mesh)).endswith("embed: replicated")
     assert str(show({"batch": "data"})) == "batch: over data"
+    assert "The mesh has no axis 'dta'. Did you mean 'data'?" in str(show({"batch": "dta"}, mesh=mesh))
     by_rule = show(model, axn.sharding.TreePathShardingRule(("table", jax.P("model")), (".*", jax.P())), mesh)
     assert "table: float32[vocab=16/model, embed=8]" in str(by_rule)
     with pytest.raises(ValueError, match="shown on a mesh, and none is active: pass `mesh`"):

@@ -7,6 +7,7 @@ itself: its work before a step, and a product of matrices on each of its devices
 from __future__ import annotations
 
 import collections
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 
@@ -49,7 +50,7 @@ def slow(paces: Mapping[int, Pace]) -> Iterator[tuple[int, str, str]]:
         if not others or kind == _STEP:
             continue
         usual = statistics.median(others)
-        if kind == _BEFORE and seconds > usual + _SHARE * paces[i][_STEP]:
+        if kind == _BEFORE and seconds > usual + _SHARE * paces[i].get(_STEP, math.inf):
             yield i, what, f"it works {seconds:.2g} s before each step, the median of the others {usual:.2g} s"
         if kind == _DEVICE and seconds > _FACTOR * usual:
             yield i, what, f"its {what} takes {seconds:.2g} s for a product, the median of the others {usual:.2g} s"

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from .core.errors import describe_bytes
 from .core.html import COLORS, STYLE, Html, Words, code, cuts, element, joined, light_dark
@@ -66,6 +66,8 @@ class ShownArray:
     """The number of devices with the same shard; 0 if it is on none."""
     where: str
     """The devices, or why there are none."""
+    devices: frozenset[Any] = frozenset()
+    """The devices; none if they are not known."""
 
     def __str__(self) -> str:
         cells = [
@@ -139,7 +141,9 @@ def placed_array(leaf: Leaf, sharding: Sharding | None, otherwise: str) -> Shown
         held = math.prod(sharding.shard_shape(shape)) * itemsize
         of_them = total // (held or 1)
     copies, where = max(1, count // max(1, of_them)), _where(sharding, count)
-    return ShownArray(leaf.path, str(array.dtype), names, shape, over, mesh, total, held, copies, where)
+    is_known = not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh)
+    devices = frozenset(sharding.device_set) if is_known else frozenset[Any]()
+    return ShownArray(leaf.path, str(array.dtype), names, shape, over, mesh, total, held, copies, where, devices)
 
 
 def array_html(x: NamedArray) -> str:

@@ -16,6 +16,12 @@ LISTED = [line.split(": ") for line in (Path(__file__).parents[1] / "public_name
 PUBLIC = {path for path, _ in LISTED} | {f"{path}.{name}" for path, names in LISTED for name in names.split()}
 
 
+def test_an_import_starts_no_backend() -> None:
+    """Or `jax.distributed.initialize` would come too late."""
+    code = "import axonym.haliax, axonym.scalax, jax; jax.config.update('jax_num_cpu_devices', 3); jax.devices()[2]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("package", ["haliax", "scalax"])
 def test_imports_are_public(package: str) -> None:
     private = set()

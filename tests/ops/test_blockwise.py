@@ -164,6 +164,26 @@ def test_look_ups_anywhere_take_all_elements_once(name: str, mesh: Mesh) -> None
         )
 
 
+def test_look_ups_beyond_the_ends_and_of_all_dtypes(mesh: Mesh) -> None:
+    """Values at an end are taken alone: their neighbors may be NaN. Positions are clamped as by indexing."""
+    points, y = np.arange(16.0, dtype=np.float32), axn.named(np.linspace(-2, 18, 16).astype(np.float32), "y")
+    values = points.copy()
+    values[[1, -2]] = np.nan
+    shifted = axn.named(np.arange(16)[:, None] + np.array([2, 0]), ("y", "corner"))
+    weights = axn.named(np.ones((16, 2), np.float32) / [1, 2], ("y", "corner"))
+    calls = {
+        "ends": lambda v, at: axn.interp(y, axn.named(points, "x"), v),
+        "complex": lambda v, at: axn.interp(y, axn.named(points, "x"), axn.cos(v) * (1 + 2j)),
+        "positions": lambda v, at: axn.regrid(v, "x", at, weights, "corner"),
+    }
+    for name, call in calls.items():
+        wanted = jax.jit(call)(axn.named(values, "x"), shifted)
+        with jax.set_mesh(mesh), axn.axis_mapping({"x": "data", "y": "data"}):
+            found = jax.jit(call)(axn.shard(axn.named(values, "x")), shifted)
+        assert spec(found) == ("data",), name
+        np.testing.assert_allclose(found.array, wanted.array, rtol=1e-5, err_msg=name)
+
+
 def test_look_ups_for_few_places_do_not_gather(auto_mesh: Mesh) -> None:
     few, many = (axn.named(jnp.linspace(1.0, 50.0, n), "station") for n in (3, 40))
     with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
@@ -189,6 +209,8 @@ def test_what_regrid_refuses() -> None:
     indices = axn.named(np.array([[0, 64]]), ("x", "corner"))
     with pytest.raises(ValueError, match="positions outside of axis 'x' of size 64"):
         axn.regrid(X, "x", indices, WEIGHTS["corner", 1:], "corner")
+    with pytest.raises(TypeError, match="`indices` needs integers, got an array of float32"):
+        axn.regrid(X, "x", NEAR * 1.0, WEIGHTS, "corner")
     with pytest.raises(ValueError, match="no axis 'k' in"):
         axn.regrid(X, "x", NEAR, WEIGHTS, "k")
     with pytest.raises(ValueError, match="64 in the array, 8 in the argument"):

@@ -330,8 +330,7 @@ FIRST = {case.name: case for case in reversed(CASES)}
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
     """Mark modes as `oldest`: on one device, transformations depend on names and the kernel, not on JAX's version.
 
-    The other calls are dealt out: eager ones, and on meshes also those in jit and in gradients. The eager call is the
-    quick one.
+    The eager call is quick, and so runs with both versions. Those on meshes are dealt out.
     """
     one_device = ("layout", "jit", "grad", "vmap")
     if case is not FIRST[case.name] or mode in one_device:

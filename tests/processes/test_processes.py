@@ -9,8 +9,8 @@ import pytest
 from axonym.state import save_checkpoint
 from tests.processes import checks, faults, loading, names, outcomes, schedules, training
 
-OF_FOUR = ("bytes_of_the_text", "files_of_the_example")
-"""The checks of the training example that four processes run, too: they read and write."""
+OF_FOUR = ("fsdp_and_tensor", "bytes_of_the_text", "files_of_the_example")
+"""The checks of the training example that four processes run, too: one that trains, and those that read and write."""
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,10 @@ def test_checks(count: int, tmp_path: Path) -> None:
     of_one.mkdir()
     save_checkpoint(of_one / "of-one", checks.state())
     chosen, examples = names(checks, faults, loading), names(training)
+    training.train_in_one_process(tmp_path)
     if count == 4:
-        training.text(tmp_path)
         chosen += [name for name in examples if name.rpartition(".check_")[2] in OF_FOUR]
     else:
-        training.train_in_one_process(tmp_path)
         chosen += [*examples, *names(schedules)]
     found = outcomes(*chosen, count=count, folder=tmp_path, limit=900)
     assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)

@@ -288,6 +288,37 @@ def test_state_dicts_have_true_sizes(tmp_path: Path) -> None:
         loaded = axn.state.from_state_dict(saved, entries)
         assert loaded["w"].array.array.shape == (8, 32)
         jax.tree.map(np.testing.assert_array_equal, axn.to_host(loaded), axn.to_host(tree))
+        axn.state.save_state_dict(axn.state.to_state_dict(saved), tmp_path / "w.safetensors")
+    written = axn.state.load_state_dict(tmp_path / "w.safetensors")
+    np.testing.assert_array_equal(written["w"], tree["w"].array)
+    np.testing.assert_array_equal(written["b"], X.array)
+
+
+def test_compiled_functions_call_each_other() -> None:
+    inner = axn.named_jit(lambda x: 2 * x)
+    with jax.set_mesh(devices_of(data=8)), axn.axis_mapping({"vocab": "data"}, uneven="pad"):
+        placed = poisoned(axn.shard(X))
+        once = axn.named_jit(lambda x: inner(x) + axn.sum(inner(x)))
+        loop = axn.named_jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, carry: inner(carry), x))
+        slope = axn.named_jit(jax.grad(lambda x: axn.sum(axn.sin(inner(x))).scalar()))
+        found = [axn.to_host(fn(placed)) for fn in (once, loop, slope)]
+        assert is_padded(inner(placed).array), "the same program, called outside"
+        assert is_padded(jax.eval_shape(inner, placed).array)
+        assert "all-gather" not in str(once.lower(placed).compile().as_text())
+    for x, expected in zip(found, (2 * X + axn.sum(2 * X), 8 * X, 2 * axn.cos(2 * X)), strict=True):
+        np.testing.assert_allclose(x.array, expected.array, rtol=1e-5)
+
+
+def test_plans_refuse_padded_arrays() -> None:
+    mesh = devices_of(data=8)
+    placed, whole = axn.shard(X, {"vocab": "data"}, mesh, uneven="pad"), axn.shard(X, {}, mesh)
+    for plan in (
+        lambda: axn.transfer(placed, whole),
+        lambda: axn.transfer(whole, placed),
+        lambda: axn.remap(placed, {}, mesh),
+    ):
+        with pytest.raises(ValueError, match="is stored padded, which plans cannot copy"):
+            plan()
 
 
 def test_shard_moves_padded_arrays() -> None:
@@ -331,7 +362,7 @@ def test_without_the_setting_it_is_an_error_that_names_it() -> None:
                 attempt()
     untyped: Any = "zeros"
     for wrong in (axn.axis_mapping, lambda **k: axn.named_jit(abs, **k), lambda **k: axn.shard(X, {}, **k)):
-        with pytest.raises(ValueError, match="`uneven` is 'pad', or None for an error, got 'zeros'"):
+        with pytest.raises(ValueError, match="`uneven` is 'pad' or None, got 'zeros'"):
             wrong(uneven=untyped)
 
 
@@ -359,6 +390,9 @@ PADDED_OPERATIONS = {
     "index": lambda x: x["vocab", 3],
     "like": axn.zeros_like,
     "method": lambda x: x.astype("int32"),
+    "scan": lambda x: axn.map(lambda row: row, "vocab")(x),
+    "stencil": axn.stencil(lambda u: u(vocab=1) - u(), {"vocab": "edge"}),
+    "vmap": lambda x: axn.vmap(lambda row: row, "vocab")(x),
     "jax.numpy": lambda x: jnp.sum(x.array),
     "operator": lambda x: x.array + 1,
     "numpy": lambda x: np.asarray(x.array),

@@ -33,8 +33,8 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
         tree: the tree; its arrays may be abstract, as `jax.eval_shape` gives them. Or a resource mapping, to show it
             alone.
         mapping: a mapping, or another placement, to show where it puts the arrays, and what it does not reach. For
-            FSDP, the two mappings of `axonym.fsdp`: `(parameter_mapping, compute_mapping)`. By default, the arrays are
-            shown where they lie.
+            FSDP, the two mappings of `axonym.fsdp`: `(parameter_mapping, compute_mapping)`; two mappings always mean
+            that, also for a tree that is a pair. By default, the arrays are shown where they lie.
         mesh: the mesh of the mapping; the active one by default.
 
     >>> mesh = axn.make_mesh({"data": 2, "model": 4})
@@ -50,7 +50,10 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     mesh = current_mesh() if mesh is None else mesh
     sizes = {} if mesh is None else dict(mesh.shape)
     if mapping is None and isinstance(tree, Mapping) and tree and is_resource_mapping(tree):
-        return Shown("", (), sizes, _entries([normalize_mapping(tree, "debug.show")], None), (), False)
+        entries = _entries([normalize_mapping(tree, "debug.show")], None)
+        unknown = {a for over, _ in entries.values() for axes in over for a in axes if sizes and a not in sizes}
+        problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, sizes)}" for a in sorted(unknown))
+        return Shown("", (), sizes, entries, problems, False)
     title = type(tree).__name__
     if mapping is None:
         arrays = tuple(shown_array(leaf) for leaf in leaves_of(tree)[0] if leaf.shape is not None)
@@ -121,8 +124,10 @@ class Shown:
 
     def _sum(self) -> str:
         total, held = sum(x.total for x in self.arrays), sum(x.bytes for x in self.arrays if x.copies)
-        places = list(dict.fromkeys(x.where for x in self.arrays))
-        each = f"; {describe_bytes(held)} on {places[0]}" if len(places) == 1 and self.arrays[0].copies else ""
+        places = {(x.where, x.devices) for x in self.arrays}
+        each = (
+            f"; {describe_bytes(held)} on {self.arrays[0].where}" if len(places) == 1 and self.arrays[0].copies else ""
+        )
         return f"{counted(len(self.arrays), 'array')}, {describe_bytes(total)}{each}"
 
     def _over(self, axes: Sequence[str]) -> str:
@@ -168,12 +173,7 @@ def _entries(
         compute = mappings[-1].get(name)
         over = tuple(mesh_axes(entry) for entry in (compute, mappings[0].get(name, compute))[: len(mappings)])
         count = sum(name in found for found in names or ())
-        has = (
-            counted(count, "array")
-            if count
-            else f"no array.{hint}"
-            if (hint := suggestion(name, known))
-            else "no array"
-        )
+        hint = suggestion(name, known)
+        has = counted(count, "array") if count else f"no array.{hint}" if hint else "no array"
         entries[name] = over, has if names is not None else ""
     return entries

@@ -19,7 +19,7 @@ from .. import (
     broadcast_axis as broadcast_axis, broadcast_to as broadcast_to, conj, flatten as flatten,
     flatten_axes as flatten_axes, index as index, is_named_array as is_named_array, named as named, prod,
     rearrange as _rearrange, rename as _rename, slice as _slice, split as split, top_k as _top_k, unbind as unbind,
-    unflatten_axis as unflatten_axis, updated_slice as _updated_slice, var, zeros,
+    unflatten_axis as unflatten_axis, updated_slice as _updated_slice, var,
 )
 from ..named_array import extend, raw
 from ..axis import (
@@ -312,7 +312,6 @@ extend(
     },
 )
 extend(__package__ or "", NamedRef, {"named_shape": lambda ref: ref.shape})
-extend(__package__ or "", type(zeros(()).shape), {"__iter__": lambda shape: iter(shape.keys())})
-extend(
-    __package__ or "", type(zeros(()).at[...]), {"mul": lambda part, *args, **kwargs: part.multiply(*args, **kwargs)}
-)
+_SCALAR = named(np.zeros(()), ())  # computes nothing, which would start JAX's backend
+extend(__package__ or "", type(_SCALAR.shape), {"__iter__": lambda shape: iter(shape.keys())})
+extend(__package__ or "", type(_SCALAR.at[...]), {"mul": lambda part, *args, **kwargs: part.multiply(*args, **kwargs)})

@@ -336,6 +336,11 @@ class Account:
         if not (axes := layout.used(along)):
             return
         count, rest = layout.count(axes), tuple(d for d in x.dims if d[0] != along)
+        ordered = all(at == tuple(a for a in layout.mesh if a in at) for at in map(layout.used, x.names) if at)
+        if event.what in ("shards", "elements") and not ordered:
+            what = f"{along}, over mesh axes in another order than the mesh has{_within(event.place)}"
+            self.open.setdefault(what, event.place)
+            return
         if event.what == "shards":
             self._traded(event, axes, count)
         elif event.what == "elements":

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from ..core import errors
 from ..core.parameter_names import parameter_names
 from ..distribution.mesh_axes import AnyMesh, mesh_axes, padded
+from ..distribution.padded_array import stored
 from ..named_array import raw
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import CompiledFunction
@@ -121,6 +122,6 @@ def _described(leaf: Leaf) -> str:
 
 
 def _bytes_on_each(leaf: Leaf) -> int:
-    array, sharding = raw(leaf.value), present_sharding(leaf.value)
+    array, sharding = stored(raw(leaf.value)), present_sharding(leaf.value)
     shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
     return math.prod(shape) * array.dtype.itemsize

@@ -24,6 +24,7 @@ from ..core import errors
 from ..core.jax_versions import is_staged
 from ..distribution.active_settings import activate, active_mapping, active_settings, changed
 from ..distribution.mesh_axes import axes_of_type, entry_of, has_manual, mesh_around
+from ..distribution.padded_array import refuse_padded
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops._blocks import WORDS, Blocks, Widths, blocks_of, edge_kernel, halo_kernel, neighbors_kernel
 from ..ops._kernels import check_selection
@@ -250,6 +251,7 @@ class _Fields:
             self.check_axes(own)
         self._widened: dict[tuple[int, str, int], tuple[NamedArray, Mapping[str, Widths]]] = {}
         """For each array beyond a boundary, by field, axis and end: with the widest halos that it was needed with."""
+        refuse_padded(f.array for f in self.fields)
         self.blocks: dict[str, Blocks] = {}
         for f in self.fields:
             self.blocks = _blocks(what, f) | self.blocks

@@ -523,6 +523,8 @@ def regrid(
             raise ValueError(errors.missing_axes(what, missing, x.names, x.array.shape))
         _kernels.check_selection(what, [x.names], [x.array], [a for a in own if isinstance(a, Axis)])
     require_subset(what, "weights", weights.names, indices.names)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{what}: `indices` needs integers, got an array of {indices.dtype}.")
     new, blocks = names_without(indices.names, *summed), blocks_of(what, array)
     known = known_values(indices.array) if blocks or isinstance(indices.array, np.ndarray) else None
     if known is not None and known.size:
@@ -572,7 +574,8 @@ def _weighted(
     own: Names,
     summed: Names,
 ) -> jax.Array:
-    found = jnp.take(x, (indices.astype(jnp.int32) - start) % size, axis=at, mode="clip")
+    indices = jnp.clip(indices.astype(jnp.int32), -size, size - 1)  # as indexing does
+    found = jnp.take(x, (indices - start) % size, axis=at, mode="clip")
     weights = jax.lax.expand_dims(_kernels.align(weights, own, names), range(len(names), len(names) + x.ndim - 1 - at))
     return jnp.sum(found * weights, axis=[at + names.index(n) for n in summed])
 
@@ -602,18 +605,22 @@ def _interp_by_shards(
         options = ("in_names", in_names), ("out_names", out_names), ("given", given), ("static", static)
         arrays, own = (fp.array, x, xp, *values), (in_names[2], *in_names[:2], *in_names[3:])
         return look_up(what, _interpolate, arrays, own, out_names, (inner, name), over, new, None, *options)
-    kind: Any = jnp.result_type(x, xp, fp.array, float)
+    kind: Any = jnp.result_type(x, xp, float)
     at, points = at.astype(kind), points.astype(kind)
     ends = [np.clip(np.searchsorted(points, at, side="right"), 1, len(points) - 1) - i for i in (1, 0)]
     first, last = points[ends[0]].astype(float), points[ends[1]].astype(float)
     part = np.divide(at - first, last - first, out=np.zeros(at.shape, float), where=last > first)
-    lower, upper = (None if extra[side] == "extrapolate" else end for side, end in (("left", 0), ("right", 1)))
-    part = part if lower is upper is None else np.clip(part, lower, upper)
+    beyond = {"left": at < points[0], "right": at > points[-1]}
+    for side, end in (("left", 0), ("right", len(points) - 1)):
+        if extra[side] != "extrapolate":  # the value at the end alone: its neighbor may be NaN
+            for i in ends:
+                i[beyond[side]] = end
+            part[beyond[side]] = 0.5
     corner = private("`corners`", (new.name,))[0]
     indices: Any = NamedArray(np.stack(ends, 1), (new.name, corner))
     weights = NamedArray(np.stack([1 - part, part], 1).astype(kind), (new.name, corner))
     found = _regrid_by_shards(what, fp, name, indices, indices.array, weights, (corner,), new, over)
-    for side, outside in (("left", at < points[0]), ("right", at > points[-1])):
+    for side, outside in beyond.items():
         if found is not None and side in given:
             found = where(NamedArray(outside, (new.name,)), values[given.index(side)], found)
     return found

@@ -132,6 +132,8 @@ class _ProgramPair:
             raise refused
         operands = [*map(self._differs, all_operands, own_operands)]
         results = [*map(self._differs, first.outvars, second.outvars)]
+        if name == "ragged_dot_general" and self._own_rows and not partial and _is_by_groups(first, second, operands):
+            return set()
         sharded = any((*operands, *results))
         _refuse_own_derivative(first)
         if partial:
@@ -158,6 +160,13 @@ def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bo
     if name in ("mul", "div"):
         return partial == {0} or (name == "mul" and len(partial) == 1)
     return all(i in partial or _is_zero(x) for i, x in enumerate(operands))
+
+
+def _is_by_groups(first: Any, second: Any, operands: Sequence[set[int]]) -> bool:
+    """Return whether a ragged product has a shard of the groups, and the rows of these groups."""
+    dimensions = first.params["ragged_dot_dimension_numbers"]
+    places = [{*dimensions.lhs_ragged_dimensions}, {*dimensions.rhs_group_dimensions}, {0}]
+    return _parameters(first) == _parameters(second) and operands == places
 
 
 def _keeps_shards(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:

@@ -13,6 +13,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, overload
@@ -38,6 +39,18 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
+
+
+_INSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("axonym.inside_compiled", default=False)
+"""Whether a compiled function that sees the true sizes of uneven axes is being traced."""
+
+
+def _seen(result: Any) -> Any:
+    """Return a result as its caller sees it: one that is compiled itself sees true sizes, and JAX drops the padding.
+
+    This is undone in the call, and not in the program, which JAX keeps for calls elsewhere.
+    """
+    return unpadded(result) if _INSIDE.get() else result
 
 
 _flatten = jax.tree_util.default_registry.flatten
@@ -131,10 +144,10 @@ class CompiledFunction(Generic[P, R]):
                 if not elsewhere and not (unseen and self._has_static(error, args, kwargs)):
                     raise
             else:
-                return result.tree() if isinstance(result, FlatTree) else result
+                return _seen(result.tree() if isinstance(result, FlatTree) else result)
         with self._surroundings():
             place = self.placed if self._arguments else None
-            return call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
+            return _seen(call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments]))
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
@@ -200,7 +213,11 @@ class CompiledFunction(Generic[P, R]):
             args, kwargs = self.placed(*unpadded((args, kwargs)))
             # A copy of the tree, since the function may consume it: Equinox's `State` is used once.
             seen = None if self._results is None else jax.tree.map(lambda x: x, (args, kwargs))
-            result = self._fn(*args, **kwargs)
+            inside = _INSIDE.set(True)
+            try:
+                result = self._fn(*args, **kwargs)
+            finally:
+                _INSIDE.reset(inside)
             result = result if self._results is None else self._results(seen, result)
             return result, () if self._empty is None else self._empty(result)
 

@@ -30,13 +30,14 @@ PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 
 
 Uneven: TypeAlias = Literal["pad"] | None
-"""How axes are sharded that their mesh axes do not divide: "pad" stores them padded; None is an error."""
+"""How axes are sharded that their mesh axes do not divide: "pad" stores them padded; None keeps what is active,
+by default an error."""
 
 
 def check_uneven(what: str, uneven: Any) -> None:
     """Check an argument `uneven`."""
     if uneven not in ("pad", None):
-        raise ValueError(f"{what}: `uneven` is 'pad', or None for an error, got {uneven!r}.")
+        raise ValueError(f"{what}: `uneven` is 'pad' or None, got {uneven!r}.")
 
 
 def uneven_here(what: str, uneven: Uneven) -> contextlib.AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from ..axis import AxisSelector, name_of
 from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
 from ..distribution.active_settings import pads_uneven
-from ..distribution.mesh_axes import check_in_mesh
+from ..distribution.mesh_axes import check_in_mesh, has_explicit
 from ..named_array import raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, check_uneven
@@ -75,7 +75,11 @@ def from_process_local_data(
             problems.append(
                 f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: "
                 f"the devices of this process hold {shards} parts."
-                + ("" if found.is_multi_process else " To keep the size, and store it padded, pass `uneven='pad'`.")
+                + (
+                    ""
+                    if found.is_multi_process or has_explicit(found)
+                    else " To keep the size, and store it padded, pass `uneven='pad'`."
+                )
             )
     compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
     with contextlib.nullcontext() if compared else fail_together(what) as agree:

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from ..core import errors
 from ..core.processes import fail_together
+from ..distribution.padded_array import is_padded
 from ..named_array import raw, wrap_like
 from ._copies import Route, copied, route_of
 from .checksums import sums_of
@@ -193,6 +194,7 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
                         f"{leaf.path} has no devices in the {which}. Place it by "
                         f"`axonym.shard({which}, placement, mesh)`."
                     )
+            _refuse_padded("transfer", goal)
             targets[i] = present_sharding(goal.value)
     if problems:
         raise ValueError(listed("transfer", problems, None))
@@ -241,8 +243,17 @@ def _planned(
     return TransferPlan(structure, [leaf.path for leaf in leaves], tensors)
 
 
+def _refuse_padded(what: str, leaf: Leaf) -> None:
+    if is_padded(raw(leaf.value)):
+        raise ValueError(
+            f"{what}: {leaf.path}, {_description(leaf)}, is stored padded, which plans cannot copy. Place it by "
+            "`axonym.shard(tree, placement, mesh, uneven='pad')`, or gather it with `axonym.unshard` first."
+        )
+
+
 def _tensor(what: str, leaf: Leaf, target: Sharding, piece_bytes: int) -> _Tensor:
     x, source = raw(leaf.value), present_sharding(raw(leaf.value))
+    _refuse_padded(what, leaf)
     here, there = (set() if s is None else {d.process_index for d in s.device_set} for s in (source, target))
     if len(there) > 1 and here == {jax.process_index()} and here < there:
         source = None  # every process has its own

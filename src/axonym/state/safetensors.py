@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 
 from ..core.processes import fail_together
+from ..distribution.padded_array import PaddedArray, stored
 from ..named_array import NamedArray, describe_array
 from ..sharding.shard import copied_to_host
 from .naming import StateDict, is_number
@@ -85,7 +87,9 @@ def _head(
         raise TypeError(f"save_state_dict: safetensors cannot store {', '.join(wrong)}.")
     if abstract := [repr(key) for key, x in entries.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise TypeError(f"save_state_dict: {', '.join(abstract)} has no values, only a shape and a dtype.")
-    if deleted := [repr(key) for key, x in entries.items() if isinstance(x, jax.Array) and x.is_deleted()]:
+    if deleted := [
+        repr(key) for key, x in entries.items() if isinstance(stored(x), jax.Array) and stored(x).is_deleted()
+    ]:
         raise RuntimeError(f"save_state_dict: {', '.join(deleted)} was deleted, as by a donation.")
     metadata = {"format": "pt", **(metadata or {})}  # other readers require "format"
     if unfit := [short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
@@ -98,7 +102,7 @@ def _head(
     end = 0
     for key in keys:
         x = entries[key]
-        start, end = end, end + x.size * x.dtype.itemsize
+        start, end = end, end + math.prod(x.shape) * x.dtype.itemsize
         header[key] = {"dtype": _CODES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -119,6 +123,8 @@ def _is_text(x: Any) -> bool:
 
 
 def _fetched(x: Any) -> np.ndarray:
+    if isinstance(x, PaddedArray):
+        return x.sliced(_fetched(x.array))
     return copied_to_host(x) if isinstance(x, jax.Array) else x
 
 

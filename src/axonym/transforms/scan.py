@@ -25,6 +25,7 @@ from ..core.jax_versions import INLINE, stackable
 from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
 from ..distribution import output_sharding
 from ..distribution.mesh_axes import check_mapped, entries_of, explicit_mesh, reshard
+from ..distribution.padded_array import is_padded, refuse_padded
 from ..named_array import wrap
 from ..ops import _prefixes
 from ..ops._operands import private
@@ -206,6 +207,7 @@ def _run(
     if isinstance(axis, Axis):
         sizes.append(axis.size)
     if not sizes:
+        refuse_padded(jax.tree.leaves((args, kwargs), is_leaf=is_padded))
         raise ValueError(_no_size(loop, spec))
     if any(s != sizes[0] for s in sizes):
         raise ValueError(_sizes_differ(loop, axis, spec, arrays, positions))

@@ -29,6 +29,7 @@ from ..distribution.mesh_axes import (
     restricted,
     shard_count,
 )
+from ..distribution.padded_array import is_padded, refuse_padded
 from ..named_array import NamedArray, wrap
 from ..tree import LayerStack
 from . import _mapped_axis
@@ -200,6 +201,7 @@ def _sizes(
                 raise ValueError(_conflict(name, names.index(name), given, operands, args, kwargs))
     missing = [n for n in names if n not in sizes]
     if missing:
+        refuse_padded(jax.tree.leaves((args, kwargs), is_leaf=is_padded))
         known = {}
         for leaf in _mapped_axis.flatten((args, kwargs))[0]:
             known.update(leaf.shape if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array) else {})
