@@ -421,7 +421,8 @@ OF_EXPERTS: dict[str, tuple[Any, str]] = {
         ) * axn.logsumexp(axn.arange(sizes.resolve_axis("experts")) * 1.0, "experts")
     ), ""),
     "a product by groups": (lambda up, bias, rows, sizes: axn.named(
-        jax.lax.ragged_dot(rows.array, up.weight.rearrange(("experts", "embed", "mlp")).array, sizes.array), ("rows", "mlp")
+        jax.lax.ragged_dot(rows.array, up.weight.rearrange(("experts", "embed", "mlp")).array, sizes.array),
+        ("rows", "mlp"),
     ), ""),
     "how many": (lambda up, bias, rows, sizes: up(rows, sizes) * jnp.int32(sizes.axis_size("experts")), "a number"),
     "how many, in float": (lambda up, bias, rows, sizes: up(rows, sizes) / sizes.axis_size("experts"), "a number"),

@@ -306,3 +306,30 @@ def test_mistakes_are_found(mistake: str) -> None:
     assert ("WeightLayout.probe" in str(e.value)) == (not said), str(e.value)
     for text in said or ("with the same random weights, results differ by",):
         assert text in str(e.value), str(e.value)
+
+
+def test_entries_that_must_be_the_same() -> None:
+    layout = WeightLayout({"emb": "table -> vocab embed", "head": "= emb"})
+    like, one = {"table": axn.zeros({"vocab": 4, "embed": 3})}, jnp.ones((4, 3))
+    assert float(layout.unpack({"emb": one, "head": np.ones((4, 3))}, like)["table"].sum()) == 12
+    with pytest.raises(ValueError, match="'head' differs from 'emb', but in the layout they are the same"):
+        layout.unpack({"emb": one, "head": 2 * one}, like)
+
+
+def test_split_axes_in_parentheses_of_one_array() -> None:
+    layout = WeightLayout({"{l}.qk": "q (g half two), k (half two) -> h _ e"}, split={"s": "two=2 half"})
+    tree = {
+        "q": axn.random.normal(jax.random.key(0), {"l": 2, "h": 2, "g": 3, "s": 4, "e": 5}),
+        "k": axn.random.normal(jax.random.key(1), {"l": 2, "h": 2, "s": 4, "e": 5}),
+    }
+    packed = layout.pack(tree)
+    assert packed["0.qk"].array.shape == (2, 16, 5)
+    back = layout.unpack({key: x.array for key, x in packed.items()}, tree)
+    for name, x in tree.items():
+        np.testing.assert_array_equal(back[name].rearrange(x.names).array, x.array)
+
+
+def test_a_probe_without_values_shows_nothing() -> None:
+    layout, like = WeightLayout({"w": "weight -> out in"}), {"weight": axn.ones({"in": 3, "out": 2})}
+    with pytest.raises(ValueError, match="all results are zero"):
+        layout.probe(like, lambda t: t["weight"] * 0, lambda entries: entries["w"] * 0, key=jax.random.key(0))

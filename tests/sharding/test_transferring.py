@@ -296,3 +296,18 @@ def test_trees_that_differ() -> None:
         plan(tree | {"w": plan(tree)["w"]})
     with pytest.raises(ValueError, match=r"w is float32\(embed=4\), and was planned as float32\(embed=8, mlp=4\)"):
         plan(tree | {"w": axn.ones({"embed": 4})})
+
+
+def test_scalars_under_an_explicit_mesh() -> None:
+    train, serve = (axn.make_mesh({"data": 4}, devices=jax.devices()[i : i + 4], explicit=True) for i in (0, 4))
+    tree = {"w": axn.ones({"x": 8}), "count": jnp.int32(3)}
+    with jax.set_mesh(train):
+        state = axn.shard(tree, {"x": "data"}, train)
+        found = axn.transfer(state, axn.shard(tree, {"x": "data"}, serve))(state, check=True)
+    assert int(found["count"]) == 3 and found["w"].array.sharding.mesh == serve
+
+
+def test_plans_count_what_jax_moves() -> None:
+    x = axn.named(jax.device_put(jnp.ones((8, 4)), jax.devices()[0]), ("x", "y"))
+    plan = axn.transfer(x, axn.shard(x, {"x": "data"}, axn.make_mesh({"data": 8})))
+    assert plan.peak_bytes() == 128 + 16

@@ -293,7 +293,8 @@ def _exchanged(sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any) -> dict
         mesh = in_a_row(dict.fromkeys((*now, *(device for _, device in now.values()))))
         if not (devices := _of_this_process(mesh.devices.flat)):
             continue
-        own = {d: parts[now[d][0]][d] if d in now else jax.device_put(jnp.zeros_like(kind), d) for d in devices}
+        nothing = np.zeros(kind.shape, kind.dtype)  # an array of JAX would lie on the active mesh
+        own = {d: parts[now[d][0]][d] if d in now else jax.device_put(nothing, d) for d in devices}
         position = {d: n for n, d in enumerate(mesh.devices.flat)}
         with jax.set_mesh(mesh):
             pairs = tuple((position[s], position[d]) for s, (_, d) in now.items())

@@ -16,6 +16,7 @@ from ..core.processes import from_all_processes
 from ..named_array import raw
 from ._copies import by_device, in_a_row, joined, per_device
 from .leaves import leaves_of
+from .shard import NO_DEVICES
 
 
 def checksums(tree: Any) -> dict[str, int]:
@@ -47,7 +48,8 @@ def _sum_of_shards(x: Any) -> int:
     if isinstance(x, jax.ShapeDtypeStruct):
         return 0
     x = jnp.asarray(x)
-    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.atleast_1d(x)
+    with jax.set_mesh(NO_DEVICES):
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.atleast_1d(x)
     starts = {s.device: [i.start or 0 for i in s.index] for s in x.addressable_shards if s.replica_id == 0}
     if not x.size or not starts:
         return 0

@@ -146,7 +146,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return _program_to(target, x.shape)(x)
     if x.nbytes >= _COMPILED_BYTES and x.is_fully_addressable and _is_of_mesh(x.sharding, target) and not x.weak_type:
-        return copied([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES), reuse=True)[0]
+        return copied([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES))[0]
     return jax.device_put(without_cache(x), target)
 
 
@@ -529,7 +529,7 @@ def _put_padded(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMe
     else:
         stays = has.mesh == with_devices(mesh)
         target = NamedSharding(has.mesh, spec if stays else PartitionSpec())
-        with jax.set_mesh(_NO_DEVICES):
+        with jax.set_mesh(NO_DEVICES):
             y = _program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
         if stays and shape != leaf.shape:
             return padded_array(y, leaf.shape)
@@ -550,12 +550,12 @@ def _put_uneven(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMe
         x = _constrain(x, spec, mesh, what)
         if not pads:
             return x
-    with contextlib.nullcontext() if inside else jax.set_mesh(_NO_DEVICES):
+    with contextlib.nullcontext() if inside else jax.set_mesh(NO_DEVICES):
         x = with_padding(x, padded_shape(leaf.shape, spec, mesh))
     return padded_array(_put_array(x, spec, mesh, what), leaf.shape)
 
 
-_NO_DEVICES = Mesh(np.empty((), object), ())
+NO_DEVICES = Mesh(np.empty((), object), ())
 """The active mesh while an array is cut or padded that may be on devices outside of the mesh it goes to."""
 
 

@@ -25,7 +25,7 @@ from .checksums import sums_of
 from .leaves import Leaf, leaves_of
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, described, listed, present_sharding, resolve
-from .shard import emptied, shard
+from .shard import emptied, shard, without_cache
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ class _Tensor:
     path: str
     description: str
     shape: tuple[int, ...]
+    itemsize: int
     source: Sharding | None
     """None if the array is in host memory, or every process has its own."""
     target: Sharding
@@ -45,9 +46,9 @@ class _Tensor:
 
     def bytes_on(self, sharding: Sharding | None) -> dict[Any, int]:
         """Return the bytes of the shards of a sharding, by device."""
-        if sharding is None or self.route is None:
+        if sharding is None:
             return {}
-        return dict.fromkeys(sharding.device_set, math.prod(sharding.shard_shape(self.shape)) * self.route.itemsize)
+        return dict.fromkeys(sharding.device_set, math.prod(sharding.shard_shape(self.shape)) * self.itemsize)
 
 
 class TransferPlan:
@@ -266,7 +267,7 @@ def _tensor(what: str, leaf: Leaf, target: Sharding, piece_bytes: int) -> _Tenso
             f"{what}: {leaf.path}, {_description(leaf)}, cannot go to devices of other processes. Convert random keys "
             "with jax.random.key_data first."
         )
-    return _Tensor(leaf.path, _description(leaf), tuple(x.shape), source, target, route)
+    return _Tensor(leaf.path, _description(leaf), tuple(x.shape), x.dtype.itemsize, source, target, route)
 
 
 def _moved(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]:
@@ -275,7 +276,8 @@ def _moved(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]:
     if donate and tensor.source == tensor.target:
         return arrays
     if tensor.route is None:
-        return [jax.device_put(emptied(x), tensor.target, may_alias=None if donate else False) for x in arrays]
+        may_alias = None if donate else False
+        return [jax.device_put(without_cache(emptied(x)), tensor.target, may_alias=may_alias) for x in arrays]
     return copied(arrays, tensor.route, reuse=donate)
 
 

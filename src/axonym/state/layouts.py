@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import tree as named_trees
 from ..axis import Axis
@@ -26,6 +27,7 @@ from ..ops.indexing import index
 from ..ops.joining import concatenate, pad, stack
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, split, unbind, unflatten_axis
+from ..sharding.shard import copied_to_host
 from ..tree import LayerStack
 from .layout_rows import JOINED, WHAT, RowArray, TableRow, merged_name, parse_row, parse_split
 from .lazy_arrays import abstract, as_lazy, call_lazily, with_abstract_arrays
@@ -152,6 +154,13 @@ class WeightLayout:
         {'in': 2, 'out': 3}
         """
         _raise(_misfits(self.expected(like), entries, self.same))
+        _raise(
+            [
+                f"{key!r} differs from {other!r}, but in the layout they are the same."
+                for key, other in self.same.items()
+                if key in entries and not _equal(raw(entries[key]), raw(entries[other]))
+            ]
+        )
         template = _template(like)
         tensors = _tensors(template)
         found: dict[str, NamedArray] = {}
@@ -233,6 +242,8 @@ class WeightLayout:
         drawn = jax.tree.unflatten(structure, map(_drawn, jax.random.split(key, len(leaves)), leaves))
         entries = {k: raw(x) for k, x in self.pack(drawn).items()}
         ours, others = (np.asarray(raw(y), np.float64) for y in (forward(drawn), other_forward(entries)))
+        if not np.any(ours):
+            raise ValueError(f"{WHAT}.probe: all results are zero, so they show nothing.")
         if ours.shape != others.shape:
             raise ValueError(f"{WHAT}.probe: the results have shapes {ours.shape} and {others.shape}.")
         difference = float(np.max(np.abs(ours - others), initial=0) / np.max(np.abs(ours), initial=1e-30))
@@ -326,7 +337,8 @@ class WeightLayout:
     def _splits(self, row: TableRow, names: Iterable[str]) -> list[tuple[str, tuple[parsing.Name, ...]]]:
         """Return the axes that a row splits, with their factors."""
         found = ((axis, factors) for axis, factors in self.split.items() if axis in names)
-        return [(axis, factors) for axis, factors in found if any(f.name in row.order for f in factors)]
+        written = {*row.order, *(v.name for operand in row.operands for v in operand.own)}
+        return [(axis, factors) for axis, factors in found if any(f.name in written for f in factors)]
 
     def _padded(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
         """Return the sizes of the axes of an array in the entry."""
@@ -413,6 +425,15 @@ def _gathered(fitted: _FittedRow, entries: Mapping[str, Any]) -> NamedArray:
 
 
 # --- mistakes ---
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Return whether two entries have the same values; while tracing, assume that they have."""
+    if x is y or any(isinstance(v, (Tracer, jax.ShapeDtypeStruct)) for v in (x, y)):
+        return True
+    if all(getattr(v, "is_fully_addressable", True) for v in (x, y)):
+        x, y = (copied_to_host(v) if isinstance(v, jax.Array) else v for v in (x, y))
+    return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _raise(problems: Sequence[str]) -> None:
