@@ -167,7 +167,7 @@ def styled(*parts: str | None) -> str:
     return element("div", element("style", _notebook_style()), *parts, class_="axn")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _notebook_style() -> Html:
     used = sorted({name for name in re.findall(r"var\(--(\w+)\)", _STYLE) if name in COLORS})
     style = f".axn {{ color-scheme: light; {light_dark(*used)} }} {_SCHEMES} .axn {{ {_STYLE} }}"

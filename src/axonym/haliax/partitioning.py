@@ -50,7 +50,7 @@ def axis_mapping(mapping: ResourceMapping, *, merge: bool = False, **kwargs: Phy
     ...     hax.partitioning.current_thread_local_mapping()
     {'batch': 'data', 'embed': 'model'}
     """
-    return _sharding.axis_mapping(mapping, merge=merge, lenient=True, **kwargs)
+    return _sharding.axis_mapping(mapping, merge=merge, lenient=True, **dict[str, Any](kwargs))
 
 
 @functools.wraps(_sharding.named_jit, assigned=("__name__", "__qualname__", "__doc__"))
