@@ -808,6 +808,12 @@ TABLE = [
         names={"mesh": AUTO},
     ),
     Advice(
+        "axonym.shard(tree, placement, mesh, uneven='pad')",
+        lambda: axn.remap(axn.shard(axn.ones({"batch": 6}), {"batch": "data"}, AUTO, uneven="pad"), {}, AUTO),
+        lambda x: spec(x) == ("data",),
+        names={"tree": axn.ones({"batch": 6}), "placement": {"batch": "data"}, "mesh": AUTO},
+    ),
+    Advice(
         "axonym.shard({…}, placement, mesh)",
         lambda: axn.transfer(axn.shard(X, {"batch": "data"}, AUTO), jax.eval_shape(lambda: X)),
         lambda target: (

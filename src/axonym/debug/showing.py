@@ -50,10 +50,7 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     mesh = current_mesh() if mesh is None else mesh
     sizes = {} if mesh is None else dict(mesh.shape)
     if mapping is None and isinstance(tree, Mapping) and tree and is_resource_mapping(tree):
-        entries = _entries([normalize_mapping(tree, "debug.show")], None)
-        unknown = {a for over, _ in entries.values() for axes in over for a in axes if sizes and a not in sizes}
-        problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, sizes)}" for a in sorted(unknown))
-        return Shown("", (), sizes, entries, problems, False)
+        return _mapping_alone(tree, sizes)
     title = type(tree).__name__
     if mapping is None:
         arrays = tuple(shown_array(leaf) for leaf in leaves_of(tree)[0] if leaf.shape is not None)
@@ -71,6 +68,13 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     )
     entries = _entries(mappings, [set(leaf.names or ()) for leaf in leaves])
     return Shown(title, arrays, sizes, entries, tuple(dict.fromkeys(wrong.values())), True)
+
+
+def _mapping_alone(mapping: Mapping[Any, Any], mesh: Mapping[str, int]) -> Shown:
+    entries = _entries([normalize_mapping(mapping, "debug.show")], None)
+    unknown = {a for over, _ in entries.values() for axes in over for a in axes if mesh and a not in mesh}
+    problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, mesh)}" for a in sorted(unknown))
+    return Shown("", (), mesh, entries, problems, False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

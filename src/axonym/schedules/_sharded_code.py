@@ -114,6 +114,11 @@ class _ProgramPair:
                 return found
         raise NeedsCompleteAxes(f"arrays of shapes {sizes[0]} and {sizes[1]} take each other's place.")
 
+    def _keeps_shards(self, first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
+        if first.primitive.name == "ragged_dot_general":
+            return self._own_rows and _is_by_groups(first, second, operands)
+        return _keeps_shards(first, second, operands, results)
+
     def _operation(self, whole: Any, shards: Any, partial: set[int]) -> set[int]:
         """Compare an operation in both programs; return which of its results are partial sums."""
         (first, all_operands), (second, own_operands) = whole, shards
@@ -132,15 +137,17 @@ class _ProgramPair:
             raise refused
         operands = [*map(self._differs, all_operands, own_operands)]
         results = [*map(self._differs, first.outvars, second.outvars)]
-        if name == "ragged_dot_general" and self._own_rows and not partial and _is_by_groups(first, second, operands):
-            return set()
         sharded = any((*operands, *results))
         _refuse_own_derivative(first)
         if partial:
             if sharded or not _is_linear(second, own_operands, partial) or _parameters(first) != _parameters(second):
                 raise refused
             return {0}
-        if _keeps_shards(first, second, operands, results) if sharded else _parameters(first) == _parameters(second):
+        if (
+            self._keeps_shards(first, second, operands, results)
+            if sharded
+            else _parameters(first) == _parameters(second)
+        ):
             return set()
         if self._sums and _adds_up(first, operands):
             return {0}
