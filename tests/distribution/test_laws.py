@@ -211,10 +211,6 @@ DIFFERENCES = (
         "uncertain", "drawn product 7", lambda stored, used, gradient: gradient and used.keys() == {"c", "e"},
         "a sum over axes on two mesh axes is one all-reduce over both, or one after the other",
     ),
-    Difference(
-        "names", "divmod", lambda stored, used, gradient: bool(stored),
-        "arrays that it computes from the parameter count as gathered, too, although the parameter is gathered once",
-    ),
 )  # fmt: skip
 """There is one more, which shows only under another policy: on CPUs, the partitioner makes no reduce-scatter, but an
 all-reduce and a slice, which send twice the bytes. A reduce-scatter for FSDP is the library's own, and stays one."""
