@@ -42,15 +42,10 @@ S = TypeVar("S")
 
 
 _INSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("axonym.inside_compiled", default=False)
-"""Whether a compiled function that sees the true sizes of uneven axes is being traced."""
+"""Whether a compiled function is being traced, which sees the true sizes of uneven axes, also of functions it calls.
 
-
-def _seen(result: Any) -> Any:
-    """Return a result as its caller sees it: one that is compiled itself sees true sizes, and JAX drops the padding.
-
-    This is undone in the call, and not in the program, which JAX keeps for calls elsewhere.
-    """
-    return unpadded(result) if _INSIDE.get() else result
+The call of such a function drops the padding, and not its program, which JAX keeps for calls elsewhere.
+"""
 
 
 _flatten = jax.tree_util.default_registry.flatten
@@ -144,10 +139,12 @@ class CompiledFunction(Generic[P, R]):
                 if not elsewhere and not (unseen and self._has_static(error, args, kwargs)):
                     raise
             else:
-                return _seen(result.tree() if isinstance(result, FlatTree) else result)
+                result = result.tree() if isinstance(result, FlatTree) else result
+                return unpadded(result) if _INSIDE.get() else result
         with self._surroundings():
             place = self.placed if self._arguments else None
-            return _seen(call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments]))
+            result = call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
+            return unpadded(result) if _INSIDE.get() else result
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
