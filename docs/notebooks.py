@@ -1,6 +1,6 @@
 """Write pages as notebooks: `python docs/notebooks.py` runs them, and writes `docs/notebooks` with their outputs.
 
-The text is that of the page, and exists once. A block becomes a cell; where it ends by printing something that
+The text exists once, in the page. A block becomes a cell; where it ends by printing something that
 notebooks show, the cell ends with that instead. The tests run the pages, and compare the notebooks with the outputs.
 """
 

@@ -8,11 +8,14 @@ on both sides, which does not depend on how they are sharded.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
-from models.llama import Config, Llama
+import small_weights
+from models.llama import Llama
+from small_weights import LETTERS, PROMPT, RHYME, written
 
 import axonym as axn
 
@@ -21,23 +24,10 @@ try:
 except ImportError as e:
     raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
-RHYME = "The rain in Spain stays mainly in the plain. "
-LETTERS = sorted(set(RHYME))
-PROMPT = 9
-"""How many letters the sampler is given."""
 STORED, COMPUTED = {"embed": "fsdp"}, {"batch": "fsdp"}
 TENSOR = {"kv_heads": "model", "mlp": "model", "vocab": "model"}
 OPTIMIZER = optax.adam(3e-3)
-
-CONFIG = Config(
-    Vocab=axn.Axis("vocab", len(LETTERS)),
-    Embed=axn.Axis("embed", 64),
-    Layers=axn.Axis("layers", 2),
-    KVHeads=axn.Axis("kv_heads", 4),
-    Group=axn.Axis("group", 2),
-    HeadSize=axn.Axis("head_size", 16),
-    Mlp=axn.Axis("mlp", 128),
-)
+CONFIG = dataclasses.replace(small_weights.CONFIG, KVHeads=axn.Axis("kv_heads", 4))  # one for each device
 
 
 def start(key: jax.Array) -> tuple[Any, Any]:
@@ -49,20 +39,6 @@ def step(model: Any, state: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any
     loss, gradients = jax.value_and_grad(Llama.loss)(model, tokens)
     updates, state = OPTIMIZER.update(gradients, state)
     return loss, optax.apply_updates(model, updates), state
-
-
-def written(model: Llama, prompt: axn.NamedArray) -> axn.NamedArray:
-    """The likeliest letters after a prompt, one by one, with a cache of keys and values."""
-    More = axn.Axis("more", len(RHYME) - PROMPT)
-    cache = model.empty_cache(prompt.resolve_axis("batch"), axn.Axis("key_pos", len(RHYME)))
-    logits, cache = model.extend(prompt, cache)
-
-    def next_letter(carry: Any, _: Any) -> tuple[Any, axn.NamedArray]:
-        letter, cache = carry
-        logits, cache = model.extend(letter.broadcast_axis(axn.Axis("pos", 1)), cache)
-        return (logits.argmax("vocab"), cache), letter
-
-    return axn.scan(next_letter, More)((logits.argmax("vocab"), cache), axn.arange(More))[1]
 
 
 def checksum(model: Llama) -> int:

@@ -19,7 +19,7 @@ from ..sharding.placement import ParameterOrComputeMapping, Placement, examine
 __all__ = ["Shown", "show"]
 
 _NAMED = 6
-"""How many arrays are named that a mapping does not reach."""
+"""At most so many arrays that a mapping does not reach are named."""
 
 
 def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> Shown:
@@ -79,7 +79,7 @@ def _mapping_alone(mapping: Mapping[Any, Any], mesh: Mapping[str, int]) -> Shown
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Shown:
-    """What `axonym.debug.show` shows: HTML in a notebook, and text elsewhere.
+    """Show a tree or a mapping, in HTML in a notebook and as text elsewhere; `axonym.debug.show` returns it.
 
     >>> print(axn.debug.show({"batch": "data"}, mesh=axn.make_mesh({"data": 8})))
     batch: over data=8
@@ -93,9 +93,9 @@ class Shown:
     entries: Mapping[str, tuple[tuple[tuple[str, ...], ...], str]]
     """For each axis of the mapping: its mesh axes, for FSDP in compute and in storage, and how many arrays have it."""
     problems: tuple[str, ...]
-    """What keeps the mapping from placing the arrays."""
+    """The reasons why the mapping cannot place arrays."""
     placed: bool
-    """Whether the arrays are shown as a mapping puts them."""
+    """True if the arrays are shown as a mapping places them."""
 
     def __str__(self) -> str:
         lines = [f"{self.title}: {self._sum()}"] if self.title else []

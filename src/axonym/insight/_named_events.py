@@ -96,7 +96,7 @@ class Use:
     others: frozenset[str]
     """The axes of the other operands."""
     intermediate: bool
-    """Whether the named operation made the operand itself, from operands that it had gathered."""
+    """True if the named operation made the operand itself, from operands that it had gathered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Offloaded:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """What devices exchange for an operation along an axis, if that is sharded: halos, totals, or shards."""
+    """An exchange of halos, totals or shards between devices, by an operation along an axis, if it is sharded."""
 
     place: Occurrence
     value: Value

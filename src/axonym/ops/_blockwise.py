@@ -126,7 +126,7 @@ def slopes_kernel(what: str, names: Names, axis: str, blocks: Blocks, spacing_na
 
 
 class Reach:
-    """How far from the shards of an axis the elements lie that are looked up for shards of another one."""
+    """The distance between the shards of an axis and the elements that the shards of another one look up."""
 
     def __init__(self, places: np.ndarray, size: int):
         """Arguments:

@@ -42,7 +42,7 @@ S = TypeVar("S")
 
 
 _INSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("axonym.inside_compiled", default=False)
-"""Whether a compiled function is being traced, which sees the true sizes of uneven axes, also of functions it calls.
+"""True while a compiled function is traced: it sees the true sizes of uneven axes, also in results of others it calls.
 
 The call of such a function drops the padding, and not its program, which JAX keeps for calls elsewhere.
 """

@@ -41,18 +41,18 @@ class Route:
     target: NamedSharding
     piece: tuple[int, ...]
     cut: bool
-    """Whether pieces are smaller than the source's shards."""
+    """True if pieces are smaller than the source's shards."""
     put: bool
-    """Whether pieces are smaller than the target's shards."""
+    """True if pieces are smaller than the target's shards."""
     straight: bool
-    """Whether `jax.device_put` does the same: each shard goes to another device as it is."""
+    """True if `jax.device_put` does the same: each shard goes to another device as it is."""
     rounds: tuple[Round, ...]
     in_flight: int
     """The most bytes on a device, beside the shards, while one array is copied."""
     in_flight_each: int
     """The same for each of several arrays that are copied together, and stacked for that."""
     at_once: int
-    """How many arrays are copied together."""
+    """The number of arrays that are copied together."""
 
     def links(self) -> dict[tuple[Any, Any], int]:
         """Return the bytes that each device sends to each other device."""
