@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 import axonym as axn
 from axonym.insight import CHIPS, Chip, Islands, Torus, cost_model, explain, plan
 from axonym.insight.cost_model import Multiplication, Part, Sent
+from axonym.insight.linked_chips import Placement
 from examples.models import llama
 
 from .harness import Row
@@ -99,7 +100,7 @@ def chip_of(run: Run) -> Chip:
     return dataclasses.replace(chip, reached=dataclasses.replace(chip.reached, waited=0.0))
 
 
-def placed(run: Run) -> tuple[Torus | Islands, list[cost_model.Placement]]:
+def placed(run: Run) -> tuple[Torus | Islands, list[Placement]]:
     """The topology of a run, and the ways to lay its mesh on it."""
     mesh = {a: run[short] for a, short in (("stage", "pp"), ("data", "dp"), ("fsdp", "fsdp"), ("tensor", "tp"))}
     chip = chip_of(run)
@@ -107,7 +108,7 @@ def placed(run: Run) -> tuple[Torus | Islands, list[cost_model.Placement]]:
         torus = Torus(chip, run["topology"], run["slices"])
         return torus, torus.placements(mesh)
     islands = Islands(chip, run["chips"], min(run["chips"], 8), NETWORK.get(run["chip"]))
-    return islands, [cost_model.Placement(mesh)]
+    return islands, [Placement(mesh)]
 
 
 class Transformer:

@@ -6,7 +6,8 @@ import random
 import re
 from collections.abc import Iterator
 
-from axonym.insight._hlo import COLLECTIVES, HloProgram, Instruction, groups
+from axonym.insight._hlo import COLLECTIVES, HloProgram, Instruction
+from axonym.insight._hlo_devices import groups
 
 GROUPS = re.compile(
     r"replica_groups=(?:mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\))?\))? \{[^}]*\}|\{\{.*?\}\}|"

@@ -11,7 +11,8 @@ import pytest
 
 from axonym.insight import CHIPS, Islands, Torus, cost_model
 from axonym.insight._accounts import parts_of_report
-from axonym.insight.cost_model import Multiplication, Part, Placement, Sent, rate_of, topologies_of
+from axonym.insight.cost_model import Multiplication, Part, Sent, rate_of
+from axonym.insight.linked_chips import Placement, topologies_of
 
 pytestmark = pytest.mark.oldest
 

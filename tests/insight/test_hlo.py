@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from axonym.insight._hlo import HloProgram, HloShape, Instruction, UnknownForm, groups
+from axonym.insight._hlo import HloProgram, HloShape, Instruction, UnknownForm
+from axonym.insight._hlo_devices import groups
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 

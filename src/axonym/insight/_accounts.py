@@ -21,7 +21,8 @@ from ._branches import Branches, ways
 from ._by_names import Account, CountedExchange, Layout
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
 from .chips import Chip
-from .cost_model import Amount, Estimate, Multiplication, Part, Placement, Rate, Sent, Topology
+from .cost_model import Amount, Estimate, Multiplication, Part, Rate, Sent
+from .linked_chips import Placement, Topology
 from .report import Report
 
 

@@ -63,12 +63,10 @@ def of_instruction(instruction: Instruction, operands: Sequence[HloShape]) -> in
         return of_product(result.sizes, [left.sizes[int(i)] for i in summed])
     # Compilers for TPUs write products as convolutions.
     labels = instruction.attribute("dim_labels") or ""
-    settings = dict(part.split("=") for part in (instruction.attribute("window") or "{}").strip("{}").split())
-    spatial = sum(label.isdecimal() for label in labels.partition("_")[0])
+    window, spatial = instruction.window(), sum(label.isdecimal() for label in labels.partition("_")[0])
 
     def of(name: str, otherwise: int) -> list[int]:
-        found = settings[name].split("x") if name in settings else [str(otherwise)] * spatial
-        return [int(text.split("_")[0]) for text in found]
+        return [first for first, *_ in window.get(name, [[otherwise]] * spatial)]
 
     windows = [*map(Window, of("stride", 1), of("pad", 0), of("lhs_dilate", 1), of("rhs_dilate", 1))]
     return of_convolution(labels, [left.sizes, right.sizes, result.sizes], windows)

@@ -11,10 +11,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from ..core.source_lines import Frame
 from ._branches import Branches
@@ -50,9 +48,6 @@ _CALLED = {
 
 _NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
 """Matches the scope of a named operation: see `_scopes`."""
-
-Groups = tuple[tuple[int, ...], ...]
-"""Groups of devices that exchange data, by their position in the mesh."""
 
 
 class UnknownForm(ValueError):
@@ -103,6 +98,11 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """Return the text of an attribute, up to the comma that ends it."""
         return self._attributes.get(name)
+
+    def window(self) -> dict[str, list[list[int]]]:
+        """Return the settings of a window along each axis, such as `pad`, before and after."""
+        parts = (part.split("=") for part in (self.attribute("window") or "{}").strip("{}").split())
+        return {name: [[*map(int, word.split("_"))] for word in text.split("x")] for name, text in parts}
 
     @functools.cached_property
     def _attributes(self) -> dict[str, str]:
@@ -389,7 +389,7 @@ def _instruction(line: str) -> Instruction:
         raise UnknownForm(f"not an instruction: {line.strip()[:80]!r}")
     rest = line[found.end() :]
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shapes = tuple(HloShape(d, _sizes(s)) for d, s in re.findall(r"([a-z]+[a-z0-9]*)\[([\d,<= ]*)\]", rest[:end]))
+    shapes = tuple(HloShape(d, ints(s)) for d, s in re.findall(r"([a-z]+[a-z0-9]*)\[([\d,<= ]*)\]", rest[:end]))
     opening = rest.index("(", end)
     opcode = rest[end:opening].strip()
     closing = _closing(rest, opening)
@@ -412,7 +412,8 @@ def _operand_names(text: str) -> Iterator[str]:
             yield word
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def ints(text: str) -> tuple[int, ...]:
+    """Read whole numbers, such as sizes, of which `<=4` is one."""
     return tuple(int(n.strip().removeprefix("<=")) for n in text.split(",") if n)
 
 
@@ -459,102 +460,6 @@ def branches(instruction: Instruction) -> Sequence[str]:
         return [name.strip().lstrip("%") for name in listed.strip("{}").split(",")]
     both = [instruction.computation(f"{which}_computation") for which in ("true", "false")]
     return [name for name in both if name]
-
-
-# --- devices ---
-
-
-def groups(instruction: Instruction, devices: int) -> Groups:
-    """Return the device groups of a collective; pairs, for a permutation."""
-    pairs = instruction.attribute("source_target_pairs")
-    if pairs is not None:
-        return _listed(pairs)
-    text = instruction.attribute("replica_groups")
-    if text is None:
-        raise UnknownForm(f"{instruction.opcode} does not name its devices: {instruction.attributes[:80]!r}")
-    if "use_global_device_ids=true" not in instruction.attributes and "channel_id" not in instruction.attributes:
-        raise UnknownForm(f"{instruction.opcode} counts replicas rather than devices: {instruction.attributes[:80]!r}")
-    text = text.strip()
-    if text == "{}":
-        return (tuple(range(devices)),)
-    if text.startswith("{{"):
-        return _listed(text)
-    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if iota:
-        return _iota(*(_sizes(part or "") for part in iota.groups()))
-    if text.startswith("mesh["):
-        on_mesh = _ON_MESH.search(instruction.attributes)
-        if on_mesh:
-            return _on_mesh(*on_mesh.groups())
-    raise UnknownForm(f"groups of devices in a form that is not known here: {instruction.attributes[:200]!r}")
-
-
-def along(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[str, ...], bool]:
-    """Return the mesh axes along which the devices of a group differ, and if groups have all devices along them."""
-    sizes = tuple(mesh.values())
-    differ = np.zeros(len(sizes), bool)
-    for group in found:
-        places = np.stack(np.unravel_index(np.array(group), sizes))
-        differ |= (places != places[:, :1]).any(axis=1)
-    axes = tuple(name for name, d in zip(mesh, differ, strict=True) if d)
-    whole = int(np.prod([mesh[a] for a in axes], dtype=int))
-    return axes, pairs or all(len(group) == whole for group in found)
-
-
-def _listed(text: str) -> Groups:
-    return tuple(_sizes(part) for part in re.findall(r"\{([\d,]+)\}", text.strip()[1:-1]))
-
-
-def _iota(shape: Sequence[int], dims: Sequence[int], order: Sequence[int]) -> Groups:
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return _rows(np.transpose(ids, order or range(len(dims))).reshape(shape))
-
-
-_ON_MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}(?:,|$)"
-)
-
-
-def _on_mesh(axes: str, dims: str | None, order: str | None, over: str) -> Groups:
-    """Return the groups along some axes of a mesh, whose devices are in order, or in the order of a transposed grid.
-
-    A part of a mesh axis is written `'model':(2)4`: of 8 or more devices, 4 that follow each other in each of 2 blocks.
-    """
-    sizes = {name.strip().strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in axes.split(","))}
-    blocks = {name: [size] for name, size in sizes.items()}
-    chosen = []
-    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over):
-        if name not in sizes:
-            raise UnknownForm(f"groups over {name!r}, which is not an axis of {axes!r}")
-        if part:
-            # A part of an axis has the digits of the position between the ones before it and the rest.
-            blocks[name] = _cut(blocks[name], int(before), int(part), sizes[name])
-        chosen.append((name, int(before or 1), int(part or sizes[name])))
-    grid = _sizes(dims or "") or tuple(sizes.values())
-    ids = np.transpose(np.arange(math.prod(grid)).reshape(grid), _sizes(order or "") or range(len(grid)))
-    places = [(name, math.prod(found[:i]), n) for name, found in blocks.items() for i, n in enumerate(found)]
-    inside = [i for one in chosen for i, place in enumerate(places) if _lies_in(place, one)]
-    outside = [i for i in range(len(places)) if i not in inside]
-    ids = np.transpose(ids.reshape([n for _, _, n in places]), [*outside, *inside])
-    return _rows(ids.reshape(-1, math.prod(places[i][2] for i in inside)))
-
-
-def _cut(blocks: Sequence[int], before: int, part: int, size: int) -> list[int]:
-    """Cut the digits of a position where a part of a mesh axis begins, and where it ends."""
-    ends = sorted({*itertools.accumulate(blocks, lambda a, b: a * b), before, before * part} - {1}) or [size]
-    if ends[-1] != size or any(b % a for a, b in itertools.pairwise(ends)):
-        raise UnknownForm(f"groups over ({before}){part} of a mesh axis of {size}")
-    return [b // a for a, b in itertools.pairwise([1, *ends])]
-
-
-def _lies_in(place: tuple[str, int, int], chosen: tuple[str, int, int]) -> bool:
-    """Return whether digits of a position are in a part of a mesh axis."""
-    (name, before, count), (of, start, part) = place, chosen
-    return name == of and start <= before and before * count <= start * part
-
-
-def _rows(ids: np.ndarray) -> Groups:
-    return tuple(tuple(int(i) for i in row) for row in ids)
 
 
 # --- lines of Python ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..core.differences import usual_sizes
-from ._hlo import HloShape, Instruction, UnknownForm, split
+from ._hlo import HloShape, Instruction, UnknownForm, ints, split
+from ._hlo_devices import Places, numbered
 
 CLOSE = 1e-10
 """The relative tolerance of values: in float64, another order of summation makes less of a difference."""
@@ -100,7 +100,6 @@ def placed(i: Instruction, devices: int) -> list[PlacedArray]:
 
 _TILES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(?: last_tile_dim(.*))?\}")
 _MESH = re.compile(r"\{mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?, \[(.*)\](.*)\}")
-_AXIS = re.compile(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?")
 
 
 @functools.lru_cache(1024)
@@ -117,44 +116,26 @@ def tiling(text: str, rank: int, devices: int) -> Tiling:
         return _untiled(rank, np.arange(devices))
     tiles, mesh = _TILES.fullmatch(text), _MESH.fullmatch(text)
     if tiles:
-        sizes = {str(n): size for n, size in enumerate(_ints(tiles[1]))}
-        grid, order, ids = tiles[2], tiles[3], tiles[4]
+        sizes = {str(n): size for n, size in enumerate(ints(tiles[1]))}
+        places = Places(sizes, np.array(ints(tiles[4])) if tiles[4] else numbered(ints(tiles[2]), tiles[3]))
         kinds = re.findall(r"manual|replicate|unreduced", tiles[5] or "")
         dims = [*sizes][:rank]
         manual = " ".join(name for name, kind in zip([*sizes][rank:], kinds, strict=False) if kind == "manual")
         known = len(sizes) == rank + len(kinds) and "unreduced" not in kinds
     elif mesh:
-        sizes = {name.strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in mesh[1].split(","))}
-        grid, order, ids = mesh[2] or ",".join(map(str, sizes.values())), mesh[3], None
+        places = Places.on_mesh(*mesh.groups()[:3])
         dims = re.findall(r"\{([^}]*)\}", mesh[4])
         further = dict(re.findall(r", (\w+)=\{([^}]*)\}", mesh[5]))
         manual = further.get("manual", "")
         known = len(dims) == rank and further.keys() <= {"manual", "replicated"}
     else:
         raise UnknownForm(f"the sharding {text[:100]}")
-    numbers = np.array(_ints(ids)) if ids else np.arange(math.prod(_ints(grid))).reshape(_ints(grid))
-    numbers = np.transpose(numbers, _ints(order)) if order else numbers
-    if not known or numbers.size != devices or math.prod(sizes.values()) != devices:
+    if not known or places.devices != devices:
         raise UnknownForm(f"the sharding {text[:100]}")
-    places = dict(zip(sizes, np.unravel_index(np.argsort(numbers.ravel()), [*sizes.values()]), strict=True))
-
-    def along(axes: str) -> tuple[np.ndarray, int]:
-        """Return where devices are along some axes, and the number of places."""
-        at, count = np.zeros(devices, int), 1
-        for name, before, part in _AXIS.findall(axes):
-            size = int(part or sizes[name])
-            place = places[name] // (sizes[name] // (int(before or 1) * size)) % size
-            at, count = at * size + place, count * size
-        return at, count
-
-    found = [along(d) for d in dims]
-    index = np.array([at for at, _ in found], int).reshape(rank, devices).T
-    return Tiling(index, tuple(count for _, count in found), along(manual)[0])
+    found = [places.along(d) for d in dims]
+    index = np.array([at for at, _, _ in found], int).reshape(rank, devices).T
+    return Tiling(index, tuple(count for _, _, count in found), places.along(manual)[0])
 
 
 def _untiled(rank: int, manual: np.ndarray) -> Tiling:
     return Tiling(np.zeros((len(manual), rank), int), (1,) * rank, manual)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]

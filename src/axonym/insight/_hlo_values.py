@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ._hlo import HloProgram, Instruction, UnknownForm, branches, groups
+from ._hlo import HloProgram, Instruction, UnknownForm, branches
+from ._hlo_devices import groups
 from ._hlo_elements import (
     COMBINING,
     ELEMENTWISE,
@@ -330,20 +331,20 @@ def _reduce(i: Instruction, m: Machine, *values: Array) -> Value:
 
 def _windows(i: Instruction, x: Array, value: Any) -> Array:
     """Pad the last axes of an array with a value, and return its windows: (..., numbers of the window, elements)."""
-    found = dict(part.split("=") for part in (i.attribute("window") or "{}").strip("{}").split())
-    rank = len(found["size"].split("x")) if "size" in found else 0
+    window = i.window()
+    rank = len(window.get("size", ()))
 
-    def each(name: str, default: str = "1") -> list[list[int]]:
-        words = found[name].split("x") if name in found else [default] * rank
-        return [[*map(int, word.split("_"))] for word in words]
+    def each(name: str, *default: int) -> list[list[int]]:
+        return window.get(name, [[*default]] * rank)
 
-    x = _padded(x, value, [(*pad, n - 1) for pad, (n,) in zip(each("pad", "0_0"), each("lhs_dilate"), strict=True)])
-    steps = [
-        -d if backwards else d for (d,), (backwards,) in zip(each("rhs_dilate"), each("rhs_reversal", "0"), strict=True)
-    ]
+    x = _padded(x, value, [(*pad, n - 1) for pad, (n,) in zip(each("pad", 0, 0), each("lhs_dilate", 1), strict=True)])
+    directions = zip(each("rhs_dilate", 1), each("rhs_reversal", 0), strict=True)
+    steps = [-d if backwards else d for (d,), (backwards,) in directions]
     reach = [(n - 1) * abs(d) + 1 for (n,), d in zip(each("size"), steps, strict=True)]
     windows = np.lib.stride_tricks.sliding_window_view(x, reach, tuple(range(x.ndim - rank, x.ndim)))
-    windows = windows[(..., *(slice(None, None, n) for (n,) in each("stride")), *(slice(None, None, d) for d in steps))]
+    windows = windows[
+        (..., *(slice(None, None, n) for (n,) in each("stride", 1)), *(slice(None, None, d) for d in steps))
+    ]
     return windows.reshape(*windows.shape[: x.ndim], -1)
 
 

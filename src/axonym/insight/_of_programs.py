@@ -20,7 +20,8 @@ from ._branches import NOTE, Branches, least, mean
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory, bounds_on
-from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
+from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
+from ._hlo_devices import along, groups
 from ._lowered import Product, read_step
 from ._parameters import Kind, kind_of, updated, used_by, with_parameters
 from .chips import Chip

@@ -16,32 +16,13 @@ from ..sharding.leaves import leaves_of
 from . import cost_model
 from ._accounts import DividedLayers, Meshes, PatternAccount, RatesAt, Sizes, kept, loops_over, parts_of_report
 from ._by_names import Account, Layout, check_sizes
-from ._figures import Bounds
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
-from .cost_model import Estimate, Placement, Topology
+from ._planned_mapping import Over, PlannedMapping
+from .cost_model import Estimate
 from .explaining import explain
+from .linked_chips import Placement, Topology
 from .report import Report
-
-Over = str | tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A mesh and mappings, and what they cost: what `PlannedMapping` shows."""
-
-    mesh: dict[str, int]
-    compute: dict[str, Over]
-    storage: dict[str, Over]
-    bounds: Bounds
-    estimate: Estimate
-    memory: int
-    flops: int | None
-    sent: int
-    uncertain: int
-    by: str
-    topology: Topology
-    placed: Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +186,7 @@ class Search:
         for storage in ({}, *({n: "data", **kept} for n in self.stored if n not in group)):
             yield ("data", "model", "inner"), compute, storage
 
-    def found(self, ranked: Ranked, row: int) -> Found:
+    def found(self, ranked: Ranked, row: int) -> PlannedMapping:
         """Return what a mesh costs, exactly."""
         topology, placed = ranked.meshes.placed[row]
         own = {"stage": self.stages.count} if self.stages else {}
@@ -225,9 +206,9 @@ class Search:
         sizes = Sizes({a: float(n) for a, n in placed.mesh.items()})
         touched, _ = pattern.memory(sizes)
         bounds = cost_model.bounds(pattern.parts(sizes, touched), RatesAt(topology, placed), self.chip, touched)
-        return Found(
-            mesh, compute, storage, bounds, ranked.estimate.at(row), memory, flops, sent, account.uncertain,
-            "names", topology, placed,
+        return PlannedMapping(
+            mesh, compute, storage, bounds, memory, flops, sent, account.uncertain, raw=self.step.raw,
+            estimate=ranked.estimate.at(row), topology=topology, placed=placed,
         )  # fmt: skip
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
@@ -235,7 +216,7 @@ class Search:
 
     # --- by reports ---
 
-    def estimated(self, found: Found, report: Report) -> Found:
+    def estimated(self, found: PlannedMapping, report: Report) -> PlannedMapping:
         """Return what a mapping costs if a report tells what it exchanges, on its best place."""
         axes, compute, storage = tuple(found.mesh), found.compute, found.storage
         if self.stages is not None:
@@ -258,7 +239,7 @@ class Search:
             bounds = dataclasses.replace(bounds, compute=report.bounds.compute)
         return dataclasses.replace(found, bounds=bounds, estimate=Estimate(terms), topology=topology, placed=placed)
 
-    def ask(self, limit: int) -> Iterator[Found]:
+    def ask(self, limit: int) -> Iterator[PlannedMapping]:
         """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, self.chips + 1) if self.chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
@@ -313,7 +294,7 @@ class Search:
 
     def asked(
         self, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over], limit: int
-    ) -> Found | None:
+    ) -> PlannedMapping | None:
         """Plan a mapping by the partitioner, if it divides the axes and fits into memory."""
         layout = Layout(mesh, compute, storage, self.trace.joined)
         try:
@@ -334,9 +315,9 @@ class Search:
         if sent is None or bounds is None or report.flops is None:
             self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
             return None
-        found = Found(
-            mesh, compute, storage, bounds, Estimate({}), memory, report.flops, sent, 0, "partitioner",
-            self.topologies[0], Placement(mesh),
+        found = PlannedMapping(
+            mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner", raw=self.step.raw,
+            topology=self.topologies[0], placed=Placement(mesh),
         )  # fmt: skip
         return self.estimated(found, report)
 

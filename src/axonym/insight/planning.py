@@ -15,136 +15,15 @@ from ..core.html import Html
 from ..distribution.mesh_axes import Axes
 from ._accounts import DividedLayers, Meshes
 from ._plan_page import plan_page
-from ._searching import Found, Ranked, Search, TracedStep, abstract
+from ._planned_mapping import PlannedMapping
+from ._searching import Ranked, Search, TracedStep, abstract
 from ._text import aligned, as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
-from .cost_model import Bounds, Estimate, Placement, Topology, Torus, topologies_of, why_first
+from .cost_model import why_first
 from .explaining import explain
+from .linked_chips import Topology, topologies_of
 from .page import Page
 from .report import Report
-
-Over = str | tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedMapping:
-    """A mesh and two mappings, and their cost.
-
-    >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-    >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-    >>> axn.insight.plan(step, w, x, chips=2).best.mesh
-    {'data': 2}
-    """
-
-    mesh: Mapping[str, int]
-    compute: Mapping[str, Over]
-    storage: Mapping[str, Over]
-    """The parameter mapping, for `axonym.fsdp`; empty if parameters are stored as they are used."""
-    bounds: Bounds
-    memory: int
-    """The bytes that each device keeps at least."""
-    flops: int | None
-    sent: int
-    """The bytes that each device sends."""
-    uncertain: int
-    by: str = "names"
-    """Its source: `names`, or `partitioner` where names are not enough."""
-    verified: Report | None = None
-    """The partitioner's report, if it was asked for one."""
-    raw: bool = False
-    """True if the step is a function of raw arrays, made by `axonym.names.distribute`."""
-    estimate: Estimate = dataclasses.field(default_factory=lambda: Estimate({}))
-    """The time of a step, estimated, in terms: by this, mappings are ordered."""
-    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The values chosen for the arguments of the step's builder, or their keys, if these were given."""
-    keyed: tuple[str, ...] = ()
-    """The arguments of the builder whose values have keys."""
-    topology: Topology | None = None
-    placed: Placement | None = None
-    """The place of the mesh axes on the topology that the estimate is for."""
-    peak: int | None = None
-    """The bytes that each device holds at most, as compiled, if the arguments that it updates are donated; None if it
-    was not compiled."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the lower bound on the time of a step, by which plans prune: the longest of its bounds.
-
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).best.seconds > 0
-        True
-        """
-        return self.bounds.longest
-
-    @property
-    def mapping(self) -> Any:
-        """Return the argument `mapping` for `explain` and `compare`.
-
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).best.mapping
-        {'batch': 'data'}
-        """
-        return (dict(self.storage), dict(self.compute)) if self.storage else dict(self.compute)
-
-    def code(self) -> str:
-        """Return the mesh and the mappings as Python.
-
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> print(axn.insight.plan(step, w, x, chips=2).best.code())
-        mesh = axn.make_mesh({'data': 2})
-        compute = {'batch': 'data'}
-        step = axn.named_jit(step, compute, in_placement=compute)
-        """
-        lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r})", f"compute = {dict(self.compute)!r}"]
-        if where := self.place():
-            lines.insert(1, f"# {where}")
-        if self.choices:
-            lines.append(f"step = build({', '.join(f'{n}={self._written(n)}' for n in self.choices)})")
-        if self.raw:
-            lines += [f"storage = {dict(self.storage)!r}"] if self.storage else []
-            stored = ", storage" if self.storage else ""
-            lines.append(f"step = axn.names.distribute(step, compute{stored}, names=names)")
-        elif self.storage:
-            lines += [f"storage = {dict(self.storage)!r}", "step = axn.fsdp(step, storage, compute)"]
-        else:
-            lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
-        return "\n".join(lines)
-
-    def place(self) -> str:
-        """Say which dimensions of a torus each mesh axis is along; empty if there is no choice.
-
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).best.place()
-        ''
-        """
-        if not isinstance(self.topology, Torus) or self.placed is None or len(self.mesh) < 2:
-            return ""
-        along = []
-        for a in self.mesh:
-            parts = [
-                (
-                    "slices"
-                    if dim < 0
-                    else f"dimension {dim}"
-                    + (f" ({n} of {self.topology.shape[dim]})" if n != self.topology.shape[dim] else "")
-                )
-                for dim, n, _ in self.placed.spans.get(a, ())
-            ]
-            along.append(f"{a} along {' and '.join(parts)}")
-        return f"on {self.topology}: {', '.join(along)}"
-
-    def _written(self, name: str) -> str:
-        key = self.choices[name]
-        return f"choices[{name!r}][{key!r}]" if name in self.keyed else repr(key)
-
-    def _order(self) -> tuple[float, float, int]:
-        """Return the sort key of plans: if their estimates are shown alike, their bounds decide."""
-        complexity = len(self.mesh) + len(self.compute) + len(self.storage)
-        return as_shown(self.estimate.seconds), as_shown(self.seconds), complexity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,13 +323,8 @@ class _Planner:
         fitting = [float(ranked.seconds[i]) for i in ranked.rows if ranked.memory[i] <= self._limit]
         return min(fitting, default=float("inf"))
 
-    def _planned(self, key: Any, found: Found, verified: Report | None = None) -> PlannedMapping:
-        step = self._searches[key].step
-        f = found
-        return PlannedMapping(
-            f.mesh, f.compute, f.storage, f.bounds, f.memory, f.flops, f.sent, f.uncertain, f.by, verified, step.raw,
-            f.estimate, dict(key), self._keyed, f.topology, f.placed,
-        )  # fmt: skip
+    def _planned(self, key: Any, found: PlannedMapping) -> PlannedMapping:
+        return dataclasses.replace(found, choices=dict(key), keyed=self._keyed)
 
     def result(self, verify: int) -> MappingPlan:
         """Return the plan, of which the partitioner checks the first few."""
@@ -537,8 +411,8 @@ class _Planner:
         report, search = self._explained(p, "partitioner"), self._searches[tuple(p.choices.items())]
         if report.total_sent() == p.sent:
             return dataclasses.replace(p, verified=report)
-        f = search.estimated(Found(**{x.name: getattr(p, x.name) for x in dataclasses.fields(Found)}), report)
-        return dataclasses.replace(p, bounds=f.bounds, verified=report, estimate=f.estimate)
+        found = search.estimated(p, report)
+        return dataclasses.replace(p, bounds=found.bounds, verified=report, estimate=found.estimate)
 
     def _compiled(self, p: PlannedMapping) -> PlannedMapping:
         """Compile a mapping to the end, which tells its memory."""
