@@ -147,6 +147,7 @@ from .ops.elementwise import (
     trunc as trunc,
 )
 from .ops.indexing import index as index, slice as slice, take as take
+from .ops.interpolation import interp as interp, regrid as regrid
 from .ops.joining import (
     concatenate as concatenate,
     flip as flip,
@@ -197,11 +198,9 @@ from .ops.segments import (
 from .ops.selection import (
     clip as clip,
     digitize as digitize,
-    interp as interp,
     isin as isin,
     nonzero as nonzero,
     put_along_axis as put_along_axis,
-    regrid as regrid,
     searchsorted as searchsorted,
     select as select,
     take_along_axis as take_along_axis,

@@ -287,7 +287,7 @@ EXCUSED = {
     "linalg.py _system_kernel": _BATCHES,
     "linalg.py _tridiagonal_kernel": _BATCHES,
     "nn/moe.py _grouped_kernel": "experts send rows by the data: tests/insight/test_by_names.py compares their steps",
-    "ops/selection.py _interp_kernel": _BATCHES,
+    "ops/interpolation.py _interp_kernel": _BATCHES,
     "ops/signal.py _convolution_kernel": _OTHERWISE,
     "poly.py _poly_kernel": _OTHERWISE,
     "poly.py _polyfit_kernel": _BATCHES,

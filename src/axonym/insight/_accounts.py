@@ -18,8 +18,9 @@ from ..distribution.decisions import distinct
 from ..distribution.mesh_axes import Axes
 from . import cost_model
 from ._branches import Branches, ways
-from ._by_names import Account, CountedExchange, Layout
+from ._counted_exchanges import Account, CountedExchange
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
+from ._named_layout import Layout
 from .chips import Chip
 from .cost_model import Amount, Estimate, Multiplication, Part, Rate, Sent
 from .linked_chips import Placement, Topology

@@ -35,6 +35,14 @@ class Value:
     def names(self) -> tuple[str, ...]:
         return tuple(n for n, _ in self.base if n is not None)
 
+    @property
+    def short_dtype(self) -> str:
+        """Return the dtype as XLA writes it, such as `bf16`."""
+        kind = {"f": "f", "i": "s", "u": "u", "c": "c"}.get(self.dtype.kind)
+        if kind is not None:
+            return f"{kind}{8 * self.dtype.itemsize}"
+        return "pred" if self.dtype.kind == "b" else self.dtype.name.replace("float", "f")
+
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:

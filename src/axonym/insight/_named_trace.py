@@ -2,7 +2,7 @@
 
 The walk of `axonym.names` names every axis of the trace: names come with the arguments, and named operations leave
 marks. Events are recorded here: what each operation sums, looks up, uses, renames or moves. Their cost is then computed
-from the names: see `_by_names`.
+from the names: see `_counted_exchanges`.
 """
 
 from __future__ import annotations

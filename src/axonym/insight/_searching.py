@@ -15,8 +15,9 @@ from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
 from ._accounts import DividedLayers, Meshes, PatternAccount, RatesAt, Sizes, kept, loops_over, parts_of_report
-from ._by_names import Account, Layout, check_sizes
+from ._counted_exchanges import Account
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
+from ._named_layout import Layout, check_sizes
 from ._named_trace import named_trace
 from ._planned_mapping import Over, PlannedMapping
 from .cost_model import Estimate

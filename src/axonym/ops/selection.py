@@ -1,31 +1,27 @@
 """Choose elements by a condition, by position along an axis, and by comparison with other values.
 
-Operands are matched by name. Operands that are only searched (the values of `isin`, the sorted array of `searchsorted`,
-the points of `interp`) are not matched: the result does not have their axes, which may have any name and size.
+Operands are matched by name. Operands that are only searched (the values of `isin`, the sorted array of `searchsorted`)
+are not matched: the result does not have their axes, which may have any name and size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
+from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import varying_axes
-from ..named_array import NamedArray, NamedOrNumeric, raw
+from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
-from ._blocks import Blocks, blocks_of
-from ._blockwise import Reach, look_up, looked_up
 from ._operands import (
-    known_values,
     one_axis,
     operand,
     private,
-    replaced,
     require_named,
     require_subset,
     scalar,
@@ -373,254 +369,3 @@ def digitize(x: NamedOrNumeric, bins: NamedOrNumeric | Sequence[float], *, right
     x, names = operand(x)
     (edges,), own = vectors("digitize", bins=bins)
     return _lookup_kernel(jnp.digitize, "digitize", (names, own), (("right", bool(right)),)).apply(x, edges)
-
-
-def interp(
-    x: NamedOrNumeric,
-    xp: NamedOrNumeric | Sequence[float],
-    fp: NamedOrNumeric | Sequence[float],
-    *,
-    axis: AxisSelector | None = None,
-    left: NamedOrNumeric | str | None = None,
-    right: NamedOrNumeric | str | None = None,
-    period: NamedOrNumeric | None = None,
-) -> NamedArray:
-    """Interpolate linearly between given points, along one axis of an array that may have others.
-
-    Arguments:
-        x: where to evaluate the function, a named array or a scalar. The result has its axes in place of `axis`. Axes
-            that it shares with `fp`, other than `axis`, are matched: there, each column has its own positions.
-        xp: the points where the function is given, rising along `axis`. It may have other axes of `fp`, too.
-        fp: the values of the function there: along `axis`, and along any number of other axes.
-        axis: the axis of the points; by default the only axis of `xp`.
-        left, right: the value below the first and above the last point, by default the value there. Or "extrapolate".
-        period: the period of the function, if it has one.
-
-    >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))
-    NamedArray(float32[x=2], [15. 20.])
-    >>> field = axn.named([[10., 20.], [30., 50.]], ("city", "hour"))
-    >>> axn.interp(axn.named([0.5], "hour"), axn.named([0., 1.], "hour"), field)
-    NamedArray(float32[city=2, hour=1], [[15.] [40.]])
-    """
-    x, names = operand(x)
-    if axis is None and np.ndim(raw(xp)) == np.ndim(raw(fp)) == 1:
-        points, own = vectors("interp", xp=xp, fp=fp)
-        layouts, along = (own, own), own[0]
-    else:
-        points, layouts, along = _field("interp", xp, fp, axis)
-    extra = {"left": left, "right": right, "period": period}
-    static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
-    given = tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
-    values = [scalar("interp", k, extra[k]) for k in given]
-    if isinstance(fp, NamedArray) and (over := blocks_of("interp", fp)):
-        found = _interp_by_shards(fp, x, names, points[0], layouts, along, over, extra, values)
-        if found is not None:
-            return found
-    # With few positions, values for them are less than all values of the function.
-    many = 8 * np.size(x) > np.shape(points[1])[layouts[1].index(along)]
-    kernel = _interp_kernel(names, *layouts, along, given, static, many)
-    return kernel.apply(x, *points, *values)
-
-
-def _field(what: str, xp: Any, fp: Any, axis: AxisSelector | None) -> tuple[list[Any], tuple[Names, Names], str]:
-    """Return the points of a function and its values as arrays, their names, and the axis along which they lie."""
-    fp, (xp, point_names) = require_named(what, fp), operand(xp)
-    if axis is None and len(point_names) != 1:
-        raise ValueError(
-            f"{what}: which axis of `xp` {errors.describe_axes(point_names, np.shape(xp))} do the points lie along? "
-            "Pass it as `axis`."
-        )
-    chosen = _kernels.one_selector(what, point_names[0] if axis is None else axis)
-    for label, n, shape in (("xp", point_names or fp.names, np.shape(xp)), ("fp", fp.names, fp.array.shape)):
-        if name_of(chosen) not in n:
-            raise ValueError(f"{what}: `{label}` has no axis {name_of(chosen)!r}: {errors.describe_axes(n, shape)}.")
-    if isinstance(chosen, Axis) and fp.axis_size(chosen.name) != chosen.size:
-        places = [("`fp`", fp.axis_size(chosen.name)), ("the argument", chosen.size)]
-        raise ValueError(errors.size_mismatch(what, chosen.name, places))
-    require_subset(what, "xp", point_names, fp.names)
-    return [xp, fp.array], (point_names or (name_of(chosen),), fp.names), name_of(chosen)
-
-
-@_kernels.shared("names", "point_names", "value_names", "along")
-def _interp_kernel(
-    names: Names,
-    point_names: Names,
-    value_names: Names,
-    along: str,
-    given: tuple[str, ...],
-    static: tuple[tuple[str, str], ...],
-    many: bool,
-) -> _kernels.Kernel:
-    inner = looked_up(along)
-    in_names, out_names = _layouts(names, point_names, value_names, along, inner, len(given))
-
-    def positional(x, xp, fp, *values):
-        return _interpolate(fp, x, xp, *values, in_names=in_names, out_names=out_names, given=given, static=static)
-
-    return _kernels.make_along_kernel("interp", positional, in_names, out_names, (inner,), replicated=many)
-
-
-def _layouts(
-    names: Names, point_names: Names, value_names: Names, along: str, inner: str, extra: int
-) -> tuple[tuple[Names, ...], Names]:
-    """Return the axes of the operands of an interpolation, and of its result.
-
-    The positions may have an axis with the name of the points' axis, which is therefore called otherwise inside.
-    """
-    out_names = replaced("interp", value_names, along, names_without(names, *names_without(value_names, along)))
-    of_points, of_values = (tuple(inner if n == along else n for n in own) for own in (point_names, value_names))
-    return (names, of_points, of_values, *[()] * extra), out_names
-
-
-def _interpolate(
-    fp: jax.Array,
-    x: jax.Array,
-    xp: jax.Array,
-    *values: Any,
-    in_names: tuple[Names, ...],
-    out_names: Names,
-    given: tuple[str, ...],
-    static: tuple[tuple[str, str], ...],
-    **_: Any,
-) -> jax.Array:
-    def one(x, xp, fp, *values):
-        return jnp.interp(x, xp, fp, **dict(static), **dict(zip(given, values, strict=True)))
-
-    batch = tuple(n for n in in_names[2] if n in out_names)
-    return _kernels.map_over(one, batch, in_names, out_names)(x, xp, fp, *values)
-
-
-# --- on another grid ---
-
-
-def regrid(
-    array: NamedArray, axis: AxisSelector, indices: NamedArray, weights: NamedArray, over: AxisSelection
-) -> NamedArray:
-    """Return weighted sums of elements along an axis, such as values on another grid.
-
-    This is `(array[axis, indices] * weights).sum(over)`, and devices exchange less for it if the axis is sharded, and
-    the axis of the result alike. If `indices` is known when the function is traced, as a NumPy array is, and points to
-    elements near the same place of the axis, or around its ends, they receive a halo with these elements from
-    their neighbors, and else all elements along the axis.
-
-    Arguments:
-        indices: positions along the axis. It has the axis of the result, which may have the name of `axis` and another
-            size, and the axes of the sum.
-        weights: has the axes of `indices`, or some of them.
-        over: the axes of the sum.
-
-    >>> x = axn.named([0., 10., 40., 90.], "x")
-    >>> indices = axn.named(np.array([[0, 1], [2, 3]]), ("x", "corner"))
-    >>> axn.regrid(x, "x", indices, axn.named([0.5, 0.5], "corner"), "corner")
-    NamedArray(float32[x=2], [ 5. 65.])
-    """
-    what = "regrid"
-    for x in (array, indices, weights):
-        require_named(what, x)
-    name, summed = name_of(axis := _kernels.one_selector(what, axis)), tuple(map(name_of, selectors(over)))
-    for x, own in ((array, (axis,)), (indices, selectors(over))):
-        if missing := [name_of(a) for a in own if name_of(a) not in x.names]:
-            raise ValueError(errors.missing_axes(what, missing, x.names, x.array.shape))
-        _kernels.check_selection(what, [x.names], [x.array], [a for a in own if isinstance(a, Axis)])
-    require_subset(what, "weights", weights.names, indices.names)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{what}: `indices` needs integers, got an array of {indices.dtype}.")
-    new, blocks = names_without(indices.names, *summed), blocks_of(what, array)
-    known = known_values(indices.array) if blocks or isinstance(indices.array, np.ndarray) else None
-    if known is not None and known.size:
-        size = array.axis_size(name)
-        if known.min() < -size or known.max() >= size:
-            raise ValueError(f"{what}: `indices` has positions outside of axis {name!r} of size {size}.")
-    if name in blocks and len(new) == 1 and not {*indices.names} & {*names_without(array.names, name)}:
-        places = indices.resolve_axis(new[0])
-        found = _regrid_by_shards(what, array, name, indices, known, weights, summed, places, blocks)
-        if found is not None:
-            return found
-    return (array[axis, indices] * weights).sum(over)
-
-
-def _regrid_by_shards(
-    what: str,
-    array: NamedArray,
-    name: str,
-    indices: NamedArray,
-    known: np.ndarray | None,
-    weights: NamedArray,
-    summed: Names,
-    new: Axis,
-    over: Mapping[str, Blocks],
-) -> NamedArray | None:
-    """Return weighted sums along a sharded axis; None if the new axis is not sharded alike."""
-    reach = None
-    if known is not None:
-        reach = Reach(np.moveaxis(known, indices.names.index(new.name), 0), array.axis_size(name))
-    inner = looked_up(name)
-    own = tuple(inner if n == name else n for n in array.names)
-    out_names = replaced(what, array.names, name, (new.name,))
-    options = ("at", own.index(inner)), ("names", indices.names), ("own", weights.names), ("summed", summed)
-    arrays, in_names = (array.array, indices.array, weights.array), (own, indices.names, weights.names)
-    return look_up(what, _weighted, arrays, in_names, out_names, (inner, name), over, new, reach, *options)
-
-
-def _weighted(
-    x: jax.Array,
-    indices: jax.Array,
-    weights: jax.Array,
-    *,
-    start: Any,
-    size: int,
-    at: int,
-    names: Names,
-    own: Names,
-    summed: Names,
-) -> jax.Array:
-    indices = jnp.clip(indices.astype(jnp.int32), -size, size - 1)  # as indexing does
-    found = jnp.take(x, (indices - start) % size, axis=at, mode="clip")
-    weights = jax.lax.expand_dims(_kernels.align(weights, own, names), range(len(names), len(names) + x.ndim - 1 - at))
-    return jnp.sum(found * weights, axis=[at + names.index(n) for n in summed])
-
-
-def _interp_by_shards(
-    fp: NamedArray,
-    x: Any,
-    names: Names,
-    xp: Any,
-    layouts: tuple[Names, Names],
-    along: str,
-    over: Mapping[str, Blocks],
-    extra: Mapping[str, Any],
-    values: Sequence[Any],
-) -> NamedArray | None:
-    """Interpolate along a sharded axis; return None if the positions are not sharded alike."""
-    what, given = "interp", tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
-    name = fp.names[layouts[1].index(along)]
-    in_names, out_names = _layouts(names, *layouts, along, inner := looked_up(name), len(given))
-    places = [n for n in names if n not in in_names[2]]
-    if len(places) != 1:
-        return None
-    new = Axis(places[0], np.shape(x)[names.index(places[0])])
-    at, points = (v if v is not None and v.ndim == 1 else None for v in map(known_values, (x, xp)))
-    if at is None or points is None or len(points) < 2 or extra["period"] is not None:
-        static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
-        options = ("in_names", in_names), ("out_names", out_names), ("given", given), ("static", static)
-        arrays, own = (fp.array, x, xp, *values), (in_names[2], *in_names[:2], *in_names[3:])
-        return look_up(what, _interpolate, arrays, own, out_names, (inner, name), over, new, None, *options)
-    kind: Any = jnp.result_type(x, xp, float)
-    at, points = at.astype(kind), points.astype(kind)
-    ends = [np.clip(np.searchsorted(points, at, side="right"), 1, len(points) - 1) - i for i in (1, 0)]
-    first, last = points[ends[0]].astype(float), points[ends[1]].astype(float)
-    part = np.divide(at - first, last - first, out=np.zeros(at.shape, float), where=last > first)
-    beyond = {"left": at < points[0], "right": at > points[-1]}
-    for side, end in (("left", 0), ("right", len(points) - 1)):
-        if extra[side] != "extrapolate":  # the value at the end alone: its neighbor may be NaN
-            for i in ends:
-                i[beyond[side]] = end
-            part[beyond[side]] = 0.5
-    corner = private("`corners`", (new.name,))[0]
-    indices: Any = NamedArray(np.stack(ends, 1), (new.name, corner))
-    weights = NamedArray(np.stack([1 - part, part], 1).astype(kind), (new.name, corner))
-    found = _regrid_by_shards(what, fp, name, indices, indices.array, weights, (corner,), new, over)
-    for side, outside in beyond.items():
-        if found is not None and side in given:
-            found = where(NamedArray(outside, (new.name,)), values[given.index(side)], found)
-    return found

@@ -7,30 +7,24 @@ functions with per-device code, their own partitioning or assumptions about shar
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import linecache
-import math
-import random
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..core.differences import SCALES, asymmetric, usual_sizes
 from ..core.tree_spec import ARRAYS, flatten_arrays
-from ..sharding.leaves import leaves_of
-from ..sharding.mapping import axis_mapping
-from ..sharding.shard import emptied, shard
 from ._diagnosis import Recording, diagnose
+from ._placements import AnyPlacement, AsPlaced, Distribution, Draw, mesh_of, meshes_of_several, on_one_device
 from ._widening import WidenedProgram, wide_dtype
 
 __all__ = ["ShardInvariance", "check_shard_invariance"]
@@ -112,19 +106,19 @@ def check_shard_invariance(
     >>> result.compared, dict(result.refusals)
     (3, {})
     """
-    draw, placed = _Draw(args, seed), None
+    draw, placed = Draw(args, seed), None
     if not draw.sizes:
-        placed = _AsPlaced(_mesh_of(args))
-    elif draws < 1 or not _meshes(mesh_axes):
+        placed = AsPlaced(mesh_of(args))
+    elif draws < 1 or not meshes_of_several(mesh_axes):
         raise ValueError(
             f"check_shard_invariance: there is nothing to compare with {draws} draws on {jax.device_count()} devices. "
             "Several devices can be simulated with `jax.config.update('jax_num_cpu_devices', 8)` before JAX starts."
         )
     check = _Check(fn, args, reference or fn, gradients, rtol, refusals)
     ones = dict.fromkeys(mesh_axes, 1)
-    check.expect([placed.on_one_device()] if placed else _on_one_device(draw, ones, draws))
+    check.expect([placed.on_one_device()] if placed else on_one_device(draw, ones, draws))
     compared, refused = 0, {}
-    for placement in [placed] if placed else draw.placements(_meshes(mesh_axes), draws):
+    for placement in [placed] if placed else draw.placements(meshes_of_several(mesh_axes), draws):
         try:
             difference = check.difference(placement)
         except _Refusal as refusal:
@@ -132,7 +126,7 @@ def check_shard_invariance(
             continue
         compared += 1
         if difference is not None:
-            if isinstance(placement, _Distribution):
+            if isinstance(placement, Distribution):
                 placement, difference = _smallest(check, placement, difference)
             sentence = check.diagnose(placement, difference) if difference.wrong else None
             name = getattr(fn, "__name__", type(fn).__name__)
@@ -160,139 +154,6 @@ class _Mismatch(NamedTuple):
     wrong: Sequence[int] = ()
     """The positions of the results and gradients that differ."""
     scale: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _AsPlaced:
-    """The shardings that the arguments have, or one device instead."""
-
-    mesh: Mesh | None
-    alone: bool = False
-
-    def __str__(self) -> str:
-        return "the shardings of its arguments"
-
-    def on_one_device(self) -> _AsPlaced:
-        if self.mesh is None:
-            return _AsPlaced(None, alone=True)
-        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
-        return _AsPlaced(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types), alone=True)
-
-    def active(self) -> Any:
-        return jax.set_mesh(self.mesh) if self.alone and self.mesh else contextlib.nullcontext()  # the caller's mesh
-
-    def place(self, args: Any) -> Any:
-        return jax.tree.map(lambda x: self._alone(x) if isinstance(x, ARRAYS) else x, args) if self.alone else args
-
-    def _alone(self, x: Any) -> Any:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        spec = getattr(getattr(x, "sharding", None), "spec", None)
-        weak, x = isinstance(x, jax.Array) and x.weak_type, jnp.asarray(np.asarray(emptied(x)))
-        if weak:  # as it was, or it would promote the dtypes of others
-            x = jnp.full(x.shape, x.dtype.type().item()).at[...].set(x)
-        # On Explicit axes, the spec is part of the type, on one device too.
-        explicit = spec is not None and self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
-        return jax.device_put(x, spec) if explicit else x
-
-
-@dataclasses.dataclass(frozen=True)
-class _Distribution:
-    """A mesh and a mapping."""
-
-    mesh: Mapping[str, int]
-    explicit: frozenset[str]
-    """The mesh axes that are Explicit; the others are Auto."""
-    mapping: Mapping[str, tuple[str, ...]]
-
-    def __str__(self) -> str:
-        explicit = f", explicit={self.explicit == set(self.mesh) or sorted(self.explicit)}" if self.explicit else ""
-        mapping = {n: axes[0] if len(axes) == 1 else axes for n, axes in self.mapping.items() if axes}
-        return f"jax.set_mesh(axn.make_mesh({dict(self.mesh)}{explicit})), axn.axis_mapping({mapping})"
-
-    def make_mesh(self) -> Mesh:
-        count = math.prod(self.mesh.values())
-        kinds = tuple(AxisType.Explicit if a in self.explicit else AxisType.Auto for a in self.mesh)
-        devices = np.array(jax.devices()[:count]).reshape(tuple(self.mesh.values()))
-        return Mesh(devices, tuple(self.mesh), axis_types=kinds)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        with jax.set_mesh(self.make_mesh()), axis_mapping(self.mapping):
-            yield
-
-    def place(self, args: Any) -> Any:
-        return shard(args)
-
-    def smaller(self) -> Iterator[_Distribution]:
-        """Yield simpler placements: without one entry, on fewer devices, on Auto axes."""
-        for name, axes in self.mapping.items():
-            for i in range(len(axes)):
-                yield dataclasses.replace(self, mapping={**self.mapping, name: axes[:i] + axes[i + 1 :]})
-        for axis, size in self.mesh.items():
-            for fewer in range(1, size):
-                if size % fewer == 0:
-                    yield dataclasses.replace(self, mesh={**self.mesh, axis: fewer})
-        for axis in sorted(self.explicit):
-            yield dataclasses.replace(self, explicit=self.explicit - {axis})
-
-
-_Placement = _Distribution | _AsPlaced
-
-
-def _on_one_device(draw: _Draw, mesh: Mapping[str, int], draws: int) -> list[_Distribution]:
-    """List mappings on one device, where all give the same results, but some may not fit the function."""
-    return [_Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)]
-
-
-def _mesh_of(args: Any) -> Mesh | None:
-    """Return the active mesh, or one on which arguments are sharded."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        return jax.sharding.get_mesh()
-    shardings = [x.sharding for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)), None)
-
-
-def _meshes(axes: Sequence[str]) -> list[dict[str, int]]:
-    """List the meshes of several devices whose number divides the number of available devices."""
-    devices = jax.device_count()
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    shapes = [s for s in itertools.product(divisors, repeat=len(axes)) if devices % math.prod(s) == 0]
-    return [dict(zip(axes, shape, strict=True)) for shape in shapes if math.prod(shape) > 1]
-
-
-class _Draw:
-    """Draws random placements for given arguments."""
-
-    def __init__(self, args: Any, seed: int):
-        self._rng = random.Random(seed)
-        arrays = [leaf for leaf in leaves_of(args)[0] if leaf.names]
-        self.sizes: dict[str, int] = {}
-        """The size that mesh axes must divide for each name: the gcd, since images and kernels can differ in size."""
-        for leaf in arrays:
-            for n, s in zip(leaf.names or (), leaf.shape or (), strict=True):
-                self.sizes[n] = math.gcd(self.sizes.get(n, 0), s)
-        self._together = {
-            n: {m for leaf in arrays if n in (leaf.names or ()) for m in leaf.names or ()} for n in self.sizes
-        }
-
-    def placements(self, meshes: Sequence[Mapping[str, int]], draws: int) -> Iterator[_Distribution]:
-        """Draw placements whose mesh axes divide the axes mapped to them, and that use each once in an array."""
-        for _ in range(draws):
-            mesh = self._rng.choice(meshes)
-            kinds = self._rng.choice(("auto", "explicit", "mixed"))
-            explicit = {a for a in mesh if kinds == "explicit" or (kinds == "mixed" and self._rng.random() < 0.5)}
-            useful = [a for a, parts in mesh.items() if parts > 1] or list(mesh)
-            mapping: dict[str, tuple[str, ...]] = {}
-            for name in self._rng.sample(list(self.sizes), len(self.sizes)):
-                taken = {a for other in self._together[name] for a in mapping.get(other, ())}
-                free = [a for a in useful if a not in taken]
-                # JAX cannot shard one axis over mesh axes of different types.
-                pairs = [p for p in itertools.permutations(free, 2) if len(explicit.intersection(p)) != 1]
-                candidates = [(), *((a,) for a in free), *pairs]
-                fitting = [c for c in candidates if self.sizes[name] % math.prod(mesh[a] for a in c) == 0]
-                mapping[name] = self._rng.choice(fitting)
-            yield _Distribution(mesh, frozenset(explicit), mapping)
 
 
 class _Outcome(NamedTuple):
@@ -331,7 +192,7 @@ class _Check:
         self.ill_conditioned: set[str] = set()
         self._movements: dict[float, Sequence[np.ndarray]] = {}
 
-    def expect(self, placements: Iterable[_Placement]) -> None:
+    def expect(self, placements: Iterable[AnyPlacement]) -> None:
         """Compute the expected results, under the first placement that the reference accepts."""
         first: Exception | None = None
         for self._one in placements:
@@ -340,7 +201,7 @@ class _Check:
                 break
             except Exception as error:
                 if not self.is_refusal(error):
-                    if isinstance(self._one, _AsPlaced) and self._reference is self._fn:
+                    if isinstance(self._one, AsPlaced) and self._reference is self._fn:
                         error.add_note(
                             "This was on one device. For a function that does not run there, pass `reference=`."
                         )
@@ -363,17 +224,17 @@ class _Check:
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
             )
 
-    def difference(self, placement: _Placement) -> _Mismatch | None:
+    def difference(self, placement: AnyPlacement) -> _Mismatch | None:
         """Return how the results under a placement differ from the expected ones; None if they agree."""
         try:
             found = self._run(self._fn, placement)
         except Exception as error:
-            if isinstance(placement, _AsPlaced):
+            if isinstance(placement, AsPlaced):
                 raise
             if self.is_refusal(error):
                 raise _Refusal(str(error).partition("\n")[0]) from error
             return _Mismatch(f"it raises {type(error).__name__}: {error}", error)
-        if isinstance(placement, _AsPlaced) and found.devices == 1:
+        if isinstance(placement, AsPlaced) and found.devices == 1:
             raise ValueError(
                 "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything "
                 "runs on one device. Shard arguments, such as with `jax.device_put(x, NamedSharding(mesh, spec))`."
@@ -428,7 +289,7 @@ class _Check:
             self._movements[scale] = moved
         return self._movements[scale]
 
-    def diagnose(self, placement: _Placement, difference: _Mismatch) -> str | None:
+    def diagnose(self, placement: AnyPlacement, difference: _Mismatch) -> str | None:
         """Return a sentence about the operation that makes results differ, if the values on the way tell."""
         try:
             found = self._run(self._fn, placement, (difference.scale,), recording=True)
@@ -454,7 +315,7 @@ class _Check:
     def _run(
         self,
         fn: Callable[..., Any],
-        placement: _Placement,
+        placement: AnyPlacement,
         scales: Sequence[float] = (),
         recording: bool = False,
         rounding: np.random.Generator | None = None,
@@ -565,7 +426,7 @@ def _arrays_of(results: Any) -> Any:
     return jax.tree.map(data, results)
 
 
-def _smallest(check: _Check, placement: _Distribution, difference: _Mismatch) -> tuple[_Distribution, _Mismatch]:
+def _smallest(check: _Check, placement: Distribution, difference: _Mismatch) -> tuple[Distribution, _Mismatch]:
     """Return the simplest placement under which the results still differ, and how they differ."""
     for smaller in placement.smaller():
         try:

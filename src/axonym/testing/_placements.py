@@ -1,0 +1,154 @@
+"""The placements under which a function is compared: drawn meshes and mappings, or the shardings of its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from ..core.tree_spec import ARRAYS
+from ..sharding.leaves import leaves_of
+from ..sharding.mapping import axis_mapping
+from ..sharding.shard import emptied, shard
+
+
+@dataclasses.dataclass(frozen=True)
+class AsPlaced:
+    """The shardings that the arguments have, or one device instead."""
+
+    mesh: Mesh | None
+    alone: bool = False
+
+    def __str__(self) -> str:
+        return "the shardings of its arguments"
+
+    def on_one_device(self) -> AsPlaced:
+        if self.mesh is None:
+            return AsPlaced(None, alone=True)
+        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
+        return AsPlaced(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types), alone=True)
+
+    def active(self) -> Any:
+        return jax.set_mesh(self.mesh) if self.alone and self.mesh else contextlib.nullcontext()  # the caller's mesh
+
+    def place(self, args: Any) -> Any:
+        return jax.tree.map(lambda x: self._alone(x) if isinstance(x, ARRAYS) else x, args) if self.alone else args
+
+    def _alone(self, x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        spec = getattr(getattr(x, "sharding", None), "spec", None)
+        weak, x = isinstance(x, jax.Array) and x.weak_type, jnp.asarray(np.asarray(emptied(x)))
+        if weak:  # as it was, or it would promote the dtypes of others
+            x = jnp.full(x.shape, x.dtype.type().item()).at[...].set(x)
+        # On Explicit axes, the spec is part of the type, on one device too.
+        explicit = spec is not None and self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+        return jax.device_put(x, spec) if explicit else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """A mesh and a mapping."""
+
+    mesh: Mapping[str, int]
+    explicit: frozenset[str]
+    """The mesh axes that are Explicit; the others are Auto."""
+    mapping: Mapping[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        explicit = f", explicit={self.explicit == set(self.mesh) or sorted(self.explicit)}" if self.explicit else ""
+        mapping = {n: axes[0] if len(axes) == 1 else axes for n, axes in self.mapping.items() if axes}
+        return f"jax.set_mesh(axn.make_mesh({dict(self.mesh)}{explicit})), axn.axis_mapping({mapping})"
+
+    def make_mesh(self) -> Mesh:
+        count = math.prod(self.mesh.values())
+        kinds = tuple(AxisType.Explicit if a in self.explicit else AxisType.Auto for a in self.mesh)
+        devices = np.array(jax.devices()[:count]).reshape(tuple(self.mesh.values()))
+        return Mesh(devices, tuple(self.mesh), axis_types=kinds)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with jax.set_mesh(self.make_mesh()), axis_mapping(self.mapping):
+            yield
+
+    def place(self, args: Any) -> Any:
+        return shard(args)
+
+    def smaller(self) -> Iterator[Distribution]:
+        """Yield simpler placements: without one entry, on fewer devices, on Auto axes."""
+        for name, axes in self.mapping.items():
+            for i in range(len(axes)):
+                yield dataclasses.replace(self, mapping={**self.mapping, name: axes[:i] + axes[i + 1 :]})
+        for axis, size in self.mesh.items():
+            for fewer in range(1, size):
+                if size % fewer == 0:
+                    yield dataclasses.replace(self, mesh={**self.mesh, axis: fewer})
+        for axis in sorted(self.explicit):
+            yield dataclasses.replace(self, explicit=self.explicit - {axis})
+
+
+AnyPlacement = Distribution | AsPlaced
+
+
+def on_one_device(draw: Draw, mesh: Mapping[str, int], draws: int) -> list[Distribution]:
+    """List mappings on one device, where all give the same results, but some may not fit the function."""
+    return [Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)]
+
+
+def mesh_of(args: Any) -> Mesh | None:
+    """Return the active mesh, or one on which arguments are sharded."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return jax.sharding.get_mesh()
+    shardings = [x.sharding for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)), None)
+
+
+def meshes_of_several(axes: Sequence[str]) -> list[dict[str, int]]:
+    """List the meshes of several devices whose number divides the number of available devices."""
+    devices = jax.device_count()
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    shapes = [s for s in itertools.product(divisors, repeat=len(axes)) if devices % math.prod(s) == 0]
+    return [dict(zip(axes, shape, strict=True)) for shape in shapes if math.prod(shape) > 1]
+
+
+class Draw:
+    """Draws random placements for given arguments."""
+
+    def __init__(self, args: Any, seed: int):
+        self._rng = random.Random(seed)
+        arrays = [leaf for leaf in leaves_of(args)[0] if leaf.names]
+        self.sizes: dict[str, int] = {}
+        """The size that mesh axes must divide for each name: the gcd, since images and kernels can differ in size."""
+        for leaf in arrays:
+            for n, s in zip(leaf.names or (), leaf.shape or (), strict=True):
+                self.sizes[n] = math.gcd(self.sizes.get(n, 0), s)
+        self._together = {
+            n: {m for leaf in arrays if n in (leaf.names or ()) for m in leaf.names or ()} for n in self.sizes
+        }
+
+    def placements(self, meshes: Sequence[Mapping[str, int]], draws: int) -> Iterator[Distribution]:
+        """Draw placements whose mesh axes divide the axes mapped to them, and that use each once in an array."""
+        for _ in range(draws):
+            mesh = self._rng.choice(meshes)
+            kinds = self._rng.choice(("auto", "explicit", "mixed"))
+            explicit = {a for a in mesh if kinds == "explicit" or (kinds == "mixed" and self._rng.random() < 0.5)}
+            useful = [a for a, parts in mesh.items() if parts > 1] or list(mesh)
+            mapping: dict[str, tuple[str, ...]] = {}
+            for name in self._rng.sample(list(self.sizes), len(self.sizes)):
+                taken = {a for other in self._together[name] for a in mapping.get(other, ())}
+                free = [a for a in useful if a not in taken]
+                # JAX cannot shard one axis over mesh axes of different types.
+                pairs = [p for p in itertools.permutations(free, 2) if len(explicit.intersection(p)) != 1]
+                candidates = [(), *((a,) for a in free), *pairs]
+                fitting = [c for c in candidates if self.sizes[name] % math.prod(mesh[a] for a in c) == 0]
+                mapping[name] = self._rng.choice(fitting)
+            yield Distribution(mesh, frozenset(explicit), mapping)
