@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..axis import Names
@@ -31,6 +32,11 @@ NUMBERS: tuple[type, ...] = (bool, int, float, complex, np.generic)
 ARRAYS_AND_NUMBERS = ARRAYS + NUMBERS
 PROGRAM_ARRAYS: tuple[type, ...] = (*ARRAYS, np.generic, jax.ShapeDtypeStruct)
 """The types of leaves that are arrays of a compiled program, abstract ones too; other leaves are static."""
+
+
+def is_key(array: Any) -> bool:
+    """Return whether an array holds random keys."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 class StaticLeaf:

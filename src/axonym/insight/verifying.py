@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding
 
 from ..core.differences import SCALES, asymmetric
-from ..core.tree_spec import PROGRAM_ARRAYS
+from ..core.tree_spec import PROGRAM_ARRAYS, is_key
 from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
@@ -211,7 +211,7 @@ def _host(x: Any) -> np.ndarray | jax.ShapeDtypeStruct:
     """Return the value of an argument, or its sizes and dtype, as a machine has them."""
     abstract = isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
     x = x if abstract else jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.eval_shape(jax.random.key_data, x) if abstract else jax.random.key_data(x)
     dtype = np.dtype(np.float64) if jnp.issubdtype(x.dtype, np.floating) else np.dtype(x.dtype)
     return jax.ShapeDtypeStruct(x.shape, dtype) if abstract else np.asarray(x).astype(dtype)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 from ..axis import Axis
 from ..core import errors
+from ..core.tree_spec import is_key
 from ..distribution.mesh_axes import fits, mapped_on, mesh_around, reshard, spec_of
 from ..named_array import NamedArray, is_named_array, raw, wrap
 from ..ops.joining import stack
@@ -49,7 +50,7 @@ def shard_keys(what: str, layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, 
 def _is_single_key(key: Any) -> bool:
     if not isinstance(key, (jax.Array, np.ndarray)):
         return False
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if is_key(key):
         return key.ndim == 0
     return key.dtype == np.uint32 and key.ndim == 1  # the result of `jax.random.PRNGKey`
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import tree as named_trees
 from ..axis import Axis
-from ..core.tree_spec import NUMBERS
+from ..core.tree_spec import NUMBERS, is_key
 from ..distribution.mesh_axes import entries_of, mesh_axes
 from ..named_array import NamedArray, is_jax_array_like, raw, wrap_like
 from ..ops.indexing import index
@@ -60,7 +60,7 @@ def zeroed(layers: Axis, tree: Any) -> Any:
     """Set the added layers to zero, except random keys, which have no zero."""
 
     def with_zeros(x: Any, position: int) -> Any:
-        return x if _is_key(x) else _chosen(_numbers(x, position) < layers.size, x, 0)
+        return x if is_key(x) else _chosen(_numbers(x, position) < layers.size, x, 0)
 
     return _map_layers(with_zeros, layers, tree)
 
@@ -69,7 +69,7 @@ def filled(layers: Axis, tree: Any) -> Any:
     """Set the added layers to copies of the first layer, which have no derivative, except random keys."""
 
     def with_first(x: Any, position: int) -> Any:
-        if _is_key(x):
+        if is_key(x):
             return x
         numbers = _numbers(x, position)
         # A sum over devices sends one layer; a slice might gather all of them.
@@ -92,10 +92,6 @@ def _map_layers(fn: Callable[[Any, int], Any], layers: Axis, tree: Any) -> Any:
 
 def _chosen(condition: np.ndarray, x: Any, y: Any) -> Any:
     return jnp.where(condition, x, jnp.asarray(y, x.dtype))
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _numbers(x: Any, position: int) -> np.ndarray:

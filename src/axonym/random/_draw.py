@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
 from ..core import errors
+from ..core.tree_spec import is_key
 from ..distribution import active_settings
 from ..distribution.mesh_axes import current_mesh, entries_by_name
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, resolve_axes
@@ -37,7 +38,7 @@ def one_key(what: str, key: Any) -> Any:
     """Return the argument, which must be one random key."""
     if isinstance(key, NamedArray):
         if key.names:
-            keys = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
+            keys = is_key(key) or key.dtype == jnp.uint32
             write = (
                 "Map the function over the axes of the keys, with `axonym.vmap`."
                 if keys
@@ -46,7 +47,7 @@ def one_key(what: str, key: Any) -> Any:
             raise ValueError(f"{what}: expected one random key, got the named array {describe_array(key)}. {write}")
         key = key.array
     dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    typed = dtype is not None and is_key(key)
     if not typed and dtype != jnp.uint32:
         got = type(key).__name__ if dtype is None else f"an array of {dtype}"
         raise TypeError(f"{what}: the first argument is a random key, got {got}. Make one with `jax.random.key(seed)`.")

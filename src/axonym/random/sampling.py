@@ -23,6 +23,7 @@ import numpy as np
 
 from ..axis import Axis, AxisSelector, AxisSpec, Names
 from ..core import errors
+from ..core.tree_spec import is_key
 from ..custom_partitioning._top_k import best, number_of_candidates
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
@@ -119,7 +120,7 @@ def categorical(
     kernel = _categorical_kernel(
         logits.names, categories.name, in_order, out, draws, bool(replace), tuple(operands), layouts, count
     )
-    if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+    if not is_key(one):
         one = jax.random.wrap_key_data(one)
     return kernel.apply(logits.array, one, *(x for x, _ in operands.values()))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.tree_spec import is_key
 from ..named_array import is_named_array
 
 Arrays = list[jax.Array]
@@ -28,12 +29,12 @@ def slice_of(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array
 def which_are_keys(xs: Arrays, old: Any = None) -> list[bool]:
     """Return which arrays are random keys, by their dtype; `old` may also have keys of `jax.random.PRNGKey`."""
     old = old.array if is_named_array(old) else old
-    return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x is old and x.dtype == np.uint32) for x in xs]
+    return [is_key(x) or (x is old and x.dtype == np.uint32) for x in xs]
 
 
 def folded_in(keys: jax.Array, number: jax.Array) -> jax.Array:
     """Fold a number into each key of an array."""
-    if keys.ndim == (0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1):
+    if keys.ndim == (0 if is_key(keys) else 1):
         return jax.random.fold_in(keys, number)
     return jax.vmap(lambda key: folded_in(key, number))(keys)
 

@@ -21,8 +21,9 @@ from ..named_array import raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, check_uneven
 from .meshes import required_mesh, with_devices
+from .moving import without_cache
 from .placement import listed
-from .shard import shard, without_cache
+from .shard import shard
 
 
 def from_process_local_data(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -19,15 +18,16 @@ from ..core import errors
 from ..core.jax_versions import INLINE, is_about_devices
 from ..core.parameter_names import by_parameter, parameter_names
 from ..core.processes import checksum, fail_together
+from ..core.tree_spec import is_key
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
 from ..distribution.padded_array import PaddedArray, is_padded, padded_array, stored, with_padding
 from ..named_array import NamedArray, is_named_array, raw, wrap_like
-from ._copies import copied, route_of
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, as_mapping, check_direction, is_resource_mapping, normalize_mapping, uneven_here
 from .meshes import AnyMesh, as_seen_here, current_mesh, in_trace, with_devices
+from .moving import copied_to_host, emptied, from_each_process, moved, program_to, without_cache  # noqa: F401
 from .placement import (
     ByParameter,
     Placement,
@@ -110,7 +110,7 @@ def to_host(tree: T) -> T:
     with fail_together("to_host") if spread else contextlib.nullcontext(lambda same: None) as agree:
         if any(isinstance(x, Tracer) for x in arrays):
             raise TypeError("to_host: a traced array has no values to copy; call it outside of jit.")
-        if any(map(_is_of_keys, arrays)):
+        if any(map(is_key, arrays)):
             raise TypeError("to_host: NumPy has no arrays of random keys; convert them with jax.random.key_data first.")
         if any(x.is_deleted() for x in arrays):
             raise RuntimeError("to_host: an array was deleted, as by a donation.")
@@ -119,83 +119,6 @@ def to_host(tree: T) -> T:
         copied = [copied_to_host(stored(x)) if isinstance(stored(x), jax.Array) else x for x in leaves]
         whole = [x.sliced(c) if isinstance(x, PaddedArray) else c for x, c in zip(leaves, copied, strict=True)]
         return jax.tree.unflatten(structure, whole)
-
-
-def copied_to_host(x: jax.Array) -> np.ndarray:
-    """Copy an array to host memory. With several hosts, each must call this for the same arrays in the same order."""
-    if x.is_fully_addressable:
-        return np.asarray(without_cache(emptied(x)))
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-
-
-_COMPILED_BYTES = 2**24
-"""Compiled programs move arrays of at least this many bytes. For smaller ones, copying through the host is faster."""
-_PIECE_BYTES = 2**26
-
-
-def moved(x: Any, target: NamedSharding) -> jax.Array:
-    """Move an array to a sharding, and leave no copy of it on the host.
-
-    If shards get other boundaries, `jax.device_put` copies the array to the host, and the array keeps that copy.
-    """
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or _is_of_keys(x):
-        return jax.device_put(x, target)
-    # `without_cache` returns weakly typed arrays unchanged. Empty arrays have nothing to exchange.
-    if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
-        return _program_to(target, x.shape)(x)
-    if x.nbytes >= _COMPILED_BYTES and x.is_fully_addressable and _is_of_mesh(x.sharding, target) and not x.weak_type:
-        return copied([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES))[0]
-    return jax.device_put(without_cache(x), target)
-
-
-def without_cache(x: Any) -> Any:
-    """Return a new array with the same buffers, without what JAX caches in the old one, such as a copy on the host.
-
-    Weakly typed arrays and random keys, which JAX cannot make from buffers, are returned as they are.
-    """
-    if not isinstance(x, jax.Array) or _is_of_keys(x) or x.weak_type or not x.is_fully_addressable:
-        return x
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
-
-
-def emptied(x: Any) -> Any:
-    """Replace an array of size 0 by a new one: jax 0.10 cannot copy one that a sharded computation made."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or _is_of_keys(x):
-        return x
-    empty = np.zeros(x.shape, x.dtype)
-    return jnp.full(x.shape, empty.dtype.type().item()) if x.weak_type else empty
-
-
-def _is_of_keys(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _is_of_mesh(has: Any, target: NamedSharding) -> bool:
-    """Return whether an array has a sharding on a mesh, in the same kind of memory as another sharding."""
-    return isinstance(has, NamedSharding) and has.memory_kind == target.memory_kind
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
-    """Return whether an array stays on its mesh and gets other shards there, so that a program can exchange them.
-
-    Between meshes with different axes, XLA may replicate the whole array on each device.
-    """
-    return _is_of_mesh(has, target) and has.mesh == target.mesh and not has.is_equivalent_to(target, ndim)
-
-
-@functools.lru_cache(maxsize=256)
-def _program_to(
-    target: NamedSharding, shape: tuple[int, ...], true_shape: tuple[int, ...] = ()
-) -> Callable[[Any], jax.Array]:
-    """Make a program that exchanges shards, and changes the padding of an array with a true shape to get a shape."""
-
-    def move(x: Any) -> jax.Array:
-        return with_padding(padded_array(x, true_shape).unpadded(), shape) if true_shape else x
-
-    return jax.jit(move, out_shardings=target)
 
 
 def shard_quietly(tree: T, placement: Placement, what: str) -> T:
@@ -452,7 +375,7 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
         if problem := _out_of_reach(x, with_devices(target)):
             raise ValueError(f"{what}: {leaf.path} {problem}")
         if _is_local(x) and _spans_processes(target):
-            values = jax.random.key_data(x) if _is_of_keys(x) else x
+            values = jax.random.key_data(x) if is_key(x) else x
             lines.append(f"{leaf.path} {x.dtype}{list(x.shape)} with checksum {checksum(values):08x}")
     if lines:
         with fail_together(what) as agree:
@@ -530,7 +453,7 @@ def _put_padded(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMe
         stays = has.mesh == with_devices(mesh)
         target = NamedSharding(has.mesh, spec if stays else PartitionSpec())
         with jax.set_mesh(NO_DEVICES):
-            y = _program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
+            y = program_to(target, shape if stays else leaf.shape, leaf.shape)(x.array)
         if stays and shape != leaf.shape:
             return padded_array(y, leaf.shape)
     return _put_array(y, spec, mesh, what) if shape == leaf.shape else _put_uneven(leaf, pads, y, spec, mesh, what)
@@ -572,7 +495,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
         return _constrain(x, spec, mesh, what)
     spec = _closed(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
-        return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
+        return from_each_process(x, NamedSharding(with_devices(mesh), spec))
     x = emptied(x)
     found = with_devices(mesh)
     if isinstance(found, AbstractMesh):
@@ -581,19 +504,6 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
             "Activate a mesh with devices, as in `with jax.set_mesh(mesh):`, or pass one."
         )
     return moved(x, NamedSharding(found, spec))
-
-
-def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Make one global array from equal arrays of all processes.
-
-    `jax.device_put` would gather the values of all processes to compare them, and does not accept random keys.
-    """
-    if _is_of_keys(x):
-        spec = PartitionSpec(*padded(sharding.spec, x.ndim))
-        data = _from_each_process(jax.random.key_data(x), NamedSharding(sharding.mesh, spec))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    values = np.asarray(without_cache(x), jax.dtypes.canonicalize_dtype(x.dtype))
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import errors
+from ..core.tree_spec import is_key
 from ..distribution.padded_array import padded_array, stored
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
@@ -75,10 +76,6 @@ def stored_as(dtype: Any) -> np.dtype[Any]:
             return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
         return np.dtype(np.float16)
     return dtype
-
-
-def is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 # --- matching a checkpoint with a template ---

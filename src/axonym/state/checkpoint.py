@@ -25,12 +25,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.processes import fail_together
+from ..core.tree_spec import is_key
 from ..named_array import raw
 from ..sharding.leaves import is_placed_whole
 from ..sharding.mapping import Uneven, uneven_here
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement
-from ._checkpoint_entries import as_stored, is_key, key_of, restored_leaf
+from ._checkpoint_entries import as_stored, key_of, restored_leaf
 from ._checkpoint_writing import all_or_nothing, described, require_orbax, write
 from ._orbax_output import UNFINISHED, quiet
 from .asynchronous_saves import claimed

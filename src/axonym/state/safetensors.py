@@ -31,7 +31,7 @@ import numpy as np
 from ..core.processes import fail_together
 from ..distribution.padded_array import PaddedArray, stored
 from ..named_array import NamedArray, describe_array
-from ..sharding.shard import copied_to_host
+from ..sharding.moving import copied_to_host
 from .naming import StateDict, is_number
 from .safetensors_header import DTYPES, MAX_HEADER, METADATA, InvalidFile, TensorEntry, parse_header, short
 

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ..core.tree_spec import ARRAYS
+from ..core.tree_spec import ARRAYS, is_key
 from ..sharding.leaves import leaves_of
 from ..sharding.mapping import axis_mapping
-from ..sharding.shard import emptied, shard
+from ..sharding.moving import emptied
+from ..sharding.shard import shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class AsPlaced:
         return jax.tree.map(lambda x: self._alone(x) if isinstance(x, ARRAYS) else x, args) if self.alone else args
 
     def _alone(self, x: Any) -> Any:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         spec = getattr(getattr(x, "sharding", None), "spec", None)
         weak, x = isinstance(x, jax.Array) and x.weak_type, jnp.asarray(np.asarray(emptied(x)))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.differences import SCALES, asymmetric, usual_sizes
-from ..core.tree_spec import ARRAYS, flatten_arrays
+from ..core.tree_spec import ARRAYS, flatten_arrays, is_key
 from ._diagnosis import Recording, diagnose
 from ._placements import AnyPlacement, AsPlaced, Distribution, Draw, mesh_of, meshes_of_several, on_one_device
 from ._widening import WidenedProgram, wide_dtype
@@ -419,7 +419,7 @@ def _arrays_of(results: Any) -> Any:
     """Return only the arrays of results: random keys as their data, and nothing static."""
 
     def data(x: Any) -> Any:
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if isinstance(x, jax.Array) and is_key(x):
             return jax.random.key_data(x)
         return x if isinstance(x, (jax.Array, np.ndarray, bool, int, float, complex)) else None
 
