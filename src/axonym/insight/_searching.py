@@ -294,7 +294,7 @@ class Search:
         return [name, *(n for n in found[1:] if n not in given)]
 
     def asked(
-        self, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over], limit: int
+        self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over], limit: int
     ) -> PlannedMapping | None:
         """Plan a mapping by the partitioner, if it divides the axes and fits into memory."""
         layout = Layout(mesh, compute, storage, self.trace.joined)
