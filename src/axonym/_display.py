@@ -80,8 +80,12 @@ class ShownArray:
         """Say how many bytes are where: `16 KiB of 128 KiB on each of 8 CPU devices, 2 copies along model`."""
         if not self.copies:
             return f"{describe_bytes(self.total)}, {self.where}"
+        return ", ".join(filter(None, (self.held(), self.replicated())))
+
+    def held(self) -> str:
+        """Say how many bytes each device holds: `16 KiB of 128 KiB on each of 8 CPU devices`."""
         size = describe_bytes(self.bytes) + (f" of {describe_bytes(self.total)}" if self.bytes != self.total else "")
-        return ", ".join(filter(None, (f"{size} on {self.where}", self.replicated())))
+        return f"{size} on {self.where}"
 
     def replicated(self) -> str:
         """Say how many devices have the same shard, or why no device has one: `2 copies along model`."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from .._display import describe_device, describe_devices, describe_devices_of
+from .._display import describe_device, describe_devices, describe_devices_of, placed_array
 from ..axis import Axis
 from ..core import errors
 from ..core.errors import counted, describe_bytes
@@ -136,14 +136,11 @@ def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
     """Describe one array: its axes, the size of a shard, and a line for each sharded axis."""
     array, shape = raw(leaf.value), leaf.shape or ()
     head = f"{leaf.path}: {describe_array(array if leaf.names is None else wrap(array, leaf.names))}, "
-    total = math.prod(shape) * array.dtype.itemsize
+    nowhere = "on the host" if isinstance(array, np.ndarray) else "not placed"
+    shown = placed_array(leaf, sharding, "being traced" if isinstance(array, Tracer) else nowhere)
     if sharding is None:
-        traced = "being traced" if isinstance(array, Tracer) else "not placed"
-        return [f"{head}{describe_bytes(total)} {'on the host' if isinstance(array, np.ndarray) else traced}"]
-    shard = _elements(next(iter(_ranges(shape, sharding).values()))) * array.dtype.itemsize
-    share = describe_bytes(shard) + (f" of {describe_bytes(total)}" if shard != total else "")
-    several = "each of " if len(sharding.device_set) > 1 else ""
-    return [f"{head}{share} on {several}{describe_devices_of(sharding)}", *_describe_axes(leaf.names, shape, sharding)]
+        return [f"{head}{describe_bytes(shown.total)} {shown.where}"]
+    return [f"{head}{shown.held()}", *_describe_axes(leaf.names, shape, sharding)]
 
 
 def _draw_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:

@@ -119,6 +119,10 @@ class PlannedMapping:
         along = (f"{a} along {' and '.join(said(dim, n) for dim, n, _ in spans.get(a, ()))}" for a in self.mesh)
         return f"on {self.topology}: {', '.join(along)}"
 
+    def _what(self) -> tuple[str, str, str]:
+        """Return what tells it from others, whatever it costs."""
+        return str(self.mesh), str(self.mapping), str(self.choices)
+
     def _written(self, name: str) -> str:
         key = self.choices[name]
         return f"choices[{name!r}][{key!r}]" if name in self.keyed else repr(key)

@@ -294,10 +294,8 @@ def _memory(report: Report, words: Words) -> Html:
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
     if timeline is not None and timeline.held:
-        arguments = sum(h.bytes for h in timeline.at_peak if h.kind == "argument")
-        others = [h for h in timeline.at_peak if h.kind != "argument"]
-        title = f"Held at the peak, beside {describe_bytes(arguments)} of arguments"
-        parts += [_over_the_step(timeline), *_held(title, others, timeline.peak, words)]
+        title = f"Held at the peak, beside {describe_bytes(timeline._arguments)} of arguments"
+        parts += [_over_the_step(timeline), *_held(title, timeline._others, timeline.peak, words)]
     elif memory is not None:
         if report.temporaries:
             parts += _held("The temporaries that are counted", report.temporaries, memory.temporaries, words)
@@ -320,7 +318,7 @@ def _over_the_step(timeline: MemoryTimeline) -> Html:
     steps = "".join(f"V{base - n * scale:.1f}h{step:.2f}" for n in heights)
     most = heights.index(max(heights))
     peak, phase = left + step * (most + 0.5), phase_of(phases[most])
-    arguments = sum(h.bytes for h in timeline.at_peak if h.kind == "argument")
+    arguments = timeline._arguments
     at, side = base - arguments * scale, -8 if most > count / 2 else 8
     parts = [
         element("path", d=f"M{left} {base}{steps}V{base}z", fill="var(--mid)", opacity="0.6"),

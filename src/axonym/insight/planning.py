@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html
@@ -233,6 +233,18 @@ _MOST_KEPT = 64
 """The largest number of mappings in a plan, beside the number considered."""
 
 
+class _Row(NamedTuple):
+    """A mesh for a pattern of mappings, and what it costs."""
+
+    key: Any
+    """What was chosen."""
+    ranked: Ranked
+    place: int
+    seconds: float
+    memory: float
+    bound: float
+
+
 class _Planner:
     """Finds the mappings of a plan."""
 
@@ -242,7 +254,7 @@ class _Planner:
         self._meshes: dict[Any, Meshes] = {}
         self._searches: dict[Any, Search] = {}
         """The searches, by what was chosen."""
-        self._ranked: list[tuple[Any, Ranked]] = []
+        self._rows: list[_Row] = []
         self._left_out: dict[str, str] = {}
         self._asked: list[PlannedMapping] = []
         self._keyed: tuple[str, ...] = ()
@@ -296,71 +308,61 @@ class _Planner:
                 self._meshes[at] = Meshes(axes, self._topologies, self._chips, fixed)
             return self._meshes[at]
 
-        self._ranked += [(key, ranked) for ranked in search.run(meshes_of)]
+        for ranked in search.run(meshes_of):
+            costs = (x[ranked.rows].tolist() for x in (ranked.seconds, ranked.memory, ranked.bound))
+            self._rows += [_Row(key, ranked, *row) for row in zip(ranked.rows.tolist(), *costs, strict=True)]
 
     def ask(self, most: int) -> None:
         """Ask the partitioner about mappings that names do not tell: of the choices that are best by names."""
-        first = min(self._ranked, key=self._least, default=None)
-        key = next(iter(self._searches)) if first is None else first[0]
+        fitting = sorted((r for r in self._rows if r.memory <= self._limit), key=lambda r: r.seconds)
+        key = next((r.key for r in (*fitting, *self._rows)), next(iter(self._searches)))
+        staged: dict[int, _Row] = {}  # names tell only about what happens within a stage
+        for row in fitting:
+            if self._searches[row.key].stages is not None:
+                staged.setdefault(id(row.ranked), row)
+        for row in [*staged.values()][: min(2, most)]:
+            search, found = self._searches[row.key], self._found(row)
+            if (asked := search.asked(found.mesh, found.compute, found.storage, self._limit)) is not None:
+                self._asked.append(self._planned(row.key, asked))
         search = self._searches[key]
-        staged = [(k, r) for k, r in sorted(self._ranked, key=self._least) if self._searches[k].stages is not None]
-        for k, ranked in staged[: min(2, most)]:  # names tell only about what happens within a stage
-            self._ask_staged(k, ranked)
         if search.stages is None:
             for found in itertools.islice(search.ask(self._limit), most - len(self._asked)):
                 self._asked.append(self._planned(key, found))
                 search.left_out.pop(search.of_refused(found.compute), None)
 
-    def _ask_staged(self, key: Any, ranked: Ranked) -> None:
-        search, rows = self._searches[key], [i for i in ranked.rows if ranked.memory[i] <= self._limit]
-        if rows:
-            found = search.found(ranked, min(rows, key=lambda i: float(ranked.seconds[i])))
-            if (asked := search.asked(found.mesh, found.compute, found.storage, self._limit)) is not None:
-                self._asked.append(self._planned(key, asked))
-
-    def _least(self, pair: tuple[Any, Ranked]) -> float:
-        _, ranked = pair
-        fitting = [float(ranked.seconds[i]) for i in ranked.rows if ranked.memory[i] <= self._limit]
-        return min(fitting, default=float("inf"))
+    def _found(self, row: _Row) -> PlannedMapping:
+        return self._planned(row.key, self._searches[row.key].found(row.ranked, row.place))
 
     def _planned(self, key: Any, found: PlannedMapping) -> PlannedMapping:
         return dataclasses.replace(found, choices=dict(key), keyed=self._keyed)
 
     def result(self, verify: int) -> MappingPlan:
         """Return the plan, of which the partitioner checks the first few."""
-        rows = [(key, ranked, i) for key, ranked in self._ranked for i in ranked.rows]
-        seconds, memory, bounds = (
-            np.array([float(getattr(ranked, field)[i]) for _, ranked, i in rows])
-            for field in ("seconds", "memory", "bound")
+        fit, large = (
+            [r for r in self._rows if r.memory <= self._limit],
+            [r for r in self._rows if r.memory > self._limit],
         )
-        fits = memory <= self._limit
-        asked = {(p.by, str(p.mesh), str(p.mapping), str(p.choices)) for p in self._asked}
-        fitting, too_large, again = list[PlannedMapping](), list[PlannedMapping](), 0
-        for into, chosen, by in ((fitting, fits, seconds), (too_large, ~fits, memory)):
-            order = [int(i) for i in np.argsort(by, kind="stable") if chosen[i]]
-            for i in order[:_MOST_KEPT]:
-                key, ranked, row = rows[i]
-                p = self._planned(key, self._searches[key].found(ranked, row))
-                if ("partitioner", str(p.mesh), str(p.mapping), str(p.choices)) in asked:
-                    again += 1  # names told only a part of its cost
-                else:
-                    into.append(p)
+        fitting = [*map(self._found, heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds))]
+        too_large = [*map(self._found, heapq.nsmallest(_MOST_KEPT, large, key=lambda r: r.memory))]
+        asked = {p._what() for p in self._asked}  # of these, names told only a part of the cost
+        again = sum(p._what() in asked for p in (*fitting, *too_large))
+        fitting, too_large = ([p for p in found if p._what() not in asked] for found in (fitting, too_large))
         fitting = sorted((*fitting, *self._asked), key=PlannedMapping._order)
         left_out = dict(self._left_out)
         for search in self._searches.values():
             left_out |= search.left_out
         if not fitting:
-            raise ValueError(self._nothing_fits(len(rows), too_large, left_out))
+            raise ValueError(self._nothing_fits(len(self._rows), too_large, left_out))
         doubts = list(self._verified(fitting, too_large, verify))
         first, left_out = fitting[0], left_out | self._left_out
-        pruned = int((~fits | (bounds > first.estimate.seconds)).sum())
-        search = self._searches[tuple(first.choices.items())]
-        large = int((~fits).sum()) + sum(p.peak is not None for p in too_large)
-        considered = len(rows) + len(self._asked) - again
+        pruned = len(large) + sum(r.bound > first.estimate.seconds for r in fit)
+        not_fitting = len(large) + sum(p.peak is not None for p in too_large)
+        considered = len(self._rows) + len(self._asked) - again
         cautions = (*_cautions(self._chips, first), *doubts)
+        name = self._searches[tuple(first.choices.items())].trace.name
         return MappingPlan(
-            search.trace.name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered,
-            len(self._asked), left_out, cautions, pruned, large, tuple(self._topologies),
+            name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered, len(self._asked),
+            left_out, cautions, pruned, not_fitting, tuple(self._topologies),
         )  # fmt: skip
 
     def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:

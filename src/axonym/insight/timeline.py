@@ -73,13 +73,21 @@ class MemoryTimeline:
         """
         return max(self.held)
 
+    @property
+    def _arguments(self) -> int:
+        """Return the bytes of arguments at the peak."""
+        return sum(h.bytes for h in self.at_peak if h.kind == "argument")
+
+    @property
+    def _others(self) -> list[HeldArray]:
+        return [h for h in self.at_peak if h.kind != "argument"]
+
     def _section(self) -> Section:
         """Return the table of the arrays at the peak, with one row for all arguments."""
         phase = self.phases[self.held.index(self.peak)]
         when = {"": "", "recomputed": ", where the backward pass computes again"}.get(phase, f", in the {phase} pass")
         title = f"at the peak{when}: each device holds about {describe_bytes(self.peak)}"
-        arguments = sum(h.bytes for h in self.at_peak if h.kind == "argument")
-        others = [h for h in self.at_peak if h.kind != "argument"]
+        arguments, others = self._arguments, self._others
         rows = [("arguments", describe_bytes(arguments), "-", "-", "-")]
         for h in others[:_SHOWN]:
             times = f"{h.count} x " if h.count > 1 else ""
@@ -127,8 +135,8 @@ def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
     for phase in dict.fromkeys(timeline.phases):
         heights = [n / scale if p == phase else 0 for n, p in zip(timeline.held, timeline.phases, strict=True)]
         axes.fill_between(at, heights, step="mid", color=_COLORS[phase], label=phase_of(phase), linewidth=0)
-    arguments = sum(h.bytes for h in timeline.at_peak if h.kind == "argument")
-    axes.axhline(arguments / scale, color="black", linestyle="--", linewidth=0.8, label="arguments at the peak")
+    style = {"color": "black", "linestyle": "--", "linewidth": 0.8}
+    axes.axhline(timeline._arguments / scale, label="arguments at the peak", **style)
     axes.set(xlabel="instruction", ylabel=f"held by each device ({unit})", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
 
