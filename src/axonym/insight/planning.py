@@ -233,7 +233,7 @@ _MOST_KEPT = 64
 """The largest number of mappings in a plan, beside the number considered."""
 
 
-class _Row(NamedTuple):
+class _Candidate(NamedTuple):
     """A mesh for a pattern of mappings, and what it costs."""
 
     key: Any
@@ -254,7 +254,7 @@ class _Planner:
         self._meshes: dict[Any, Meshes] = {}
         self._searches: dict[Any, Search] = {}
         """The searches, by what was chosen."""
-        self._rows: list[_Row] = []
+        self._rows: list[_Candidate] = []
         self._left_out: dict[str, str] = {}
         self._asked: list[PlannedMapping] = []
         self._keyed: tuple[str, ...] = ()
@@ -310,13 +310,13 @@ class _Planner:
 
         for ranked in search.run(meshes_of):
             costs = (x[ranked.rows].tolist() for x in (ranked.seconds, ranked.memory, ranked.bound))
-            self._rows += [_Row(key, ranked, *row) for row in zip(ranked.rows.tolist(), *costs, strict=True)]
+            self._rows += [_Candidate(key, ranked, *row) for row in zip(ranked.rows.tolist(), *costs, strict=True)]
 
     def ask(self, most: int) -> None:
         """Ask the partitioner about mappings that names do not tell: of the choices that are best by names."""
         fitting = sorted((r for r in self._rows if r.memory <= self._limit), key=lambda r: r.seconds)
         key = next((r.key for r in (*fitting, *self._rows)), next(iter(self._searches)))
-        staged: dict[int, _Row] = {}  # names tell only about what happens within a stage
+        staged: dict[int, _Candidate] = {}  # names tell only about what happens within a stage
         for row in fitting:
             if self._searches[row.key].stages is not None:
                 staged.setdefault(id(row.ranked), row)
@@ -330,7 +330,7 @@ class _Planner:
                 self._asked.append(self._planned(key, found))
                 search.left_out.pop(search.of_refused(found.compute), None)
 
-    def _found(self, row: _Row) -> PlannedMapping:
+    def _found(self, row: _Candidate) -> PlannedMapping:
         return self._planned(row.key, self._searches[row.key].found(row.ranked, row.place))
 
     def _planned(self, key: Any, found: PlannedMapping) -> PlannedMapping:
