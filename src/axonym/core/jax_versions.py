@@ -110,6 +110,13 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def programs_in(equation: Any) -> Iterator[Any]:
+    """Yield the programs in the parameters of an equation: bodies of loops, branches and functions that it calls."""
+    for value in jax.tree.leaves(list(equation.params.values())):
+        if hasattr(getattr(value, "jaxpr", value), "eqns"):
+            yield value
+
+
 def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:
     """Return the program of an operation that `jax.experimental.hijax` defines; None for any other equation."""
     operation = params.get("_prim")

@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding
 
 from ..core.differences import SCALES, asymmetric
+from ..core.jax_versions import programs_in
 from ..core.tree_spec import PROGRAM_ARRAYS, is_key
 from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
@@ -145,9 +146,8 @@ def compare_programs(
 def _bodies(program: Any, devices: int) -> Iterator[OwnPartitioning]:
     """Yield the functions that are partitioned in their own ways, which the text of a program does not have."""
     for equation in program.eqns:
-        for value in jax.tree.leaves(list(equation.params.values())):
-            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from _bodies(inner, devices)
+        for inner in programs_in(equation):
+            yield from _bodies(getattr(inner, "jaxpr", inner), devices)
         if equation.primitive.name == "custom_partitioning":
             call, scope = equation.params["call"], str(equation.source_info.name_stack)
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]

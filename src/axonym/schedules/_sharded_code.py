@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.jax_versions import programs_in
 from ..distribution.kept_shards import read_scope
 
 _ELEMENTWISE = frozenset(
@@ -127,7 +128,7 @@ class _ProgramPair:
             raise refused
         if not all(map(_same_number, all_operands, own_operands)):
             raise NeedsCompleteAxes(f"{_described(first)} gets a number that depends on the size of the axis.")
-        inner = [[*_inner(operation)] for operation in (first, second)]
+        inner = [[*programs_in(operation)] for operation in (first, second)]
         if len(inner[0]) != len(inner[1]) or (partial and name not in _CALLS | _LINEAR | {"mul", "div"}):
             raise refused
         found = [self.of_closed(x, y, partial if name in _CALLS else ()) for x, y in zip(*inner, strict=True)]
@@ -363,13 +364,6 @@ def _same_number(x: Any, y: Any) -> bool:
 
 def _is_zero(x: Any) -> bool:
     return _is_literal(x) and _same(x.val, 0)
-
-
-def _inner(operation: Any) -> Iterator[Any]:
-    for value in operation.params.values():
-        for found in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(getattr(found, "jaxpr", found), "eqns"):
-                yield found
 
 
 def _is_known_function(operation: Any) -> bool:

@@ -25,6 +25,7 @@ import jax.ad_checkpoint
 import numpy as np
 
 from ..core import errors
+from ..core.jax_versions import programs_in
 from ..core.tree_spec import FlatTree, flatten_arrays
 
 T = TypeVar("T")
@@ -383,7 +384,5 @@ def _names_in(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]
-        for value in jax.tree.leaves(list(equation.params.values())):
-            program = getattr(value, "jaxpr", value)
-            if hasattr(program, "eqns"):
-                yield from _names_in(program)
+        for program in programs_in(equation):
+            yield from _names_in(getattr(program, "jaxpr", program))
