@@ -15,6 +15,7 @@ import numpy as np
 from ..core.errors import describe_bytes
 from ..core.parameter_names import parameter_names
 from ..core.tree_spec import PROGRAM_ARRAYS
+from ..distribution.mesh_axes import mesh_axes
 from ..named_array import raw
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, Stage
@@ -92,14 +93,17 @@ def _chosen(
     """Return the mesh axes that make so many shards: the ones that a mapping says, or else the only ones possible."""
     if shards <= 1:
         return ()
-    mapped = [mapping[name] for mapping in mappings if mapping.get(name) is not None] if name else []
-    said = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in mapped]
+    said = [mesh_axes(mapping[name]) for mapping in mappings if mapping.get(name) is not None] if name else []
+    fitting = [axes for axes in said if math.prod(mesh.get(a, 1) for a in axes) == shards]
+    return fitting[0] if fitting else only_axes(mesh, shards)
+
+
+def only_axes(mesh: Mapping[str, int], count: int) -> tuple[str, ...]:
+    """Return the mesh axes along which there are so many devices; none if several sets of them have as many."""
     large = [a for a, n in mesh.items() if n > 1]
-    any_of = [axes for n in range(1, len(large) + 1) for axes in itertools.combinations(large, n)]
-    fitting = [
-        [axes for axes in options if math.prod(mesh.get(a, 1) for a in axes) == shards] for options in (said, any_of)
-    ]
-    return fitting[0][0] if fitting[0] else fitting[1][0] if len(fitting[1]) == 1 else ()
+    any_of = (axes for n in range(1, len(large) + 1) for axes in itertools.combinations(large, n))
+    found = [axes for axes in any_of if math.prod(mesh[a] for a in axes) == count]
+    return found[0] if len(found) == 1 else ()
 
 
 def step_name(step: Any) -> str:

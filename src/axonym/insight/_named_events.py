@@ -35,6 +35,12 @@ class Value:
     def names(self) -> tuple[str, ...]:
         return tuple(n for n, _ in self.base if n is not None)
 
+    def called(self, dims: Dims) -> Value:
+        """Return the array with other names; what it had before it was broadcast keeps its own."""
+        if dims == self.dims:
+            return self
+        return dataclasses.replace(self, dims=dims, base=dims if self.base == self.dims else self.base)
+
     @property
     def short_dtype(self) -> str:
         """Return the dtype as XLA writes it, such as `bf16`."""

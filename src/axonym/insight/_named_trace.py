@@ -7,11 +7,12 @@ from the names: see `_counted_exchanges`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -74,23 +75,14 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         returned[:] = [names for _, names in found]
         return [x for x, _ in found]
 
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-    try:
-        with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*(nothing was placed|no mesh is active)")
-            # They compute all the same.
-            warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
-            with marking():
-                closed = jax.make_jaxpr(flat)(*abstract)
-            named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
-            # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
-            jaxpr = closed.jaxpr
-            if dce_jaxpr is not None:
-                jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    except (RuntimeError, UserWarning) as e:
-        if "mesh" not in str(e):
-            raise
-        raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
+    with _without_mesh():
+        with marking():
+            closed = jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given))
+        named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
+    # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
+    jaxpr = closed.jaxpr
+    if dce_jaxpr is not None:
+        jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     names = _names_of_arguments(named)
     said = [LeafNames(own, "an argument") for own in names]
     whole, needed = (
@@ -106,13 +98,28 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             dims = tuple(zip(own, (n for _, n in x.dims), strict=True))
             if own not in names:  # an updated argument has its names
                 events.differ(Around().place(), x.dims, dims, at_end=True)
-            results[i] = dataclasses.replace(x, dims=dims, base=dims if x.base == x.dims else x.base)
+            results[i] = x.called(dims)
     exchanged = events.close_dispatches()
     return NamedTrace(
         step_name(step), tuple(dict.fromkeys(events.found)), tuple(values), tuple(results), tuple(events.kept),
         tuple(events.parts), events.slices, events.unnamed, tuple(events.uncounted), events.grouped,
         frozenset(exchanged), isinstance(step, DistributedFunction), events.joined,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _without_mesh() -> Iterator[None]:
+    """Trace without a mesh or mapping; a step that asks for a mesh is refused."""
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(nothing was placed|no mesh is active)")
+        # They compute all the same.
+        warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
+        try:
+            yield
+        except (RuntimeError, UserWarning) as e:
+            if "mesh" not in str(e):
+                raise
+            raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
 
 
 def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
@@ -200,10 +207,9 @@ class _Events:
     def _used(self, value: Value, x: Axed) -> Value:
         """Return an operand. Each use of an array that depends on no argument has axes of its own."""
         names = self._names_of(x)
-        dims = tuple(d if d[1] == 1 or n is None else (n, d[1]) for n, d in zip(names, value.dims, strict=True))
-        if dims == value.dims:
-            return value
-        return dataclasses.replace(value, dims=dims, base=dims if value.base == value.dims else value.base)
+        return value.called(
+            tuple(d if d[1] == 1 or n is None else (n, d[1]) for n, d in zip(names, value.dims, strict=True))
+        )
 
     # --- functions, loops and branches ---
 
@@ -386,23 +392,17 @@ class _Events:
 
     def _convolved(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record a convolution: a product along its channels, with windows that names say nothing of."""
-        numbers, (left, right), y = step.params["dimension_numbers"], xs, ys[0]
+        params, numbers, (left, right), y = step.params, step.params["dimension_numbers"], xs, ys[0]
         (_, channel, *spatial), (_, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
         (batch, feature, *places) = numbers.out_spec
-        grouped = step.params["feature_group_count"] * step.params["batch_group_count"] > 1
+        grouped = params["feature_group_count"] * params["batch_group_count"] > 1
         along = [*(left.dims[i] for i in spatial), *(right.dims[i] for i in window), *(y.dims[i] for i in places)]
         self._open(place, step.name, [*along, *(left.dims[channel], y.dims[feature], y.dims[batch])[: 3 * grouped]])
-        sizes = (
-            (left.dims[i][1], right.dims[j][1], y.dims[k][1]) for i, j, k in zip(spatial, window, places, strict=True)
-        )
-        windows = zip(
-            step.params["window_strides"],
-            (before for before, _ in step.params["padding"]),
-            step.params["lhs_dilation"],
-            step.params["rhs_dilation"],
-            strict=True,
-        )
-        met = math.prod(_flops.Window(*w).seen(*size) for w, size in zip(windows, sizes, strict=True))
+        met = 1  # the pairs of an output and an element of the kernel that meet an element of the input
+        before = [low for low, _ in params["padding"]]
+        settings = (params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"])
+        for i, j, k, *setting in zip(spatial, window, places, *settings, strict=True):
+            met *= _flops.Window(*setting).seen(left.dims[i][1], right.dims[j][1], y.dims[k][1])
         kept, summed = (y.dims[batch], y.dims[feature]), (right.dims[inner] if grouped else left.dims[channel],)
         if not grouped:
             self.differ(place, summed, (right.dims[inner],))

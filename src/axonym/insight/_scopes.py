@@ -383,11 +383,8 @@ def exchanges(scope: str) -> bool:
 
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
     """Return the only axis of an operation that is sharded over some mesh axes: an all-to-all over these moves it."""
-    axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
-    if _stored(op, over):
-        return ()
-    found = [a for a in axes.values() if set(over) & set(a.compute)]
-    return (found[0].name,) if len(found) == 1 and _covers(found, over) else ()
+    found = _sharded(op, over)
+    return (found[0].name,) if len(found) == 1 and _covers(found, over) and not _stored(op, over) else ()
 
 
 def _said(found: Sequence[NamedAxis]) -> str:

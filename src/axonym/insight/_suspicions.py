@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import describe_bytes, suggestion
 from ..core.source_lines import Source
+from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
 from ._figures import Figures, needed_memory
 from ._parameters import carried_axes, without_numbers
@@ -115,12 +116,8 @@ def _kept(report: Figures) -> _Check:
 
 def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
     """Return the names of the mappings that no array has, with their mesh axes."""
-    both = {**report.parameter_mapping, **report.mapping}
-    return {
-        n: (over,) if isinstance(over, str) else tuple(over)
-        for n, over in both.items()
-        if over and report.axes and n not in report.axes
-    }
+    both = {**report.parameter_mapping, **report.mapping} if report.axes else {}
+    return {n: mesh_axes(over) for n, over in both.items() if over and n not in report.axes}
 
 
 def _mapping(report: Figures) -> _Check:
@@ -255,8 +252,7 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
 
 def _also_over(report: Figures, name: str, over: Sequence[str], sizes: Mapping[str, int]) -> str:
     """Say that an axis may be sharded over more mesh axes, if they divide it; empty otherwise."""
-    own = report.mapping[name]
-    wider = (*((own,) if isinstance(own, str) else own or ()), *over)
+    wider = (*mesh_axes(report.mapping[name]), *over)
     divides = len(set(wider)) == len(wider) and sizes[name] % math.prod(report.mesh[a] for a in wider) == 0
     return f"{name} over {described_axes(wider)}" if divides else ""
 
@@ -281,7 +277,7 @@ def _came_sharded(report: Figures) -> _Check:
     """Find parameters that lie otherwise than a mapping says, over mesh axes that it gives to others."""
     if report.parameter_mapping or report.placed_by_rule:
         return (), ""
-    taken = {a for over in report.mapping.values() for a in ([over] if isinstance(over, str) else over or ())}
+    taken = {*axes_in(report.mapping.values())}
     stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     # The state of an optimizer may be sharded where its parameter is replicated: only updates are gathered then.
     replicated = {_in_model(x) for x in _updated(report) if not any(x.over)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -245,38 +245,38 @@ def estimate(parts: Sequence[Part], rates: Rates, chip: Chip) -> Estimate:
 
 def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
     """Return the seconds of one turn of a part, in terms."""
-    reached = chip.reached
-    peak = chip.flops * reached.products
-    terms: dict[str, Amount] = {
-        "products": 0.0,
-        "attention": 0.0,
-        "reading and writing": part.touched / chip.memory_bandwidth,
-    }
+    reached, peak = chip.reached, chip.flops * chip.reached.products
+    products: Amount = 0.0
+    attention: Amount = 0.0
     for p in part.products:
         flops = p.flops / ways(p.branches)
         if p.core:
-            terms["attention"] = terms["attention"] + flops / (peak * reached.cores)
+            attention = attention + flops / (peak * reached.cores)
         else:
-            terms["products"] = terms["products"] + flops / peak * (p.least + HALF) / p.least
-    computing = terms["products"] + terms["attention"] + terms["reading and writing"]
+            products = products + flops / peak * (p.least + HALF) / p.least
+    terms = {"products": products, "attention": attention, "reading and writing": part.touched / chip.memory_bandwidth}
+    computing = sum(terms.values(), start=0.0)
     for ahead, share in ((False, reached.waited), (True, reached.ahead)):
-        found: list[tuple[str, Amount]] = []
-        hidden: Amount = 0.0
-        for x in part.sent:
-            if x.ahead == ahead:
-                rate = rates[x.kind, x.axes]
-                seconds = x.size / ways(x.branches) * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
-                found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
-                hidden = hidden + seconds * share * (rate.hides if ahead else 1.0)
-        total = sum((t for _, t in found), start=0.0)
-        if found:
-            left = 1 - np.minimum(hidden, computing) / np.maximum(total, 1e-30)
-            for name, seconds in found:
-                terms[name] = terms.get(name, 0.0) + seconds * left
+        for name, seconds in _not_hidden([x for x in part.sent if x.ahead == ahead], rates, share, computing):
+            terms[name] = terms.get(name, 0.0) + seconds
     spent = sum(terms.values(), start=0.0)
     if np.any(np.asarray(part.offloaded) > 0):
         terms["offloading"] = np.maximum(0.0, part.offloaded / chip.host - spent)
     return terms
+
+
+def _not_hidden(sent: Sequence[Sent], rates: Rates, share: float, computing: Amount) -> Iterator[tuple[str, Amount]]:
+    """Yield the seconds of each exchange that do not hide behind computing, which hides at most a share of them."""
+    found: list[tuple[str, Amount]] = []
+    hidden: Amount = 0.0
+    for x in sent:
+        rate = rates[x.kind, x.axes]
+        seconds = x.size / ways(x.branches) * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
+        found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
+        hidden = hidden + seconds * share * (rate.hides if x.ahead else 1.0)
+    total = sum((t for _, t in found), start=0.0)
+    left = 1 - np.minimum(hidden, computing) / np.maximum(total, 1e-30)
+    return ((name, seconds * left) for name, seconds in found)
 
 
 def bounds(parts: Iterable[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> Bounds:

@@ -134,34 +134,35 @@ class Torus:
         >>> [name for level in torus.route(placed, ["model"]) for name in level.busy]
         ['links', 'links of dimension 0']
         """
-        chip, counts = self.chip, dict[int, tuple[int, int]]()
+        counts, apart = dict[int, int](), dict[int, int]()
         for dim, count, distance in (span for a in axes for span in placed.spans[a]):
-            before, near = counts.get(dim, (1, distance))
-            counts[dim] = before * count, min(near, distance)
-        slices, inside = counts.pop(_SLICES, (1, 1))[0], math.prod(count for count, _ in counts.values())
-        levels = []
-        if counts:
-            rings = {d: self.wraps(d) and n * distance == self.shape[d] for d, (n, distance) in counts.items()}
-            rates = {d: (2 if rings[d] else 1) * chip.link / distance for d, (_, distance) in counts.items()}
-            hops = sum((n / 2 if rings[d] else n - 1) * distance for d, (n, distance) in counts.items())
-            received = 1 - 1 / inside
-            busy, sums, trades = ({"links": t * received / chip.link_bandwidth} for t in (1, 2, 1 / inside))
-            for d, (n, _) in counts.items():
-                name, of_byte = f"links of dimension {d}", 1 / inside / rates[d]
-                # If dimensions are gathered one after another, the first has the least to send.
-                busy[name] = (n - 1) * of_byte
-                # To sum a byte over n positions and to return it crosses n - 1 links twice, of which a ring has n.
-                sums[name] = (2 * (n - 1) if rings[d] else n) * of_byte
-                # Each half sends to each device of the other one, through the middle of a line, or both cuts of a ring.
-                trades[name] = (n // 2) * ((n + 1) // 2) / n * of_byte
-            farthest = max(distance for _, distance in counts.values())
-            levels.append(
-                Level(
-                    inside, received / sum(rates.values()), farthest / chip.link, hops * chip.reached.hop, busy, sums,
-                    trades, chip.reached.links,
-                )
-            )  # fmt: skip
-        return (*levels, *_network(chip, chip.network, slices, inside))
+            counts[dim] = counts.get(dim, 1) * count
+            apart[dim] = min(apart.get(dim, distance), distance)
+        slices = counts.pop(_SLICES, 1)
+        levels = [self._inside(counts, apart)] if counts else []
+        return (*levels, *_network(self.chip, self.chip.network, slices, math.prod(counts.values())))
+
+    def _inside(self, counts: Mapping[int, int], apart: Mapping[int, int]) -> Level:
+        """Return the level within a slice: along each dimension, some chips at a distance from each other."""
+        chip, inside = self.chip, math.prod(counts.values())
+        received, rate, hops = 1 - 1 / inside, 0.0, 0.0
+        busy, sums, trades = ({"links": t * received / chip.link_bandwidth} for t in (1, 2, 1 / inside))
+        for d, n in counts.items():
+            is_ring = self.wraps(d) and n * apart[d] == self.shape[d]
+            own_rate = (2 if is_ring else 1) * chip.link / apart[d]
+            rate += own_rate
+            hops += (n / 2 if is_ring else n - 1) * apart[d]
+            name, of_byte = f"links of dimension {d}", 1 / inside / own_rate
+            # If dimensions are gathered one after another, the first has the least to send.
+            busy[name] = (n - 1) * of_byte
+            # To sum a byte over n positions and to return it crosses n - 1 links twice, of which a ring has n.
+            sums[name] = (2 * (n - 1) if is_ring else n) * of_byte
+            # Each half sends to each device of the other one, through the middle of a line, or both cuts of a ring.
+            trades[name] = (n // 2) * ((n + 1) // 2) / n * of_byte
+        passes = max(apart[d] for d in counts) / chip.link
+        return Level(
+            inside, received / rate, passes, hops * chip.reached.hop, busy, sums, trades, chip.reached.links
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ..core.source_lines import Frame, Source, source
 from ..distribution.decisions import distinct
 from . import _scopes
+from ._arguments import only_axes
 from ._branches import Branches, mean
 from ._lowered import Product
 from ._named_events import NamedTrace, Sum
@@ -106,10 +106,7 @@ def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
 
 def _axes(operation: _scopes.ScopedOperation | None, copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes that shard no axis of an operation, or else the only ones that repeat it so often."""
-    large = [a for a, n in mesh.items() if n > 1]
-    idle = tuple(a for a in large if operation is None or a not in operation.over)
+    idle = () if operation is None else tuple(a for a, n in mesh.items() if n > 1 and a not in operation.over)
     if operation is not None and math.prod(mesh[a] for a in idle) == copies:
         return idle
-    any_of = (axes for n in range(1, len(large) + 1) for axes in itertools.combinations(large, n))
-    found = [axes for axes in any_of if math.prod(mesh[a] for a in axes) == copies]
-    return found[0] if len(found) == 1 else ()
+    return only_axes(mesh, copies)

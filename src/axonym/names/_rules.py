@@ -225,39 +225,49 @@ def _slice_of(axes: Axes, axis: Axis, start: int, size: int, equal: bool, stride
     whole = size_of(axis)
     if size in (0, 1, whole):
         return axis if size == whole else fresh(size)
-    count, known = whole // size, bool(axis) and (start, start + size) in (axes.whole(axis).parts or ())
-    if equal:
-        number = len(axes.equal_slices)
-        axes.equal_slices.append(None)
-        split = None
-        if not known and number not in axes.separate:
-            split = axes.reshaped((axis,), (count, size) if stride == 1 else (size, count))
-        if split is not None:
-            part = split[stride == 1]
-            if "*" not in (axes.whole(axis).name or ""):
-                axes.equal_slices[number] = axes.whole(part)
-            slice_of = (axis, start if stride == 1 else -1)
-            if slice_of not in (made := axes.whole(part)).part_of:
-                made.part_of += (slice_of,)
-            return part
+    if equal and (part := _equal_slice(axes, axis, start, size, stride)) is not None:
+        return part
     return axes.derived(axis, size, (start, start + size) if stride == 1 else None)
 
 
+def _equal_slice(axes: Axes, axis: Axis, start: int, size: int, stride: int) -> Axis | None:
+    """Return the factor that each of the equal slices of an axis is; None if this one is an axis of its own."""
+    number = len(axes.equal_slices)
+    axes.equal_slices.append(None)
+    if number in axes.separate or (axis and (start, start + size) in (axes.whole(axis).parts or ())):
+        return None
+    count, blocks = size_of(axis) // size, stride == 1  # otherwise the slices are interleaved
+    if (split := axes.reshaped((axis,), (count, size) if blocks else (size, count))) is None:
+        return None
+    part = split[1] if blocks else split[0]
+    made, slice_of = axes.whole(part), (axis, start if blocks else -1)
+    if "*" not in (axes.whole(axis).name or ""):
+        axes.equal_slices[number] = made
+    if slice_of not in made.part_of:
+        made.part_of += (slice_of,)
+    return part
+
+
 def _slice(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    found: list[Axis] = []
-    strides = step.params["strides"] or (1,) * len(step.shape)
-    starts = step.params["start_indices"]
-    for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True)):
-        whole = step.shape_of(0)[i]
-        # If the program takes all parts of this size, one after another or interleaved, it splits the axis into equal
-        # parts, which are one axis: q, k and v of a projection, say. A part cut out alone is an axis of its own.
-        equal = False
-        if 1 < n < whole and whole % n == 0:
-            others = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == strides[i] and -(-(e - s) // k) == n}
-            equal = others == (set(range(0, whole, n)) if strides[i] == 1 else set(range(whole // n)))
-            equal = equal and (strides[i] == 1 or strides[i] * n == whole)
-        found.append(_slice_of(axes, axis, starts[i], n, equal, strides[i]))
-    return [Axed(tuple(found), points=xs[0].points)]
+    strides, starts = step.params["strides"] or (1,) * len(step.shape), step.params["start_indices"]
+    dims = tuple(
+        _slice_of(axes, axis, starts[i], n, _is_cut_evenly(step, i, n, strides[i]), strides[i])
+        for i, (axis, n) in enumerate(zip(xs[0].dims, step.shape, strict=True))
+    )
+    return [Axed(dims, points=xs[0].points)]
+
+
+def _is_cut_evenly(step: AxisStep, i: int, size: int, stride: int) -> bool:
+    """Return whether the program takes all slices of this size along an axis, one after another or interleaved.
+
+    Then it splits the axis into equal parts, which are one axis: q, k and v of a projection, say. A slice that is cut
+    out alone is an axis of its own.
+    """
+    whole = step.shape_of(0)[i]
+    if not 1 < size < whole or whole % size or stride not in (1, whole // size):
+        return False
+    taken = {s for s, e, k in step.slices[step.eqn.invars[0], i] if k == stride and -(-(e - s) // k) == size}
+    return taken == (set(range(0, whole, size)) if stride == 1 else set(range(stride)))
 
 
 def _pad(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
