@@ -40,6 +40,7 @@ from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import step_name
 from ._branches import Branches
+from ._dispatched_rows import DispatchedRows
 from ._named_events import (
     Dims,
     Event,
@@ -99,11 +100,11 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             if own not in names:  # an updated argument has its names
                 events.differ(Around().place(), x.dims, dims, at_end=True)
             results[i] = x.called(dims)
-    exchanged = events.close_dispatches()
+    exchanges = [*events.rows.exchanges()]
     return NamedTrace(
-        step_name(step), tuple(dict.fromkeys(events.found)), tuple(values), tuple(results), tuple(events.kept),
-        tuple(events.parts), events.slices, events.unnamed, tuple(events.uncounted), events.grouped,
-        frozenset(exchanged), isinstance(step, DistributedFunction), events.joined,
+        step_name(step), tuple(dict.fromkeys((*events.found, *exchanges))), tuple(values), tuple(results),
+        tuple(events.kept), tuple(events.parts), events.slices, events.unnamed, tuple(events.uncounted), events.grouped,
+        frozenset(n for e in exchanges for n in e.names), isinstance(step, DistributedFunction), events.rows.joined,
     )  # fmt: skip
 
 
@@ -177,10 +178,8 @@ class _Events:
         self.unnamed = 0
         self.uncounted: dict[str, None] = {}
         self.grouped = False
-        self.joined: dict[str, tuple[str, ...]] = {}
+        self.rows = DispatchedRows(given)
         self._names_of = names_of
-        self._given = given
-        """The axis names of the arguments."""
         self._numbers = itertools.count(1)
         self._made: dict[Any, list[int]] = {}
         """The numbers of results, by the operation and the numbers of its operands."""
@@ -190,8 +189,6 @@ class _Events:
         """The numbers of arrays that depend on no argument."""
         self._together: set[tuple[str, ...]] = set()
         """The axes of the results so far: what holds for one of several arrays with these axes holds for all."""
-        self._dispatches: dict[_scopes.ScopedOperation, tuple[Occurrence, set[str]]] = {}
-        """Each dispatch of rows to experts, with the names of the groups in its products."""
 
     # --- values ---
 
@@ -245,7 +242,7 @@ class _Events:
             return self.run(step.bodies[0], xs, body)
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
         if (dispatch := _scopes.dispatch(around.scope)) is not None:
-            self._dispatched(dispatch, around, ys)
+            self.rows.add(dispatch, around.place(), ys)
         if inside is not None:
             inside(self, step, xs, ys, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
@@ -315,7 +312,7 @@ class _Events:
 
     def _parted(self, dims: Dims) -> Dims:
         """Rename joined axes in the same way if the same axes were joined into them."""
-        return tuple(("*".join(self.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
+        return tuple(("*".join(self.rows.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
 
     def renamed(self, program: NamedProgram) -> None:
         """Record the axes that named operations call otherwise, unless they are parts of others."""
@@ -347,7 +344,7 @@ class _Events:
             return self._marked(step, x, y)
         if step.name == "reshape" and _large(x.dims) != _large(y.dims):
             place = around.place()
-            if not self._moves_rows(step, [x], place):
+            if not self.rows.are_moved(step, [x], place):
                 self._open(place, step.name, _torn(x.dims, y.dims, place.operation is not None))
                 if any(n is not None and size < dict(x.dims).get(n, size) for n, size in y.dims):
                     self.parts.append(y)
@@ -367,7 +364,7 @@ class _Events:
         if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
             self._open(place, "a grouped product", [*(left.dims[i] for i in numbers.lhs_ragged_dimensions), *of_groups])
         else:
-            self._dispatches[dispatch][1].update(n for n, _ in of_groups if n is not None)
+            self.rows.add_groups(dispatch, tuple(of_groups))
             if not groups:  # the dtype in which gradients of experts are summed
                 ys[0] = dataclasses.replace(ys[0], dtype=np.promote_types(np.float32, ys[0].dtype))
         self._multiplied(numbers.dot_dimension_numbers, [left, right], ys[0], groups, place)
@@ -424,7 +421,7 @@ class _Events:
         """Record a look-up; of complete rows of a table along one axis, its cost is known."""
         numbers, (table, indices) = step.params["dimension_numbers"], xs
         batch = numbers.operand_batching_dims
-        if self._moves_rows(step, xs, place):
+        if self.rows.are_moved(step, xs, place):
             return
         at = _indexed(table, numbers.start_index_map, dict(enumerate(step.params["slice_sizes"])))
         if at is not None and not batch:
@@ -437,7 +434,7 @@ class _Events:
         """Record the gradient of a look-up."""
         numbers, (_, indices, updates) = step.params["dimension_numbers"], xs
         batch = numbers.operand_batching_dims
-        if self._moves_rows(step, xs, place):
+        if self.rows.are_moved(step, xs, place):
             return
         window = [i for i in range(len(ys[0].dims)) if i not in (*numbers.inserted_window_dims, *batch)]
         sizes = {i: updates.dims[j][1] for i, j in zip(window, numbers.update_window_dims, strict=True)}
@@ -451,7 +448,7 @@ class _Events:
             self.found.append(PerDevice(place, ys[0]))
 
     def _scattered(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        if not self._moves_rows(step, xs, place):
+        if not self.rows.are_moved(step, xs, place):
             self._open(place, step.name, [d for x in xs for d in x.dims])
 
     def _along(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
@@ -488,10 +485,8 @@ class _Events:
         self.found += [PerDevice(place, y) for y in ys]
 
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
-        names = frozenset(n for n, size in dims if n is not None and size > 1 and n not in self.joined)
-        if (dispatch := _scopes.dispatch(place.scope)) is not None:
-            names -= {a.name for a in dispatch.operands[0]}
-        if names:
+        names = frozenset(n for n, size in dims if n is not None and size > 1)
+        if names := names - self.rows.in_names(names, place):
             self.found.append(Open(place, what, names))
 
     def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value, product: bool = False) -> None:
@@ -511,47 +506,12 @@ class _Events:
             self._together.add(names)
             self.found.append(Together(place, names))
 
-    # --- experts ---
-
-    def _dispatched(self, dispatch: _scopes.ScopedOperation, around: Around, ys: list[Value]) -> None:
-        """Record a dispatch of rows to experts, and the names of the axes of its rows."""
-        if dispatch not in self._dispatches:
-            self._dispatches[dispatch] = dataclasses.replace(around.place(), operation=dispatch), set()
-        for axes in _rows(dispatch):
-            names, count = tuple(a.name for a in axes), _count(axes)
-            for n, size in (d for y in ys for d in y.dims):
-                if n is not None and (n == "*".join(names) or (size == count and n not in self._given)):
-                    self.joined.setdefault(n, names)
-
-    def _moves_rows(self, step: AxisStep, xs: list[Value], place: Occurrence) -> bool:
-        """Return whether an operation sorts, repeats, joins, counts or restores rows, which each device does."""
-        dispatch = _scopes.dispatch(place.scope)
-        if dispatch is None:
-            return False
-        if step.name == "scatter-add" and xs[0].dtype.kind in "iu":
-            return True
-        starts = [tuple(a.size or 1 for a in axes) for axes in _rows(dispatch)]
-        starts += [(_count(axes),) for axes in _rows(dispatch)]
-        shapes = tuple(n for _, n in xs[0].dims), step.shape
-        return all(any(shape[: len(start)] == start for start in starts) for shape in shapes)
-
     def _summed(self, place: Occurrence, dims: Dims) -> Dims:
         """Leave out rows from the axes that an operation sums over, if each device sums its own."""
-        if place.phase == "backward" or (dispatch := _scopes.dispatch(place.scope)) is None:
+        if place.phase == "backward" or _scopes.dispatch(place.scope) is None:
             return dims
-        rows = {a.name for a in dispatch.operands[0]}
-        return tuple(d for d in dims if d[0] not in self.joined and d[0] not in rows)
-
-    def close_dispatches(self) -> set[str]:
-        """Record the axes over which rows are exchanged between experts, and return them."""
-        found: set[str] = set()
-        for dispatch, (place, groups) in self._dispatches.items():
-            of_x = {a.name for term in dispatch.operands[:2] for a in term}
-            own = {a.name for term in dispatch.operands[2:] for a in term}
-            along = frozenset(groups or own - of_x)
-            found |= along
-            self.found.append(Open(place, "an exchange of rows", along))
-        return found
+        rows = self.rows.in_names([n for n, _ in dims], place)
+        return tuple(d for d in dims if d[0] not in rows)
 
 
 def _around(step: AxisStep) -> Around:
@@ -566,16 +526,6 @@ def _indexed(table: Value, at: Sequence[int], slices: Mapping[int, int]) -> int 
     """Return the only axis of a table of which one element is looked up, if all others are complete; None otherwise."""
     found = [i for i, (_, size) in enumerate(table.dims) if slices.get(i, 1) != size] or list(at[:1])
     return found[0] if len(found) == 1 and found[0] in at and slices.get(found[0], 1) == 1 else None
-
-
-def _rows(dispatch: _scopes.ScopedOperation) -> list[_scopes.Term]:
-    """Return the axes of rows, and those that rows for several experts have in common."""
-    rows = dispatch.operands[0]
-    return [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]
-
-
-def _count(axes: _scopes.Term) -> int:
-    return math.prod(a.size or 1 for a in axes)
 
 
 def _torn(before: Dims, after: Dims, named: bool) -> list[tuple[str | None, int]]:
