@@ -64,16 +64,8 @@ class Meshes:
     def __getitem__(self, key: tuple[str, Axes]) -> Rate:
         """Return what an exchange takes on each mesh."""
         if key not in self._rates:
-            each = [
-                cost_model.rate_of(key[0], topology.route(placed, key[1]), topology.chip)
-                for topology, placed in self.placed
-            ]
-            self._rates[key] = cost_model.stacked(each)
+            self._rates[key] = cost_model.stacked([RatesAt(*place)[key] for place in self.placed])
         return self._rates[key]
-
-    def at(self, row: int) -> RatesAt:
-        """Return what exchanges take on one mesh."""
-        return RatesAt(*self.placed[row])
 
 
 class RatesAt:
@@ -164,12 +156,10 @@ class PatternAccount:
         sizes = dict.fromkeys(axes, 2)
         self.layout = Layout(sizes, compute, storage, trace.joined)
         """Without stages."""
-        own = {} if stages is None else {stages.layers: stages.over}
-        self._stored = (
-            Layout(sizes, {**compute, **own}, {**storage, **own} if storage else {}, trace.joined)
-            if own
-            else self.layout
-        )
+        self._stored = self.layout
+        if stages is not None:
+            own = {stages.layers: stages.over}
+            self._stored = Layout(sizes, {**compute, **own}, {**storage, **own} if storage else {}, trace.joined)
         self._exchanges = Account(trace, self.layout, divides=False).exchanges if exchanges else []
         self._parameters = {frozenset(names) for names in parameters}
         self._loops = set[int]() if stages is None else {id(e.place.eqns[0]) for e in loops_over(trace, stages.layers)}
@@ -320,10 +310,9 @@ def _merged(sent: Iterable[Sent]) -> tuple[Sent, ...]:
     found: dict[Any, Sent] = {}
     for x in sent:
         key = x.kind, x.axes, x.what, x.branches
-        before = found.get(key)
-        found[key] = (
-            x if before is None else dataclasses.replace(x, size=before.size + x.size, count=before.count + x.count)
-        )
+        if (before := found.get(key)) is not None:
+            x = dataclasses.replace(x, size=before.size + x.size, count=before.count + x.count)
+        found[key] = x
     return tuple(found.values())
 
 

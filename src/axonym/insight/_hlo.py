@@ -176,8 +176,8 @@ class HloProgram:
         """Return the operands of an instruction: the producer and the shapes of each."""
         around = self.computations[visit.computation]
         found = []
-        for name in visit.instruction.operands:
-            producer, shapes = around[name], around[name].shapes
+        for producer in (around[name] for name in visit.instruction.operands):
+            shapes = producer.shapes
             while not producer.scope and self._passes_on(producer):
                 producer = around[producer.operands[0]]
             found.append((producer, shapes))

@@ -35,16 +35,10 @@ def plan_page(plan: Plan, mappings: Sequence[tuple[Any, int]]) -> tuple[str, Htm
     terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
     then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
     header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
+    about = f"About {described_seconds(as_shown(best.estimate.seconds))} a step, by "
     first = element(
         "section",
-        element(
-            "h1",
-            "About ",
-            described_seconds(as_shown(best.estimate.seconds)),
-            " a step, by ",
-            words.mesh(best.mesh),
-            ".",
-        ),
+        element("h1", about, words.mesh(best.mesh), "."),
         element("p", words.said(f"{plan.why()} {considered}.".strip()), class_="lead"),
         *(element("p", element("b", "Caution: "), words.said(c)) for c in plan.cautions),
         copyable("The first as code", best.code()),
@@ -70,21 +64,12 @@ def _row(number: int, p: Any, others: int, most: float, words: Words) -> Sequenc
     if stored:
         mapping.append(joined([element("span", "stored by ", class_="soft"), words.entries(stored)]))
     mapping += [joined([element("span", f"{name} ", class_="soft"), str(value)]) for name, value in p.choices.items()]
-    lines = joined([joined([element("br") if j else None, line]) for j, line in enumerate(mapping)])
-    return (
-        str(number),
-        joined(
-            [
-                words.mesh(p.mesh),
-                element("small", f" and {counted(others, 'other mesh', 'other meshes')}") if others else None,
-            ]
-        ),
-        lines,
-        _times(p, most, words),
-        element("span", described_seconds(as_shown(p.estimate.seconds)), class_="num"),
-        element("span", described_seconds(p.seconds), class_="num"),
-        element("span", describe_bytes(p.memory if p.peak is None else p.peak), class_="num"),
-    )
+    more = element("small", f" and {counted(others, 'other mesh', 'other meshes')}") if others else None
+    seconds = map(described_seconds, (as_shown(p.estimate.seconds), p.seconds))
+    memory = describe_bytes(p.memory if p.peak is None else p.peak)
+    numbers = [element("span", text, class_="num") for text in (*seconds, memory)]
+    lines = joined(mapping, element("br"))
+    return str(number), joined([words.mesh(p.mesh), more]), lines, _times(p, most, words), *numbers
 
 
 def _times(p: Any, most: float, words: Words) -> Html:

@@ -207,15 +207,9 @@ def _mesh(report: Report, words: Words) -> Html:
         placed.setdefault(without_numbers(x.path), x)
     shown = list(placed.items())[:_CHOICES]
     sent = {a: report.total_sent(over=a) for a in report.mesh}
+    says = {path: {"data_at": _over(x, report.mesh), "data_says": _lies(x, report.mesh)} for path, x in shown}
     options = [
-        element(
-            "option",
-            f"{path} · {describe_bytes(x.bytes)}",
-            data_path=path,
-            data_at=_over(x, report.mesh),
-            data_says=_lies(x, report.mesh),
-        )
-        for path, x in shown
+        element("option", f"{path} · {describe_bytes(x.bytes)}", data_path=path, **says[path]) for path, x in shown
     ]
     said = None
     if shown:
