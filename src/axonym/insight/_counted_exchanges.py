@@ -117,15 +117,13 @@ class Account:
             if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
                 self._exchange(event.place, "all-reduce", idle, event.result)
         elif isinstance(event, Open):
-            if sharded := sorted(n for n in event.names if self.layout.used(n) or self._only_stored(event, n)):
+            stored = self.layout.is_stored(event.names)
+            if sharded := sorted(n for n in event.names if self.layout.used(n) or (stored and self.layout.stored(n))):
                 self._leave_open(f"{event.what} along {', '.join(sharded)}", event.place)
 
     def _leave_open(self, what: str, place: Occurrence) -> None:
         """Record that names do not tell what an operation exchanges."""
         self.open.setdefault(f"{what}{_within(place)}", place)
-
-    def _only_stored(self, event: Open, name: str) -> bool:
-        return self.layout.is_stored(event.names) and bool(self.layout.stored(name))
 
     def _renamed(self, event: Renamed) -> None:
         over = (self.layout.over(dims) for dims in (event.before, event.after))

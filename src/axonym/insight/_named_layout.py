@@ -29,8 +29,9 @@ class Layout(Mappings):
         # A step uses the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
         self.used, self.stored = cached(self._used), cached(self._stored)
-        self._over = cached(self._sharded_over)
-        self._is_stored = cached(self._lies_as_stored)
+        lies = super().is_stored
+        self._is_stored = cached(lambda names: lies(n for name in names for n in self._parts(name)))
+        self._over = cached(lambda names: [*map(self.stored if self.is_stored(names) else self.used, names)])
 
     def _used(self, name: str | None) -> Axes:
         return self._large(a for n in self._parts(name) for a in super(Layout, self).used(n))
@@ -53,15 +54,9 @@ class Layout(Mappings):
         """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
         return self._is_stored(tuple(names))
 
-    def _lies_as_stored(self, names: tuple[str | None, ...]) -> bool:
-        return super().is_stored(n for name in names for n in self._parts(name))
-
     def over(self, dims: Dims) -> list[Axes]:
         """Return the mesh axes that each axis of an array is sharded over."""
         return self._over(tuple([n for n, _ in dims]))
-
-    def _sharded_over(self, names: tuple[str | None, ...]) -> list[Axes]:
-        return [*map(self.stored if self.is_stored(names) else self.used, names)]
 
     def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
         """Return the sizes of a shard."""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ..ops import elementwise
 from ..ops._blocks import SCOPE
 from ..ops._kernels import GATHERING
+from ._text import described_axes
 
 Axes = tuple[str, ...]
 
@@ -284,16 +285,18 @@ def _reason_of_gather(
     op: ScopedOperation, over: Collection[str], gathered: Collection[str], stored: Sequence[NamedAxis]
 ) -> str:
     if set(gathered) <= {a.name for a in stored}:
-        return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and all-gathered where it is used"
+        return (
+            f"{' and '.join(gathered)} is stored sharded over {described_axes(over)}, and all-gathered where it is used"
+        )
     if op.name == "index" and stored:
-        table = f"{stored[0].name}, which is stored sharded over {_listed(over)}"
-        return f"looks up all of {_listed(gathered)} in each shard of {table}"
+        table = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
+        return f"looks up all of {described_axes(gathered)} in each shard of {table}"
     if op.name == "shard":
         return reason_of_placement(gathered, (), over)
     found = [a for a in _sharded(op, over) if a.name in gathered]
     if len(found) == len(gathered):
         return f"needs all of {_said(found)}"
-    came = f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping"
+    came = f"{described_axes(gathered)} came sharded over {described_axes(over)}, by no active mapping"
     return f"{came}, and is all-gathered where it is used"
 
 
@@ -301,20 +304,20 @@ def _reason_of_move(op: ScopedOperation, kind: str, over: Collection[str], store
     found = _sharded(op, over)
     # The collective moves shards along an axis that the operation has over these mesh axes.
     if not stored and (names := " or ".join(a.name for a in found if _covers([a], over))):
-        which = f"{names}, which is sharded over {_listed(over)}"
+        which = f"{names}, which is sharded over {described_axes(over)}"
         trade = f"trades shards along {which}, for shards along another axis, or back"
         return f"moves shards along {which}" if kind == "collective-permute" else trade
     if kind == "all-to-all" and len(stored) == len(found) == 1:
         name = stored[0].name
-        where = f"{name}, which is stored sharded over {_listed(over)}"
+        where = f"{name}, which is stored sharded over {described_axes(over)}"
         return f"exchanges shards of {where}, for shards of {found[0].name}"
     return None
 
 
 def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> str:
     """Explain that a placement needs all of some axes, or shards along others."""
-    does = f"replicates {_listed(gathered)}" if gathered else f"shards another axis than {_listed(moved)}"
-    return f"a placement {does}, which came sharded over {_listed(over)}"
+    does = f"replicates {described_axes(gathered)}" if gathered else f"shards another axis than {described_axes(moved)}"
+    return f"a placement {does}, which came sharded over {described_axes(over)}"
 
 
 def reason_of_use(
@@ -388,13 +391,11 @@ def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
 
 
 def _said(found: Sequence[NamedAxis]) -> str:
-    return " and ".join(f"{a.name}, which is sharded over {_listed(a.compute)}" if a.compute else a.name for a in found)
+    return " and ".join(
+        f"{a.name}, which is sharded over {described_axes(a.compute)}" if a.compute else a.name for a in found
+    )
 
 
 def _covers(found: Sequence[NamedAxis], mesh_axes: Collection[str]) -> bool:
     """Return whether the axes are sharded over all these mesh axes."""
     return set(mesh_axes) <= {m for a in found for m in a.compute}
-
-
-def _listed(names: Collection[str]) -> str:
-    return " and ".join(names)

@@ -118,7 +118,8 @@ def _without_times(report: Figures, again: str) -> tuple[str, str]:
         return "Nothing is sent between devices.", f"{again}." if again else ""
     given = report.bounds is not None
     why = "Times are not known, because they depend on values" if given else "No chip was given, so times are not known"
-    most, size = _most_over(report)
+    sums = {axes: known_sent(found) for axes, found in report.by_axes().items()}
+    most, size = max(sums.items(), key=lambda pair: pair[1])
     sent = report.total_sent()
     much = f"each device sends {describe_bytes(size)} over it" if size else "how much depends on values"
     share = f", {percentage(size / sent)} of all" if sent else ""
@@ -144,11 +145,6 @@ def _compute_binds(bounds: Bounds, compute: float, least: str, wasted: float) ->
         more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
         more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}."
     return "Compute binds.", more
-
-
-def _most_over(report: Figures) -> tuple[tuple[str, ...] | None, int]:
-    sums = {axes: known_sent(found) for axes, found in report.by_axes().items()}
-    return max(sums.items(), key=lambda pair: pair[1])
 
 
 def _short(group: Sequence[Collective]) -> str:

@@ -44,7 +44,8 @@ class MixUp:
 
     def __str__(self) -> str:
         a, b = (f"{n!r} ({by})" if by else repr(n) for n, by in zip(self.names, self.said_by, strict=True))
-        return _TEXTS[self.kind].format(a=a, b=b, operation=self.operation) + _at(self.source)
+        at = f", at {self.source}" if self.source else ""
+        return _TEXTS[self.kind].format(a=a, b=b, operation=self.operation) + at
 
 
 _TEXTS = {
@@ -396,10 +397,6 @@ def _letters(number: int) -> str:
     """Return a, b, ..., z, ba, bb, ..."""
     more, last = divmod(number, 26)
     return (_letters(more) if more else "") + chr(ord("a") + last)
-
-
-def _at(source: Source | None) -> str:
-    return f", at {source}" if source else ""
 
 
 def _dtype(aval: Any) -> str:
