@@ -338,10 +338,8 @@ class _Planner:
 
     def result(self, verify: int) -> MappingPlan:
         """Return the plan, of which the partitioner checks the first few."""
-        fit, large = (
-            [r for r in self._rows if r.memory <= self._limit],
-            [r for r in self._rows if r.memory > self._limit],
-        )
+        fit = [r for r in self._rows if r.memory <= self._limit]
+        large = [r for r in self._rows if r.memory > self._limit]
         fitting = [*map(self._found, heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds))]
         too_large = [*map(self._found, heapq.nsmallest(_MOST_KEPT, large, key=lambda r: r.memory))]
         asked = {p._what() for p in self._asked}  # of these, names told only a part of the cost
