@@ -120,7 +120,7 @@ class PlannedMapping:
         return f"on {self.topology}: {', '.join(along)}"
 
     def _what(self) -> tuple[str, str, str]:
-        """Return what tells it from others, whatever it costs."""
+        """Return the mesh, the mapping and the choices in words, by which it is told from other mappings."""
         return str(self.mesh), str(self.mapping), str(self.choices)
 
     def _written(self, name: str) -> str:

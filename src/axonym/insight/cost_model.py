@@ -35,7 +35,7 @@ Resource: TypeAlias = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """What an exchange of a kind takes on a route."""
+    """The time that an exchange of a kind takes on a route."""
 
     per_byte: Amount
     """Seconds for each byte of the complete array."""
@@ -107,7 +107,7 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one turn of a loop does in one phase of a step: its products and exchanges overlap."""
+    """The work of one turn of a loop in one phase of a step: its products and exchanges overlap."""
 
     times: Amount
     products: tuple[Multiplication, ...] = ()
@@ -203,7 +203,7 @@ class Bounds:
 
 
 class Rates(Protocol):
-    """What each kind of exchange takes over each set of mesh axes."""
+    """The time of each kind of exchange over each set of mesh axes."""
 
     def __getitem__(self, key: tuple[str, tuple[str, ...]], /) -> Rate: ...
 

@@ -223,7 +223,7 @@ class _ComparedProgram:
 
 
 class _Correspondence:
-    """Which values of two programs correspond. Results of operations that are not compared do by their first use."""
+    """The values of two programs that correspond. Results of operations that are not compared do by their first use."""
 
     def __init__(self) -> None:
         self._pairs: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
