@@ -171,8 +171,8 @@ def test_a_screen_reader_has_names_for_everything(name: str, window: Browser, fo
     assert window.run("document.documentElement.lang") == "en"
 
 
-# How notebooks say their scheme. In a trusted folder, VS Code puts an output into a page with its policy and styles, and
-# otherwise shows no HTML.
+# How notebooks say their scheme. In a trusted folder, VS Code puts an output into a page with its policy and styles.
+# Elsewhere it shows no HTML.
 VSCODE = """<meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; child-src https: data:">
 <style>thead, tr:nth-child(even) { background-color: rgba(130, 130, 130, 0.16) } table { width: 100% }</style>"""
