@@ -28,6 +28,7 @@ PAGES = {
     "partitioning": "placement",
     "several_hosts": "hosts",
     "which_mapping": "batches",
+    "slow_step": "slow",
     "names_elsewhere": None,
     "insight": None,
     "out_of_memory": None,

@@ -404,6 +404,42 @@ def fsdp() -> Picture:
     return picture
 
 
+# --- times ---
+
+
+def slow() -> Picture:
+    """The least times of the step of the page about slow steps, with a median and with a mean."""
+    names = definitions("slow_step", 1)
+    step, mesh = names["step"], names["mesh"]
+    args = names["weights"], names["x"]
+    title = "The least times of a step: with a median it waits for sending over data, with a mean for computing"
+    picture = Picture(title, 520, 258, mesh.shape)
+    bounds = {}
+    for center in ("median", "mean"):
+        fn = functools.partial(step, center=getattr(axn, center))
+        report = insight.explain(fn, *args, mapping=names["mapping"], mesh=mesh, chip="v5e")
+        assert report.bounds is not None
+        bounds[center] = report.bounds
+    longest = max(each.longest for each in bounds.values())
+    top = 18
+    for center, each in bounds.items():
+        picture.text(0, top, f"center=axn.{center}", "code")
+        picture.text(512, top, f"at least {1e6 * each.longest:.0f} us: {each.bottleneck}", "strong", "end")
+        rows = {("compute",): each.compute, ("memory",): each.memory}
+        rows |= {axes: seconds for axes, seconds in each.links.items() if len(axes) == 1}
+        for i, (what, seconds) in enumerate(rows.items()):
+            y, length = top + 14 + 24 * i, round(320 * seconds / longest)
+            over = [*what] if what[0] in mesh.shape else []
+            picture.text(140, y + 10, f"sending over {what[0]}" if over else what[0], "small", "end")
+            if over:
+                picture.bar(148, y, length, over)
+            else:
+                picture.box(148, y, length, 10, "mid")
+            picture.text(156 + length, y + 10, f"{1e6 * seconds:.0f} us", "small")
+        top += 134
+    return picture
+
+
 # --- fields ---
 
 
@@ -672,6 +708,7 @@ PICTURES: dict[str, Callable[[], Picture | Screen]] = {
     "contraction": contraction,
     "fsdp": fsdp,
     "schedules": schedules,
+    "slow": slow,
     "heat": heat,
     "peers": peers,
     "page-report": report,

@@ -37,7 +37,8 @@ svg {{ flex: none }} .held {{ fill: var(--fill) }} .empty {{ fill: var(--empty) 
 .line {{ fill: none; stroke: var(--mid) }} {" ".join(f".cut{i} {{ stroke: var(--m{i}) }}" for i in range(6))}
 .tree {{ padding: 0 !important; margin: 0 }} .tree ul {{ padding-left: 18px !important }} .tree li {{ margin: 0 }}
 .tree, .tree ul {{ list-style: none !important }} code {{ background: none !important; padding: 0 !important }}
-code, pre, table {{ font-size: 13px !important }} pre {{ overflow-x: auto }} summary {{ cursor: pointer }}
+thead, tr {{ background: none !important }} code, pre, table {{ font-size: 13px !important }}
+pre {{ overflow-x: auto }} summary {{ cursor: pointer }}
 p {{ margin: 4px 0 !important }} th, td {{ text-align: left !important }} [class^=cut] {{ stroke-width: 2 }}
 .tree .name {{ flex: 0 1 calc(220px - 24px * var(--depth, 0)) }}"""
 _SCHEMES = (

@@ -171,17 +171,41 @@ def test_a_screen_reader_has_names_for_everything(name: str, window: Browser, fo
     assert window.run("document.documentElement.lang") == "en"
 
 
-def test_a_frame_takes_the_scheme_of_its_notebook(window: Browser, tmp_path: Path) -> None:
+# How notebooks say their scheme. In a trusted folder, VS Code puts an output into a page with its policy and styles.
+# Elsewhere it shows no HTML.
+VSCODE = """<meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; child-src https: data:">
+<style>thead, tr:nth-child(even) { background-color: rgba(130, 130, 130, 0.16) } table { width: 100% }</style>"""
+NOTEBOOKS = {
+    "JupyterLab": ("", "", 'data-jp-theme-light="{light}"'),
+    "VS Code": (VSCODE, "", 'class="vscode-{scheme}"'),
+    "Colab": ("", 'theme="{scheme}"', ""),
+}
+
+
+def in_notebook(path: Path, notebook: str, output: str, dark: bool) -> None:
+    """Write a page that shows an output as a notebook does."""
+    head, root, body = (
+        part.format(light=str(not dark).lower(), scheme="dark" if dark else "light") if "Policy" not in part else part
+        for part in NOTEBOOKS[notebook]
+    )
+    style = "color-scheme: dark; background: #111; color: #ddd" if dark else "background: white; color: black"
+    head = f'<meta charset="utf-8">{head}<title>a notebook</title>'
+    path.write_text(f'<!DOCTYPE html><html lang="en" {root}>{head}<body {body} style="{style}">{output}', "utf-8")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_frame_takes_the_scheme_of_its_notebook(notebook: str, window: Browser, tmp_path: Path) -> None:
     for dark in (False, True):
         path = tmp_path / f"{dark}.html"
-        body = f'<body data-jp-theme-light="{"false" if dark else "true"}">{pages.compiled()._repr_html_()}'
-        path.write_text(f'<!DOCTYPE html><meta charset="utf-8">{body}', "utf-8")
+        in_notebook(path, notebook, pages.compiled()._repr_html_(), dark)
         window.open(path, dark=not dark)
         color = "getComputedStyle(document.querySelector('iframe').contentDocument.body).backgroundColor"
         assert window.run(color) == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
 
 
-def test_arrays_and_trees_in_a_notebook(window: Browser, tmp_path: Path) -> None:
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_arrays_and_trees_in_a_notebook(notebook: str, window: Browser, tmp_path: Path) -> None:
     """They fit, can be read in both schemes of the notebook, and hide nothing that cannot be opened."""
     mesh = axn.make_mesh({"data": 4, "model": 2})
     model = {"blocks": [{"up": axn.ones({"embed": 64, "mlp": 256})}, {"norm": axn.ones({"embed": 64})}]}
@@ -190,11 +214,7 @@ def test_arrays_and_trees_in_a_notebook(window: Browser, tmp_path: Path) -> None
     outputs = "".join(x._repr_html_() for x in (placed["blocks"][0]["up"], axn.ones({"pos": 3}), shown))
     for dark in (False, True):
         path = tmp_path / f"{dark}.html"
-        style = "color-scheme: dark; background: #111; color: #ddd" if dark else "background: white; color: black"
-        body = f'<body data-jp-theme-light="{str(not dark).lower()}" style="{style}">{outputs}'
-        path.write_text(
-            f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>a notebook</title>{body}', "utf-8"
-        )
+        in_notebook(path, notebook, outputs, dark)
         for width in WIDTHS:
             window.open(path, width, WIDTHS[width], dark=not dark)
             assert window.run("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
