@@ -9,7 +9,7 @@ from .checkpoint import (
     restore_checkpoint as restore_checkpoint,
     save_checkpoint as save_checkpoint,
 )
-from .checksums import verify as verify
+from .file_checksums import verify as verify
 from .export import (
     flatten_modules_for_export as flatten_modules_for_export,
     from_torch_compatible_state_dict as from_torch_compatible_state_dict,
