@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from axonym.state.checksums import write_checksums
+from axonym.state.file_checksums import write_checksums
 from tests.examples.runs import EXAMPLES, SMALL, Problem, losses, rows, train, train_lm
 
 lock = train_lm.lock

@@ -238,6 +238,23 @@ def test_each_byte_is_sent_once(places: str) -> None:
     assert np.isfinite(found["w0"].sum().item())
 
 
+@pytest.mark.parametrize("places", ["others", "others, equal shards", "in another order"])
+def test_large_arrays_between_meshes(places: str) -> None:
+    """From 16 MiB, `shard` copies as a plan does, and copies outlive their source."""
+    (placement, mesh), (goal, other) = PLACES[places]
+    x = axn.shard(axn.arange({"embed": 2**11, "mlp": 2**11}), placement, mesh)
+    expected = np.array(x.array)
+    y = axn.shard(x, goal, other)
+    plan = axn.transfer(x, y)
+    copies = [y, plan(x), plan(x, donate=True)]
+    assert x.array.is_deleted()
+    filler = jax.block_until_ready([jnp.full(2**22, i) for i in range(4)])  # may get the memory that is free now
+    for copy in copies:
+        assert copy.array.sharding.is_equivalent_to(axn.sharding.sharding_for_axis(x.axes, goal, other), 2)
+        np.testing.assert_array_equal(copy.array, expected)
+    del filler
+
+
 def test_layers_share_programs() -> None:
     """Twenty layers take as many programs as one, apart from the number of arrays in a step."""
     (place, goal), programs = PLACES["in another order"], []
@@ -263,7 +280,9 @@ def test_a_changed_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         plan(tree, check=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "float8_e4m3fn", "uint32"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "float8_e4m3fn", "float4_e2m1fn", "int4"]
+)
 def test_checksums(dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)).clip(0) * 3).astype(dtype)
     mesh = on({"data": 2, "model": 4})

@@ -8,7 +8,7 @@ from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
-from .checksums import checksums as checksums
+from .array_checksums import checksums as checksums
 from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
 from .leaves import Leaf as Leaf, leaves_of as leaves_of

@@ -44,6 +44,8 @@ class Route:
     """True if pieces are smaller than the source's shards."""
     put: bool
     """True if pieces are smaller than the target's shards."""
+    tiled: bool
+    """True if all target devices join the same number of pieces, without any in two places."""
     straight: bool
     """True if `jax.device_put` does the same: each shard goes to another device as it is."""
     rounds: tuple[Round, ...]
@@ -69,8 +71,8 @@ class Round:
     """Where each source device cuts pieces out of its shard."""
     sent: tuple[Sent, ...]
     """For each piece that a target device gets: the source device, the number of its cut, and the target device."""
-    puts: dict[Any, tuple[Start, ...]]
-    """Where each target device puts its pieces."""
+    puts: dict[Any, tuple[tuple[Start, int], ...]]
+    """Where each target device puts its pieces, in order, and which of `sent` each is."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,15 +86,17 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
             break
         limit //= 2
     cut, put = piece != own, piece != new
+    grid = list(itertools.product(*(range(0, n, m) for n, m in zip(new, piece, strict=True))))
+    tiled = len(rounds) == 1 and all([at for at, _ in puts] == grid for puts in rounds[0].puts.values())
     # Arrays that are copied together are stacked.
-    several = math.prod(new) * itemsize + (math.prod(own) * itemsize + flight if cut or put else 0)
-    at_once = 1 if len(rounds) > 1 else min(max(most // several, 1), _MOST_AT_ONCE)
+    several = math.prod(own) * itemsize + flight if cut or put else math.prod(new) * itemsize
+    at_once = min(max(most // several, 1), _MOST_AT_ONCE) if tiled else 1
     both = source.device_set | target.device_set
     straight = not (cut or put or source.device_set & target.device_set) and len(both) == len(_of_this_process(both))
     if straight:
         here, there = (list(s.devices_indices_map(shape).values()) for s in (source, target))
         straight = here == there
-    return Route(shape, itemsize, source, target, piece, cut, put, straight, rounds, flight, several, at_once)
+    return Route(shape, itemsize, source, target, piece, cut, put, tiled, straight, rounds, flight, several, at_once)
 
 
 def _rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tuple[tuple[Round, ...], int]:
@@ -176,13 +180,17 @@ def _plus(a: Start, b: Start) -> Start:
 
 def _round(copies: Copies, first: int, last: int) -> Round:
     """Return the copies with these numbers of every target device. What several devices get is cut out once."""
-    cuts: dict[Any, dict[Start, int]] = collections.defaultdict(dict)
-    sent = []
-    for i in range(first, last):
-        of = ((device, *its[i]) for device, its in copies.items())
-        sent.append(tuple((s, cuts[s].setdefault(at, len(cuts[s])), d) for d, s, at, _ in of))
-    puts = {device: tuple(to for _, _, to in its[first:last]) for device, its in copies.items()}
-    return Round({s: tuple(at) for s, at in cuts.items()}, tuple(sent), puts)
+    now = {device: its[first:last] for device, its in copies.items()}
+    cuts: dict[Any, set[Start]] = collections.defaultdict(set)
+    for source, at, _ in itertools.chain(*now.values()):
+        cuts[source].add(at)
+    ordered = {source: sorted(starts) for source, starts in cuts.items()}
+    sent = [
+        tuple((its[i][0], ordered[its[i][0]].index(its[i][1]), device) for device, its in now.items())
+        for i in range(last - first)
+    ]
+    puts = {device: tuple(sorted((to, i) for i, (_, _, to) in enumerate(its))) for device, its in now.items()}
+    return Round({source: tuple(starts) for source, starts in ordered.items()}, tuple(sent), puts)
 
 
 # --- carrying it out ---
@@ -199,16 +207,16 @@ def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax
     make = functools.partial(jax.make_array_from_single_device_arrays, arrays[0].shape, target, dtype=arrays[0].dtype)
     kind = jax.ShapeDtypeStruct((len(arrays), *route.piece) if several else route.piece, arrays[0].dtype)
     if not (route.cut or route.put):
-        may_alias, (step,) = None if reuse else False, route.rounds
-        moved = [_sent(step.sent[0], [by_device(x)], kind, may_alias) for x in arrays]
+        ((whole,),) = (step.sent for step in route.rounds)
+        sent = [tuple((source, i, device) for source, _, device in whole) for i in range(len(arrays))]
+        moved = _sent(sent, [by_device(x) for x in arrays], arrays[0], None if reuse else False)
         return [make(list(shards.values())) for shards in moved]
     found: list[jax.Array] = []
     for step in route.rounds:
         jax.block_until_ready(found)
         cut = _cut(arrays, step, route) if route.cut or several else arrays
-        parts = [by_device(x) for x in cut]
-        pieces = [_sent(sent, parts, kind) for sent in step.sent]
-        del cut, parts
+        pieces = _sent(step.sent, [by_device(x) for x in cut], kind)
+        del cut
         if not (route.put or several):
             return [make(list(pieces[0].values()))]
         found = _put(found, pieces, step, route, len(arrays)) if _of_this_process(target.device_set) else [make([])]
@@ -220,21 +228,24 @@ def _cut(arrays: Sequence[Any], step: Round, route: Route) -> list[jax.Array]:
     if not _of_this_process(mesh.devices.flat):
         return []
     most, nowhere = max(map(len, step.cuts.values())), (0,) * len(route.piece)
-    starts = [[*(its := step.cuts.get(d, ())), *[nowhere] * (most - len(its))] for d in mesh.devices.flat]
+    starts = [(*(its := step.cuts.get(d, ())), *[nowhere] * (most - len(its))) for d in mesh.devices.flat]
+    same = starts[0] if len(set(starts)) == 1 else None  # compiled, this reads each element once
     with jax.set_mesh(mesh):
-        return _cut_locally(list(arrays), np.array(starts, np.int32), route.piece, route.source)
+        return _cut_locally(list(arrays), np.array(starts, np.int32), same, route.piece, route.source)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _cut_locally(
-    arrays: list[jax.Array], starts: Any, piece: tuple[int, ...], source: NamedSharding
+    arrays: list[jax.Array], starts: Any, same: Any, piece: tuple[int, ...], source: NamedSharding
 ) -> list[jax.Array]:
     def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        if len(arrays) == 1:
-            return [lax.dynamic_slice(arrays[0], list(at), piece, allow_negative_indices=False) for at in starts[0]]
-        stacked = jnp.stack(arrays)  # otherwise there would be as many slices as arrays, which compile slowly
-        shape = (len(arrays), *piece)
-        return [lax.dynamic_slice(stacked, [0, *at], shape, allow_negative_indices=False) for at in starts[0]]
+        lead = (len(arrays),) if len(arrays) > 1 else ()
+        # Otherwise there would be as many slices as arrays, which compile slowly.
+        x = jnp.stack(arrays) if lead else arrays[0]
+        return [
+            lax.dynamic_slice(x, [*[0] * len(lead), *at], (*lead, *piece), allow_negative_indices=False)
+            for at in same or starts[0]
+        ]
 
     each = flat(source.mesh)
     return run_per_device(
@@ -246,25 +257,33 @@ def _put(
     old: list[jax.Array], pieces: list[dict[Any, jax.Array]], step: Round, route: Route, count: int
 ) -> list[jax.Array]:
     mesh: Any = route.target.mesh
-    starts = np.array([step.puts[d] for d in mesh.devices.flat], np.int32)
+    starts = np.array([[at for at, _ in step.puts[d]] for d in mesh.devices.flat], np.int32)
+    ordered = [{d: pieces[step.puts[d][i][1]][d] for d in pieces[0]} for i in range(len(pieces))]
     with jax.set_mesh(mesh):
-        put = _putting(route.target, route.target.shard_shape(route.shape), count)
-        return put(old, [joined(x, mesh) for x in pieces], starts)
+        put = _putting(route.target, route.target.shard_shape(route.shape), route.piece, route.tiled, count)
+        return put(old, [joined(x, mesh) for x in ordered], starts)
 
 
 @functools.lru_cache(maxsize=1024)
-def _putting(target: NamedSharding, shape: tuple[int, ...], count: int) -> Any:
+def _putting(target: NamedSharding, shape: tuple[int, ...], piece: tuple[int, ...], tiled: bool, count: int) -> Any:
     """Make a program that puts pieces into arrays, new ones or old ones."""
 
-    def put(old: list[jax.Array], pieces: list[jax.Array], starts: jax.Array) -> list[jax.Array]:
-        def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-            lead = (count,) if count > 1 else ()
-            found = arrays[0] if old else jnp.zeros((*lead, *shape), arrays[0].dtype)
-            for piece, at in zip(arrays[len(old) :], starts[0], strict=True):
-                at = [*[0] * len(lead), *at]
-                found = lax.dynamic_update_slice(found, piece, at, allow_negative_indices=False)
-            return list(found) if lead else [found]
+    def tiles(parts: list[jax.Array]) -> jax.Array:
+        for axis in reversed(range(len(shape))):
+            n = shape[axis] // piece[axis]
+            parts = [jnp.concatenate(parts[i : i + n], axis) for i in range(0, len(parts), n)]
+        return parts[0]
 
+    def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        if tiled:
+            return [tiles([x[i] for x in arrays] if count > 1 else list(arrays)) for i in range(count)]
+        pieces = arrays[-starts.shape[1] :]
+        found = arrays[0] if len(arrays) > len(pieces) else jnp.zeros(shape, pieces[0].dtype)
+        for x, at in zip(pieces, starts[0], strict=True):
+            found = lax.dynamic_update_slice(found, x, list(at), allow_negative_indices=False)
+        return [found]
+
+    def put(old: list[jax.Array], pieces: list[jax.Array], starts: jax.Array) -> list[jax.Array]:
         each = flat(target.mesh)
         specs = [each, *[target.spec] * len(old), *[each] * len(pieces)]
         return run_per_device(local, (starts, *old, *pieces), specs, target.spec, target.mesh, check_vma=False)
@@ -273,15 +292,23 @@ def _putting(target: NamedSharding, shape: tuple[int, ...], count: int) -> Any:
 
 
 def _sent(
-    sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any, may_alias: bool | None = None
-) -> dict[Any, jax.Array]:
+    sent: Sequence[Sent], parts: list[dict[Any, jax.Array]], kind: Any, may_alias: bool | None = None
+) -> list[dict[Any, jax.Array]]:
     """Send pieces to their devices, and return them by device."""
-    if any(source.process_index != device.process_index for source, _, device in sent):
-        return _exchanged(sent, parts, kind)
-    here = [copy for copy in sent if copy[-1].process_index == jax.process_index()]
-    devices = [device for *_, device in here]
-    arrived = jax.device_put([parts[number][source] for source, number, _ in here], devices, may_alias=may_alias)
-    return dict(zip(devices, arrived, strict=True))
+    found: list[dict[Any, jax.Array]] = []
+    within = []
+    for copies in sent:
+        if any(source.process_index != device.process_index for source, _, device in copies):
+            found.append(_exchanged(copies, parts, kind))
+        else:
+            found.append({})
+            here = (copy for copy in copies if copy[-1].process_index == jax.process_index())
+            within += [(found[-1], device, parts[number][source]) for source, number, device in here]
+    devices = [device for _, device, _ in within]
+    arrived = jax.device_put([x for *_, x in within], devices, may_alias=may_alias)
+    for (pieces, device, _), x in zip(within, arrived, strict=True):
+        pieces[device] = x
+    return found
 
 
 def _exchanged(sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any) -> dict[Any, jax.Array]:

@@ -21,7 +21,7 @@ from ..core.processes import fail_together
 from ..distribution.padded_array import is_padded
 from ..named_array import raw, wrap_like
 from ._copies import Route, copied, route_of
-from .checksums import sums_of
+from .array_checksums import sums_of
 from .leaves import Leaf, leaves_of
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, described, listed, present_sharding, resolve

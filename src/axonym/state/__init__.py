@@ -9,13 +9,13 @@ from .checkpoint import (
     restore_checkpoint as restore_checkpoint,
     save_checkpoint as save_checkpoint,
 )
-from .checksums import verify as verify
 from .export import (
     flatten_modules_for_export as flatten_modules_for_export,
     from_torch_compatible_state_dict as from_torch_compatible_state_dict,
     to_torch_compatible_state_dict as to_torch_compatible_state_dict,
     unflatten_modules_from_export as unflatten_modules_from_export,
 )
+from .file_checksums import verify as verify
 from .layouts import WeightLayout as WeightLayout
 from .loading import (
     from_state_dict as from_state_dict,

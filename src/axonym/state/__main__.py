@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .checksums import verify
+from .file_checksums import verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

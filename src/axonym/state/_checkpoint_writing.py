@@ -17,7 +17,7 @@ from ..named_array import is_jax_array_like, raw
 from ..sharding.leaves import leaves_of
 from ._checkpoint_entries import added_layers_of, as_jax_array, entry_of, key_of, stored_as
 from ._orbax_output import quiet, remove_unfinished, wait_for_threads
-from .checksums import as_folder, write_checksums, write_checksums_of_process
+from .file_checksums import as_folder, write_checksums, write_checksums_of_process
 from .naming import is_number, require_representable
 
 

@@ -35,7 +35,7 @@ from ._checkpoint_entries import as_stored, key_of, restored_leaf
 from ._checkpoint_writing import all_or_nothing, described, require_orbax, write
 from ._orbax_output import UNFINISHED, quiet
 from .asynchronous_saves import claimed
-from .checksums import as_folder, damage_of, listed_damage
+from .file_checksums import as_folder, damage_of, listed_damage
 from .sharded_reading import shardings_of, stored_shape
 
 T = TypeVar("T")

@@ -64,9 +64,9 @@ def _sums(x: jax.Array, starts: Any, shape: tuple[int, ...], mesh: Mesh) -> jax.
     def local(x: jax.Array, starts: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(x):
             x = jnp.stack([x.real, x.imag], -1)
-        size = x.dtype.itemsize
-        whole = x.dtype == bool or (size <= 4 and jnp.issubdtype(x.dtype, jnp.integer))
-        bits = x if whole else lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(size, 4)}"))
+        whole = x.dtype == bool or (x.dtype.itemsize <= 4 and jnp.issubdtype(x.dtype, jnp.integer))
+        width = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 64  # some floats have 4 bits
+        bits = x if whole else lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
         at = jnp.uint32(0)  # the position in the whole array
         for i, n in enumerate(bits.shape):
             start = starts[0, i] if i < len(shape) else jnp.uint32(0)

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.state import checksums, restore_checkpoint, save_checkpoint, verify
+from axonym.state import file_checksums, restore_checkpoint, save_checkpoint, verify
 from axonym.state.__main__ import main
 
 A, B = axn.make_axes(a=64, b=128)
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
     """Save two checkpoints, step-1 and step-2, and return their folder."""
     folder, patch = tmp_path_factory.mktemp("checkpoints"), pytest.MonkeyPatch()
     with patch.context() as p:
-        p.setattr(checksums, "_SMALLEST_BLOCK", 512)
+        p.setattr(file_checksums, "_SMALLEST_BLOCK", 512)
         for step in (1, 2):
             save_checkpoint(folder / f"step-{step}", axn.shard(state(), {"a": "data"}, auto_mesh))
     return folder
@@ -90,7 +90,7 @@ def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
 def test_the_array_is_named(copied: Path, auto_mesh: Mesh) -> None:
     """Whatever shard of whatever array is damaged."""
     path, found = copied / "step-2", dict[str, list[list[str]]]()
-    values = list(checksums._values(f"{path / 'arrays'}/"))
+    values = list(file_checksums._values(f"{path / 'arrays'}/"))
     assert {array for array, *_ in values} == {"w", "v"}
     for array, file, start, size in values:
         at = path / "arrays" / file
@@ -141,7 +141,7 @@ def test_the_last_one_that_is_intact_is_offered(copied: Path, auto_mesh: Mesh) -
 def test_lost_checksums(copied: Path, auto_mesh: Mesh) -> None:
     """A partial copy is refused, unless asked for: damage could not be seen."""
     path = copied / "step-2"
-    os.remove(path / checksums.CHECKSUMS)
+    os.remove(path / file_checksums.CHECKSUMS)
     with pytest.raises(ValueError, match=r"is damaged: checksums\.json is missing.*not damaged is \S+step-1\."):
         assert_restored(path, auto_mesh)
     with pytest.raises(ValueError, match=r"^verify: \S+ is damaged: checksums\.json is missing"):
@@ -186,7 +186,7 @@ def test_reads_that_are_left_say_nothing(tmp_path: Path) -> None:
 
 def test_there_are_not_too_many_checksums() -> None:
     for size in (0, 1, 2**14, 2**26, 10**8, 2**31, 10**11):
-        block = checksums._block_size(size)
+        block = file_checksums._block_size(size)
         assert block >= 2**14 and size / block <= 4096 and (block == 2**14 or size / block > 2000)
 
 
@@ -195,9 +195,9 @@ def test_several_processes_share_the_work(copied: Path) -> None:
     for file in files_of(path):
         if file.parent != path:
             flip(file, 0, 0)
-    parts = [checksums.damage_of(path, i, 3) or [] for i in range(3)]
+    parts = [file_checksums.damage_of(path, i, 3) or [] for i in range(3)]
     assert all(parts) and sorted(problem for part in parts for problem in part) == sorted(
-        checksums.damage_of(path) or []
+        file_checksums.damage_of(path) or []
     )
 
 
