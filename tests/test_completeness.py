@@ -316,7 +316,7 @@ def test_what_is_tested_elsewhere_is() -> None:
 
 # --- methods ---
 
-METHODS = {n: getattr(m, "fget", m) for n, m in vars(Methods).items() if not n.startswith("_") and n != "at"}
+METHODS = {n: getattr(m := getattr(Methods, n), "fget", m) for n in vars(Methods) if n[0] != "_" and n != "at"}
 METHOD_TABLE = set(re.findall(r"\[`(\w+)`\]\[axonym\.", (DOCS / "api" / "named_array.md").read_text()))
 
 
@@ -325,7 +325,7 @@ def test_methods_are_the_functions() -> None:
     assert len(METHODS) > 30
     missing = []
     for name, method in METHODS.items():
-        if name != "matches_axes" and getattr(axn, name, None) not in (method, getattr(method, "__wrapped__", None)):
+        if name != "matches_axes" and getattr(axn, name, None) is not method:
             missing.append(f"NamedArray.{name} is not `axonym.{name}`: export it in {ROOT}")
         if name not in METHOD_TABLE:
             row = f"[`{name}`][axonym.{name}]"

@@ -1,8 +1,8 @@
 """The methods and operators of `NamedArray`.
 
-A method is the function of the same name: `axn.NamedArray.sum is axn.sum`, but for a few that a package may extend. The
-list below is the only place that defines this. Type checkers see `NamedArray` derive from `Methods`; on import,
-`attach` puts the same entries on the class.
+A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place that
+defines this. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the
+class.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.extensions import extension
+from .core.extensions import EXTENSIONS, extension
 from .core.jax_versions import called_by_grad
 from .named_array import NamedArray, NamedOrNumeric, describe_array, is_named_array
 from .ops import (
@@ -93,19 +93,29 @@ def _refused(operation: Callable[..., R], a: Any, b: Any) -> R:
     return compute(operation, a, b)
 
 
-def _extended(function: F) -> F:
-    """Return a function as a method; an extension computes it for arguments that the function refuses."""
+class _Extended:
+    """A function as a method. Where a package extends classes, its own method computes what the function refuses."""
 
-    @functools.wraps(function)
-    def method(self: NamedArray, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, function: Callable[..., Any]):
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __get__(self, array: NamedArray | None, owner: Any = None) -> Any:
+        if array is None:
+            return self._function
+        return MethodType(self if EXTENSIONS else self._function, array)
+
+    def __call__(self, array: NamedArray, *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(self, *args, **kwargs)
+            return self._function(array, *args, **kwargs)
         except (IndexError, TypeError, ValueError):
-            if (compute := extension(NamedArray, function.__name__)) is None:
+            if (compute := extension(NamedArray, self._function.__name__)) is None:
                 raise
-        return compute(self, *args, **kwargs)
+        return compute(array, *args, **kwargs)
 
-    return cast(F, method)
+
+def _extended(function: F) -> F:
+    return cast(F, _Extended(function))
 
 
 def _matmul(self: NamedArray, other: Any) -> Any:

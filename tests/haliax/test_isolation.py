@@ -53,7 +53,9 @@ what = [
     lambda: jnp.arange(4) + axn.named(1, ()), lambda: bool(axn.ones({"a": 1})), lambda: axn.NamedArray(None, "a"),
     lambda: x["a", rows].names, lambda: x["a", jnp.array([0, 1, 1])].names, lambda: list(x.shape),
     lambda: x.rename({"z": "y"}), lambda: x.rearrange("a b c -> c b a", q=1), lambda: x.argsort(None),
-    lambda: x.take("a", rows).names, lambda: axn.current_mapping(),
+    lambda: x.slice("c", start=2, length=2), lambda: x.var("a", jnp.float32), lambda: x.take("a", rows).names,
+    lambda: [n for n in dir(axn) if getattr(axn.NamedArray, n, None) is getattr(axn, n)],
+    lambda: axn.current_mapping(),
     lambda: axn.zeros({"a": 2}), lambda: axn.nn.Linear.__call__, lambda: axn.nn.attention.causal_mask,
 ]
 def results():

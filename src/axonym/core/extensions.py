@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-_EXTENSIONS: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {}
+EXTENSIONS: dict[str, dict[tuple[type, str], Callable[..., Any]]] = {}
 """The methods of each package, by class and name."""
 
 _ASKING = ("axonym.core", "axonym.named_array", "axonym._methods", "axonym.ops.indexing", "axonym.ops._index_plan")
@@ -40,22 +40,20 @@ def extend(package: str, cls: type, methods: Mapping[str, Callable[..., Any]]) -
     >>> axn.ones({"x": 2}).doubled()
     NamedArray(float32[x=2], [2. 2.])
     """
-    _EXTENSIONS.setdefault(package, {}).update({(cls, name): method for name, method in methods.items()})
+    EXTENSIONS.setdefault(package, {}).update({(cls, name): method for name, method in methods.items()})
 
 
 def extension(cls: type, name: str) -> Callable[..., Any] | None:
     """Return the method of that name that a package gives a class in the code that asks for it."""
-    found = {package: own[cls, name] for package, own in _EXTENSIONS.items() if (cls, name) in own}
+    found = {package: own[cls, name] for package, own in EXTENSIONS.items() if (cls, name) in own}
     frame = _user_frame() if found else None
     return None if frame is None else next((m for package, m in found.items() if _imports(frame, package)), None)
 
 
 def _user_frame() -> FrameType | None:
+    asking = tuple([f"{package}." for package in (*_ASKING, *EXTENSIONS)])
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if not any(name == asking or name.startswith(f"{asking}.") for asking in (*_ASKING, *_EXTENSIONS)):
-            break
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(asking):
         frame = frame.f_back
     return frame
 
@@ -63,9 +61,8 @@ def _user_frame() -> FrameType | None:
 def _imports(frame: FrameType, package: str) -> bool:
     """Return whether a frame sees a module of a package, or a class or function that is defined there."""
     for value in (*frame.f_globals.values(), *frame.f_locals.values()):
-        if not isinstance(value, (ModuleType, type, FunctionType)):
-            continue
-        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-        if isinstance(name, str) and (name == package or name.startswith(f"{package}.")):
-            return True
+        if isinstance(value, (ModuleType, type, FunctionType)):
+            name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+            if f"{name}.".startswith(f"{package}."):
+                return True
     return False
