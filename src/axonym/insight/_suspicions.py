@@ -16,7 +16,6 @@ from ._figures import Figures, needed_memory
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes
 from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
-from .collectives import Collective
 from .repeating import RepeatedWork
 from .timeline import described_held
 
@@ -420,7 +419,9 @@ def _lost(report: Figures) -> list[_Lost]:
     """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent."""
     total = known_sent(report.collectives)
     # Where placements trade shards along one axis for shards along another, as of experts, exchanges are asked for.
-    traded = {c.axes for c in report.collectives if c.moved and _is_of_placement(c)}
+    asked = "a placement shards another axis"
+    moves = [c for c in report.collectives if c.moved]
+    traded = {c.axes for c in moves if (c.operation or "").startswith("shard[") or asked in (c.reason or "")}
     together: dict[tuple[tuple[str, ...], Source | None, bool, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
@@ -429,10 +430,6 @@ def _lost(report: Figures) -> list[_Lost]:
             key = names, c.source, bool(c.gathered), c.reason or "why is not known"
             together[key] = together.get(key, 0) + (c.mean_sent or 0)
     return [_Lost(*key, sent) for key, sent in together.items() if total and sent >= _MUCH * total]
-
-
-def _is_of_placement(c: Collective) -> bool:
-    return (c.operation or "").startswith("shard[") or "a placement shards another axis" in (c.reason or "")
 
 
 def _moved(report: Figures) -> _Check:
@@ -503,12 +500,10 @@ def _again(report: Figures) -> _Check:
         )
         advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
         found = [Suspicion("look", cause, advice=advice)]
-    told = all(c.parameters or c.times == 1 for c in report.collectives if _may_be_of_a_parameter(c))
+    sums = "all-reduce", "reduce-scatter"
+    may_be = [c for c in report.collectives if "gather" in c.kind or (c.phase == "backward" and c.kind in sums)]
+    told = all(c.parameters or c.times == 1 for c in may_be)
     return found, "no loop sends the same parameter again" if report.collectives and told else ""
-
-
-def _may_be_of_a_parameter(c: Collective) -> bool:
-    return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
 
 
 def _reasons(report: Figures) -> _Check:
