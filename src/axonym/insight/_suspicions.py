@@ -500,10 +500,12 @@ def _again(report: Figures) -> _Check:
         )
         advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
         found = [Suspicion("look", cause, advice=advice)]
-    sums = "all-reduce", "reduce-scatter"
-    may_be = [c for c in report.collectives if "gather" in c.kind or (c.phase == "backward" and c.kind in sums)]
-    told = all(c.parameters or c.times == 1 for c in may_be)
+    told = all(c.parameters or c.times == 1 for c in report.collectives if _may_be_of_a_parameter(c))
     return found, "no loop sends the same parameter again" if report.collectives and told else ""
+
+
+def _may_be_of_a_parameter(c: Collective) -> bool:
+    return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
 
 
 def _reasons(report: Figures) -> _Check:
