@@ -16,6 +16,7 @@ from ._figures import Figures, needed_memory
 from ._parameters import carried_axes, without_numbers
 from ._text import described_axes
 from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
+from .collectives import Collective
 from .repeating import RepeatedWork
 from .timeline import described_held
 
