@@ -315,7 +315,7 @@ class Account:
             return  # equal gathers in one body are computed once
         self._gathered.add(key)
         phase = "recomputed" if place.recomputes and phase else phase
-        self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
+        self._exchange(dataclasses.replace(place, counted_as=phase), "all-gather", extra, event.operand)
         if origin in self._given:
             # The compiler may gather an array only once that is gathered several times, and outside of a loop if
             # the loop does not change it.

@@ -29,7 +29,7 @@ class DispatchedRows:
 
     def add(self, dispatch: _scopes.ScopedOperation, place: Occurrence, results: list[Value]) -> None:
         """Record the results of an operation of a dispatch."""
-        self._places.setdefault(dispatch, (dataclasses.replace(place, operation=dispatch), set()))
+        self._places.setdefault(dispatch, (dataclasses.replace(place, dispatch=dispatch), set()))
         for axes in _rows(dispatch):
             names, count = tuple(a.name for a in axes), _count(axes)
             for n, size in (d for y in results for d in y.dims):

@@ -54,19 +54,35 @@ class Value:
 class Occurrence:
     """The place of an operation in the step, and how often it runs."""
 
-    scope: str
-    operation: _scopes.ScopedOperation | None
-    phase: str
-    times: int | None
-    branches: Branches
-    within: int
+    scope: str = ""
+    times: int | None = 1
+    """None if values decide."""
+    branches: Branches = ()
+    within: int = 0
     """The number of the function or loop body that contains the operation."""
-    recomputes: bool
+    recomputes: bool = False
     """True if that function or loop body recomputes values for the backward pass."""
-    eqns: tuple[JaxprEqn, ...]
+    eqns: tuple[JaxprEqn, ...] = ()
     """Its equation, and those that call the functions around it."""
     avoidable: bool = False
     """True if a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
+    dispatch: _scopes.ScopedOperation | None = None
+    """The dispatch of rows that it is of, in place of its own operation."""
+    counted_as: str | None = None
+    """The phase that it counts for, if its scope says another one."""
+
+    def inside(self, eqn: JaxprEqn) -> Occurrence:
+        """Return the place of an equation here, which is also that of the operations in it."""
+        scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
+        return dataclasses.replace(self, scope=scope, eqns=(eqn, *self.eqns))
+
+    @functools.cached_property
+    def operation(self) -> _scopes.ScopedOperation | None:
+        return self.dispatch or _scopes.operation(self.scope)
+
+    @functools.cached_property
+    def phase(self) -> str:
+        return _scopes.phase(self.scope) if self.counted_as is None else self.counted_as
 
     @functools.cached_property
     def frames(self) -> Sequence[Frame]:

@@ -39,7 +39,6 @@ from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import step_name
-from ._branches import Branches
 from ._dispatched_rows import DispatchedRows
 from ._named_events import (
     Dims,
@@ -91,14 +90,14 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     )
     events = _Events(needed.names_of, {n for own in names for n in own if n is not None})
     values = [events.value(v.aval, own) for v, own in zip(jaxpr.invars, names, strict=True)]
-    results = events.run(needed.body, values, Around())
+    results = events.run(needed.body, values, Occurrence())
     # No result may need the operation that renames an axis, but its gradient.
     events.renamed(whole)
     for i, (own, x) in enumerate(zip(returned, results, strict=True)):
         if own is not None:
             dims = tuple(zip(own, (n for _, n in x.dims), strict=True))
             if own not in names:  # an updated argument has its names
-                events.differ(Around().place(), x.dims, dims, at_end=True)
+                events.differ(Occurrence(), x.dims, dims, at_end=True)
             results[i] = x.called(dims)
     exchanges = [*events.rows.exchanges()]
     return NamedTrace(
@@ -134,29 +133,6 @@ def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
             raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
         found.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Around:
-    """The surroundings of an equation: the functions and loop bodies that it is in."""
-
-    scope: str = ""
-    times: int | None = 1
-    branches: Branches = ()
-    within: int = 0
-    recomputes: bool = False
-    eqns: tuple[JaxprEqn, ...] = ()
-
-    def inside(self, eqn: JaxprEqn) -> Around:
-        """Return the surroundings of the operations in an equation, with its own scope and lines."""
-        scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
-        return dataclasses.replace(self, scope=scope, eqns=(eqn, *self.eqns))
-
-    def place(self, avoidable: bool = False) -> Occurrence:
-        phase, operation = _scopes.phase(self.scope), _scopes.operation(self.scope)
-        return Occurrence(
-            self.scope, operation, phase, self.times, self.branches, self.within, self.recomputes, self.eqns, avoidable
-        )
 
 
 Rule = Callable[["_Events", AxisStep, list[Value], list[Value], Occurrence], None]
@@ -210,7 +186,7 @@ class _Events:
 
     # --- functions, loops and branches ---
 
-    def run(self, body: Body, given: Sequence[Value], around: Around) -> list[Value]:
+    def run(self, body: Body, given: Sequence[Value], around: Occurrence) -> list[Value]:
         """Record the events of a function, and return its results."""
         known: dict[Any, Value] = dict(zip(body.jaxpr.invars, given, strict=True))
         known |= {v: self.value(v.aval, (None,) * len(v.aval.shape)) for v in body.jaxpr.constvars}  # pyright: ignore
@@ -234,7 +210,7 @@ class _Events:
             known.update(zip(step.eqn.outvars, results, strict=True))
         return [read(v) for v in body.jaxpr.outvars]
 
-    def _results(self, step: AxisStep, xs: list[Value], around: Around, avoidable: bool) -> list[Value]:
+    def _results(self, step: AxisStep, xs: list[Value], around: Occurrence, avoidable: bool) -> list[Value]:
         inside = _INSIDE.get(step.name)
         if inside is None and len(step.bodies) == 1 and step.name not in _UNCOUNTED:
             again = "remat" in step.name or "checkpoint" in step.name
@@ -242,22 +218,23 @@ class _Events:
             return self.run(step.bodies[0], xs, body)
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
         if (dispatch := _scopes.dispatch(around.scope)) is not None:
-            self.rows.add(dispatch, around.place(), ys)
+            self.rows.add(dispatch, around, ys)
         if inside is not None:
             inside(self, step, xs, ys, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
             if step.name == EXCHANGE:
-                (what, along, *details), constant = step.params["names"], xs[0].origin in self._constants
-                self.found.append(Exchanged(around.place(constant), ys[0], what, along, tuple(details)))
+                what, along, *details = step.params["names"]
+                place = dataclasses.replace(around, avoidable=xs[0].origin in self._constants)
+                self.found.append(Exchanged(place, ys[0], what, along, tuple(details)))
         elif step.name in _LAYOUT:
             return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
         elif (rule := _RULES.get(step.name)) is not None:
-            rule(self, step, xs, ys, around.place(avoidable))
+            rule(self, step, xs, ys, dataclasses.replace(around, avoidable=avoidable))
         elif step.name not in _SILENT:
-            self._open(around.place(), step.name, [d for x in xs for d in x.dims])
+            self._open(around, step.name, [d for x in xs for d in x.dims])
         return ys
 
-    def _scan(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
+    def _scan(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Occurrence) -> None:
         (body,), times = step.bodies, around.times
         consts, carry, stacked = scan_operands(step.params, xs)
         kept = len(consts) + len(carry)
@@ -265,36 +242,36 @@ class _Events:
         inner = dataclasses.replace(
             around, times=None if times is None else times * step.params["length"], within=next(self._numbers)
         )
-        self._open(around.place(), "a loop", [x.dims[0] for x in stacked])
+        self._open(around, "a loop", [x.dims[0] for x in stacked])
         self.slices |= {own.origin: x.origin for own, x in zip(inside[kept:], stacked, strict=True)}
         results = self.run(body, [*consts, *carry, *inside[kept:]], inner)
         self._again(around, carry, results)
-        if _scopes.phase(around.scope) == "forward":
+        if around.phase == "forward":
             # The slices that it goes through are kept anyway, and each array once.
             seen = {x.origin for x in inside[kept:]}
             for v, y, own in list(zip(step.eqn.outvars, ys, results, strict=True))[len(carry) :]:
                 if not is_on_host(v.aval) and own.origin not in seen:
                     seen.add(own.origin)
-                    self.kept.append((y, around.place()))
+                    self.kept.append((y, around))
 
-    def _while(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
+    def _while(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Occurrence) -> None:
         tests, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
         carry = xs[tests + consts :]
         inner = dataclasses.replace(around, times=None, within=next(self._numbers))
         self.run(step.bodies[0], [*xs[:tests], *carry], inner)
         self._again(around, carry, self.run(step.bodies[1], xs[tests:], inner))
 
-    def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Around) -> None:
+    def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Occurrence) -> None:
         number = next(self._numbers)
         for i, body in enumerate(step.bodies):
             inner = dataclasses.replace(around, branches=(*around.branches, (number, len(step.bodies), i)))
             self._again(around, ys, self.run(body, xs[1:], inner))
 
-    def _again(self, around: Around, before: Sequence[Value], after: Sequence[Value]) -> None:
+    def _again(self, around: Occurrence, before: Sequence[Value], after: Sequence[Value]) -> None:
         """Compare the names of the results of a loop or branch with the expected names."""
         for x, y in zip(before, after, strict=False):
             if x.dims != y.dims:
-                self.differ(around.place(), y.dims, x.dims)
+                self.differ(around, y.dims, x.dims)
 
     # --- names that change ---
 
@@ -322,7 +299,7 @@ class _Events:
             names = zip(*map(program.names_of, (step.operands[0], step.results[0])), strict=True)
             pairs = [(None if a is None or "." in a else a, b) for a, b in names]
             if any(a != b for a, b in pairs if a is not None):
-                place = _around(step).place()
+                place = _around(step)
                 before, after = (tuple(zip(own, step.shape, strict=True)) for own in zip(*pairs, strict=True))
                 changed = {a for a, b in pairs if a != b}
                 whole = place.operation is not None and not changed.isdisjoint(place.operation.axes)
@@ -338,12 +315,11 @@ class _Events:
 
     # --- rules for primitives ---
 
-    def _relaid(self, step: AxisStep, x: Value, y: Value, around: Around) -> Value:
+    def _relaid(self, step: AxisStep, x: Value, y: Value, place: Occurrence) -> Value:
         """Return an array in another layout: it is the same one, unless a reshape joins or splits axes."""
         if step.name == MARK:
             return self._marked(step, x, y)
         if step.name == "reshape" and _large(x.dims) != _large(y.dims):
-            place = around.place()
             if not self.rows.are_moved(step, [x], place):
                 self._open(place, step.name, _torn(x.dims, y.dims, place.operation is not None))
                 if any(n is not None and size < dict(x.dims).get(n, size) for n, size in y.dims):
@@ -514,8 +490,8 @@ class _Events:
         return tuple(d for d in dims if d[0] not in rows)
 
 
-def _around(step: AxisStep) -> Around:
-    return (Around() if step.outer is None else _around(step.outer)).inside(step.eqn)
+def _around(step: AxisStep) -> Occurrence:
+    return (Occurrence() if step.outer is None else _around(step.outer)).inside(step.eqn)
 
 
 def _large(dims: Dims) -> list[int]:

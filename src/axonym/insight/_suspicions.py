@@ -420,7 +420,9 @@ def _lost(report: Figures) -> list[_Lost]:
     """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent."""
     total = known_sent(report.collectives)
     # Where placements trade shards along one axis for shards along another, as of experts, exchanges are asked for.
-    traded = {c.axes for c in report.collectives if c.moved and _is_of_placement(c)}
+    asked = "a placement shards another axis"
+    moves = [c for c in report.collectives if c.moved]
+    traded = {c.axes for c in moves if (c.operation or "").startswith("shard[") or asked in (c.reason or "")}
     together: dict[tuple[tuple[str, ...], Source | None, bool, str], int] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
@@ -429,10 +431,6 @@ def _lost(report: Figures) -> list[_Lost]:
             key = names, c.source, bool(c.gathered), c.reason or "why is not known"
             together[key] = together.get(key, 0) + (c.mean_sent or 0)
     return [_Lost(*key, sent) for key, sent in together.items() if total and sent >= _MUCH * total]
-
-
-def _is_of_placement(c: Collective) -> bool:
-    return (c.operation or "").startswith("shard[") or "a placement shards another axis" in (c.reason or "")
 
 
 def _moved(report: Figures) -> _Check:
