@@ -239,11 +239,11 @@ def _cut_locally(
     arrays: list[jax.Array], starts: Any, same: Any, piece: tuple[int, ...], source: NamedSharding
 ) -> list[jax.Array]:
     def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        lead = (len(arrays),) if len(arrays) > 1 else ()
+        lead = [len(arrays)] * (len(arrays) > 1)
         # Otherwise there would be as many slices as arrays, which compile slowly.
         x = jnp.stack(arrays) if lead else arrays[0]
         return [
-            lax.dynamic_slice(x, [*[0] * len(lead), *at], (*lead, *piece), allow_negative_indices=False)
+            lax.dynamic_slice(x, [*[0] * len(lead), *at], [*lead, *piece], allow_negative_indices=False)
             for at in same or starts[0]
         ]
 
