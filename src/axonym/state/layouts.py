@@ -262,18 +262,14 @@ class WeightLayout:
         problems, fitted = [], []
         users: dict[str, list[str]] = {path: [] for path in tensors}
         for row in self.rows:
-            absent = [path for path in row.paths if path not in tensors]
-            if len(absent) == len(row.paths):
+            if tensors.keys().isdisjoint(row.paths):
                 continue
             for path in row.paths:
                 if path in users and not row.is_scale:
                     users[path].append(row.key)
-            nameless = [path for path in row.paths if path in tensors and not isinstance(tensors[path], NamedArray)]
-            problems += [f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}" for path in absent]
-            problems += [
-                f"{row.key!r}: {path} is {describe_array(tensors[path])}, an array without names." for path in nameless
-            ]
-            if not absent and not nameless:
+            if unusable := list(_unusable(row, tensors)):
+                problems += unusable
+            else:
                 fitted.append(self._fit(row, tensors))
                 problems += self._wrong(fitted[-1], tensors)
         unknown = {path for row in self.rows for path in row.paths} - tensors.keys()
@@ -465,6 +461,15 @@ def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], sam
                 if size != by_table
             ]
     return problems
+
+
+def _unusable(row: TableRow, tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which arrays of a row a tree lacks, and which have no names."""
+    for path in row.paths:
+        if path not in tensors:
+            yield f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}"
+        elif not isinstance(tensors[path], NamedArray):
+            yield f"{row.key!r}: {path} is {describe_array(tensors[path])}, an array without names."
 
 
 def _alike(fitted: _FittedRow) -> Iterator[str]:
