@@ -229,61 +229,79 @@ def _cut(arrays: Sequence[Any], step: Round, route: Route) -> list[jax.Array]:
         return []
     most, nowhere = max(map(len, step.cuts.values())), (0,) * len(route.piece)
     starts = [(*(its := step.cuts.get(d, ())), *[nowhere] * (most - len(its))) for d in mesh.devices.flat]
-    same = starts[0] if len(set(starts)) == 1 else None  # compiled, this reads each element once
+    # If all devices cut at the same places, these are constants of the program, which is faster.
+    same, differ = (starts[0], ()) if len(set(starts)) == 1 else (None, (np.array(starts, np.int32),))
     with jax.set_mesh(mesh):
-        return _cut_locally(list(arrays), np.array(starts, np.int32), same, route.piece, route.source)
+        return _cut_locally(list(arrays), differ, same, route.piece, route.source)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _cut_locally(
-    arrays: list[jax.Array], starts: Any, same: Any, piece: tuple[int, ...], source: NamedSharding
+    arrays: list[jax.Array],
+    differ: tuple[jax.Array, ...],
+    same: tuple[Start, ...] | None,
+    piece: tuple[int, ...],
+    source: NamedSharding,
 ) -> list[jax.Array]:
-    def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        lead = (len(arrays),) if len(arrays) > 1 else ()
+    def local(*args: jax.Array) -> list[jax.Array]:
+        arrays, starts = args[len(differ) :], args[0][0] if same is None else same
+        lead = [len(arrays)] * (len(arrays) > 1)
         # Otherwise there would be as many slices as arrays, which compile slowly.
         x = jnp.stack(arrays) if lead else arrays[0]
         return [
-            lax.dynamic_slice(x, [*[0] * len(lead), *at], (*lead, *piece), allow_negative_indices=False)
-            for at in same or starts[0]
+            lax.dynamic_slice(x, [*[0] * len(lead), *at], [*lead, *piece], allow_negative_indices=False)
+            for at in starts
         ]
 
     each = flat(source.mesh)
-    return run_per_device(
-        local, (starts, *arrays), [each, *[source.spec] * len(arrays)], each, source.mesh, check_vma=False
-    )
+    specs = [*[each] * len(differ), *[source.spec] * len(arrays)]
+    return run_per_device(local, (*differ, *arrays), specs, each, source.mesh, check_vma=False)
 
 
 def _put(
     old: list[jax.Array], pieces: list[dict[Any, jax.Array]], step: Round, route: Route, count: int
 ) -> list[jax.Array]:
     mesh: Any = route.target.mesh
-    starts = np.array([[at for at, _ in step.puts[d]] for d in mesh.devices.flat], np.int32)
-    ordered = [{d: pieces[step.puts[d][i][1]][d] for d in pieces[0]} for i in range(len(pieces))]
+    ordered = [{d: pieces[its[i][1]][d] for d, its in step.puts.items() if d in pieces[0]} for i in range(len(pieces))]
+    parts, shape = [joined(x, mesh) for x in ordered], route.target.shard_shape(route.shape)
     with jax.set_mesh(mesh):
-        put = _putting(route.target, route.target.shard_shape(route.shape), route.piece, route.tiled, count)
-        return put(old, [joined(x, mesh) for x in ordered], starts)
+        if route.tiled:
+            grid = tuple(n // m for n, m in zip(shape, route.piece, strict=True))
+            return _tiling(route.target, grid, count)(parts)
+        starts = np.array([[at for at, _ in step.puts[d]] for d in mesh.devices.flat], np.int32)
+        return _putting(route.target, shape)(old, parts, starts)
 
 
 @functools.lru_cache(maxsize=1024)
-def _putting(target: NamedSharding, shape: tuple[int, ...], piece: tuple[int, ...], tiled: bool, count: int) -> Any:
-    """Make a program that puts pieces into arrays, new ones or old ones."""
+def _tiling(target: NamedSharding, grid: tuple[int, ...], count: int) -> Any:
+    """Make a program that joins pieces to arrays, of which each device has so many pieces along each axis."""
 
-    def tiles(parts: list[jax.Array]) -> jax.Array:
-        for axis in reversed(range(len(shape))):
-            n = shape[axis] // piece[axis]
-            parts = [jnp.concatenate(parts[i : i + n], axis) for i in range(0, len(parts), n)]
+    def tiled(parts: list[jax.Array]) -> jax.Array:
+        for axis in reversed(range(len(grid))):
+            parts = [jnp.concatenate(parts[i : i + grid[axis]], axis) for i in range(0, len(parts), grid[axis])]
         return parts[0]
 
-    def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        if tiled:
-            return [tiles([x[i] for x in arrays] if count > 1 else list(arrays)) for i in range(count)]
-        pieces = arrays[-starts.shape[1] :]
-        found = arrays[0] if len(arrays) > len(pieces) else jnp.zeros(shape, pieces[0].dtype)
-        for x, at in zip(pieces, starts[0], strict=True):
-            found = lax.dynamic_update_slice(found, x, list(at), allow_negative_indices=False)
-        return [found]
+    def local(*pieces: jax.Array) -> list[jax.Array]:
+        return [tiled([x[i] for x in pieces] if count > 1 else list(pieces)) for i in range(count)]
+
+    def put(pieces: list[jax.Array]) -> list[jax.Array]:
+        specs = [flat(target.mesh)] * len(pieces)
+        return run_per_device(local, tuple(pieces), specs, target.spec, target.mesh, check_vma=False)
+
+    return jax.jit(put, out_shardings=target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _putting(target: NamedSharding, shape: tuple[int, ...]) -> Any:
+    """Make a program that puts pieces into an array, a new one or an old one."""
 
     def put(old: list[jax.Array], pieces: list[jax.Array], starts: jax.Array) -> list[jax.Array]:
+        def local(starts: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+            found = arrays[0] if old else jnp.zeros(shape, arrays[0].dtype)
+            for piece, at in zip(arrays[len(old) :], starts[0], strict=True):
+                found = lax.dynamic_update_slice(found, piece, list(at), allow_negative_indices=False)
+            return [found]
+
         each = flat(target.mesh)
         specs = [each, *[target.spec] * len(old), *[each] * len(pieces)]
         return run_per_device(local, (starts, *old, *pieces), specs, target.spec, target.mesh, check_vma=False)

@@ -138,8 +138,8 @@ class WeightLayout:
                 x = self._joined(fitted, tensors)
                 if scale := self._scales.get(row.key):
                     x, scales = rounded(x, [n for n in row.order if n not in scale.order], row.dtype)
-                    entries |= _laid_out(scale, scales)
-                entries |= _laid_out(row, x if row.dtype is None else x.astype(row.dtype))
+                    entries |= _laid_out(fitted._replace(row=scale), scales)
+                entries |= _laid_out(fitted, x if row.dtype is None else x.astype(row.dtype))
         return entries | {key: entries[other] for key, other in self.same.items()}
 
     def unpack(self, entries: Mapping[str, Any], like: T) -> T:
@@ -262,17 +262,16 @@ class WeightLayout:
         problems, fitted = [], []
         users: dict[str, list[str]] = {path: [] for path in tensors}
         for row in self.rows:
-            absent = [path for path in row.paths if path not in tensors]
-            if len(absent) == len(row.paths):
+            if tensors.keys().isdisjoint(row.paths):
                 continue
             for path in row.paths:
                 if path in users and not row.is_scale:
                     users[path].append(row.key)
-            wrong = [f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}" for path in absent]
-            wrong = wrong or list(self._wrong(row, tensors))
-            problems += wrong
-            if not wrong:
+            if unusable := list(_unusable(row, tensors)):
+                problems += unusable
+            else:
                 fitted.append(self._fit(row, tensors))
+                problems += self._wrong(fitted[-1], tensors)
         unknown = {path for row in self.rows for path in row.paths} - tensors.keys()
         for path, keys in users.items():
             if not keys:
@@ -288,13 +287,10 @@ class WeightLayout:
         _raise(problems)
         return fitted
 
-    def _wrong(self, row: TableRow, tensors: Mapping[str, Any]) -> Iterator[str]:
+    def _wrong(self, fitted: _FittedRow, tensors: Mapping[str, Any]) -> Iterator[str]:
         """Yield why a row does not fit the arrays of a tree."""
-        if nameless := [path for path in row.paths if not isinstance(tensors[path], NamedArray)]:
-            yield f"{row.key!r}: {nameless[0]} is {describe_array(tensors[nameless[0]])}, an array without names."
-            return
-        seen: dict[str, tuple[int, str]] = {}
-        for operand in row.operands:
+        row, seen = fitted.row, dict[str, tuple[int, str]]()
+        for operand, sizes, padded in zip(row.operands, fitted.sizes, fitted.padded, strict=True):
             path, x, first = operand.path, tensors[operand.path], tensors[row.operands[0].path]
             if x.dtype != first.dtype:
                 yield f"{row.key!r}: {row.operands[0].path} is {first.dtype}, but {path} is {x.dtype}."
@@ -303,21 +299,20 @@ class WeightLayout:
                 if not left ^ right <= set(x.names) <= left | right:
                     product = " and ".join(f"{p}, {describe_array(tensors[p])}" for p in operand.added.paths)
                     yield f"{row.key!r}: {path} is {describe_array(x)}, which the product of {product} is not."
-            yield from self._misplaced(row, operand, tensors)
-            for name, size in self._padded(row, operand, tensors).items():
+            yield from self._misplaced(row, operand, x, sizes)
+            for name, size in padded.items():
                 other, owner = seen.setdefault(name, (size, path))
                 if size != other and name in row.order:
                     yield f"{row.key!r}: axis {name!r} has size {other} in {owner}, but {size} in {path}."
 
-    def _misplaced(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> Iterator[str]:
+    def _misplaced(self, row: TableRow, operand: RowArray, x: NamedArray, sizes: dict[str, int]) -> Iterator[str]:
         """Yield which axes of an array have no place in a row, or another size, and which it lacks."""
-        x, path = tensors[operand.path], operand.path
+        path, places = operand.path, row.places(operand)
         for axis, factors in self._splits(row, x.names):
             size, product = x.axis_size(axis), math.prod(f.size or 1 for f in factors)
             if size % product or (all(f.size for f in factors) and size != product):
                 described = errors.describe_axes([f.name for f in factors], [f.size or "?" for f in factors])
                 yield f"{row.key!r}: axis {axis!r} of {path}, of size {size}, is not {described}."
-        sizes, places = self._sizes(row, operand, tensors), row.places(operand)
         for name in [name for name in places if name not in sizes]:
             yield f"{row.key!r}: {path} is {describe_array(x)}, without {name!r}.{errors.suggestion(name, sizes)}"
         for name, size in sizes.items():
@@ -326,9 +321,9 @@ class WeightLayout:
             if (wanted := places.get(name) or size) < size:
                 yield f"{row.key!r}: axis {name!r} of {path} has size {size}, more than the {wanted} in the table."
 
-    def _sizes(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
+    def _sizes(self, row: TableRow, x: NamedArray) -> dict[str, int]:
         """Return the sizes of the axes of an array, some of them split."""
-        sizes = dict(tensors[operand.path].shape)
+        sizes = dict(x.shape)
         for axis, factors in self._splits(row, sizes):
             size, product = sizes.pop(axis), math.prod(f.size or 1 for f in factors)
             sizes |= {f.name: f.size or size // product for f in factors}
@@ -340,16 +335,15 @@ class WeightLayout:
         written = {*row.order, *(v.name for operand in row.operands for v in operand.own)}
         return [(axis, factors) for axis, factors in found if any(f.name in written for f in factors)]
 
-    def _padded(self, row: TableRow, operand: RowArray, tensors: Mapping[str, Any]) -> dict[str, int]:
-        """Return the sizes of the axes of an array in the entry."""
-        places = row.places(operand)
-        return {name: places.get(name) or size for name, size in self._sizes(row, operand, tensors).items()}
-
     def _fit(self, row: TableRow, tensors: Mapping[str, Any]) -> _FittedRow:
-        sizes = tuple(self._sizes(row, operand, tensors) for operand in row.operands)
-        padded = tuple(self._padded(row, operand, tensors) for operand in row.operands)
-        each = zip(padded, row.operands, strict=True)
-        return _FittedRow(row, sizes, padded, tuple(math.prod(own[v.name] for v in o.own) for own, o in each))
+        sizes = [self._sizes(row, tensors[operand.path]) for operand in row.operands]
+        each = [(operand, row.places(operand), own) for operand, own in zip(row.operands, sizes, strict=True)]
+        padded = [{name: places.get(name) or size for name, size in own.items()} for _, places, own in each]
+        joined = [
+            math.prod(own.get(v.name, 1) for v in operand.own)
+            for operand, own in zip(row.operands, padded, strict=True)
+        ]
+        return _FittedRow(row, tuple(sizes), tuple(padded), tuple(joined))
 
     # --- several arrays as one ---
 
@@ -401,15 +395,15 @@ def load_packed(layout: WeightLayout, like: T, entries: Mapping[str, Any], prefi
 # --- one array as entries ---
 
 
-def _laid_out(row: TableRow, x: NamedArray) -> dict[str, NamedArray]:
+def _laid_out(fitted: _FittedRow, x: NamedArray) -> dict[str, NamedArray]:
     """Return the entries of a row, from one array with all of their axes."""
-    x = rearrange(x, row.order)
-    for group in row.groups:
+    x = rearrange(x, fitted.row.order)
+    for group in fitted.row.groups:
         x = flatten_axes(x, tuple(member.name for member in group.members), merged_name(group))
-    counts, parts = [range(x.axis_size(name)) for name in row.along], [x]
-    for name in row.along:
+    parts = [x]
+    for name in fitted.row.along:
         parts = [each for part in parts for each in unbind(part, name)]
-    return {row.key_of(i): part for i, part in zip(itertools.product(*counts), parts, strict=True)}
+    return dict(zip(fitted.keys, parts, strict=True))
 
 
 def _gathered(fitted: _FittedRow, entries: Mapping[str, Any]) -> NamedArray:
@@ -467,6 +461,15 @@ def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], sam
                 if size != by_table
             ]
     return problems
+
+
+def _unusable(row: TableRow, tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which arrays of a row a tree lacks, and which have no names."""
+    for path in row.paths:
+        if path not in tensors:
+            yield f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}"
+        elif not isinstance(tensors[path], NamedArray):
+            yield f"{row.key!r}: {path} is {describe_array(tensors[path])}, an array without names."
 
 
 def _alike(fitted: _FittedRow) -> Iterator[str]:
