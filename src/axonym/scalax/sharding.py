@@ -480,7 +480,8 @@ class MeshShardingHelper:
         subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
 
         def over_subset(x: jax.Array) -> jax.Array:
-            spec = PartitionSpec(*(None if entry is None else subset for entry in x.sharding.spec))  # pyright: ignore[reportAttributeAccessIssue]
+            assert isinstance(x.sharding, NamedSharding)
+            spec = PartitionSpec(*(None if entry is None else subset for entry in x.sharding.spec))
             return _without_trailing_none(shard(x, NamedSharding(self.mesh, spec)))
 
         return jax.tree.map(over_subset, from_process_local_data(pytree, batch_axis, None, self.mesh))
