@@ -22,25 +22,6 @@ from ..named_array import NamedArray, describe_array, is_jax_array_like as is_ja
 from ..tree import maybe_rng_split as maybe_rng_split
 from ._signatures import with_parameters
 
-__all__ = [
-    "F",
-    "Static",
-    "assert_equal",
-    "broadcast_one_to_all",
-    "broadcast_prefix",
-    "ensure_scalar",
-    "is_in_jit",
-    "is_jax_array_like",
-    "is_on_mac_metal",
-    "is_pallas_dslice",
-    "is_scalarish",
-    "multilevel_scan",
-    "named_call",
-    "shaped_rng_split",
-    "sync_global_devices",
-    "to_jax_shape",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

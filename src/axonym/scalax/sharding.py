@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
-from ..named_array import NamedArray, raw, wrap
+from ..named_array import NamedArray, wrap
 from ..sharding import (
     CompiledFunction,
     FSDPShardingRule as _FSDPShardingRule,
@@ -263,8 +263,6 @@ def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
 
 
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())
-
-
 _BLOCKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("blocks", default=())
 """The with-blocks of helpers that the code is in, the innermost last."""
 
@@ -479,15 +477,14 @@ class MeshShardingHelper:
             made = from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
             return jax.tree.map(_without_trailing_none, made)
         # Data of different processes must lie on different devices: load it over all mesh axes, then reshard it.
-        loaded, structure = leaves_of(from_process_local_data(pytree, batch_axis, None, self.mesh))
         subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
 
-        def over_subset(leaf: Leaf) -> Any:
-            array: Any = raw(leaf.value)
-            spec = PartitionSpec(*(None if entry is None else subset for entry in array.sharding.spec))
-            return jax.tree.map(_without_trailing_none, shard(leaf.value, NamedSharding(self.mesh, spec)))
+        def over_subset(x: jax.Array) -> jax.Array:
+            assert isinstance(x.sharding, NamedSharding)
+            spec = PartitionSpec(*(None if entry is None else subset for entry in x.sharding.spec))
+            return _without_trailing_none(shard(x, NamedSharding(self.mesh, spec)))
 
-        return structure.unflatten(map(over_subset, loaded))
+        return jax.tree.map(over_subset, from_process_local_data(pytree, batch_axis, None, self.mesh))
 
     def _tells_processes_apart(self, mesh_axes: str | Sequence[str]) -> bool:
         """Return whether each shard of an axis sharded over these mesh axes is on devices of one process."""
