@@ -185,6 +185,20 @@ def test_an_operation_of_several_steps_gathers_a_parameter_once() -> None:
     assert sent(early) == sent(true) and len(early.collectives) == 1
 
 
+@pytest.mark.parametrize("operation", ["mod", "regrid"])
+def test_a_gradient_of_what_devices_have_alike_is_summed_once(operation: str) -> None:
+    """A remainder uses its divisor twice; the weights of `regrid` are replicated."""
+    pairs = axn.named(np.arange(16).reshape(8, 2).T, ("corner", "batch"))
+    x, divisor, weights = (axn.ones(axes) for axes in ({"batch": 16, "embed": 16}, {"embed": 16}, {"corner": 2}))
+    compute, used = {
+        "mod": (axn.mod, divisor),
+        "regrid": (lambda x, w: axn.regrid(x, "batch", pairs, w, "corner"), weights),
+    }[operation]
+    gradient = jax.grad(lambda w, x: axn.sum(axn.square(compute(x, w))).scalar())
+    early, true = both((gradient, used, x), {"batch": "data"})
+    assert sent(early) == sent(true) and len(early.collectives) == 1
+
+
 def test_what_no_result_needs_is_not_counted() -> None:
     """The loss is not returned, and the gradient gathers what the forward pass does not use."""
 

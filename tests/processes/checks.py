@@ -111,6 +111,24 @@ def check_local_data(folder: Path) -> None:
     assert_values(found.sum("batch"), axn.named(whole.sum(0), "embed"))
 
 
+def check_uneven_local_data(folder: Path) -> None:
+    """Each process passes rows that its devices do not divide; all padding lies at the end."""
+    load, count, me = axn.sharding.from_process_local_data, jax.process_count(), jax.process_index()
+    line, square = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 4, "model": 2})
+    with pytest.raises(ValueError, match=r"5 along axis 0 cannot be sharded over data=8.* pass `uneven='pad'`"):
+        load(np.full((5, 2), me), mesh=line)
+    for mesh, rows in ((line, 5), (line, 1), (square, 13)):
+        whole = np.arange(rows * count * 3, dtype=np.float32).reshape(3, -1)
+        mine = axn.named(whole[:, rows * me :][:, :rows], ("embed", "batch"))
+        found = load(mine, "batch", mesh=mesh, uneven="pad")
+        assert found.shape == {"embed": 3, "batch": rows * count}
+        stored = np.pad(whole, [(0, 0), (0, -rows * count % 8)])
+        assert found.array.array.shape == stored.shape
+        assert_shards(found.array, stored)
+        with jax.set_mesh(mesh), axn.axis_mapping({"batch": mesh.axis_names}, uneven="pad"):
+            assert_values(axn.named_jit(lambda x: x.sum("batch"))(found), axn.named(whole.sum(1), "embed"))
+
+
 def check_named_jit(folder: Path) -> None:
     x, w = draw(Batch, Embed), draw(Embed, Mlp, seed=1)
     fn = lambda x, w: {"y": axn.dot(x, w, axis="embed"), "n": x.sum()}

@@ -24,6 +24,7 @@ Batch, Pos, Embed, Mlp = axn.make_axes(batch=8, pos=4, embed=8, mlp=12)
 Vocab, Heads, HeadSize, Experts = axn.make_axes(vocab=28, heads=28, head_size=4, experts=60)
 X = axn.named(np.arange(28.0, dtype=np.float32), "vocab")
 OPTIMIZER = optax.adam(0.1)
+COLLECTIVE = re.compile(r"= (\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
 
 
 def draw(*axes: axn.Axis) -> axn.NamedArray:
@@ -193,8 +194,7 @@ def test_the_program_is_that_of_the_rounded_size(sizes: dict[str, int], mapping:
     """
     with jax.set_mesh(devices_of(**sizes)):
         uneven, even = (program(size, mapping) for size in (1001, 1008))
-    collective = re.compile(r"= (\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
-    found, wanted = (Counter(collective.findall(p.as_text())) for p in (uneven, even))
+    found, wanted = (Counter(COLLECTIVE.findall(p.as_text())) for p in (uneven, even))
     assert wanted
     assert found == wanted
     ours, theirs = (p.memory_analysis() for p in (uneven, even))
@@ -205,31 +205,47 @@ def test_the_program_is_that_of_the_rounded_size(sizes: dict[str, int], mapping:
 # --- storage ---
 
 
+def of_two_layers(params: Any, x: axn.NamedArray) -> Any:
+    def loss(params: Any) -> Any:
+        h = axn.tanh(axn.dot(x, params["w"], axis="embed"))
+        each = axn.vmap(lambda h: axn.dot(h, params["v"], axis="mlp"), "batch")(h)
+        return axn.mean(axn.square(each * params["scale"] - x)).scalar()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+
+@pytest.mark.parametrize("sizes", [ONE, TWO], ids=["one axis", "two axes"])
+def test_fsdp_operates_on_uneven_parameters_as_on_even_ones(sizes: dict[str, int]) -> None:
+    """A product, a product under vmap and an elementwise one: gathers and reduce-scatters of the rounded size."""
+    mapping = {"batch": "data", "mlp": "model"} if "model" in sizes else {"batch": "data"}
+    sent = []
+    for size in (29, 32):
+        odd = axn.Axis("embed", size)
+        params = {"w": draw(odd, Mlp), "v": draw(Mlp, odd), "scale": draw(odd)}
+        x = draw(axn.Axis("batch", 16), odd)
+        expected = jax.jit(of_two_layers)(params, x)
+        with jax.set_mesh(devices_of(**sizes)):
+            compiled = axn.fsdp(of_two_layers, {"embed": "data"}, mapping, uneven="pad")
+            placed = poisoned(axn.shard((params, x), ({"embed": "data"}, mapping), uneven="pad"))
+            found = axn.to_host(jax.block_until_ready(compiled(*placed)))
+            sent.append(Counter(COLLECTIVE.findall(str(compiled.lower(*placed).compile().as_text()))))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert {kind for _, kind in sent[0]} >= {"all-gather", "reduce-scatter"}
+    assert Counter((shape.replace("29", "32"), kind) for shape, kind in sent[0].elements()) == sent[1]
+
+
 def test_fsdp_stores_uneven_parameters_padded() -> None:
+    """With an uneven batch too, which its operations leave to the partitioner."""
     odd = axn.Axis("embed", 28)
-    params, x = {"w": draw(odd, Mlp), "v": draw(Mlp, odd)}, draw(LARGE, odd)
-
-    def step(params: Any, x: axn.NamedArray) -> Any:
-        def loss(params: Any) -> Any:
-            h = axn.tanh(axn.dot(x, params["w"], axis=odd))
-            return axn.mean(axn.square(axn.dot(h, params["v"], axis=Mlp) - x)).scalar()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - g, params, gradients), value
-
-    expected, wanted = step(params, x)
+    params, x = {"w": draw(odd, Mlp), "v": draw(Mlp, odd), "scale": draw(odd)}, draw(LARGE, odd)
+    expected = of_two_layers(params, x)
     with jax.set_mesh(devices_of(data=8)):
-        compiled = axn.fsdp(step, {"embed": "data"}, {"batch": "data"}, uneven="pad")
-        found, value = jax.block_until_ready(compiled(params, x))
-        again, _ = jax.block_until_ready(compiled(poisoned(found), axn.shard(x, {"batch": "data"}, uneven="pad")))
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    assert found["w"].array.array.shape == (32, 12)
-    assert found["w"].sharding.spec[0] == "data"
-    for result, steps in ((found, 1), (again, 2)):
-        expected = params
-        for _ in range(steps):
-            expected, _ = step(expected, x)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), axn.to_host(result), expected)
+        compiled = axn.fsdp(of_two_layers, {"embed": "data"}, {"batch": "data"}, uneven="pad")
+        found = jax.block_until_ready(compiled(params, axn.shard(x, {"batch": "data"}, uneven="pad")))
+    assert found[0]["w"].array.array.shape == (32, 12)
+    assert found[0]["w"].sharding.spec[0] == "data"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), axn.to_host(found), expected)
 
 
 def test_new_arrays_inside_are_those_of_one_device() -> None:

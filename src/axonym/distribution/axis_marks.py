@@ -48,7 +48,8 @@ def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
     """Return an array, marked as what devices exchange if an axis is sharded; the gradient is exchanged alike.
 
     Arguments:
-        what: "halo", "totals" or "shards"; or "elements", for look-ups at places along another axis.
+        what: "halo", "totals" or "shards"; or for look-ups at places along another axis, "elements", and "parts" for
+            an operand that devices have alike, of whose gradient each has a part.
         details: for look-ups, the axis of the places, as an `Axis`, and how far they reach, if known: see
             `axonym.ops._blockwise`.
     """

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..axis import Names
 from . import policy
-from .active_settings import active_mapping, active_parameter_mapping
+from .active_settings import active_mapping, active_parameter_mapping, pads_uneven
 from .decisions import Mappings, PlacedAxes, Undecided
 from .mesh_axes import (
     AnyMesh,
@@ -48,6 +48,7 @@ from .mesh_axes import (
     spec_of,
     storage_axes,
 )
+from .padded_array import with_padding
 from .per_device import gather_axes, run_per_device, varying_over
 
 
@@ -74,6 +75,7 @@ def run_gathering_parameters(
     except Undecided:
         return None  # the operation runs as usual, and raises the error
     gathers = decision.gathers
+    arrays = tuple([evened(x, decision.operands[i], by) if i in gathers else x for i, x in enumerate(arrays)])
     # Operands must fit as they are used, which `fn` gets, and as they are stored, which is passed in.
     if not gathers or not possible(decision.operands, arrays, mesh):
         return None
@@ -84,6 +86,7 @@ def run_gathering_parameters(
         for i, x in enumerate(shards):
             if i in gathers:
                 x = gather_axes(varying_alike(x, specs[i], specs, mesh), gathers[i])
+                x = cut(x, [sizes[n] for n in in_names[i]])
             operands.append(x)
         result = fn(*operands)
         for part in decision.sums:
@@ -110,6 +113,7 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
     if not policy.gathered_over(names, over, by):
         return None
     used, stored = (PlacedAxes(names, [*map(lies, names)]) for lies in (by.used, by.stored))
+    shape, weight = weight.shape, evened(weight, stored, by)
     if not possible([used], [weight], mesh) or not possible([stored], [weight], mesh):
         return None
     extra, spec = [*map(by.gathered, names)], spec_of(stored.over)
@@ -120,7 +124,8 @@ def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.
     def per_device(shard):
         # The axis of size one becomes the axis of the shards of the batch: one gathered copy for each of them.
         own = axes_in(spec)
-        return gather_axes(varying_over(shard, [a for a in mesh.axis_names if a in over and a not in own]), extra)[None]
+        shard = varying_over(shard, [a for a in mesh.axis_names if a in over and a not in own])
+        return cut(gather_axes(shard, extra), shape)[None]
 
     return run_with_auto_axes(per_device, [weight], [spec], out_spec, mesh)
 
@@ -162,6 +167,20 @@ def active_mappings(mesh: AnyMesh) -> Mappings:
 def possible(operands: Sequence[PlacedAxes], arrays: Sequence[Any], mesh: AnyMesh) -> bool:
     """Return whether the operands can be sharded; if not, the operation runs as usual."""
     return all(fits(spec_of(o.over), x.shape, mesh) for o, x in zip(operands, arrays, strict=True))
+
+
+def evened(weight: jax.Array, stored: PlacedAxes, by: Mappings) -> jax.Array:
+    """Pad a parameter along axes that are stored unevenly, and gathered completely; on Auto axes this moves nothing."""
+    if not pads_uneven():
+        return weight
+    parts = [1 if n is None or by.used(n) else by.count(over) for n, over in zip(*stored, strict=True)]
+    return with_padding(weight, [-(-size // n) * n for size, n in zip(weight.shape, parts, strict=True)])
+
+
+def cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Cut the padding off a parameter that is gathered, whose complete axes have these sizes."""
+    kept = [min(sizes) for sizes in zip(x.shape, shape, strict=True)]
+    return x if kept == list(x.shape) else jax.lax.slice(x, (0,) * x.ndim, kept)
 
 
 def varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AnyMesh) -> jax.Array:

@@ -147,6 +147,9 @@ class Account:
             self._found_along(event, axes, count)
         elif event.what == "totals":
             self._sent(event, "all-gather", axes, (*rest, (None, count)))
+        elif event.what == "parts":
+            if event.place.phase == "backward":
+                self._sent(event, "all-reduce", axes, x.dims)
         else:
             # Each shard of another axis may have a halo already, which the trace shows only once.
             whole = {n: size for given in self.trace.arguments for n, size in given.base}

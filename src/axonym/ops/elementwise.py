@@ -51,6 +51,11 @@ def _binary_kernel(
     return _kernels.make_kernel(name, positional, in_names, out_names, native=True, per_device=per_device, gathers=True)
 
 
+def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Broadcast the operands of a function that uses them several times, so that gradients are summed once, too."""
+    return functools.update_wrapper(lambda a, b: fn(*jnp.broadcast_arrays(a, b)), fn)
+
+
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:
     # `constant`: the result is constant for some dtypes, so it does not get its sharding from the operand.
     def op(a: Any) -> Any:
@@ -197,7 +202,7 @@ logical_or = _binary("logical_or", jnp.logical_or, "Return whether either operan
 logical_xor = _binary("logical_xor", jnp.logical_xor, "Return whether exactly one operand is true, elementwise.", "[True, False]", "True", "bool[x=2], [False True]")
 maximum = _binary("maximum", jnp.maximum, "Return the larger operand.", "[1, 3]", "2", "int32[x=2], [2 3]")
 minimum = _binary("minimum", jnp.minimum, "Return the smaller operand.", "[1, 3]", "2", "int32[x=2], [1 2]")
-mod = _binary("mod", jnp.mod, "Compute the remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
+mod = _binary("mod", _broadcast_once(jnp.mod), "Compute the remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
 multiply = _binary("multiply", jnp.multiply, "Compute the product of the operands.", "[1, 2]", "3", "int32[x=2], [3 6]")
 nextafter = _binary("nextafter", jnp.nextafter, "Return the next number after `a` towards `b`.", "[0.5]", "0.5", "float32[x=1], [0.5]")
 not_equal = _binary("not_equal", jnp.not_equal, "Return whether the operands differ, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
@@ -257,13 +262,16 @@ def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
     return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, native=exponent != 0)
 
 
+_DIVMOD = _broadcast_once(jnp.divmod)
+
+
 def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
     """Compute the floored quotient and the remainder.
 
     >>> axn.divmod(axn.named([7, -7], "x"), 2)
     (NamedArray(int32[x=2], [ 3 -4]), NamedArray(int32[x=2], [1 1]))
     """
-    return _two_results(jnp.divmod, "divmod", a, b)
+    return _two_results(_DIVMOD, "divmod", a, b)
 
 
 def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:

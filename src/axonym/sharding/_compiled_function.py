@@ -207,7 +207,7 @@ class CompiledFunction(Generic[P, R]):
             if settings is not None and mesh is not None:
                 for mapping in (settings.mapping, settings.parameter_mapping):
                     check_mesh_axes(self._what, mapping, mesh)
-            args, kwargs = self.placed(*unpadded((args, kwargs)))
+            args, kwargs = unpadded(self.placed(args, kwargs))
             # A copy of the tree, since the function may consume it: Equinox's `State` is used once.
             seen = None if self._results is None else jax.tree.map(lambda x: x, (args, kwargs))
             inside = _INSIDE.set(True)
@@ -245,8 +245,9 @@ class CompiledFunction(Generic[P, R]):
         P('data',)
         """
         for label, placement in self._arguments:
+            what = f"{self._what} ({label})"
             args, kwargs = shard_arguments(
-                self._fn, args, kwargs, placement, f"{self._what} ({label})", self._static_argnums
+                self._fn, args, kwargs, placement, what, self._static_argnums, outside=not _INSIDE.get()
             )
         return args, kwargs
 

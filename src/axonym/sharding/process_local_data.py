@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import math
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +20,14 @@ from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
 from ..distribution.active_settings import pads_uneven
 from ..distribution.mesh_axes import check_in_mesh, has_explicit
+from ..distribution.padded_array import PaddedArray, padded_array, with_padding
 from ..named_array import raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, check_uneven
 from .meshes import required_mesh, with_devices
 from .moving import without_cache
 from .placement import listed
-from .shard import shard
+from .shard import padded_shape
 
 
 def from_process_local_data(
@@ -44,8 +48,8 @@ def from_process_local_data(
         axis: the axis along which the parts are concatenated: a position, or an axis if the arrays are named.
         mesh_axes: the mesh axes that the axis is sharded over; all of them by default.
         mesh: the mesh; the active one by default.
-        uneven: "pad" stores arrays padded if the mesh axes do not divide the axis: see `axonym.axis_mapping`. Only on
-            devices of one process: the parts of several would each need padding of their own.
+        uneven: "pad" stores arrays padded if the mesh axes do not divide the axis: see `axonym.axis_mapping`. With
+            several processes, some rows move to others, so that all padding is at the end.
 
     >>> with axn.set_mesh(axn.make_mesh({"data": 2, "model": 1})):
     ...     axn.sharding.from_process_local_data(np.ones((4, 3)), mesh_axes="data").sharding.spec
@@ -59,6 +63,7 @@ def from_process_local_data(
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
+    parts = _parts(found, tuple(over))
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
@@ -69,19 +74,12 @@ def from_process_local_data(
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
             continue
         sharding = NamedSharding(found, PartitionSpec(*(over if i == position else None for i in range(x.ndim))))
-        if (one := _made(wrap_like(x, leaf.value), sharding, x.shape[position] % shards, uneven)) is not None:
-            made.append(one)
+        if not x.shape[position] % shards:
+            made.append(functools.partial(jax.make_array_from_process_local_data, sharding, x))
+        elif parts and (uneven or pads_uneven()):
+            made.append(functools.partial(_joined, x, sharding, position, shards, parts))
         else:
-            sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
-            problems.append(
-                f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: "
-                f"the devices of this process hold {shards} parts."
-                + (
-                    ""
-                    if found.is_multi_process or has_explicit(found)
-                    else " To keep the size, and store it padded, pass `uneven='pad'`."
-                )
-            )
+            problems.append(f"{leaf.path} {shape}: {_indivisible(x.shape[position], axis, found, over, parts)}")
     compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
     with contextlib.nullcontext() if compared else fail_together(what) as agree:
         if problems:
@@ -91,16 +89,57 @@ def from_process_local_data(
             if problem := _misread(found, over, loaded):
                 raise ValueError(listed(what, [problem], found))
             _COMPARED.append((found, tuple(over)))
-    return jax.tree.unflatten(structure, made)
+    return jax.tree.unflatten(
+        structure, [wrap_like(make(), leaf.value) for (leaf, _), make in zip(loaded, made, strict=True)]
+    )
 
 
-def _made(x: Any, sharding: NamedSharding, left: int, uneven: Uneven) -> Any:
-    """Return the global array, stored padded if elements are left over; None if it cannot be."""
-    if not left:
-        return wrap_like(jax.make_array_from_process_local_data(sharding, raw(x)), x)
-    if (uneven or pads_uneven()) and not sharding.mesh.is_multi_process:
-        return shard(x, sharding, uneven="pad")
-    return None
+def _joined(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:
+    """Join the rows of processes whose devices do not divide them: pad those of each, and move that padding to the end.
+
+    Arguments:
+        shards: how many shards the devices of each process hold.
+        parts: how many processes hold different ones.
+    """
+    size, shape, true = x.shape[position], list(x.shape), list(x.shape)
+    shape[position], true[position] = -(-size // shards) * shards, size * parts
+    array = jax.make_array_from_process_local_data(sharding, with_padding(x, shape))
+    return padded_array(_program(sharding, tuple(true), position, parts)(array) if parts > 1 else array, true)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(sharding: NamedSharding, true: tuple[int, ...], position: int, parts: int) -> Callable[[Any], jax.Array]:
+    """Make a program that moves padding at the end of each part of an axis to its end; a true shape is left."""
+
+    def move(x: jax.Array) -> jax.Array:
+        apart = x.reshape(*x.shape[:position], parts, -1, *x.shape[position + 1 :])
+        kept = jax.lax.slice_in_dim(apart, 0, true[position] // parts, axis=position + 1)
+        return with_padding(kept.reshape(true), padded_shape(true, sharding.spec, sharding.mesh))
+
+    return jax.jit(move, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
+    """Return how many parts of an axis processes hold, of as many shards each, one after another.
+
+    Return 0 if they do not, or if mesh axes are Explicit: then no size but an even one is possible.
+    """
+    order = [mesh.axis_names.index(a) for a in mesh_axes]
+    devices = np.moveaxis(mesh.devices, order, range(len(order)))
+    rows = devices.reshape(math.prod(devices.shape[: len(order)]), -1)
+    holders = [frozenset(d.process_index for d in row) for row in rows]
+    sizes = [len([*group]) for _, group in itertools.groupby(holders)]
+    return len(sizes) if len({*holders}) == len(sizes) and len({*sizes}) == 1 and not has_explicit(mesh) else 0
+
+
+def _indivisible(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], parts: int) -> str:
+    sizes = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
+    return (
+        f"{size} along axis {axis!r} cannot be sharded over {sizes}: the devices of this process hold "
+        f"{len(_shards_here(mesh, mesh_axes))} parts."
+        + (" To keep the size, and store it padded, pass `uneven='pad'`." if parts else "")
+    )
 
 
 # The meshes for which processes have compared their data: comparing each batch would make the devices wait.
