@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import doctest
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +38,28 @@ def compilations() -> Iterator[list[str]]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def covering(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return few combinations in which each value of each parameter occurs, and each pair of values of three or more.
+
+    For tests that compile for seconds: a mistake shows with one value, or with two values that meet. All combinations
+    would find hardly more, in much more time.
+    """
+    values = list(map(list, parameters))
+    size = 2 if len(values) > 2 else 1
+    possible = list(itertools.product(*(range(len(of)) for of in values)))
+    parts = {case: set(itertools.combinations(enumerate(case), size)) for case in possible}
+    missing, used, chosen = set().union(*parts.values()), collections.Counter[tuple[int, int]](), []
+    while missing:
+        # Of cases that add as much, the one whose values were used least: so values alternate.
+        case = max(
+            possible, key=lambda case: (len(parts[case] & missing), -sum(used[part] for part in enumerate(case)))
+        )
+        missing -= parts[case]
+        used.update(enumerate(case))
+        chosen.append(tuple(of[i] for of, i in zip(values, case, strict=True)))
+    return chosen
 
 
 @contextlib.contextmanager

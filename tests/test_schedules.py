@@ -24,7 +24,7 @@ from axonym.schedules import GPipe, OneFOneB
 from axonym.schedules._sharded_code import NeedsCompleteAxes, check_computed_from_shards
 from benchmarks.schedules import stage_runs
 from tests.executed import executed
-from tests.helpers import spec
+from tests.helpers import covering, spec
 
 Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=16, embed=8, mlp=8, layers=8)
 MAPPING = {"layers": "stage", "batch": "data"}
@@ -220,8 +220,9 @@ def distributed(row: Row, kind: AxisType) -> tuple[Any, jax.sharding.Mesh]:
     return jitted, mesh_of(kind, **sizes)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*covering(ROWS, KINDS), pytest.param("1f1b, tensor", AxisType.Auto, marks=pytest.mark.newest)]
+)
 def test_table(name: str, kind: AxisType) -> None:
     """Values and gradients are those of the plain fold, and the program does what the schedule says.
 
@@ -297,9 +298,9 @@ class Noisy(eqx.Module):
         return x + nn.dropout(axn.ones(x.axes) * self.scale, 0.5, inference=False, key=key)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("old", [False, True], ids=["key", "PRNGKey"])
-@pytest.mark.parametrize("schedule", [GPipe(4), GPipe(4, rounds=2), OneFOneB(4)], ids=["gpipe", "rounds", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "old", "kind"), covering([GPipe(4), GPipe(4, rounds=2), OneFOneB(4)], [False, True], KINDS), ids=str
+)
 def test_each_microbatch_draws_its_own_numbers(schedule: Any, old: bool, kind: AxisType) -> None:
     """Also each shard of the batch, in each layer: no two blocks of examples have one mask, for derivatives, too."""
     L, batch, embed = axn.make_axes(layers=8, batch=16, embed=64)
@@ -323,8 +324,7 @@ def test_each_microbatch_draws_its_own_numbers(schedule: Any, old: bool, kind: A
     np.testing.assert_allclose(total, result.array.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("schedule", [GPipe(8, rounds=2), OneFOneB(2)], ids=["gpipe, rounds", "1f1b"])
+@pytest.mark.parametrize(("schedule", "kind"), covering([GPipe(8, rounds=2), OneFOneB(2)], KINDS), ids=str)
 def test_stages_in_the_order_of_the_mapping(schedule: Any, kind: AxisType) -> None:
     """Over mesh axes that the mesh has in another order."""
     L = axn.Axis("layers", 16)
@@ -509,11 +509,13 @@ def test_errors(call: Any, text: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    "mapping", [{"pos": "model"}, {"pos": "model", "key_pos": "model"}, {"embed": "model"}], ids=str
+    ("schedule", "mapping", "kind"),
+    covering(
+        [GPipe(4), OneFOneB(2)], [{"pos": "model"}, {"pos": "model", "key_pos": "model"}, {"embed": "model"}], KINDS
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(2)], ids=["gpipe", "1f1b"])
 def test_layers_reduce_axes_that_are_sharded(schedule: Any, mapping: Any, kind: AxisType) -> None:
     """Over a mesh axis that neither stages nor examples are sharded over: in a mean, attention, products, the loss."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,12 @@ def test_sampling(model: Llama) -> None:
     """Draws are of the tokens that the filters leave, and a penalty keeps tokens from coming again."""
     prompts = axn.named(np.array([PROMPTS[0]] * 4), ("batch", "pos"))
 
+    @functools.cache
+    def writer(**options: Any) -> Any:
+        return jax.jit(lambda key: write(model, prompts, 8, key, generate.Sampling(**options)))
+
     def drawn(seed: int, **options: Any) -> np.ndarray:
-        sampling = generate.Sampling(**options)
-        written = jax.jit(lambda key: write(model, prompts, 8, key, sampling))(jax.random.key(seed))
+        written = writer(**options)(jax.random.key(seed))
         return np.asarray(written.rearrange(("batch", "pos")).array)
 
     assert not np.array_equal(drawn(0), drawn(1)) and np.array_equal(drawn(0), drawn(0))

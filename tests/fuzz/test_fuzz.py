@@ -14,14 +14,18 @@ from tests.fuzz.programs import Program, draw_program
 from tests.fuzz.worker import ABORTED, Worker
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_programs(seed: int) -> None:
     found = try_seed(seed)
     assert found is None, str(found)
 
 
 def test_a_seed_draws_one_program() -> None:
-    assert draw_program(random.Random(7)).code() == draw_program(random.Random(7)).code()
+    assert draw_program(random.Random(0)).code() == draw_program(random.Random(0)).code()
+
+
+def _place(program: Program) -> int:
+    return [step.kind for step in program.steps].index("negative")
 
 
 def test_planted_fault_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,14 +34,14 @@ def test_planted_fault_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) 
     right = axn.negative
     seeds = range(29, 100)  # drawing programs takes long, and the first of these has the operation now
     program = next(p for p in map(draw_program, map(random.Random, seeds)) if "negative" in [s.kind for s in p.steps])
+    program = program.up_to(min(_place(program) + 2, len(program.steps) - 1))  # a short one, as each step is compiled
     assert failure(program, 0) is None
     monkeypatch.setattr(axn, "negative", lambda x: right(x) + 1)
     found = failure(program, 0)
     assert found is not None and found.check is check_steps
     text = str(found)
     assert "check_steps, seed 0" in text and "values" in text
-    first = next(i for i, step in enumerate(program.steps) if step.kind == "negative")
-    assert text.endswith(f"{program.up_to(first).code()}\n")
+    assert text.endswith(f"{program.up_to(_place(program)).code()}\n")
 
 
 def _abort(program: Program, seed: int) -> None:

@@ -278,6 +278,7 @@ def test_a_plan_for_many_devices() -> None:
     assert "not compiled: by names alone" in str(found)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(("pos", "texts", "over", "ask"), [(2048, 2, {"pos", "key_pos"}, 2), (32, 16, {"layers"}, 8)])
 def test_the_partitioner_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: set[str], ask: int) -> None:
     """A sequence may be sharded if it is long and the batch small, and layers if they run as a pipeline."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import axonym as axn
 from axonym.nn import Conv, ConvTranspose
 from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
-from tests.helpers import assert_named, spec
+from tests.helpers import assert_named, covering, spec
 
 H, W, In, Out = axn.make_axes(height=6, width=5, channels=4, features=6)
 KEY = jax.random.key(0)
@@ -186,9 +186,11 @@ def test_on_meshes(kind: Any, mesh: Mesh) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, gradients)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("mapping", [{"height": "a"}, {"batch": "a"}, {"batch": "a", "height": "b"}], ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 0])
+@pytest.mark.parametrize(
+    ("groups", "mapping", "explicit"),
+    covering([1, 2, 0], [{"height": "a"}, {"batch": "a"}, {"batch": "a", "height": "b"}], [False, True]),
+    ids=str,
+)
 def test_gradients_where_some_mesh_axes_shard_nothing(groups: int, mapping: Any, explicit: bool) -> None:
     """XLA would sum the gradient of a weight over these, too, and is wrong where the kernel is sharded."""
     Batch, Height, Features = axn.make_axes(batch=4, height=8, features=8)
@@ -342,9 +344,7 @@ def test_conv_transpose_with_kernels_larger_than_a_shard(jit: bool, explicit: bo
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("sharded", ["height", "width"])
+@pytest.mark.parametrize(("sharded", "stride", "explicit"), covering(["height", "width"], [1, 2], [False, True]))
 def test_collectives_along_a_sharded_axis(sharded: str, stride: int, explicit: bool) -> None:
     """One sum for the gradient of the weight, and no exchange for each position along the other axis."""
     height, width, features = axn.make_axes(height=8, width=8, features=8)
@@ -386,8 +386,12 @@ def test_groups_of_a_sharded_batch(kind: Any, mesh: Mesh) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
 
 
-@pytest.mark.parametrize("mapping", [{"batch": "data"}, {"layers": "data"}], ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "mapping", "mesh"),
+    covering([1, 2], [{"batch": "data"}, {"layers": "data"}], ["auto", "explicit"]),
+    ids=str,
+    indirect=["mesh"],
+)
 def test_mapped_over_on_a_mesh(groups: int, mapping: Any, mesh: Mesh) -> None:
     """XLA is wrong about the grouped convolution that a convolution with a weight for each element becomes."""
     Layers = axn.Axis("layers", 4)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
-from tests.helpers import assert_named, compilations
+from tests.helpers import assert_named, compilations, covering
 
 X = axn.arange(axn.make_axes(batch=3, pos=4))
 LINE = axn.named(jnp.arange(5.0), "x")
@@ -366,9 +366,15 @@ def test_a_static_index_is_static_in_a_program() -> None:
     assert "dynamic_slice" not in text and "gather" not in text
 
 
-@pytest.mark.parametrize("how", ["set", "multiply", "max"])
 @pytest.mark.parametrize(
-    "index", [{"x": 5}, {"x": slice(5, 6)}, {"x": slice(0, None, -1)}, {"x": 5, "y": 1}, {"x": 5, "z": 1}], ids=str
+    ("how", "index", "mesh"),
+    covering(
+        ["set", "multiply", "max"],
+        [{"x": 5}, {"x": slice(5, 6)}, {"x": slice(0, None, -1)}, {"x": 5, "y": 1}, {"x": 5, "z": 1}],
+        ["auto", "explicit"],
+    ),
+    ids=str,
+    indirect=["mesh"],
 )
 def test_gradients_of_updates_at_one_position_of_a_sharded_axis(how: str, index: Any, mesh: Mesh) -> None:
     """In the other shards nothing is updated."""

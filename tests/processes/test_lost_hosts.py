@@ -83,6 +83,7 @@ def latest(out: Path) -> int:
     return max(steps, default=0)
 
 
+@pytest.mark.oldest
 def test_the_others_go_on(tmp_path: Path) -> None:
     """The host is gone that has the lock and connects the others; what is left has the losses that all would have."""
     out = tmp_path / "run"

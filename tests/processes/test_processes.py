@@ -9,23 +9,27 @@ import pytest
 from axonym.state import save_checkpoint
 from tests.processes import checks, faults, loading, names, outcomes, schedules, training
 
-OF_FOUR = ("fsdp_and_tensor", "bytes_of_the_text", "files_of_the_example")
-"""The checks of the training example that four processes run, too: one that trains, and those that read and write."""
+FILES_OF_THE_EXAMPLE = ("bytes_of_the_text", "files_of_the_example")
+"""The checks of the training example that read and write, which four processes run, too."""
+VALUES = ("named_jit", "fsdp", "collectives", "remap", "draws", "vocabulary", "schedules", "reports")
+"""The checks of programs on eight devices, which are the same for two processes and for four: two run them."""
 
 
 @pytest.mark.parametrize(
     "count", [pytest.param(2, marks=pytest.mark.newest), pytest.param(4, marks=pytest.mark.oldest)]
 )
 def test_checks(count: int, tmp_path: Path) -> None:
-    """All checks in one start: most of the time goes into starting processes, and into what each compiles."""
+    """One start for all checks: most of the time goes into starting processes, and into what each compiles."""
     of_one = tmp_path / "check_checkpoint_of_one_process"
     of_one.mkdir()
     save_checkpoint(of_one / "of-one", checks.state())
     chosen, examples = names(checks, faults, loading), names(training)
-    training.train_in_one_process(tmp_path)
     if count == 4:
-        chosen += [name for name in examples if name.rpartition(".check_")[2] in OF_FOUR]
+        training.text(tmp_path)
+        chosen = [name for name in chosen if name.rpartition(".check_")[2] not in VALUES]
+        chosen += [name for name in examples if name.rpartition(".check_")[2] in FILES_OF_THE_EXAMPLE]
     else:
+        training.train_in_one_process(tmp_path)
         chosen += [*examples, *names(schedules)]
     found = outcomes(*chosen, count=count, folder=tmp_path, limit=900)
     assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import axonym as axn
 from benchmarks import models
 from benchmarks.communication import bytes_moved
+from tests.helpers import covering
 from tests.sharding.test_shard import spec
 
 BATCH = 8
@@ -54,10 +55,7 @@ def expected(params) -> Any:
     return jax.jit(step)(params, *batch())
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize(
-    "layout", ["one axis", pytest.param("replicas", marks=pytest.mark.oldest), "with tensor parallelism"]
-)
+@pytest.mark.parametrize(("layout", "explicit"), covering(LAYOUTS, [False, True]))
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
     sizes, storage, compute = LAYOUTS[layout]
     with jax.set_mesh(axn.make_mesh(sizes, explicit=explicit)):
@@ -176,8 +174,7 @@ UNDER_VMAP = {
 }
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("held", UNDER_VMAP)
+@pytest.mark.parametrize(("held", "explicit"), covering(UNDER_VMAP, [False, True]))
 def test_under_vmap_over_the_batch(held: str, explicit: bool) -> None:
     """The function sees one element, and parameters are gathered and their gradients scattered all the same."""
     rng, call = np.random.default_rng(0), UNDER_VMAP[held]

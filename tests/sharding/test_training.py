@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
+from tests.helpers import covering
 
 In, Hidden, Out, Batch = axn.make_axes(features=8, hidden=16, targets=8, batch=16)
 STEPS = 4
@@ -58,9 +59,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.oldest), 8])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "devices", "explicit"), covering(STRATEGIES, [1, 8], [False, True]))
 def test_one_mesh_axis(strategy: str, devices: int, explicit: bool, expected) -> None:
     storage, compute = STRATEGIES[strategy]
     mesh = axn.make_mesh({"data": devices}, explicit=explicit, devices=jax.devices()[:devices])

@@ -40,7 +40,7 @@ COLORS = {
     "m4": ("#a04a7d", "#e59cc6"),
     "m5": ("#7a6a00", "#e8d44d"),
 }
-"""The colors for a light and a dark scheme. Those of mesh axes are m1 to m5, and m0 for further ones."""
+"""The colors for a light and a dark scheme. Mesh axes have m1 to m5, and m0 for further ones."""
 
 STYLE = """\
 .soft { color: var(--soft) } .num { white-space: nowrap; font-variant-numeric: tabular-nums }

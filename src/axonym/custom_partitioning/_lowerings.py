@@ -100,6 +100,7 @@ class PartitionedOperation:
             assert infer is not None
             rest = {factor: axes for factor, axes in derived.items() if factor != name}
             said = infer(rest, tuple([s[1:] if b else s for s, b in zip(operands, batched, strict=True)]), mesh)
+            # The rule of one element has said first: what it took cannot shard the axis of all elements, too.
             taken = axes_in(said.values())
             return {name: tuple([a for a in derived.get(name, ()) if a not in taken]), **said}
 

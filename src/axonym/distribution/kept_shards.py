@@ -26,7 +26,7 @@ class KeptShards(NamedTuple):
     names: frozenset[str]
     """The axes that stay sharded, over the mesh axes of the active mapping."""
     complete: frozenset[str] = frozenset()
-    """Those of them that are complete, for comparison."""
+    """The axes among them that are complete, for comparison."""
     gathered: tuple[tuple[str, str], ...] = ()
     """Other axes that the mapping shards: all of each is on every device here, with the reason."""
 

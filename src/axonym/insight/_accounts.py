@@ -317,10 +317,11 @@ def _merged(sent: Iterable[Sent]) -> tuple[Sent, ...]:
 
 
 def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
-    """Replace the exchanges of parts by those of the partitioner's report, and their flops by its sum.
+    """Replace the exchanges of parts by the ones in the partitioner's report, and their flops by its sum.
 
-    Stages of a pipeline compute while they wait for others, so these flops are among those of the report.
+    Stages of a pipeline compute while they wait for others, so the report has these flops, too.
     """
+    # Names say how often each product runs, and the report the exact sum of flops, to which products are scaled.
     own = [p for p in parts if not p.waits]
     flops = sum(float(product.flops) * p.times / ways(product.branches) for p in own for product in p.products)
     scale = (report.flops or flops) / flops if flops else 1.0

@@ -170,7 +170,7 @@ def bounds_on(chip: Chip, exchanges: Iterable[Sending], memory: Memory | None, f
         flops: the least flops, without products of 8 bits, which chips compute at other rates.
     """
     sent = tuple(
-        # The bytes of an all-reduce are those of two passes.
+        # An all-reduce sends the bytes of two passes.
         Sent(e.kind, e.axes, e.total_sent / (2 if e.kind == "all-reduce" else 1), "sending", branches=e.branches)
         for e in exchanges
         if e.axes and e.total_sent is not None

@@ -294,6 +294,7 @@ def _scatter(i: Instruction, m: Machine, *values: Array) -> Value:
         elif ufunc is not None:
             ufunc.at(xs[0], at, updates[0])
         else:
+            # One after another: several updates may be of one place, and each is combined with the result of the last.
             for place in np.ndindex(updates[0].shape):
                 where = tuple(a[place] for a in at)
                 new = listed(combine(*(x[where][None] for x in xs), *(u[place][None] for u in updates)))

@@ -63,7 +63,7 @@ class _Alike:
 
 
 class Transfers:
-    """The transfers of a report, those of repeated layers together, and the lines of code around them.
+    """The transfers of a report, the ones of repeated layers together, and the lines of code around them.
 
     Arguments:
         source: whether there are lines of code.

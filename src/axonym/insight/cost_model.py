@@ -42,7 +42,7 @@ class Rate:
     launch: Amount
     """Seconds for each exchange."""
     hides: Amount
-    """The share that computing hides, beside that of the chip."""
+    """The share that computing hides, beside the share of the chip."""
     busy: Mapping[Resource, Amount]
     """For each resource, the seconds for each byte that it is busy at least."""
 
@@ -315,7 +315,7 @@ def _plain(x: Amount) -> Amount:
 
 
 def bound(parts: Sequence[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> Amount:
-    """Return the seconds that a step takes at least: those of its busiest resource."""
+    """Return the seconds that a step takes at least: the seconds of its busiest resource."""
     return functools.reduce(np.maximum, (t for _, t in bounds(parts, rates, chip, touched).named()))
 
 

@@ -407,7 +407,7 @@ class _Planner:
         fitting[:] = sorted((*checked, *fitting), key=PlannedMapping._order)
 
     def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
-        """Explain a mapping by the partitioner; its exchanges are those of the estimate."""
+        """Explain a mapping by the partitioner; its exchanges are the ones of the estimate."""
         report, search = self._explained(p, "partitioner"), self._searches[tuple(p.choices.items())]
         if report.total_sent() == p.sent:
             return dataclasses.replace(p, verified=report)

@@ -281,6 +281,7 @@ class Axes:
         """Make two factors one."""
         if x is y:
             return x
+        # The factor that is known better stays: from now on it answers for both.
         if (y.name is not None and x.name is None) or (y.base is not None and x.base is None):
             x, y = y, x
         y.same_as = x
@@ -311,6 +312,7 @@ class Axes:
         """Return the axes of an array in another shape; None if its axes do not divide so."""
         if 0 in shape:
             return None
+        # A reshape keeps the order of elements, so factors are taken from the left until they multiply to each size.
         left, found = [*leaves(f for axis in dims for f in axis)], list[Axis]()
         for n in shape:
             taken: list[AxisFactor] = []
@@ -416,6 +418,7 @@ class Axes:
         if len(kept := [axis for axis, n in zip(pieces, sizes, strict=True) if n]) == 1:
             return kept[0]
         parts = [self.whole(axis) if axis else None for axis in pieces]
+        # The same axis again and again: if these were the slices of one axis, that one is back.
         first = parts[0]
         if first is not None and all(p is first for p in parts):
             for whole, _ in first.part_of:
@@ -527,7 +530,7 @@ class NameReader:
         return min(names) if names else None
 
     def factor(self, x: AxisFactor) -> str | None:
-        """Return the name of a factor: its own, or that of what it is a role of, derived from or used as."""
+        """Return the name of a factor: its own, or the one of which it is a role, derived or used."""
         x = find(x)
         if x.name is not None:
             return x.name

@@ -1,8 +1,8 @@
-"""What a program does with positions: masks, softmax, and which of two roles of an axis is that of the keys.
+"""What a program does with positions: masks, softmax, and which of two roles of an axis belongs to the keys.
 
 Roles of an axis are alike until something tells them apart. These facts follow values forward through a program: the
 positions that a mask keeps, the scores that it masks, and the axis along which exponentials are divided by their sum.
-Where such weights are summed over that same axis, it is the role of keys, and the other one that of queries. Then a
+Where such weights are summed over that same axis, it is the role of keys, and the other one the role of queries. Then a
 mask can be the wrong way round.
 """
 
@@ -113,7 +113,7 @@ def _both(a: Mask, b: Mask) -> Mask:
     """Return the mask that keeps what two masks keep."""
     varies = None if a.varies is None or b.varies is None else (*a.varies, *b.varies)
     orders = [m.order for m in (a, b) if m.order is not None and m.within]
-    ahead = [o for o in orders if o.least >= 0] or orders  # a window has another order beside that of time
+    ahead = [o for o in orders if o.least >= 0] or orders  # a window has another order beside the order of time
     return Mask(a.kind, varies, ahead[0] if ahead else None, True, False, (*a.every(), *b.every()))
 
 
@@ -312,7 +312,7 @@ _WORDS_FOR_KEYS = {"key", "keys", "k", "kv", "source", "src"}
 
 
 def is_declared_role(name: str, base: str, given: Sequence[set[Any]]) -> bool:
-    """Return whether a name that is given to arguments is that of a role of an axis with another name.
+    """Return whether a name that is given to arguments belongs to a role of an axis with another name.
 
     It stands nowhere without the axis, and the axis stands somewhere without it; or it is the name of the axis with a
     word for keys.

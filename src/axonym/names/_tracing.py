@@ -77,5 +77,5 @@ def source_of(step: AxisStep) -> Source | None:
     called = step.outer.params.get("name")
     if called is None:
         return own
-    # JAX traces a function of a library once, for the first of its callers, so its lines may be those of another call.
+    # JAX traces a function of a library once, for the first of its callers, so its lines may come from another call.
     return own if own.function.rpartition(".")[2] == called else outer

@@ -134,7 +134,7 @@ class Axed:
         """What is known of its values."""
 
     def settle(self) -> None:
-        """Let the axes be made of the factors that stand for their own, so that those of other arrays are equal."""
+        """Let the axes be made of the factors that stand for their own, so that the axes of other arrays are equal."""
         self.dims = tuple([tuple(map(find, axis)) for axis in self.dims])
 
     def used(self) -> Axed:

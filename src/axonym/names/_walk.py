@@ -210,7 +210,7 @@ INSIDE = {
 
 
 def _called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return the function that an equation calls with its operands, such as that of `jax.jit` or `jax.checkpoint`."""
+    """Return the function that an equation calls with its operands, such as in `jax.jit` or `jax.checkpoint`."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if (found := eqn.params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)

@@ -92,7 +92,7 @@ def distribute(
 ) -> DistributedFunction[P, R]:
     """Compile a function of raw arrays to run under a mapping: `named_jit` for code without names.
 
-    The axes of its values get names from those of its arguments, as `infer` finds them. Arguments, results and products
+    The axes of its values get names from its arguments, as `infer` finds them. Arguments, results and products
     are then sharded by their names: gradients and the state of an optimizer are sharded like the parameters. It works
     on any mesh, in `jax.jit`, `jax.grad`, `jax.vmap` and loops, and the function does not change.
 
@@ -149,7 +149,7 @@ def distribute(
 
 
 def _distinct(paths: Sequence[str]) -> list[str]:
-    """Return paths of which none is the same as another, such as those of the keys 1 and "1"."""
+    """Return paths of which none is the same as another, such as the paths of the keys 1 and "1"."""
     count = Counter(paths)
     return [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
 
@@ -384,7 +384,7 @@ def _equation(step: AxisStep, fn: Callable[[Any], Any], var: Any) -> JaxprEqn:
 
 
 def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> Sequence[OptionalNames]:
-    """Return the names of the operands of a product, with those of the keys' role in place of the axis itself.
+    """Return the names of the operands of a product, with the names of the keys' role in place of the axis itself.
 
     If positions meet positions, one of them are the keys, which have another name in the result, and in the operand
     that is multiplied with values.

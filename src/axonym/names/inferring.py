@@ -104,7 +104,7 @@ class NamedProgram:
         self.traced = traced
         """The program, and the trees of its arguments and results."""
         self.body = body
-        """The steps of the program: one for each equation, with those of the functions that it calls."""
+        """The steps of the program: one for each equation, with the steps of the functions that it calls."""
         self._walk = walk
         self._names = NameReader()
         self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
@@ -156,7 +156,7 @@ class NamedProgram:
 
     @property
     def unknown(self) -> tuple[UnnamedAxes, ...]:
-        """The axes without a name, each with the reason: first those of arguments.
+        """The axes without a name, each with the reason: first the axes of arguments.
 
         >>> [found.size for found in axn.names.infer(lambda x: x + 1, jnp.ones((3, 4))).unknown]
         [3, 4]
@@ -199,7 +199,7 @@ class NamedProgram:
 
     @property
     def known_share(self) -> float:
-        """The share of the axes of all values, without those of size 1, that have a name.
+        """The share of the axes of all values, except axes of size 1, that have a name.
 
         >>> axn.names.infer(lambda x: x + 1, jnp.ones((3, 4)), names=("batch _",)).known_share
         0.5
@@ -287,7 +287,7 @@ def infer(
             parameters to entries. An entry is a tree prefix of the argument, whose leaves are strings such as
             `"batch pos"`, with `_` for an axis without a name, or tuples, or None; or a dictionary from patterns of
             paths to these. An axis of size 1 has no name. Named arrays, also those inside, annotations and the metadata
-            of Flax need no names here. A name such as `heads*head_dim` is that of an axis that the function splits, and
+            of Flax need no names here. A name such as `heads*head_dim` names an axis that the function splits, and
             `pos'` is the role of keys of `pos`.
         allow: kinds of mix-ups that are meant, such as `["future"]` for a mask that keeps only what comes later.
 
@@ -310,7 +310,7 @@ def inferred(
 
 
 def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that the function needs no argument whose name is that of an argument of `infer`."""
+    """Check that the function needs no argument that is called like an argument of `infer`."""
     try:
         signature = inspect.signature(fn)
         given = signature.bind_partial(*args, **kwargs).arguments

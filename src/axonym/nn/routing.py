@@ -195,7 +195,7 @@ class _Dispatch:
         return self._on_device(self._exchange(axes, mesh, local))(*operands)
 
     def _check_fn(self, params: Arrays, local: int) -> None:
-        """Check that `fn` computes for the experts and the rows of a device what it would for those of all devices."""
+        """Check that `fn` computes for the experts and the rows of a device as for all of them."""
         name, count = self._experts.name, self._experts.size // local
 
         def traced(times: int) -> Any:

@@ -73,6 +73,7 @@ def _reduce_leaf(
             + errors.under_tree_map()
         )
     axis = _kernels.hashable(axis)
+    # A pipeline may hand its layers shards of the axis. Their results are then combined over the mesh axes of `over`.
     if fn is _logsumexp and in_pipeline() and not options:
         reduced = array.names if axis is None else [*map(name_of, selectors(axis))]
         sizes = {n: size for n, size in array.shape.items() if n in reduced and kept_over(n) is not None}

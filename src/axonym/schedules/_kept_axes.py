@@ -123,7 +123,7 @@ class KeptAxes(Stages):
         return jax.lax.pmean(found, same) if same else found
 
     def _call_then(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
-        """Return the loss of a microbatch, or of its shard here; those of all devices and microbatches are added up."""
+        """Return the loss of a microbatch, or of its shard here; the sum is over all devices and microbatches."""
         found = self._then_of(self._complete(1, results, self._kept.names - self._kept_in_loss.names), head, microbatch)
         alike = shard_count(self._mesh, self._alike(a for n in self._kept_in_loss.names for a in mapped_axes(n)))
         return found / alike if alike > 1 else found

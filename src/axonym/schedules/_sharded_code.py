@@ -77,6 +77,7 @@ class _ProgramPair:
         programs = _ComparedProgram(whole, self._own_rows), _ComparedProgram(shards, self._own_rows)
         alike = _Correspondence()
         alike.check(*((*x.constvars, *x.invars) for x in (whole, shards)))
+        # Both were traced from one function: their operations come in one order, unless it looks at sizes.
         for first, second in itertools.zip_longest(*(program.compared for program in programs)):
             if first is None or second is None:
                 raise NeedsCompleteAxes(f"{_described(first or second)} runs only for some sizes of it.")
@@ -280,6 +281,7 @@ def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Se
     """Return whether sharded axes stay, or are the outermost of the axes that they are merged with or split into."""
 
     def groups(operation: Any) -> list[tuple[list[int], list[int]]]:
+        # Axes on both sides that hold the same elements: from the left, until the products of their sizes agree.
         shapes = [list(x.aval.shape) for x in (operation.invars[0], operation.outvars[0])]
         found, i, j = [], 0, 0
         while i < len(shapes[0]) or j < len(shapes[1]):
@@ -296,6 +298,7 @@ def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Se
     if any(0 in x.invars[0].aval.shape for x in (first, second)) or groups(first) != groups(second):
         return False
     sides = (first.invars[0].aval.shape, operands[0]), (first.outvars[0].aval.shape, results[0])
+    # An inner axis would give each device pieces from all over the merged one, which are no shard of it.
     return all(
         all(i not in own or all(shape[k] == 1 for k in side if k < i) for i in side)
         for group in groups(first)

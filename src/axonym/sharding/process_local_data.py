@@ -82,6 +82,7 @@ def from_process_local_data(
             problems.append(f"{leaf.path} {shape}: {_indivisible(x.shape[position], axis, found, over, parts)}")
     compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
     with contextlib.nullcontext() if compared else fail_together(what) as agree:
+        # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
             raise ValueError(listed(what, problems, found))
         if agree is not None:

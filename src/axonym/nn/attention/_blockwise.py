@@ -257,10 +257,12 @@ def _visit_queries(
 
             def visited(own: Any) -> Any:
                 own_q, own_bias, own_k, own_v = own
+                # Computed again from the logarithm of their sum, which was kept in place of the weights.
                 weights = jnp.exp(_scores(plan, q, k, terms, queries, keys, i, j) - log_total[..., None])
                 own_v += _product(plan, "bhgqk,bhgqd->bhkd", weights.astype(v.dtype), given)
                 of_scores = weights * (_product(plan, "bhgqd,bhkd->bhgqk", given, v) - delta[..., None])
                 if own_bias is not None:
+                    # Where the bias was broadcast, its gradient is the sum.
                     wide = [a for a, size in enumerate(own_bias.shape) if size == 1]
                     own_bias += jnp.sum(of_scores, wide, keepdims=True)
                 of_scores = (of_scores * plan.scale).astype(q.dtype)

@@ -355,6 +355,7 @@ def _on_device(
     result, log_total = attend(plan, q, k, v, terms)
     queries, keys = q.shape[QUERIES], k.shape[KEYS]
     queries, keys = queries * (count if plan.sharded_queries else 1), keys * (count if plan.sharded_keys else 1)
+    # A query that may attend to no key has equal scores in plain attention, and so the mean of all values.
     if terms.mask is not None or (plan.window is not None and queries > keys):
         mean = jnp.mean(v, KEYS)
         mean = jax.lax.pmean(mean, axes) if plan.sharded_keys else mean
