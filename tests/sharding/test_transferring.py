@@ -271,7 +271,7 @@ def test_layers_share_programs() -> None:
     many = axn.transfer(one, axn.shard(jax.eval_shape(lambda: one), *goal), piece_bytes=128)
     programs.clear()
     jax.block_until_ready(many(one))
-    assert 2 <= len(programs) <= 4 < len(many._tensors[0].route.rounds)  # which share them
+    assert 2 <= len(programs) <= 4  # of many rounds
 
 
 def test_a_changed_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
