@@ -267,6 +267,11 @@ def test_layers_share_programs() -> None:
     jax.block_until_ready(plan(source))
     assert 2 <= len(programs) <= 8  # to cut and to put, of two shapes
     jax.block_until_ready(plan(jax.tree.map(lambda x: x * 2, source)))
+    one = {"w": axn.shard(axn.ones({"embed": 32, "mlp": 64}), *place)}
+    many = axn.transfer(one, axn.shard(jax.eval_shape(lambda: one), *goal), piece_bytes=128)
+    programs.clear()
+    jax.block_until_ready(many(one))
+    assert 2 <= len(programs) <= 4  # of many rounds
 
 
 def test_a_changed_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class Route:
     put: bool
     """True if pieces are smaller than the target's shards."""
     tiled: bool
-    """True if all target devices join the same number of pieces, without any in two places."""
+    """True if pieces of one round lie beside each other in all of the target's shards, without overlaps."""
     straight: bool
     """True if `jax.device_put` does the same: each shard goes to another device as it is."""
     rounds: tuple[Round, ...]
@@ -229,8 +229,9 @@ def _cut(arrays: Sequence[Any], step: Round, route: Route) -> list[jax.Array]:
         return []
     most, nowhere = max(map(len, step.cuts.values())), (0,) * len(route.piece)
     starts = [(*(its := step.cuts.get(d, ())), *[nowhere] * (most - len(its))) for d in mesh.devices.flat]
-    # If all devices cut at the same places, these are constants of the program, which is faster.
-    same, differ = (starts[0], ()) if len(set(starts)) == 1 else (None, (np.array(starts, np.int32),))
+    # If all devices cut at the same places, these are constants of the program, which is faster. Rounds share programs.
+    constant = len(set(starts)) == len(route.rounds) == 1
+    same, differ = (starts[0], ()) if constant else (None, (np.array(starts, np.int32),))
     with jax.set_mesh(mesh):
         return _cut_locally(list(arrays), differ, same, route.piece, route.source)
 
