@@ -116,6 +116,19 @@ def test_splash(auto_mesh: Mesh) -> None:
         assert_named(axn.to_host(x), wanted, rtol=1e-4, atol=1e-4)
 
 
+# --- dtypes on GPUs ---
+
+
+def test_kernel_of_gpus_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of cuDNN takes two dtypes; arrays of others are computed by XLA, or an error says so."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    expected = dot_product_attention(Q, K, V, "key_pos", "head_size")
+    found = dot_product_attention(Q, K, V, "key_pos", "head_size", implementation="fused")
+    np.testing.assert_allclose(found.array, expected.rearrange(found.axes).array, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="'cudnn'.* takes float16 and bfloat16, and got float32"):
+        dot_product_attention(Q, K, V, "key_pos", "head_size", implementation="cudnn")
+
+
 # --- errors ---
 
 

@@ -29,6 +29,9 @@ Implementation: TypeAlias = Literal["xla", "cudnn", "splash", "fused"]
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 """The platforms of the kernels that need one."""
 
+CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
+"""What the kernel of GPUs takes."""
+
 
 def fused_attention(
     implementation: str,
@@ -49,7 +52,7 @@ def fused_attention(
             f"{what}: a fused kernel takes no {' and no '.join(refused)}. Omit these, or use implementation=None, "
             "which takes every argument."
         )
-    chosen = _choose_kernel(what, implementation)
+    chosen = _choose_kernel(what, implementation, query.dtype)
     mask = as_truth_values(what, mask)
     roles = _kernel_roles(what, query, key, value, KPos, Key, mask)
     extra = {"mask": mask.further(KPos[0]) if isinstance(mask, Causal) else mask, "bias": bias}
@@ -68,11 +71,12 @@ def fused_attention(
     return _jax_kernel(what, chosen, names, tuple(extra), roles, scale).apply(*(x.array for x in operands))
 
 
-def _choose_kernel(what: str, implementation: str) -> str:
-    """Return the name of the kernel to use; raise an error if this platform does not have it."""
+def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
+    """Return the name of the kernel to use; raise an error if this platform or dtype does not have it."""
     platform = active_platform()
     if implementation == "fused":
-        return next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
+        found = next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
+        return "xla" if found == "cudnn" and dtype not in CUDNN_DTYPES else found
     if implementation != "xla" and implementation not in PLATFORMS:
         listed = errors.quoted((None, "fused", "xla", *PLATFORMS))
         hint = errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
@@ -82,6 +86,11 @@ def _choose_kernel(what: str, implementation: str) -> str:
         raise ValueError(
             f"{what}: this kernel needs a {needed.upper()}, and the devices here are {platform.upper()}s. Use "
             "implementation='fused' for the kernel of any platform."
+        )
+    if implementation == "cudnn" and dtype not in CUDNN_DTYPES:
+        raise ValueError(
+            f"{what}: this kernel takes float16 and bfloat16, and got {dtype}. Use implementation='fused', which then "
+            "computes by XLA, or cast the arrays."
         )
     return implementation
 
