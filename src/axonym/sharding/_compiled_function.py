@@ -32,8 +32,9 @@ from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
 from ..distribution.padded_array import unpadded
 from .meshes import current_mesh, with_devices
+from .moving import emptied
 from .placement import ComputeMappingOrParameterRule, Placement
-from .shard import call_on_mesh, emptied, shard_arguments
+from .shard import call_on_mesh, shard_arguments
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

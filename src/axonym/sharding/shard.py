@@ -27,7 +27,7 @@ from ..named_array import NamedArray, is_named_array, raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, as_mapping, check_direction, is_resource_mapping, normalize_mapping, uneven_here
 from .meshes import AnyMesh, as_seen_here, current_mesh, in_trace, with_devices
-from .moving import copied_to_host, emptied, from_each_process, moved, program_to, without_cache  # noqa: F401
+from .moving import copied_to_host, emptied, from_each_process, moved, program_to
 from .placement import (
     ByParameter,
     Placement,

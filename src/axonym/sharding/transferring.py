@@ -24,8 +24,9 @@ from ._copies import Route, copied, route_of
 from .array_checksums import sums_of
 from .leaves import Leaf, leaves_of
 from .meshes import AnyMesh, required_mesh, with_devices
+from .moving import emptied, without_cache
 from .placement import Placement, described, listed, present_sharding, resolve
-from .shard import emptied, shard, without_cache
+from .shard import shard
 
 T = TypeVar("T")
 

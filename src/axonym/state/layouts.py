@@ -27,7 +27,7 @@ from ..ops.indexing import index
 from ..ops.joining import concatenate, pad, stack
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, split, unbind, unflatten_axis
-from ..sharding.shard import copied_to_host
+from ..sharding.moving import copied_to_host
 from ..tree import LayerStack
 from .layout_rows import JOINED, WHAT, RowArray, TableRow, merged_name, parse_row, parse_split
 from .lazy_arrays import abstract, as_lazy, call_lazily, with_abstract_arrays

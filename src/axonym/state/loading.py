@@ -21,9 +21,8 @@ from .. import tree as named_trees
 from ..axis import Axis, names_without
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap_like
 from ..ops.rearranging import rearrange
-from ..sharding.meshes import AnyMesh
+from ..sharding.meshes import AnyMesh, in_trace
 from ..sharding.placement import Placement
-from ..sharding.shard import in_trace
 from ..transforms.stacked_leaves import layer_of, layers_at
 from .lazy_arrays import LazyArray, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all, stack_lazily
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options

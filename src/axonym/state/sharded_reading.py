@@ -18,9 +18,9 @@ from ..distribution import active_settings
 from ..distribution.padded_array import PaddedArray, padded_array, stored, with_padding
 from ..named_array import is_jax_array_like, raw, wrap_like
 from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
-from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
+from ..sharding.meshes import AnyMesh, current_mesh, in_trace, required_mesh, with_devices
 from ..sharding.placement import Placement, listed, present_sharding, resolve, shardings_in
-from ..sharding.shard import in_trace, padded_shape, shard
+from ..sharding.shard import padded_shape, shard
 from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
 
 T = TypeVar("T")
