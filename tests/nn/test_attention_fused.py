@@ -125,7 +125,7 @@ def test_kernel_of_gpus_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = dot_product_attention(Q, K, V, "key_pos", "head_size")
     found = dot_product_attention(Q, K, V, "key_pos", "head_size", implementation="fused")
     np.testing.assert_allclose(found.array, expected.rearrange(found.axes).array, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="'cudnn'.* takes float16 and bfloat16, and got float32"):
+    with pytest.raises(ValueError, match=r"'cudnn'.* takes float16 and bfloat16, and got float32"):
         dot_product_attention(Q, K, V, "key_pos", "head_size", implementation="cudnn")
 
 
