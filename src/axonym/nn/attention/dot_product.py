@@ -84,7 +84,8 @@ def dot_product_attention(
         implementation: None computes with named operations, on any mesh and differentiable any number of times. "cudnn"
             and "splash" are kernels for GPUs and TPUs that never store all scores; "fused" is the kernel of the
             platform, or "xla" if there is none for the dtype. "xla" and "cudnn" call
-            `jax.nn.dot_product_attention`. All kernels compute the softmax in float32. Arguments that a kernel does not support are an error.
+            `jax.nn.dot_product_attention`. All kernels compute the softmax in float32. Arguments that a kernel does not
+            support are an error.
         context: how devices attend to the keys of others if the positions are sharded, without storing all scores:
             "ring" sends keys and values around, "all_to_all" exchanges heads for positions, and "all_gather" gathers
             keys and values. By default, if `KPos` and the query's positions are sharded over the same mesh axes, the
