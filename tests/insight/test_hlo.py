@@ -26,6 +26,7 @@ def collective(attributes: str, opcode: str = "all-reduce") -> Instruction:
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=2,'b'=2] {'b':(1)2}", ((0, 1), (2, 3))),
         ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['my axis'=2,'b'=2] {'my axis'}", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
         ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),

@@ -207,6 +207,11 @@ def check_transfer(folder: Path) -> None:
     found = plan(tree, check=True)
     assert_shards(found["w"], np.asarray(draw(Embed, Mlp).array))
     assert len(plan.links) == 16
+    # Shards as they are, and to devices of which only some are in a process that has shards.
+    half = axn.make_mesh({"data": 4}, devices=jax.devices()[2:6])
+    for placement, mesh in (({"embed": "data"}, second), ({"mlp": "data"}, half)):
+        found = axn.transfer(source, axn.shard(abstract, placement, mesh))(tree)
+        assert_shards(found["w"], np.asarray(draw(Embed, Mlp).array))
     with pytest.raises(ValueError, match="arrays must be the same in every process, but differ"):
         axn.transfer(source, axn.shard(abstract, {"mlp": "data"} if jax.process_index() else {}, second))
 

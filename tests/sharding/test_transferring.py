@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.sharding import _copies
 
 Embed, Mlp = axn.make_axes(embed=16, mlp=8)
 OLD = {"embed": "data"}
@@ -130,6 +131,23 @@ def test_peak_memory_of_the_process() -> None:
     """Beside an array of 256 MB there are its new shards, and a few pieces of 4 MB; as one, it takes twice its size."""
     ended = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, timeout=300, check=True)
     assert 1 < float(ended.stdout) < 1.5
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model"))])
+def test_joining_pieces_takes_no_more_than_is_counted(spec: P, auto_mesh: Mesh) -> None:
+    """Along two axes, the compiler keeps a shard in between."""
+    shape, target = (64, 64), NamedSharding(axn.make_mesh({"all": 8}), P())
+    route = _copies.route_of(shape, 4, NamedSharding(auto_mesh, spec), target, 2**25)
+    grid = tuple(n // m for n, m in zip(shape, route.piece, strict=True))
+    piece = jax.ShapeDtypeStruct(
+        (8 * route.piece[0], route.piece[1]),
+        jnp.float32,
+        sharding=NamedSharding(target.mesh, _copies.flat(target.mesh)),
+    )
+    with jax.set_mesh(target.mesh):
+        program = _copies._tiling(target, grid, 1).lower([piece] * math.prod(grid)).compile()
+    memory = program.memory_analysis()
+    assert route.tiled and memory.temp_size_in_bytes + memory.argument_size_in_bytes <= route.in_flight
 
 
 def test_what_stays_and_what_is_there_twice(auto_mesh: Mesh) -> None:

@@ -11,6 +11,8 @@ import equinox as eqx
 from ..named_array import is_jax_array_like as is_jax_array_like, is_named_array as is_named_array
 from ..nn.loss import UNSPECIFIED as UNSPECIFIED, Unspecified as Unspecified
 
+__all__ = ["StringHolderEnum", "ensure_tuple", "is_jax_or_hax_array_like", "is_named_array"]
+
 _T = TypeVar("_T")
 
 

@@ -16,7 +16,7 @@ Groups = tuple[tuple[int, ...], ...]
 _ON_MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}(?:,|$)"
 )
-_AXIS = re.compile(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?")
+_AXIS = re.compile(r"(?:'([^']+)'|([^',:{} ]+))(?::\((\d+)\)(\d+))?")
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
@@ -87,8 +87,8 @@ class Places:
         """
         left = {name: at.copy() for name, at in self._at.items()}
         place, count = np.zeros_like(next(iter(left.values()))), 1
-        for name, before, part in _AXIS.findall(axes):
-            whole = self._sizes.get(name, 0)
+        for quoted, bare, before, part in _AXIS.findall(axes):
+            whole = self._sizes.get(name := quoted or bare, 0)
             size, blocks = int(part or whole), int(before or 1)
             if not whole or whole % (size * blocks):
                 raise UnknownForm(f"groups over {axes!r}, which is no part of the mesh {dict(self._sizes)}")

@@ -204,9 +204,9 @@ def plan(
         chip: the kind of chip, if `chips` is a number: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
         ask: the largest number of mappings to partition the step for.
-        verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
-            can simulate. Its figures order these; if other mappings then come first, as many of them are explained too.
-            The first is compiled to the end, and is not the first if it does not fit.
+        verify: how many of the best to explain by the partitioner too, if this process runs on a CPU that simulates
+            enough devices. Its figures order these; if other mappings then come first, as many of them are explained
+            too. The first is compiled to the end, and is not the first if it does not fit.
         choices: for each argument of the builder, its values, such as numbers or strings, or its values by keys to
             show. All combinations are traced, at most 64.
 

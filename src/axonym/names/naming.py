@@ -17,7 +17,7 @@ T = TypeVar("T")
 def names_of(tree: Any) -> Any:
     """Return the names of a tree's arrays, as a tree that `names=` takes: `"batch embed"` in the place of each array.
 
-    The names come from named arrays, from Flax's metadata and of annotations of fields. An axis without a name is `_`,
+    The names come from named arrays, Flax's metadata and annotations of fields. An axis without a name is `_`,
     and a leaf without names is None. Names that a string cannot hold, such as `"my axis"`, are in a tuple.
 
     >>> names = axn.names.names_of({"w": axn.ones({"embed": 2, "hidden": 3}), "b": jnp.ones(3)})

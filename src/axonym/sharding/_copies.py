@@ -87,7 +87,11 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
         limit //= 2
     cut, put = piece != own, piece != new
     grid = list(itertools.product(*(range(0, n, m) for n, m in zip(new, piece, strict=True))))
-    tiled = len(rounds) == 1 and all([at for at, _ in puts] == grid for puts in rounds[0].puts.values())
+    # Pieces are joined along one axis after the other, with a whole target shard in between.
+    between = max(sum(n > m for n, m in zip(new, piece, strict=True)) - 1, 0) * math.prod(new) * itemsize
+    tiled = len(rounds) == 1 and flight + between <= most
+    tiled = tiled and all([at for at, _ in puts] == grid for puts in rounds[0].puts.values())
+    flight += between if tiled else 0
     # Arrays that are copied together are stacked.
     several = math.prod(own) * itemsize + flight if cut or put else math.prod(new) * itemsize
     at_once = min(max(most // several, 1), _MOST_AT_ONCE) if tiled else 1
@@ -184,9 +188,9 @@ def _round(copies: Copies, first: int, last: int) -> Round:
     cuts: dict[Any, set[Start]] = collections.defaultdict(set)
     for source, at, _ in itertools.chain(*now.values()):
         cuts[source].add(at)
-    ordered = {source: sorted(starts) for source, starts in cuts.items()}
+    ordered = {source: {at: i for i, at in enumerate(sorted(starts))} for source, starts in cuts.items()}
     sent = [
-        tuple((its[i][0], ordered[its[i][0]].index(its[i][1]), device) for device, its in now.items())
+        tuple((its[i][0], ordered[its[i][0]][its[i][1]], device) for device, its in now.items())
         for i in range(last - first)
     ]
     puts = {device: tuple(sorted((to, i) for i, (_, _, to) in enumerate(its))) for device, its in now.items()}
@@ -201,7 +205,8 @@ def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax
 
     If memory may be reused, shards that do not change stay as they are.
     """
-    target, several = route.target, len(arrays) > 1  # the pieces of several arrays are sent as one
+    # The pieces of several arrays are sent as one, but not whole shards.
+    target, several = route.target, len(arrays) > 1 and (route.cut or route.put)
     if route.straight:
         return jax.device_put(list(arrays), [target] * len(arrays))
     make = functools.partial(jax.make_array_from_single_device_arrays, arrays[0].shape, target, dtype=arrays[0].dtype)
@@ -209,7 +214,7 @@ def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax
     if not (route.cut or route.put):
         ((whole,),) = (step.sent for step in route.rounds)
         sent = [tuple((source, i, device) for source, _, device in whole) for i in range(len(arrays))]
-        moved = _sent(sent, [by_device(x) for x in arrays], arrays[0], None if reuse else False)
+        moved = _sent(sent, [by_device(x) for x in arrays], kind, None if reuse else False)
         return [make(list(shards.values())) for shards in moved]
     found: list[jax.Array] = []
     for step in route.rounds:

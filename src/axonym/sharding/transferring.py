@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core import errors
-from ..core.processes import fail_together
+from ..core.processes import fail_together, from_all_processes
 from ..distribution.padded_array import is_padded
 from ..named_array import raw, wrap_like
 from ._copies import Route, copied, route_of
@@ -239,7 +239,14 @@ def _planned(
     what: str, leaves: Sequence[Leaf], structure: Any, targets: Mapping[int, Sharding], piece_bytes: int
 ) -> TransferPlan:
     with fail_together(what) as agree:
-        tensors = {i: _tensor(what, leaves[i], target, piece_bytes) for i, target in targets.items()}
+        own = np.array([_may_be_own(leaves[i], target) for i, target in targets.items()], bool)
+        if jax.process_count() > 1:
+            agree({"number of arrays": str(own.size)})
+            own = from_all_processes(own).all(0)
+        tensors = {
+            i: _tensor(what, leaves[i], target, piece_bytes, bool(each_has))
+            for (i, target), each_has in zip(targets.items(), own, strict=True)
+        }
         if jax.process_count() > 1:
             agree({"arrays": "\n".join(map(_told, tensors.values()))})
     return TransferPlan(structure, [leaf.path for leaf in leaves], tensors)
@@ -253,12 +260,21 @@ def _refuse_padded(what: str, leaf: Leaf) -> None:
         )
 
 
-def _tensor(what: str, leaf: Leaf, target: Sharding, piece_bytes: int) -> _Tensor:
-    x, source = raw(leaf.value), present_sharding(raw(leaf.value))
+def _processes(sharding: Sharding | None) -> set[int]:
+    return set() if sharding is None else {d.process_index for d in sharding.device_set}
+
+
+def _may_be_own(leaf: Leaf, target: Sharding) -> bool:
+    """Return whether this process may have an array of its own, as has every other one: then `shard` places them."""
+    here, there = _processes(present_sharding(raw(leaf.value))), _processes(target)
+    return not here or (here == {jax.process_index()} and here < there)
+
+
+def _tensor(what: str, leaf: Leaf, target: Sharding, piece_bytes: int, each_has: bool) -> _Tensor:
+    """Plan one array; `each_has` says that every process has an array of its own."""
+    x, source = raw(leaf.value), None if each_has else present_sharding(raw(leaf.value))
     _refuse_padded(what, leaf)
-    here, there = (set() if s is None else {d.process_index for d in s.device_set} for s in (source, target))
-    if len(there) > 1 and here == {jax.process_index()} and here < there:
-        source = None  # every process has its own
+    here, there = _processes(source), _processes(target)
     kinds = {s.memory_kind or next(iter(s.device_set)).default_memory().kind for s in (source, target) if s is not None}
     route, plain = None, not jnp.issubdtype(x.dtype, jax.dtypes.extended) and not getattr(x, "weak_type", False)
     if isinstance(source, NamedSharding) and isinstance(target, NamedSharding) and len(kinds) == 1 and x.size and plain:
