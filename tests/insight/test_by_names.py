@@ -185,8 +185,16 @@ def test_an_operation_of_several_steps_gathers_a_parameter_once() -> None:
     assert sent(early) == sent(true) and len(early.collectives) == 1
 
 
-@pytest.mark.parametrize("operation", ["mod", "regrid"])
-def test_a_gradient_of_what_devices_have_alike_is_summed_once(operation: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "mapping"),
+    [
+        ("mod", {"batch": "data"}),
+        ("regrid", {"batch": "data"}),
+        ("regrid", {"batch": "data", "embed": "model"}),
+        ("regrid", {"embed": "model"}),
+    ],
+)
+def test_a_gradient_of_what_devices_have_alike_is_summed_once(operation: str, mapping: dict[str, str]) -> None:
     """A remainder uses its divisor twice; the weights of `regrid` are replicated."""
     pairs = axn.named(np.arange(16).reshape(8, 2).T, ("corner", "batch"))
     x, divisor, weights = (axn.ones(axes) for axes in ({"batch": 16, "embed": 16}, {"embed": 16}, {"corner": 2}))
@@ -195,7 +203,7 @@ def test_a_gradient_of_what_devices_have_alike_is_summed_once(operation: str) ->
         "regrid": (lambda x, w: axn.regrid(x, "batch", pairs, w, "corner"), weights),
     }[operation]
     gradient = jax.grad(lambda w, x: axn.sum(axn.square(compute(x, w))).scalar())
-    early, true = both((gradient, used, x), {"batch": "data"})
+    early, true = both((gradient, used, x), mapping)
     assert sent(early) == sent(true) and len(early.collectives) == 1
 
 

@@ -135,6 +135,11 @@ class Account:
 
     def _exchanged(self, event: Exchanged) -> None:
         layout, x, along = self.layout, event.value, event.along
+        if event.what == "parts":
+            lacking = distinct(a for n in event.details for a in layout.used(n))
+            if lacking and event.place.phase == "backward":
+                self._sent(event, "all-reduce", lacking, x.dims)
+            return
         if not (axes := layout.used(along)):
             return
         count, rest = layout.count(axes), tuple(d for d in x.dims if d[0] != along)
@@ -147,9 +152,6 @@ class Account:
             self._found_along(event, axes, count)
         elif event.what == "totals":
             self._sent(event, "all-gather", axes, (*rest, (None, count)))
-        elif event.what == "parts":
-            if event.place.phase == "backward":
-                self._sent(event, "all-reduce", axes, x.dims)
         else:
             # Each shard of another axis may have a halo already, which the trace shows only once.
             whole = {n: size for given in self.trace.arguments for n, size in given.base}

@@ -175,7 +175,7 @@ class Offloaded:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """An exchange of halos, totals or shards between devices, by an operation along an axis, if it is sharded."""
+    """An exchange between devices by an operation along an axis, if it is sharded: see `axis_marks.exchanged`."""
 
     place: Occurrence
     value: Value

@@ -223,11 +223,14 @@ def _look_up_kernel(
 
     def positional(*arrays):
         if not over:  # a trace that follows names
-            kinds = ["elements" if axis in own else None if details[0].name in own else "parts" for own in in_names]
-            shown = [
-                x if kind is None else exchanged(x, kind, along[1], *details)
-                for x, kind in zip(arrays, kinds, strict=True)
-            ]
+            shown = []
+            for x, own in zip(arrays, in_names, strict=True):
+                lacking = [n for n in (*in_names[0], details[0].name) if n not in (axis, *own)]
+                if axis in own:
+                    x = exchanged(x, "elements", along[1], *details)
+                elif lacking:
+                    x = exchanged(x, "parts", along[1], *lacking)
+                shown.append(x)
             return fn(*shown, start=0, size=arrays[0].shape[position], **given)
         return run_per_device(per_device, arrays, specs[:-1], specs[-1], mesh_around(arrays))
 

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ..axis import Names
@@ -53,7 +54,12 @@ def _binary_kernel(
 
 def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Broadcast the operands of a function that uses them several times, so that gradients are summed once, too."""
-    return functools.update_wrapper(lambda a, b: fn(*jnp.broadcast_arrays(a, b)), fn)
+
+    def once(a: Any, b: Any) -> Any:
+        traced = isinstance(a, Tracer) and isinstance(b, Tracer)  # in a kernel; else `fn` checks what it is given
+        return fn(*(jnp.broadcast_arrays(a, b) if traced else (a, b)))
+
+    return functools.update_wrapper(once, fn)
 
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:

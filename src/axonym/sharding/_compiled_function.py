@@ -246,9 +246,8 @@ class CompiledFunction(Generic[P, R]):
         P('data',)
         """
         for label, placement in self._arguments:
-            what = f"{self._what} ({label})"
             args, kwargs = shard_arguments(
-                self._fn, args, kwargs, placement, what, self._static_argnums, outside=not _INSIDE.get()
+                self._fn, args, kwargs, placement, f"{self._what} ({label})", self._static_argnums
             )
         return args, kwargs
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from ..core.processes import from_all_processes
+from ..core.tree_spec import is_key
 from ..named_array import raw
 from ._copies import by_device, in_a_row, joined, per_device
 from .leaves import leaves_of
@@ -49,7 +50,7 @@ def _sum_of_shards(x: Any) -> int:
         return 0
     x = jnp.asarray(x)
     with jax.set_mesh(NO_DEVICES):
-        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.atleast_1d(x)
+        x = jax.random.key_data(x) if is_key(x) else jnp.atleast_1d(x)
     starts = {s.device: [i.start or 0 for i in s.index] for s in x.addressable_shards if s.replica_id == 0}
     if not x.size or not starts:
         return 0

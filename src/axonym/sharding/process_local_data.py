@@ -27,7 +27,7 @@ from .mapping import Uneven, check_uneven
 from .meshes import required_mesh, with_devices
 from .moving import without_cache
 from .placement import listed
-from .shard import padded_shape
+from .shard import NO_DEVICES, padded_shape
 
 
 def from_process_local_data(
@@ -64,6 +64,7 @@ def from_process_local_data(
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
     parts = _parts(found, tuple(over))
+    pads = bool(uneven) or pads_uneven()
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
@@ -76,11 +77,12 @@ def from_process_local_data(
         sharding = NamedSharding(found, PartitionSpec(*(over if i == position else None for i in range(x.ndim))))
         if not x.shape[position] % shards:
             made.append(functools.partial(jax.make_array_from_process_local_data, sharding, x))
-        elif parts and (uneven or pads_uneven()):
+        elif parts and pads:
             made.append(functools.partial(_joined, x, sharding, position, shards, parts))
         else:
             problems.append(f"{leaf.path} {shape}: {_indivisible(x.shape[position], axis, found, over, parts)}")
-    compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
+    # Batches that may be uneven are compared each time: with other sizes, processes would wait in other programs.
+    compared = jax.process_count() == 1 or ((found, tuple(over)) in _COMPARED and not (pads and parts > 1))
     with contextlib.nullcontext() if compared else fail_together(what) as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
@@ -105,7 +107,10 @@ def _joined(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, 
     size, shape, true = x.shape[position], list(x.shape), list(x.shape)
     shape[position], true[position] = -(-size // shards) * shards, size * parts
     array = jax.make_array_from_process_local_data(sharding, with_padding(x, shape))
-    return padded_array(_program(sharding, tuple(true), position, parts)(array) if parts > 1 else array, true)
+    if parts > 1:
+        with jax.set_mesh(NO_DEVICES):  # the mesh may be another one than the active one
+            array = _program(sharding, tuple(true), position, parts)(array)
+    return padded_array(array, true)
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,7 +144,11 @@ def _indivisible(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], par
     return (
         f"{size} along axis {axis!r} cannot be sharded over {sizes}: the devices of this process hold "
         f"{len(_shards_here(mesh, mesh_axes))} parts."
-        + (" To keep the size, and store it padded, pass `uneven='pad'`." if parts else "")
+        + (
+            " To keep the size, and store it padded, pass `uneven='pad'`."
+            if parts
+            else " `uneven='pad'` needs Auto mesh axes, and processes that hold rows side by side."
+        )
     )
 
 

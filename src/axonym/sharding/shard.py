@@ -161,12 +161,8 @@ def shard_arguments(
     placement: Placement,
     what: str,
     static: Sequence[int] = (),
-    *,
-    outside: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Shard the arguments of a call, except at static positions. Errors name the parameters.
-
-    `outside` says that the call comes from outside of compiled functions, where no array is sharded unevenly.
 
     Pass one placement for all arguments, a tuple with one for each positional parameter, or a dictionary by parameter.
     Arguments without one keep their sharding.
@@ -201,7 +197,7 @@ def shard_arguments(
             f"{what}: expected a placement, or a tuple or dictionary with one for each argument, got {placement!r}."
         )
     given = ByParameter({name: values[name] for name in chosen})
-    placed = values | _shard(given, ByParameter(chosen), None, what, warn=False, outside=outside).values
+    placed = values | _shard(given, ByParameter(chosen), None, what, warn=False, arguments=True).values
     return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
 
 
@@ -257,7 +253,7 @@ def _shard(
     warn: bool,
     undo: bool = False,
     pads: bool = False,
-    outside: bool = False,
+    arguments: bool = False,
 ) -> T:
     if placement is None and not active_mapping():
         if warn:
@@ -286,7 +282,7 @@ def _shard(
         leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
-    return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what, pads, outside) for leaf in leaves])
+    return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what, pads, arguments) for leaf in leaves])
 
 
 def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
@@ -423,7 +419,7 @@ def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
     return PartitionSpec(*(None if mesh_axes(entry) else PartitionSpec.UNCONSTRAINED for entry in spec))
 
 
-def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, outside: bool) -> Any:
+def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, argument: bool) -> Any:
     if leaf.spec is None or mesh is None or leaf.shape is None:
         return leaf.value
     x = raw(leaf.value)
@@ -432,8 +428,9 @@ def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, outside: bool)
         put = functools.partial(_put_padded, leaf, pads)
     elif (shape := padded_shape(leaf.shape, leaf.spec, mesh)) != leaf.shape:
         put = functools.partial(_put_uneven, leaf, pads)
-        if outside and isinstance(x, Tracer):
-            # Else XLA may shard this argument of the program over a part of a mesh axis, which JAX cannot read.
+        if argument and isinstance(x, Tracer):
+            # Else XLA may shard an argument of the program over a part of a mesh axis, which JAX cannot read. So do
+            # functions that others call while they are traced, since JAX keeps their programs for direct calls.
             sizes = zip(padded(leaf.spec, len(shape)), shape, leaf.shape, strict=True)
             x = _constrain(x, PartitionSpec(*(e if a == b else None for e, a, b in sizes)), mesh, what)
     if isinstance(x, Tracer) and leaf.names is not None:
