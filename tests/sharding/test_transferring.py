@@ -136,15 +136,16 @@ def test_peak_memory_of_the_process() -> None:
 @pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model"))])
 def test_joining_pieces_takes_no_more_than_is_counted(spec: P, auto_mesh: Mesh) -> None:
     """Along two axes, the compiler keeps a shard in between."""
-    shape, target = (64, 64), NamedSharding(axn.make_mesh({"all": 8}), P())
+    shape, mesh = (64, 64), axn.make_mesh({"all": 8})
+    target = NamedSharding(mesh, P())
     route = _copies.route_of(shape, 4, NamedSharding(auto_mesh, spec), target, 2**25)
     grid = tuple(n // m for n, m in zip(shape, route.piece, strict=True))
     piece = jax.ShapeDtypeStruct(
         (8 * route.piece[0], route.piece[1]),
         jnp.float32,
-        sharding=NamedSharding(target.mesh, _copies.flat(target.mesh)),
+        sharding=NamedSharding(mesh, _copies.flat(mesh)),
     )
-    with jax.set_mesh(target.mesh):
+    with jax.set_mesh(mesh):
         program = _copies._tiling(target, grid, 1).lower([piece] * math.prod(grid)).compile()
     memory = program.memory_analysis()
     assert route.tiled and memory.temp_size_in_bytes + memory.argument_size_in_bytes <= route.in_flight

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.tree_spec import is_key
-
 _WAY_OUT = (
     "This array of shape {shape} is stored padded to {stored}, since its mesh axes do not divide its axes, so nothing "
     "computes with it here. Pass it to a function compiled by axonym.named_jit or axonym.fsdp, which sees its true "
@@ -123,7 +121,7 @@ def with_padding(x: Any, shape: Sequence[int]) -> Any:
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
     if isinstance(x, np.ndarray):
         return np.pad(x, [(0, new - size) for new, size in zip(shape, x.shape, strict=True)])
-    if is_key(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
         return jax.random.wrap_key_data(
             with_padding(data, (*shape, *data.shape[x.ndim :])), impl=jax.random.key_impl(x)

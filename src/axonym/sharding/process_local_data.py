@@ -57,9 +57,7 @@ def from_process_local_data(
     """
     what = "from_process_local_data"
     check_uneven(what, uneven)
-    found = with_devices(required_mesh(what, mesh))
-    if not isinstance(found, Mesh):
-        raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
+    found = _mesh(what, mesh)
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
@@ -81,20 +79,34 @@ def from_process_local_data(
             made.append(functools.partial(_joined, x, sharding, position, shards, parts))
         else:
             problems.append(f"{leaf.path} {shape}: {_indivisible(x.shape[position], axis, found, over, parts)}")
-    # Batches that may be uneven are compared each time: with other sizes, processes would wait in other programs.
-    compared = jax.process_count() == 1 or ((found, tuple(over)) in _COMPARED and not (pads and parts > 1))
-    with contextlib.nullcontext() if compared else fail_together(what) as agree:
+    # Sizes that may be uneven are compared each time: with other ones, processes would wait in other programs.
+    compared = (found, tuple(over)) in _COMPARED
+    alone = jax.process_count() == 1 or (compared and not (pads and parts > 1))
+    with contextlib.nullcontext() if alone else fail_together(what) as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
             raise ValueError(listed(what, problems, found))
         if agree is not None:
             agree({"arrays": "\n".join(f"{leaf.path} {x.dtype}{list(x.shape)}" for leaf, x in loaded)})
-            if problem := _misread(found, over, loaded):
-                raise ValueError(listed(what, [problem], found))
-            _COMPARED.append((found, tuple(over)))
+            if not compared:
+                _check_parts(what, found, over, loaded)
     return jax.tree.unflatten(
         structure, [wrap_like(make(), leaf.value) for (leaf, _), make in zip(loaded, made, strict=True)]
     )
+
+
+def _mesh(what: str, mesh: Mesh | None) -> Mesh:
+    found = with_devices(required_mesh(what, mesh))
+    if not isinstance(found, Mesh):
+        raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
+    return found
+
+
+def _check_parts(what: str, mesh: Mesh, over: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> None:
+    """Raise an error if processes have loaded the wrong parts, and remember the mesh if they have not."""
+    if problem := _misread(mesh, over, loaded):
+        raise ValueError(listed(what, [problem], mesh))
+    _COMPARED.append((mesh, tuple(over)))
 
 
 def _joined(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:

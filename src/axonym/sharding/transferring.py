@@ -242,10 +242,11 @@ def _planned(
         own = np.array([_may_be_own(leaves[i], target) for i, target in targets.items()], bool)
         if jax.process_count() > 1:
             agree({"number of arrays": str(own.size)})
-            own = from_all_processes(own).all(0)
+            own = np.min(from_all_processes(own), 0)
+        each_has: list[bool] = own.tolist()
         tensors = {
-            i: _tensor(what, leaves[i], target, piece_bytes, bool(each_has))
-            for (i, target), each_has in zip(targets.items(), own, strict=True)
+            i: _tensor(what, leaves[i], target, piece_bytes, own)
+            for (i, target), own in zip(targets.items(), each_has, strict=True)
         }
         if jax.process_count() > 1:
             agree({"arrays": "\n".join(map(_told, tensors.values()))})
