@@ -80,16 +80,14 @@ def from_process_local_data(
         else:
             problems.append(f"{leaf.path} {shape}: {_indivisible(x.shape[position], axis, found, over, parts)}")
     # Sizes that may be uneven are compared each time: with other ones, processes would wait in other programs.
-    compared = (found, tuple(over)) in _COMPARED
-    alone = jax.process_count() == 1 or (compared and not (pads and parts > 1))
-    with contextlib.nullcontext() if alone else fail_together(what) as agree:
+    compares = _compares(found, over, again=pads and parts > 1)
+    with fail_together(what) if compares else contextlib.nullcontext() as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
             raise ValueError(listed(what, problems, found))
         if agree is not None:
             agree({"arrays": "\n".join(f"{leaf.path} {x.dtype}{list(x.shape)}" for leaf, x in loaded)})
-            if not compared:
-                _check_parts(what, found, over, loaded)
+            _check_parts(what, found, over, loaded)
     return jax.tree.unflatten(
         structure, [wrap_like(make(), leaf.value) for (leaf, _), make in zip(loaded, made, strict=True)]
     )
@@ -102,8 +100,15 @@ def _mesh(what: str, mesh: Mesh | None) -> Mesh:
     return found
 
 
+def _compares(mesh: Mesh, over: Sequence[str], again: bool) -> bool:
+    """Return whether processes compare what they have loaded: for a mesh once, or again and again."""
+    return jax.process_count() > 1 and (again or (mesh, tuple(over)) not in _COMPARED)
+
+
 def _check_parts(what: str, mesh: Mesh, over: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> None:
-    """Raise an error if processes have loaded the wrong parts, and remember the mesh if they have not."""
+    """Raise an error if processes have loaded the wrong parts, when a mesh is used for the first time."""
+    if (mesh, tuple(over)) in _COMPARED:
+        return
     if problem := _misread(mesh, over, loaded):
         raise ValueError(listed(what, [problem], mesh))
     _COMPARED.append((mesh, tuple(over)))
