@@ -41,15 +41,14 @@ def compilations() -> Iterator[list[str]]:
 
 
 def covering(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return few combinations in which each value of each parameter occurs, and each pair of values of three or more.
+    """Return few combinations of three or more parameters, in which each two values of different ones occur together.
 
     For tests that compile for seconds: a mistake shows with one value, or with two values that meet. All combinations
     would find hardly more, in much more time.
     """
     values = list(map(list, parameters))
-    size = 2 if len(values) > 2 else 1
     possible = list(itertools.product(*(range(len(of)) for of in values)))
-    parts = {case: set(itertools.combinations(enumerate(case), size)) for case in possible}
+    parts = {case: set(itertools.combinations(enumerate(case), 2)) for case in possible}
     missing, used, chosen = set().union(*parts.values()), collections.Counter[tuple[int, int]](), []
     while missing:
         # Of cases that add as much, the one whose values were used least: so values alternate.

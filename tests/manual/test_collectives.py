@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.manual.collectives import axis_size
-from tests.helpers import covering
 
 MAPPING = {"batch": "data", "pos": "model"}
 X = np.arange(8 * 6 * 4, dtype=np.float32).reshape(8, 6, 4)
@@ -409,7 +408,7 @@ UNTILED: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "mesh"), covering(UNTILED, ["auto", "explicit"]), indirect=["mesh"])
+@pytest.mark.parametrize("case", UNTILED)
 def test_without_tiling_devices_are_an_axis(mesh: Mesh, x, case: str) -> None:
     fn, raw, names = UNTILED[case]
     inside = lambda x: (fn(x), axn.named(raw(x.array), names))

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import axonym as axn
 from axonym import NamedArray
 from benchmarks.communication import bytes_moved
-from tests.helpers import compilations, covering, spec
+from tests.helpers import compilations, spec
 from tests.manual.solvers import SOLVERS, Solver, heat, laplacian, weno5
 
 MAPPING = {"x": "data", "y": "model"}
@@ -147,7 +147,7 @@ def _behind(x: np.ndarray, side: Any, position: int, last: int) -> np.ndarray:
     return np.broadcast_to(value, [2 if n == position else size for n, size in enumerate(x.shape)])
 
 
-@pytest.mark.parametrize(("name", "mesh"), covering(BOUNDARIES, ["auto", "explicit"]), indirect=["mesh"])
+@pytest.mark.parametrize("name", BOUNDARIES)
 def test_boundaries_are_as_numpy_pads(name: str, mesh: Mesh) -> None:
     boundary = BOUNDARIES[name]
     whole = padded(FIELD, boundary)

@@ -16,7 +16,7 @@ import axonym as axn
 from axonym import NamedArray, fft
 from axonym.ops import _blocks, _pencils
 from benchmarks.communication import bytes_moved
-from tests.helpers import covering, spec
+from tests.helpers import spec
 
 MAPPING = {"x": "data"}
 DRAW = np.random.default_rng(0)
@@ -87,7 +87,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), covering(CASES, ["auto", "explicit"]), indirect=["mesh"])
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_gathered(name: str, mesh: Mesh) -> None:
     along = CASES[name]
 

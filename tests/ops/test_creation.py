@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
-from tests.helpers import assert_named, compilations, covering
+from tests.helpers import assert_named, compilations
 
 untyped: Any = axn  # for calls that a type checker would refuse
 X, Y = axn.make_axes(x=4, y=3)
@@ -94,7 +94,7 @@ NEW: dict[str, Callable[[], axn.NamedArray]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), covering(NEW, ["auto", "explicit"]), indirect=["mesh"])
+@pytest.mark.parametrize("name", NEW)
 def test_the_mapping_shards_new_arrays_as_it_shards_random_draws(name: str, mesh: Mesh) -> None:
     """With the values and types that they have without a mapping, eagerly and in jit."""
     new = NEW[name]

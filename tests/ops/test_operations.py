@@ -271,6 +271,8 @@ def _check_auto(case: Case, mesh: Mesh) -> None:
     for x in _raw(result):
         if isinstance(x, jax.Array):
             assert len(x.sharding.device_set) == DEVICES, what
+    if case is FIRST[case.name]:
+        _assert_same(case, jax.block_until_ready(case.call(*_sharded(case, mesh))), "no mesh set")
 
 
 def _check_explicit(case: Case, mesh: Mesh) -> None:

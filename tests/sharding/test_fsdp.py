@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import axonym as axn
 from benchmarks import models
 from benchmarks.communication import bytes_moved
-from tests.helpers import covering
 from tests.sharding.test_shard import spec
 
 BATCH = 8
@@ -55,7 +54,10 @@ def expected(params) -> Any:
     return jax.jit(step)(params, *batch())
 
 
-@pytest.mark.parametrize(("layout", "explicit"), covering(LAYOUTS, [False, True]))
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "layout", ["one axis", pytest.param("replicas", marks=pytest.mark.oldest), "with tensor parallelism"]
+)
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
     sizes, storage, compute = LAYOUTS[layout]
     with jax.set_mesh(axn.make_mesh(sizes, explicit=explicit)):
@@ -174,7 +176,8 @@ UNDER_VMAP = {
 }
 
 
-@pytest.mark.parametrize(("held", "explicit"), covering(UNDER_VMAP, [False, True]))
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("held", UNDER_VMAP)
 def test_under_vmap_over_the_batch(held: str, explicit: bool) -> None:
     """The function sees one element, and parameters are gathered and their gradients scattered all the same."""
     rng, call = np.random.default_rng(0), UNDER_VMAP[held]

@@ -15,7 +15,7 @@ from optax import contrib
 
 import axonym as axn
 from axonym.state import restore_checkpoint, save_checkpoint
-from tests.helpers import covering, spec
+from tests.helpers import spec
 
 STORAGE, COMPUTE = {"embed": "data", "mlp": "model"}, {"batch": "data", "mlp": "model"}
 
@@ -85,7 +85,8 @@ def assert_placed(state: Any, expected: dict[str, Any]) -> None:
         assert [tuple(own) for own in mine] == [entries], (path, found)
 
 
-@pytest.mark.parametrize(("name", "explicit"), covering(OPTIMIZERS, [False, True]))
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_placed_saved_restored_and_resumed(name: str, explicit: bool, tmp_path: Path) -> None:
     make: Any
     make, expected = OPTIMIZERS[name]

@@ -377,7 +377,7 @@ class Account:
         return self.trace.spliced or (place.operation is not None and place.operation.name == "index")
 
     def _gather_indices(self, event: Lookup, moved: Axes) -> None:
-        """Count the all-gather of indices. The backward pass has those of one column from the forward pass."""
+        """Count the all-gather of indices. Indices of one column are kept from the forward pass."""
         place, indices, layout = event.place, event.indices, self.layout
         over = [tuple(a for a in layout.used(n) if a not in moved) for n, _ in indices.base]
         if place.phase != "backward":

@@ -66,7 +66,7 @@ class DispatchedRows:
 
 
 def _rows(dispatch: _scopes.ScopedOperation) -> list[_scopes.Term]:
-    """Return the axes of rows, and those that rows for several experts have in common."""
+    """Return the axes of rows, and the axes that rows for several experts have in common."""
     rows = dispatch.operands[0]
     return [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]
 

@@ -75,7 +75,7 @@ class Places:
 
     @classmethod
     def on_mesh(cls, axes: str, grid: str | None, order: str | None) -> Places:
-        """Read a mesh, such as `'data'=2,'model'=4`, whose devices are in order, or in that of a transposed grid."""
+        """Read a mesh, such as `'data'=2,'model'=4`: its devices are in order, or ordered as a transposed grid."""
         parts = (axis.partition("=") for axis in axes.split(","))
         sizes = {name.strip().strip("'"): int(size) for name, _, size in parts}
         return cls(sizes, numbered(ints(grid or "") or [*sizes.values()], order))

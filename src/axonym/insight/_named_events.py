@@ -36,7 +36,7 @@ class Value:
         return tuple(n for n, _ in self.base if n is not None)
 
     def called(self, dims: Dims) -> Value:
-        """Return the array with other names; what it had before it was broadcast keeps its own."""
+        """Return the array with other names; its axes from before a broadcast keep their own."""
         if dims == self.dims:
             return self
         return dataclasses.replace(self, dims=dims, base=dims if self.base == self.dims else self.base)
@@ -67,12 +67,12 @@ class Occurrence:
     avoidable: bool = False
     """True if a compiler may omit the operation, since its operands are constants or it repeats an earlier one."""
     dispatch: _scopes.ScopedOperation | None = None
-    """The dispatch of rows that it is of, in place of its own operation."""
+    """The dispatch of rows that the equation is part of, in place of its own operation."""
     counted_as: str | None = None
     """The phase that it counts for, if its scope says another one."""
 
     def inside(self, eqn: JaxprEqn) -> Occurrence:
-        """Return the place of an equation here, which is also that of the operations in it."""
+        """Return the place of an equation here, which operations in it share."""
         scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
         return dataclasses.replace(self, scope=scope, eqns=(eqn, *self.eqns))
 

@@ -1,4 +1,4 @@
-"""How chips are linked: `Torus` and `Islands`, the places of a mesh on them, and the links that an exchange uses."""
+"""Place a mesh on linked chips, a `Torus` or `Islands`, and find the links that an exchange uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Level:
     """
 
     count: int
-    """How many groups of devices exchange over it."""
+    """The number of groups of devices that exchange over these links."""
     gathers: float
     """Seconds of a gather."""
     passes: float
@@ -37,7 +37,7 @@ class Level:
     reached: float
     """The share of the published rates that is reached."""
     hides: float = 1.0
-    """How much of an exchange computing hides, beside what it hides of others."""
+    """The share of an exchange that computing can hide, relative to exchanges over other links."""
 
 
 Route: TypeAlias = tuple[Level, ...]
@@ -57,7 +57,7 @@ class Placement:
     mesh: Mapping[str, int]
     """In the order of the mesh, the innermost axis last."""
     spans: Mapping[str, Spans] = dataclasses.field(default_factory=dict)
-    """On a torus: for each mesh axis, what it takes of it."""
+    """On a torus: the parts that each mesh axis takes."""
 
 
 @dataclasses.dataclass(frozen=True)

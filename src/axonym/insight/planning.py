@@ -234,10 +234,10 @@ _MOST_KEPT = 64
 
 
 class _Candidate(NamedTuple):
-    """A mesh for a pattern of mappings, and what it costs."""
+    """A mesh for a pattern of mappings, and its cost."""
 
     key: Any
-    """What was chosen."""
+    """The pattern of mappings."""
     ranked: Ranked
     place: int
     seconds: float

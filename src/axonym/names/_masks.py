@@ -1,4 +1,4 @@
-"""What a program does with positions: masks, softmax, and which of two roles of an axis belongs to the keys.
+"""Follow positions through a program: masks, softmax, and which of two roles of an axis belongs to the keys.
 
 Roles of an axis are alike until something tells them apart. These facts follow values forward through a program: the
 positions that a mask keeps, the scores that it masks, and the axis along which exponentials are divided by their sum.

@@ -72,7 +72,7 @@ class Round:
     sent: tuple[Sent, ...]
     """For each piece that a target device gets: the source device, the number of its cut, and the target device."""
     puts: dict[Any, tuple[tuple[Start, int], ...]]
-    """Where each target device puts its pieces, in order, and which of `sent` each is."""
+    """For each target device, the places of its pieces in order, each with the number of the piece in `sent`."""
 
 
 @functools.lru_cache(maxsize=4096)

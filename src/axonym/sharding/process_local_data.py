@@ -101,7 +101,7 @@ def _mesh(what: str, mesh: Mesh | None) -> Mesh:
 
 
 def _compares(mesh: Mesh, over: Sequence[str], again: bool) -> bool:
-    """Return whether processes compare what they have loaded: for a mesh once, or again and again."""
+    """Return whether processes compare the data that they have loaded: once for a mesh, or again and again."""
     return jax.process_count() > 1 and (again or (mesh, tuple(over)) not in _COMPARED)
 
 
@@ -126,13 +126,15 @@ def _joined(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, 
     array = jax.make_array_from_process_local_data(sharding, with_padding(x, shape))
     if parts > 1:
         with jax.set_mesh(NO_DEVICES):  # the mesh may be another one than the active one
-            array = _program(sharding, tuple(true), position, parts)(array)
+            array = _padding_moved(sharding, tuple(true), position, parts)(array)
     return padded_array(array, true)
 
 
 @functools.lru_cache(maxsize=64)
-def _program(sharding: NamedSharding, true: tuple[int, ...], position: int, parts: int) -> Callable[[Any], jax.Array]:
-    """Make a program that moves padding at the end of each part of an axis to its end; a true shape is left."""
+def _padding_moved(
+    sharding: NamedSharding, true: tuple[int, ...], position: int, parts: int
+) -> Callable[[Any], jax.Array]:
+    """Make a program that moves the padding after each part of an axis to the end of the axis."""
 
     def move(x: jax.Array) -> jax.Array:
         apart = x.reshape(*x.shape[:position], parts, -1, *x.shape[position + 1 :])

@@ -429,8 +429,8 @@ def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, argument: bool
     elif (shape := padded_shape(leaf.shape, leaf.spec, mesh)) != leaf.shape:
         put = functools.partial(_put_uneven, leaf, pads)
         if argument and isinstance(x, Tracer):
-            # Else XLA may shard an argument of the program over a part of a mesh axis, which JAX cannot read. So do
-            # functions that others call while they are traced, since JAX keeps their programs for direct calls.
+            # Else XLA may shard an argument of the program over a part of a mesh axis, which JAX cannot read. Calls
+            # from other traced functions replicate it too, though they need not: JAX keeps their programs.
             sizes = zip(padded(leaf.spec, len(shape)), shape, leaf.shape, strict=True)
             x = _constrain(x, PartitionSpec(*(e if a == b else None for e, a, b in sizes)), mesh, what)
     if isinstance(x, Tracer) and leaf.names is not None:

@@ -239,16 +239,16 @@ def _planned(
     what: str, leaves: Sequence[Leaf], structure: Any, targets: Mapping[int, Sharding], piece_bytes: int
 ) -> TransferPlan:
     with fail_together(what) as agree:
-        own = np.array([_may_be_own(leaves[i], target) for i, target in targets.items()], bool)
-        if jax.process_count() > 1:
-            agree({"number of arrays": str(own.size)})
-            own = np.min(from_all_processes(own), 0)
-        each_has: list[bool] = own.tolist()
+        several = jax.process_count() > 1
+        own = [_may_be_own(leaves[i], target) for i, target in targets.items()]
+        if several and own:
+            agree({"number of arrays": str(len(own))})
+            own = np.min(from_all_processes(np.array(own)), 0).tolist()
         tensors = {
-            i: _tensor(what, leaves[i], target, piece_bytes, own)
-            for (i, target), own in zip(targets.items(), each_has, strict=True)
+            i: _tensor(what, leaves[i], target, piece_bytes, each_has)
+            for (i, target), each_has in zip(targets.items(), own, strict=True)
         }
-        if jax.process_count() > 1:
+        if several:
             agree({"arrays": "\n".join(map(_told, tensors.values()))})
     return TransferPlan(structure, [leaf.path for leaf in leaves], tensors)
 

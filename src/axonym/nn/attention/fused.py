@@ -30,7 +30,7 @@ PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 """The platforms of the kernels that need one."""
 
 CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
-"""What the kernel of GPUs takes."""
+"""The dtypes that the kernel for GPUs takes."""
 
 
 def fused_attention(
