@@ -217,6 +217,10 @@ PLACES = {
         ({"embed": "data", "mlp": "model"}, on({"data": 2, "model": 4}, explicit=True)),
         ({"mlp": "model"}, on({"data": 4, "model": 2}, explicit=True)),
     ),
+    "replicas on both": (
+        ({"embed": "model"}, on({"data": 2, "model": 4})),
+        ({"mlp": "model"}, on({"data": 2, "model": 4})),
+    ),
 }
 
 
@@ -253,6 +257,8 @@ def test_each_byte_is_sent_once(places: str) -> None:
     assert sent == needed == sum(plan.links.values()) > 0
     if places != "some in common":  # there, two devices have what they need
         assert max(plan.links.values()) <= 1.2 * sent / len(plan.links)
+    if places == "replicas on both":  # each sends to its own, also what all devices need
+        assert all(a // 4 == b // 4 for a, b in plan.links)
     jax.tree.map(lambda x: x.delete(), source)
     assert np.isfinite(found["w0"].sum().item())
 

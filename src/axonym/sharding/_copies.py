@@ -94,7 +94,8 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
     flight += between if tiled else 0
     # Arrays that are copied together are stacked.
     several = math.prod(own) * itemsize + flight if cut or put else math.prod(new) * itemsize
-    at_once = min(max(most // several, 1), _MOST_AT_ONCE) if tiled else 1
+    at_once = max(most // several, 1) if tiled else 1
+    at_once = min(at_once, _MOST_AT_ONCE) if cut or put else at_once  # whole shards need no program
     both = source.device_set | target.device_set
     straight = not (cut or put or source.device_set & target.device_set) and len(both) == len(_of_this_process(both))
     if straight:
@@ -148,7 +149,9 @@ def _copies(
         for i, part in enumerate(itertools.product(*parts)):
             sender = device
             if device in wanting:
-                sender = held[(turn + i * len(wanting) + wanting.index(device)) % len(held)]
+                rank, (each, rest) = wanting.index(device), divmod(len(wanting), len(held))
+                # Neighbors get a block from one holder, so that a replica of the source sends to one of the target.
+                sender = held[(turn + i * len(wanting) + rank) % len(held) if rest else rank // each]
             found[device].append((sender, _plus(inside, part), _plus(offset, part)))
     for device, copies in found.items():  # in this order, devices send to different ones at a time
         copies.sort(key=lambda copy, rank=ranks[device]: (ranks[copy[0]] - rank) % len(ranks))
