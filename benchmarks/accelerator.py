@@ -63,7 +63,12 @@ def rows() -> list[Row]:
     on_cpu = jax.default_backend() == "cpu"
     sizes = TOY if on_cpu else LARGE
     model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), Llama.init(sizes.config, key=jax.random.key(0)))
-    found = [*_training(model, sizes), *_decoding(model, sizes), _attention(sizes), _float8(sizes)]
+    found = [
+        *_training(model, sizes),
+        *_decoding(model, sizes),
+        _attention(sizes),
+        *map(functools.partial(_float8, sizes), (1, 4)),
+    ]
     return [dataclasses.replace(row, limit=math.inf) for row in found] if on_cpu else found
 
 
@@ -113,22 +118,22 @@ def _attention(sizes: Sizes) -> Row:
     )
 
 
-def _float8(sizes: Sizes) -> Row:
-    """A linear layer whose products are of 8-bit floats, against the layer, forward and backward."""
-    c = sizes.config
-    layer = axn.nn.Linear.init(c.Embed, c.Mlp, key=jax.random.key(3), use_bias=False)
+def _float8(sizes: Sizes, times: int) -> Row:
+    """A linear layer whose products are of 8-bit floats, against the layer, with so many times the model's features."""
+    Embed, Mlp = (a.resize(times * a.size) for a in (sizes.config.Embed, sizes.config.Mlp))
+    layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(3), use_bias=False)
     layer = jax.tree.map(lambda p: p.astype(jnp.bfloat16), layer)
     Tokens = axn.Axis("tokens", sizes.batch * sizes.pos)
-    x = axn.random.normal(jax.random.key(4), (Tokens, c.Embed), dtype=jnp.bfloat16)
+    x = axn.random.normal(jax.random.key(4), (Tokens, Embed), dtype=jnp.bfloat16)
 
     def gradients(layer: Any) -> Callable[[], Any]:
-        fn = jax.jit(jax.grad(lambda layer, x: layer(x).astype(jnp.float32).sum().scalar(), argnums=(0, 1)))
+        # The gradient of a plain sum is constant, which would spare a product.
+        fn = jax.jit(jax.grad(lambda layer, x: (layer(x).astype(jnp.float32) ** 2).sum().scalar(), argnums=(0, 1)))
         return lambda: jax.block_until_ready(fn(layer, x))
 
     small = quantize_linear_layers(layer, QuantizationConfig(fp8=True))
-    return timed_row(
-        SECTION, "linear: float8, to bfloat16", gradients(small), gradients(layer), 1.0, repeats=5, rounds=3
-    )
+    what, limit = f"linear {Embed.size} to {Mlp.size}: float8, to bfloat16", 1.25 if times == 1 else 0.85
+    return timed_row(SECTION, what, gradients(small), gradients(layer), limit, repeats=5, rounds=3)
 
 
 class _Repeated:

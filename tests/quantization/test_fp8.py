@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -68,6 +69,22 @@ def test_values_and_gradients() -> None:
     found = of_layer.dot_general
     np.testing.assert_allclose(
         [found.input_scale[0], found.kernel_scale[0], found.output_grad_scale[0]], scales, rtol=1e-5
+    )
+
+
+def test_products_are_of_8_bit_floats() -> None:
+    """Also those of the gradients, of at least 16 numbers; and a rounded array stays rounded whatever the compiler."""
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(LAYER, X))
+    products = re.findall(r"(\w+):f32\[[\d,]*\] = dot_general\[.*?\] (\w+) (\w+)", text, re.DOTALL)
+    kinds = dict(re.findall(r"(\w+):(\w+\[[\d,]*\]) =", text))
+    operands = sorted(tuple(sorted(kinds[n] for n in names)) for _, *names in products)
+    assert operands == [
+        ("f8_e4m3fn[16,16]", "f8_e4m3fn[4,16]"),  # of 8 features, filled up
+        ("f8_e4m3fn[16,8]", "f8_e5m2[16,16]"),  # of 4 results, filled up
+        ("f8_e4m3fn[16,8]", "f8_e5m2[16,4]"),
+    ]
+    assert "optimization_barrier" in str(
+        jax.make_jaxpr(lambda x: in_qdq(jnp.float32, x, jnp.ones(1), jnp.zeros(3)))(1.0)
     )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import axonym as axn
 from axonym.nn import Linear
 from axonym.quantization import Int8DotGeneralOp, QuantizationConfig, quantize_linear_layers
+from axonym.quantization._products import ProductAxes, multiply
 from tests.helpers import assert_named, spec
 
 Batch, Embed, Mlp = axn.make_axes(batch=16, embed=8, mlp=4)
@@ -69,6 +70,16 @@ def test_any_contraction(equation: str, left: str, right: str) -> None:
     assert_named(found, exact, atol=0.06)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.5), of_found, of_exact)
     assert "i32" in str(jax.make_jaxpr(lambda *x: product(OP, *x).array)(lhs, rhs))
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 16, 17])
+def test_sums_of_a_multiple_of_16(size: int) -> None:
+    """Other sums of 8-bit numbers are wrong on some GPUs."""
+    lhs, rhs = (np.random.default_rng(i).integers(-100, 100, (3, size)).astype(np.int8) for i in range(2))
+    found = functools.partial(multiply, ProductAxes(("m", "k"), ("n", "k"), ("m", "n")), dtype=jnp.int32)
+    np.testing.assert_array_equal(found(lhs, rhs), lhs.astype(int) @ rhs.T.astype(int))
+    (product,) = (e for e in jax.make_jaxpr(found)(lhs, rhs).eqns if e.primitive.name == "dot_general")
+    assert product.invars[0].aval.shape == (3, -(-size // 16) * 16)
 
 
 def test_zeros_and_dtypes() -> None:

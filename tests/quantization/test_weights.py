@@ -211,6 +211,14 @@ def test_bytes_of_a_parameter(golden: tuple[Llama, axn.NamedArray]) -> None:
     assert stored_bytes(quantize_weights(model)) < 0.35 * stored_bytes(model)
 
 
+def test_few_bits_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear.init(axn.Axis("embed", 8), axn.Axis("mlp", 4), key=jax.random.key(0))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(UserWarning, match=r"^quantize_weights: a model with int4 weights gave wrong results on a GPU"):
+        quantize_weights(layer, "int4")
+    quantize_weights(layer, "int8")
+
+
 def test_text_is_written_with_small_weights(golden: tuple[Llama, axn.NamedArray]) -> None:
     """A cache of keys and values has the dtype that is computed in, and gives what the model gives without one."""
     model, tokens = golden

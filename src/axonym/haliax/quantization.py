@@ -21,7 +21,7 @@ class RaggedDotOp(Protocol):
 class Fp8RaggedDotOp(Fp8DotGeneralOp):
     """A `nn.ragged_dot` that rounds its operands, and the gradient of its result, to 8-bit floats.
 
-    It has the state of `Fp8DotGeneralOp`, and no kernel of its own: on a GPU, XLA multiplies the rounded numbers.
+    It has the state of `Fp8DotGeneralOp`, and no kernel of its own: rounded numbers are multiplied in the wide dtype.
 
     >>> op = hax.quantization.Fp8RaggedDotOp.init(amax_history_length=4)
     >>> op(jnp.ones((3, 2)), jnp.ones((2, 2, 4)), jnp.array([1, 2])).shape

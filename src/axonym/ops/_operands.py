@@ -50,7 +50,7 @@ def scalar(what: str, argument: str, x: Any) -> Any:
 
 
 def unsigned_nan(x: jax.Array) -> jax.Array:
-    """Clear the sign bit of NaN, which inf - inf sets: JAX's partition sorts such a NaN first, its top-k last."""
+    """Clear the sign bit of NaN, which inf - inf sets: JAX's top-k sorts such a NaN last."""
     return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 

@@ -91,21 +91,27 @@ def _order_kernel(
     return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
 
 
-# How each method turns the share `q` of `n` elements into a position.
-_METHODS: dict[str, Callable[[Any, Any], Any]] = {
-    "linear": lambda q, n: q * (n - 1),
-    "lower": lambda q, n: jnp.floor(q * (n - 1)),
-    "higher": lambda q, n: jnp.ceil(q * (n - 1)),
-    "midpoint": lambda q, n: (jnp.floor(q * (n - 1)) + jnp.ceil(q * (n - 1))) / 2,
-    "nearest": lambda q, n: jnp.ceil(q * (n - 1) - 0.5),
-    "inverted_cdf": lambda q, n: jnp.ceil(q * n) - 1,
+# How each method turns a share of `n` elements into a position; `of` gives the share of a number.
+_METHODS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
+    "linear": lambda of, n: of(n - 1),
+    "lower": lambda of, n: jnp.floor(of(n - 1)),
+    "higher": lambda of, n: jnp.ceil(of(n - 1)),
+    "midpoint": lambda of, n: (jnp.floor(of(n - 1)) + jnp.ceil(of(n - 1))) / 2,
+    "nearest": lambda of, n: jnp.ceil(of(n - 1) - 0.5),
+    "inverted_cdf": lambda of, n: jnp.ceil(of(n)) - 1,
 }
 
 
 def _ordered(
-    x: jax.Array, q: Any = 0.5, *, axis: int | tuple[int, ...] | None, method: str = "midpoint", nan: bool = True
+    x: jax.Array,
+    q: Any = 0.5,
+    *,
+    axis: int | tuple[int, ...] | None,
+    method: str = "midpoint",
+    nan: bool = True,
+    percent: bool = False,
 ) -> jax.Array:
-    """Compute quantiles, of numbers alone without `nan`.
+    """Compute quantiles, of numbers alone without `nan`, of percentages with `percent`.
 
     The functions of JAX give the same, but XLA ends the process for their gradients of a slice of a sharded axis: here
     the sort is `axonym.sort`, with its gradient.
@@ -119,7 +125,11 @@ def _ordered(
     x, q = sort_along(axis, as_float(x)), jnp.asarray(q)
     count = x.shape[axis] if nan else jnp.sum(~jnp.isnan(x), axis, keepdims=True, dtype=q.dtype)
     along = jnp.reshape(q, [-1 if i == axis else 1 for i in range(x.ndim)])
-    position = jnp.clip(_METHODS[method](along, count), 0, jnp.maximum(count - 1, 0))
+    # Exact positions stay exact: the division comes last, since GPUs round shares down; and XLA would multiply by 0.01
+    # instead of a division by a constant, so it must not know that it is one.
+    whole = jnp.where(jnp.isnan(along), along, 100)
+    position = _METHODS[method](lambda number: along * number / whole if percent else along * number, count)
+    position = jnp.clip(position, 0, jnp.maximum(count - 1, 0))
     below = jnp.floor(position)
     low, high = (jnp.take_along_axis(x, i.astype(jnp.int32), axis, mode="clip") for i in (below, jnp.ceil(position)))
     share = (position - below).astype(x.dtype)
@@ -151,23 +161,11 @@ def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: st
     return publish(op, name, __name__, doc)
 
 
-def _by_percent(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function of percentages from the function of shares.
-
-    XLA would multiply by 0.01, and join the factor with others, so that 100 percent would be less than all.
-    """
-
-    def computed(x: Any, q: jax.Array, **options: Any) -> jax.Array:
-        return fn(x, q / jnp.where(jnp.isnan(q), q, 100), **options)  # not by a constant, as far as XLA knows
-
-    return computed
-
-
 def _quantile(
     name: str, fn: Callable[..., Any], among: tuple[str, str], share: tuple[str, int], q: str, shown: str
 ) -> Quantile:
     (elements, example), (kind, highest) = among, share
-    fn = fn if highest == 1 else _by_percent(fn)
+    fn = fn if highest == 1 else functools.partial(fn, percent=True)
 
     def op(array, q, axis=None, *, method="linear"):
         require_named(name, array)

@@ -5,14 +5,14 @@ the array's largest absolute value, which is known only once the whole array is 
 scale follows from a history of the largest values of earlier steps (see `axonym.quantization.overwriting`).
 
 The operands of a product become `float8_e4m3fn`, the gradient of its result `float8_e5m2`, which has more range and
-less precision. In the program, arrays are rounded and converted back before they are multiplied. Compilers for devices
-with 8-bit products recognize this pattern; on other devices, it simulates 8-bit training.
+less precision. The program multiplies 8-bit floats. If it multiplied arrays that are rounded and converted back, as
+compilers for such devices once recognized, XLA for GPUs would multiply in the wide dtype.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..core.jax_versions import varying_axes
+from ..distribution.per_device import vary_like
+from ._products import ProductAxes, multiply, product_axes
 from .overwriting import OverwriteWithGradient
 
 __all__ = ["Fp8DotGeneralOp", "dot_general_with_precision", "in_qdq", "out_qdq"]
@@ -93,10 +95,74 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
         dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-        lhs = in_qdq(dtype, lhs, self.input_scale, self.input_amax_history, self.fwd_dtype)
-        rhs = in_qdq(dtype, rhs, self.kernel_scale, self.kernel_amax_history, self.fwd_dtype)
-        y = dot_general_with_precision(lhs, rhs, dimension_numbers, None, wanted)
-        return out_qdq(dtype, y, self.output_grad_scale, self.output_grad_amax_history, self.rev_dtype)
+        lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
+        product = _Product(
+            product_axes(lhs.ndim, rhs.ndim, dimension_numbers),
+            jnp.dtype(wanted),
+            jnp.dtype(self.fwd_dtype),
+            jnp.dtype(self.rev_dtype),
+        )
+        states: Any = (
+            (self.input_scale, self.input_amax_history),
+            (self.kernel_scale, self.kernel_amax_history),
+            (self.output_grad_scale, self.output_grad_amax_history),
+        )
+        return _multiply(product, lhs, rhs, *states)
+
+
+# --- the product ---
+
+
+class _Product(NamedTuple):
+    """A product as static data: its axes, the dtype of its result, and those of its operands and gradient."""
+
+    axes: ProductAxes
+    dtype: Any
+    fwd_dtype: Any
+    rev_dtype: Any
+
+
+class _Short(NamedTuple):
+    """An array of 8-bit floats, and the factor that was divided out."""
+
+    array: jax.Array
+    factor: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(how: _Product, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any) -> jax.Array:
+    """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
+    return _multiply_forward(how, lhs, rhs, of_lhs, of_rhs, of_gradient)[0]
+
+
+def _multiply_forward(
+    how: _Product, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
+) -> tuple[jax.Array, Any]:
+    short_lhs, new_lhs = _shortened(lhs.dtype, how.fwd_dtype, lhs, of_lhs)
+    short_rhs, new_rhs = _shortened(rhs.dtype, how.fwd_dtype, rhs, of_rhs)
+    y = _product_of(how.axes, short_lhs, short_rhs, how.dtype, jax.lax.Precision.DEFAULT)
+    return y, (short_lhs, short_rhs, new_lhs, new_rhs, of_gradient)
+
+
+def _multiply_backward(how: _Product, state: Any, gradient: jax.Array) -> Any:
+    """Multiply with the exact accumulation, which the precision selects; the forward product accumulates fast."""
+    lhs, rhs, new_lhs, new_rhs, of_gradient = state
+    dtype, exact = lhs.factor.dtype, jax.lax.Precision.HIGHEST
+    short, new_gradient = _shortened(dtype, how.rev_dtype, gradient, of_gradient)
+    of_lhs = _product_of(how.axes.of_lhs_gradient(), short, rhs, dtype, exact)
+    of_rhs = _product_of(how.axes.of_rhs_gradient(), lhs, short, dtype, exact)
+    return of_lhs, of_rhs, new_lhs, new_rhs, new_gradient
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _product_of(axes: ProductAxes, lhs: _Short, rhs: _Short, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
+    # float16 cannot hold a product of numbers that are not scaled. In float32, a GPU writes twice the bytes.
+    accumulator = dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32)
+    y = multiply(axes, lhs.array, rhs.array, accumulator, precision)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (y * (lhs.factor.astype(wide) * rhs.factor.astype(wide))).astype(dtype)
 
 
 # --- rounding ---
@@ -187,11 +253,22 @@ out_qdq.defvjp(_out_forward, _out_backward)
 
 
 def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+    short, factor = _short(compute_dtype, dtype, x, scale)
+    # XLA for GPUs leaves out a conversion and the one back, and with them the rounding.
+    return jax.lax.optimization_barrier(short).astype(compute_dtype) * factor
+
+
+def _short(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> _Short:
     factor = jnp.reshape(scale, ()).astype(compute_dtype)
     factor = jnp.maximum(factor, jnp.finfo(compute_dtype).tiny)  # the scale of small gradients would be zero in float16
     largest = jnp.finfo(dtype).max.astype(compute_dtype)
-    short = jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype)
-    return short.astype(compute_dtype) * factor
+    return _Short(jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype), factor)
+
+
+def _shortened(compute_dtype: Any, dtype: Any, x: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[_Short, Any]:
+    """Round an array by its scale and history; return these for the next step, too."""
+    scale = _new_scale(dtype, *state)
+    return _short(compute_dtype, dtype, x, scale), (scale, _new_history(x, state[1]))
 
 
 def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
@@ -210,7 +287,7 @@ def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
     return jnp.roll(history, -1).at[0].set(largest)
 
 
-# --- the product ---
+# --- products of rounded numbers ---
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

@@ -12,7 +12,7 @@ so it is computed without rounding.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ..axis import Names
 from ..distribution.per_device import vary_like
 from ..ops import _kernels
 from ..state.module import ModuleWithStateDictSerialization
+from ._products import ProductAxes, multiply, product_axes
 
 __all__ = ["Int8DotGeneralOp"]
 
@@ -57,51 +58,32 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         dtype = jnp.result_type(lhs, rhs)
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
         lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        y: Any = _product(_terms(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
+        y: Any = _product(product_axes(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
-class _ProductAxes(NamedTuple):
-    """An einsum with a name for each axis. Axes of the same name are matched, and summed if the result lacks it."""
-
-    lhs: Names
-    rhs: Names
-    out: Names
-
-
-def _terms(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _ProductAxes:
-    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs = tuple(f"lhs {i}" for i in range(lhs_ndim))
-    matched = dict(zip((*rhs_summed, *rhs_batch), (*lhs_summed, *lhs_batch), strict=True))
-    rhs = tuple(lhs[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs_ndim))
-    free = [n for n in lhs if n not in rhs], [n for n in rhs if n not in lhs]
-    return _ProductAxes(lhs, rhs, (*(lhs[i] for i in lhs_batch), *free[0], *free[1]))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return _quantized_product(terms, lhs, rhs)
+def _product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _quantized_product(axes, lhs, rhs)
 
 
-def _forward(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-    return _quantized_product(terms, lhs, rhs), (lhs, rhs)
+def _forward(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+    return _quantized_product(axes, lhs, rhs), (lhs, rhs)
 
 
-def _backward(terms: _ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = operands
-    lhs_gradient = _quantized_product(_ProductAxes(terms.out, terms.rhs, terms.lhs), gradient, rhs)
-    rhs_gradient = _dot_general(_ProductAxes(terms.lhs, terms.out, terms.rhs), lhs, gradient)
-    return lhs_gradient, rhs_gradient
+    return _quantized_product(axes.of_lhs_gradient(), gradient, rhs), multiply(axes.of_rhs_gradient(), lhs, gradient)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _quantized_product(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _quantized_product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Return the product of two arrays, each rounded to integers."""
-    lhs_scale, short_lhs = _rounded(lhs, terms.lhs, terms.out)
-    rhs_scale, short_rhs = _rounded(rhs, terms.rhs, terms.out)
-    y = _dot_general(terms, short_lhs, short_rhs, jnp.int32)
+    lhs_scale, short_lhs = _rounded(lhs, axes.lhs, axes.out)
+    rhs_scale, short_rhs = _rounded(rhs, axes.rhs, axes.out)
+    y = multiply(axes, short_lhs, short_rhs, jnp.int32)
     return (y * (lhs_scale * rhs_scale)).astype(lhs.dtype)
 
 
@@ -113,7 +95,3 @@ def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Arr
     scale = jnp.where(largest == 0, 1, largest / 127)  # the scale of NaN is NaN, and so are all products with it
     kept = tuple(n for n in names if n in out)
     return _kernels.align(jax.lax.squeeze(scale, summed), kept, out), jnp.round(x / scale).astype(jnp.int8)
-
-
-def _dot_general(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    return jnp.einsum(lhs, terms.lhs, rhs, terms.rhs, terms.out, preferred_element_type=dtype)

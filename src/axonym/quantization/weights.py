@@ -11,6 +11,7 @@ are still computed in the input's dtype: see `Int8DotGeneralOp` and `Fp8DotGener
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -170,6 +171,13 @@ def quantize_weights(
     if not number or small.itemsize > 1 or small == jnp.float8_e8m0fnu:  # which has no negative numbers
         raise ValueError(
             f"quantize_weights: weights are stored in at most 8 bits, as int8 or float8_e4m3fn, not {small}."
+        )
+
+    if small in (jnp.int4, jnp.int2) and jax.default_backend() == "gpu":
+        warnings.warn(  # seen on an H100 with jaxlib 0.11.2
+            f"quantize_weights: a model with {small} weights gave wrong results on a GPU. Compare yours with those of "
+            "'int8' before you rely on it.",
+            stacklevel=2,
         )
 
     def replace(name: str, layer: Any) -> Any:
