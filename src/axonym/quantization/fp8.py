@@ -96,7 +96,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
         lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        product = _Product(
+        product = _ShortProduct(
             product_axes(lhs.ndim, rhs.ndim, dimension_numbers),
             jnp.dtype(wanted),
             jnp.dtype(self.fwd_dtype),
@@ -113,7 +113,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
 # --- the product ---
 
 
-class _Product(NamedTuple):
+class _ShortProduct(NamedTuple):
     """A product as static data: its axes, the dtype of its result, and those of its operands and gradient."""
 
     axes: ProductAxes
@@ -130,25 +130,27 @@ class _Short(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(how: _Product, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any) -> jax.Array:
+def _multiply(
+    how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
+) -> jax.Array:
     """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
-    return _multiply_forward(how, lhs, rhs, of_lhs, of_rhs, of_gradient)[0]
+    return _multiply_forward(how, lhs, rhs, of_lhs, of_rhs, of_grad)[0]
 
 
 def _multiply_forward(
-    how: _Product, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
+    how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_grad: Any
 ) -> tuple[jax.Array, Any]:
     short_lhs, new_lhs = _shortened(lhs.dtype, how.fwd_dtype, lhs, of_lhs)
     short_rhs, new_rhs = _shortened(rhs.dtype, how.fwd_dtype, rhs, of_rhs)
     y = _product_of(how.axes, short_lhs, short_rhs, how.dtype, jax.lax.Precision.DEFAULT)
-    return y, (short_lhs, short_rhs, new_lhs, new_rhs, of_gradient)
+    return y, (short_lhs, short_rhs, new_lhs, new_rhs, of_grad)
 
 
-def _multiply_backward(how: _Product, state: Any, gradient: jax.Array) -> Any:
+def _multiply_backward(how: _ShortProduct, state: Any, gradient: jax.Array) -> Any:
     """Multiply with the exact accumulation, which the precision selects; the forward product accumulates fast."""
-    lhs, rhs, new_lhs, new_rhs, of_gradient = state
+    lhs, rhs, new_lhs, new_rhs, of_grad = state
     dtype, exact = lhs.factor.dtype, jax.lax.Precision.HIGHEST
-    short, new_gradient = _shortened(dtype, how.rev_dtype, gradient, of_gradient)
+    short, new_gradient = _shortened(dtype, how.rev_dtype, gradient, of_grad)
     of_lhs = _product_of(how.axes.of_lhs_gradient(), short, rhs, dtype, exact)
     of_rhs = _product_of(how.axes.of_rhs_gradient(), lhs, short, dtype, exact)
     return of_lhs, of_rhs, new_lhs, new_rhs, new_gradient
