@@ -96,7 +96,7 @@ class ShownArray:
         return f"{self.copies} copies{' along ' if along else ''}{' and '.join(along)}"
 
     def line(self, words: Words, said: str, size: tuple[int, int]) -> Html:
-        """Write the picture, the axes, and what is said of the array."""
+        """Write the picture, the axes, and the description of the array."""
         described = words.placed(self.axes, self.sizes, self.over, self.kind)
         return joined([self._picture(*size), described, element("span", words.said(said), class_="soft")], " ")
 
@@ -115,7 +115,7 @@ class ShownArray:
 
 
 def shown_array(leaf: Leaf) -> ShownArray:
-    """Return what is known of an array without its values."""
+    """Describe an array without looking at its values."""
     sharding = present_sharding(leaf.value)
     array = raw(leaf.value)
     if isinstance(array, Tracer):
@@ -127,7 +127,7 @@ def shown_array(leaf: Leaf) -> ShownArray:
 
 
 def placed_array(leaf: Leaf, sharding: Sharding | None, otherwise: str) -> ShownArray:
-    """Return how an array lies by a sharding, or else what is said instead."""
+    """Describe how an array lies by a sharding, or say `otherwise` in its place."""
     array, shape = raw(leaf.value), leaf.shape or ()
     names = leaf.names if leaf.names is not None and len(leaf.names) == len(shape) else (None,) * len(shape)
     itemsize = getattr(array.dtype, "itemsize", 0)

@@ -169,7 +169,7 @@ def mapping_line(report: Report, words: Words) -> Html:
     return element("p", joined(parts, " and "), class_="mapping small") if parts else html("")
 
 
-# --- what is suspicious ---
+# --- suspicions ---
 
 
 def _suspicious(report: Report, words: Words) -> Html:
@@ -199,7 +199,7 @@ def _finding(found: Suspicion, words: Words) -> Html:
 
 
 def _mesh(report: Report, words: Words) -> Html:
-    """Show which devices hold the same shard of an argument, and what is sent along each mesh axis."""
+    """Show which devices hold the same shard of an argument, and how much devices send along each mesh axis."""
     if math.prod(report.mesh.values()) < 2:
         return html("")
     placed: dict[str, PlacedArgument] = {}
@@ -219,7 +219,7 @@ def _mesh(report: Report, words: Words) -> Html:
         path = element("code", shown[0][0], id="path")
         said = element("p", "Where ", path, element("span", chosen, hidden=True, data_scripted=True), " ", lies)
     caption = (
-        "A cell is a device. Cells that touch hold the same shard, and dark ones hold that of the first device. An "
+        "A cell is a device. Cells that touch hold the same shard, and dark ones the shard of the first device. An "
         "arrow is as thick as the bytes sent along its mesh axis."
     )
     over = list(dict.fromkeys(_over(x, report.mesh) for _, x in shown))
@@ -232,7 +232,7 @@ def _over(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
 
 
 def _lies(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
-    """Say what a device holds of an argument."""
+    """Say which part of an argument a device holds."""
     cells = []
     for name, size, over in zip(x.axes, x.sizes, x.over, strict=True):
         own = size // math.prod(mesh[a] for a in over)
