@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -224,15 +224,25 @@ def describe_device(device: Any) -> str:
 
 def describe_devices_of(sharding: Sharding) -> str:
     """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` for a single one."""
-    device = min(sharding.device_set, key=lambda d: d.id)
-    count = len(sharding.device_set)
-    text = f"{count} {device.platform.upper()} devices" if count > 1 else describe_device(device)
-    return text + (", in pinned host memory" if sharding.memory_kind == "pinned_host" else "")
+    return _counted_devices(sharding.device_set) + _memory_of(sharding)
+
+
+def describe_each_of(devices: Collection[Any]) -> str:
+    """Describe where each of some devices holds as much: `each of 8 CPU devices`, or `CPU 0` for a single one."""
+    return ("each of " if len(devices) > 1 else "") + _counted_devices(devices)
+
+
+def _counted_devices(devices: Collection[Any]) -> str:
+    if len(devices) == 1:
+        return describe_device(*devices)
+    return f"{len(devices)} {' and '.join(sorted({d.platform.upper() for d in devices}))} devices"
+
+
+def _memory_of(sharding: Sharding) -> str:
+    return ", in pinned host memory" if sharding.memory_kind == "pinned_host" else ""
 
 
 def _where(sharding: Sharding, count: int) -> str:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        devices = f"{count} devices" if count > 1 else "one device"
-    else:
-        devices = describe_devices_of(sharding)
-    return f"each of {devices}" if count > 1 else devices
+        return f"each of {count} devices" if count > 1 else "one device"
+    return describe_each_of(sharding.device_set) + _memory_of(sharding)

@@ -18,7 +18,7 @@ from ._suspicions import Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of, written_number
 from ._transfer_groups import SMALL, known_sent
 from ._transfer_rows import Transfers, percent, short_operation
-from .timeline import HeldArray, MemoryTimeline
+from .timeline import HeldArray, MemoryTimeline, arguments_and_others
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -288,8 +288,9 @@ def _memory(report: Report, words: Words) -> Html:
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
     if timeline is not None and timeline.held:
-        title = f"Held at the peak, beside {describe_bytes(timeline._arguments)} of arguments"
-        parts += [_over_the_step(timeline), *_held(title, timeline._others, timeline.peak, words)]
+        arguments, others = arguments_and_others(timeline)
+        title = f"Held at the peak, beside {describe_bytes(arguments)} of arguments"
+        parts += [_over_the_step(timeline, arguments), *_held(title, others, timeline.peak, words)]
     elif memory is not None:
         if report.temporaries:
             parts += _held("The temporaries that are counted", report.temporaries, memory.temporaries, words)
@@ -297,7 +298,7 @@ def _memory(report: Report, words: Words) -> Html:
     return joined(parts)
 
 
-def _over_the_step(timeline: MemoryTimeline) -> Html:
+def _over_the_step(timeline: MemoryTimeline, arguments: int) -> Html:
     """Draw the memory over the course of a step: in each place, the most of its instructions."""
     count = min(_BINS, len(timeline.held))
     edges = [len(timeline.held) * i // count for i in range(count + 1)]
@@ -312,7 +313,6 @@ def _over_the_step(timeline: MemoryTimeline) -> Html:
     steps = "".join(f"V{base - n * scale:.1f}h{step:.2f}" for n in heights)
     most = heights.index(max(heights))
     peak, phase = left + step * (most + 0.5), phase_of(phases[most])
-    arguments = timeline._arguments
     at, side = base - arguments * scale, -8 if most > count / 2 else 8
     parts = [
         element("path", d=f"M{left} {base}{steps}V{base}z", fill="var(--mid)", opacity="0.6"),
