@@ -258,9 +258,11 @@ def _indices(
     for k, axis in enumerate(over):
         starts[axis] = found[..., k].astype(np.int64)
     for axis, of in zip(batching, of_indices, strict=True):
+        # `of` counts the axes of the indices as they were, before the axis of vectors was moved to the end.
         starts[axis] = np.indices(batch)[of - (of > vector)]
     for axis, (at, n, size) in enumerate(zip(starts, x.shape, sizes, strict=True)):
         inside = inside & (at >= 0) & (at <= n - size)
+        # A gather moves a window that leaves the array back inside; a scatter leaves it out: see `inside`.
         at = (np.clip(at, 0, n - size) if i.opcode == "gather" else at).reshape((*batch, *[1] * len(kept)))
         index.append(at + np.arange(size).reshape([-1 if d == axis else 1 for d in kept]) if axis in kept else at)
     return [*np.broadcast_arrays(*index)], inside
@@ -316,6 +318,7 @@ def _reduced(i: Instruction, m: Machine, xs: Sequence[Array], starts: Sequence[A
         return combine(
             widened(starts[0], xs[0]), ufunc.reduce(xs[0], axis=tuple(axes), dtype=xs[0].dtype, keepdims=True)
         )
+    # Halves are combined, since each call runs a program: as many calls as the size has bits.
     for axis in axes:
         while (n := xs[0].shape[axis]) > 1:
             cut = [np.split(x, [n // 2, n // 2 * 2], axis) for x in xs]
@@ -364,6 +367,7 @@ def _select_and_scatter(i: Instruction, m: Machine, *values: Array) -> Array:
         places, values = _windows(i, np.arange(x.size).reshape(x.shape), -1), _windows(i, x, 0)
         if places.shape[:-1] != source.shape:
             raise IllFormed(i, f"has {places.shape[:-1]} windows and values for {source.shape}")
+        # Padding has place -1, and is never chosen.
         best, value = places[..., 0], values[..., 0]
         for k in range(1, places.shape[-1]):
             better = (places[..., k] >= 0) & ((best < 0) | ~select(value, values[..., k]))
@@ -380,6 +384,8 @@ def _sort(i: Instruction, m: Machine, *values: Array) -> Value:
     xs = [np.moveaxis(x, axis, -1) for x in same_devices(values)]
     pairs = [a for x in xs for a in (x[..., :, None], x[..., None, :])]
     less = np.broadcast_to(before(*pairs), (*xs[0].shape, xs[0].shape[-1]))  # of the i-th and the j-th element
+    # The comparison is a program, so NumPy cannot sort by it: compare all pairs, and rank an element by the number that
+    # come before it. Equal ones keep their order, which a stable sort must, and others may.
     first = less | np.triu(~less & ~np.swapaxes(less, -1, -2), 1)
     order = np.argsort(first.sum(-2), -1, kind="stable")
     return _one_or_more([np.moveaxis(np.take_along_axis(x, order, -1), -1, axis) for x in xs])
@@ -442,6 +448,7 @@ def _fft(i: Instruction, m: Machine, x: Array) -> Array:
 
 def _while(i: Instruction, m: Machine, state: Value) -> Value:
     condition, body = i.computation("condition") or "", i.computation("body") or ""
+    # All devices take as many turns as the longest; one that is done keeps its state.
     while (goes_on := m.call(condition, state)).any():
         state = _chosen(goes_on, m.call(body, state), state)
     return state
@@ -449,6 +456,7 @@ def _while(i: Instruction, m: Machine, state: Value) -> Value:
 
 def _conditional(i: Instruction, m: Machine, which: Array, *args: Value) -> Value:
     names = branches(i)
+    # The first branch is for true; an index out of range takes the last branch.
     which = 1 - which.astype(int) if which.dtype == bool else np.where(which < 0, len(names), which)
     which = np.minimum(which, len(names) - 1)
     results = {k: m.call(names[k], args[k]) for k in map(int, np.unique(which))}
@@ -523,6 +531,7 @@ def _from_shards(i: Instruction, m: Machine, x: Array) -> Array:
     outer, inner, sizes = _tiling_of(i, m), _tiling_of(m.operand(i), m), i.shapes[0].sizes
     kept, place = np.unique(outer.manual, return_inverse=True)
     found = np.empty((len(kept), *sizes), x.dtype)
+    # Several devices may have one piece: the first of them counts, since it writes last.
     for p in reversed(range(m.devices)):
         found[(place[p], *outer.piece(p, sizes, x.shape[1:], inner))] = x[p % len(x)]
     return found if len(kept) == 1 else found[place]

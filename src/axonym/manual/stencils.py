@@ -293,6 +293,7 @@ class _Fields:
         neighbors = []
         for i, (f, every) in enumerate(zip(self.fields, offsets, strict=True)):
             found = {(0,) * len(f.names): f}
+            # One halo for all offsets would send corners that offsets along single axes do not use.
             for group in _groups(every):
                 widths = _needed(group, len(f.names))
                 wide = self.with_halo(i, f, dict(zip(f.names, widths, strict=True)))
