@@ -57,7 +57,7 @@ class JitOptions(TypedDict, total=False):
     """Arguments that are passed on to `jax.jit`."""
 
     keep_unused: bool
-    device: jax.Device | None
+    device: object  # `jax.Device`, which type checkers take for a variable
     backend: str | None
     inline: bool
     compiler_options: dict[str, str | int | float | bool] | None
