@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import axonym as axn
 
 ROOT = Path(axn.__file__).parent
-TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-
 MOST_BRANCHES = 20
 _BRANCHES = ast.If | ast.For | ast.While | ast.Try | ast.ExceptHandler | ast.IfExp | ast.comprehension | ast.Assert
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def branches(function: ast.FunctionDef) -> int:
@@ -31,7 +35,7 @@ def branches(function: ast.FunctionDef) -> int:
 
 def test_branches() -> None:
     """A function with more is two functions, or a table."""
-    functions = ((path, f) for path, tree in TREES.items() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
+    functions = ((path, f) for path, tree in trees().items() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
     found = {f"{path.as_posix()} {f.name}" for path, f in functions if branches(f) > MOST_BRANCHES}
     assert not found
 
@@ -63,7 +67,7 @@ def is_any(annotation: ast.expr | None) -> bool:
 def test_parameters_have_types() -> None:
     """At most 8% of the parameters of public functions, in public modules, are `Any`: trees and arrays of any kind."""
     private = re.compile(r"(^|/)_(?!_init__)")
-    modules = [tree for path, tree in TREES.items() if not private.search(path.as_posix())]
+    modules = [tree for path, tree in trees().items() if not private.search(path.as_posix())]
     parameters = [p for tree in modules for function in public_functions(tree.body) for p in function]
     share = sum(is_any(p.annotation) for p in parameters) / len(parameters)
     assert 0 < share < 0.08

@@ -54,6 +54,8 @@ class Family:
     internal: Collection[str] = ()
     public: str = "axonym"
     """The module from which users import them."""
+    named_in: Collection[str] = ()
+    """Files whose text names each, in backquotes."""
 
 
 @functools.cache
@@ -144,6 +146,7 @@ FAMILIES: dict[str, Family] = {
             "tests/test_completeness.py why it has none": _in(test_collectives.LINEAR, NO_GRADIENT),
         },
         {"axis_size", "sharded_over"},
+        named_in=["the table in the docstring of src/axonym/manual/collectives.py", "docs/shard_map.md"],
     ),
     "transforms": Family(
         "axonym.transforms.*", LATE, {"tests/transforms/": _used_in("transforms/*.py")},
@@ -250,6 +253,11 @@ def test_every_member_is_exported_tested_and_documented(family: str) -> None:
         ]
         if DOCUMENTED.isdisjoint(paths or [f"{rules.public}.{name}"]):
             missing.append(f"{path} is not documented: add `::: {rules.public}.{name}` to a page of docs/api/")
+        missing += [
+            f"{path} is not described: name it in {place}"
+            for place in rules.named_in
+            if not re.search(rf"`(axn\.)?{name}\b", (TESTS.parent / place.split()[-1]).read_text())
+        ]
     assert not missing, "\n".join(missing)
 
 

@@ -119,7 +119,9 @@ def test_a_tree_of_all_kinds(auto_mesh: Mesh) -> None:
         "  batch=8 over data=4, 2 on each",
         "6 arrays, 398 B; at most 192 B on CPU 0",
     ]
-    assert debug.describe_shardings([placed["x"], placed["y"]]).endswith("2 arrays, 256 B; 64 B on each of 8 devices")
+    assert debug.describe_shardings([placed["x"], placed["y"]]).endswith(
+        "2 arrays, 256 B; 64 B on each of 8 CPU devices"
+    )
 
 
 def test_shardings_without_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:

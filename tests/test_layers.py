@@ -7,6 +7,7 @@ methods know each other's types.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -52,7 +53,7 @@ def imports(module: str) -> Iterator[str]:
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and module == "axonym.named_array":
+        if module == "axonym.named_array" and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             waiting += node.orelse
             continue
         waiting += ast.iter_child_nodes(node)
@@ -72,12 +73,14 @@ def layer(module: str) -> str:
     return ".".join(names[:2]) if ".".join(names[:2]) in LAYERS.split() else names[0]
 
 
-GRAPH = {module: set(imports(module)) for module in MODULES}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return {module: set(imports(module)) for module in MODULES}
 
 
 def test_no_cycles() -> None:
     """On an error, its second argument is the cycle."""
-    TopologicalSorter(GRAPH).prepare()
+    TopologicalSorter(graph()).prepare()
 
 
 def test_layers() -> None:
@@ -87,7 +90,7 @@ def test_layers() -> None:
     )
     up = [
         f"{module} imports {target}"
-        for module, targets in GRAPH.items()
+        for module, targets in graph().items()
         for target in sorted(targets)
         if layer(module) != layer(target) and height[layer(module)] <= height[layer(target)]
     ]

@@ -1,7 +1,7 @@
 """Axonym: named-axis arrays for JAX.
 
 A `NamedArray` is a JAX array whose axes have names. Operations refer to axes by name, never by position, so the order
-of axes never changes what a program means.
+of axes never changes the meaning of a program.
 
 >>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
 >>> x, w = axn.ones((Batch, Embed)), axn.ones((Mlp, Embed))

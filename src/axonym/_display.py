@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ class ShownArray:
         return f"{self.copies} copies{' along ' if along else ''}{' and '.join(along)}"
 
     def line(self, words: Words, said: str, size: tuple[int, int]) -> Html:
-        """Write the picture, the axes, and what is said of the array."""
+        """Write the picture, the axes, and the description of the array."""
         described = words.placed(self.axes, self.sizes, self.over, self.kind)
         return joined([self._picture(*size), described, element("span", words.said(said), class_="soft")], " ")
 
@@ -115,7 +115,7 @@ class ShownArray:
 
 
 def shown_array(leaf: Leaf) -> ShownArray:
-    """Return what is known of an array without its values."""
+    """Describe an array without looking at its values."""
     sharding = present_sharding(leaf.value)
     array = raw(leaf.value)
     if isinstance(array, Tracer):
@@ -127,7 +127,7 @@ def shown_array(leaf: Leaf) -> ShownArray:
 
 
 def placed_array(leaf: Leaf, sharding: Sharding | None, otherwise: str) -> ShownArray:
-    """Return how an array lies by a sharding, or else what is said instead."""
+    """Describe how an array lies by a sharding, or say `otherwise` in its place."""
     array, shape = raw(leaf.value), leaf.shape or ()
     names = leaf.names if leaf.names is not None and len(leaf.names) == len(shape) else (None,) * len(shape)
     itemsize = getattr(array.dtype, "itemsize", 0)
@@ -224,15 +224,25 @@ def describe_device(device: Any) -> str:
 
 def describe_devices_of(sharding: Sharding) -> str:
     """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` for a single one."""
-    device = min(sharding.device_set, key=lambda d: d.id)
-    count = len(sharding.device_set)
-    text = f"{count} {device.platform.upper()} devices" if count > 1 else describe_device(device)
-    return text + (", in pinned host memory" if sharding.memory_kind == "pinned_host" else "")
+    return _counted_devices(sharding.device_set) + _memory_of(sharding)
+
+
+def describe_each_of(devices: Collection[Any]) -> str:
+    """Describe where each of some devices holds as much: `each of 8 CPU devices`, or `CPU 0` for a single one."""
+    return ("each of " if len(devices) > 1 else "") + _counted_devices(devices)
+
+
+def _counted_devices(devices: Collection[Any]) -> str:
+    if len(devices) == 1:
+        return describe_device(*devices)
+    return f"{len(devices)} {' and '.join(sorted({d.platform.upper() for d in devices}))} devices"
+
+
+def _memory_of(sharding: Sharding) -> str:
+    return ", in pinned host memory" if sharding.memory_kind == "pinned_host" else ""
 
 
 def _where(sharding: Sharding, count: int) -> str:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        devices = f"{count} devices" if count > 1 else "one device"
-    else:
-        devices = describe_devices_of(sharding)
-    return f"each of {devices}" if count > 1 else devices
+        return f"each of {count} devices" if count > 1 else "one device"
+    return describe_each_of(sharding.device_set) + _memory_of(sharding)

@@ -52,6 +52,7 @@ class FunctionCache(dict[Any, Any]):
         except TypeError:  # something has no hash
             return make()
         if found is None:
+            # The references are kept with the value: one that is collected itself calls nothing.
             found = make(), self._forgotten_with(key, specs)
             for oldest in list(self)[: max(0, len(self) - _LIMIT + 1)]:
                 self.pop(oldest, None)

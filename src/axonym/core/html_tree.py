@@ -52,7 +52,7 @@ class _Node(Generic[A]):
             yield from child.arrays()
 
     def kind(self) -> tuple[object, ...]:
-        """Return what is equal for parts that are sharded alike."""
+        """Return a value that is equal for parts that are sharded alike."""
         start = len(self.path)
         return tuple((x.path[start:], x.axes, x.sizes, x.over, x.copies) for x in self.arrays())
 

@@ -55,7 +55,7 @@ def set_apart(x: jax.Array) -> jax.Array:
 
 
 def stackable(x: Any) -> Any:
-    """Return what a step of a loop returns in a form that JAX can stack on Explicit mesh axes.
+    """Return the result of a step of a loop in a form that JAX can stack on Explicit mesh axes.
 
     Before jax 0.12, it cannot stack constants in a partly unrolled loop, as these do not have the type of a mesh.
     """

@@ -127,7 +127,7 @@ def fail(what: str, text: str, node: Node, message: str) -> NoReturn:
 
 
 def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
-    """Parse `lhs -> rhs`; `comma` says what a comma outside of braces and parentheses separates."""
+    """Parse `lhs -> rhs`; `comma` says which things a comma outside of braces and parentheses separates."""
     tokens = _tokenize(what, text)
     arrows = [i for i, token in enumerate(tokens) if token.kind == "->"]
     if not arrows:

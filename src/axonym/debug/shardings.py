@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from .._display import describe_device, describe_devices, describe_devices_of, placed_array
+from .._display import describe_device, describe_devices, describe_devices_of, describe_each_of, placed_array
 from ..axis import Axis
 from ..core import errors
 from ..core.errors import counted, describe_bytes
@@ -125,11 +125,9 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     if not on_device:
         return text
     fullest = max(on_device, key=lambda device: on_device[device])
-    alike = len(on_device) > 1 and len(set(on_device.values())) == 1
-    where = f"each of {len(on_device)} devices" if alike else describe_device(fullest)
-    return (
-        f"{text}; {'' if alike or len(on_device) == 1 else 'at most '}{describe_bytes(on_device[fullest])} on {where}"
-    )
+    alike = len(set(on_device.values())) == 1
+    where = describe_each_of(on_device) if alike else describe_device(fullest)
+    return f"{text}; {'' if alike else 'at most '}{describe_bytes(on_device[fullest])} on {where}"
 
 
 def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Show a tree in a notebook: its arrays with their bytes and shards, and what a mapping does with them."""
+"""Show a tree in a notebook: its arrays with their bytes and shards, and how a mapping shards them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report what a step sends between devices, keeps in memory and computes, in the names of its model.
+"""Report how much a step sends between devices, keeps in memory and computes, in the names of its model.
 
 `explain` reads the compiled program of a step, without running it, or works it out by name; it reports numbers that it
 cannot know as not known. `compare` explains a step under several mappings, `contract` checks limits on a step, and

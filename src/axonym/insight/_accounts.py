@@ -1,6 +1,6 @@
-"""Work out what a traced step takes under a mapping on many meshes at once: each amount, and the axes that divide it.
+"""Work out the costs of a traced step under a mapping on many meshes at once: each amount, and the axes that divide it.
 
-Names decide what a step exchanges whatever the sizes of mesh axes are, so one walk of its events is enough for all
+Names decide the exchanges of a step whatever the sizes of mesh axes are, so one walk of its events is enough for all
 meshes with the same axes. The rest is arithmetic: see `cost_model`.
 """
 

@@ -68,7 +68,7 @@ def by_names(
 
 
 def _notes(account: Account) -> Iterator[str]:
-    """Note what is not known, or may be otherwise."""
+    """Note what names leave open."""
     trace = account.trace
     yield (
         "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "

@@ -100,7 +100,7 @@ def _ratio(before: float | None, after: float | None) -> Html:
 
 
 def _changes(comparison: Comparison, first: str, other: str, words: Words) -> Html:
-    """Say what differs in two mappings, and in what is sent."""
+    """Say how two mappings differ, and their transfers."""
     before, after = comparison.reports[first], comparison.reports[other]
     entries = [
         element("li", code(name), said, ": ", _entry(old, words), " → ", _entry(new, words))
@@ -119,7 +119,7 @@ def _changes(comparison: Comparison, first: str, other: str, words: Words) -> Ht
     header = ("times × bytes", "transfer", "why")
     shown = [_line(line, words) for line in lines[:_CHANGES]]
     rest = [_line(line, words) for line in lines[_CHANGES:]]
-    parts = [mapped, element("h3", "What else is sent (+), and what is not (−)"), table("changes", header, shown)]
+    parts = [mapped, element("h3", "Transfers added (+), and removed (−)"), table("changes", header, shown)]
     if rest:
         parts.append(folded(f"{len(rest)} smaller", table("smaller changes", header, rest)))
     return joined(parts)

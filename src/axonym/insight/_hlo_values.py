@@ -31,6 +31,7 @@ from ._hlo_elements import (
     wrapped,
 )
 from ._hlo_shardings import Tiling, tiling
+from ._hlo_windows import axes_of, indices, numbers, padded, window_at, windows_of
 
 Value = Any
 """An array, or a tuple of values."""
@@ -147,18 +148,6 @@ def listed(value: Value) -> list[Array]:
     return [x for part in value for x in listed(part)] if isinstance(value, tuple) else [value]
 
 
-# --- reading ---
-
-
-def _numbers(i: Instruction, name: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"-?\d+", i.attribute(name) or ""))
-
-
-def _axes(i: Instruction, name: str = "dimensions") -> tuple[int, ...]:
-    """Return the axes of values that an attribute lists."""
-    return tuple(n + 1 for n in _numbers(i, name))
-
-
 # --- helpers ---
 
 
@@ -169,21 +158,6 @@ def _each(fn: Callable[..., Array], *values: Array) -> Array:
 
 def _one_or_more(values: Sequence[Value]) -> Value:
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _padded(x: Array, value: Any, amounts: Sequence[Sequence[int]]) -> Array:
-    """Pad, crop and spread the last axes of an array, by (low, high, interior) for each."""
-    for axis, (low, high, interior) in enumerate(amounts, x.ndim - len(amounts)):
-        n, shape = x.shape[axis], list(x.shape)
-        spread = n + max(n - 1, 0) * interior
-        shape[axis] = max(low, 0) + spread + max(high, 0)
-        out = np.full(shape, value, x.dtype)
-        place: list[Any] = [slice(None)] * x.ndim
-        place[axis] = slice(max(low, 0), max(low, 0) + spread, interior + 1)
-        out[tuple(place)] = x
-        place[axis] = slice(max(-low, 0), shape[axis] - max(-high, 0))
-        x = out[tuple(place)]
-    return x
 
 
 # --- elementwise ---
@@ -213,12 +187,12 @@ def _broadcast(i: Instruction, m: Machine, x: Array) -> Array:
     sizes = i.shapes[0].sizes
     if not sizes:
         return x
-    kept = dict(zip(_numbers(i, "dimensions"), x.shape[1:], strict=True))
+    kept = dict(zip(numbers(i, "dimensions"), x.shape[1:], strict=True))
     return np.broadcast_to(x.reshape(len(x), *(kept.get(d, 1) for d in range(len(sizes)))), (len(x), *sizes))
 
 
 def _iota(i: Instruction, m: Machine) -> Array:
-    found = np.indices(i.shapes[0].sizes)[_numbers(i, "iota_dimension")[0]][None]
+    found = np.indices(i.shapes[0].sizes)[numbers(i, "iota_dimension")[0]][None]
     return found.astype(value_dtype(i.shapes[0].dtype))
 
 
@@ -229,55 +203,30 @@ def _slice(i: Instruction, m: Machine, x: Array) -> Array:
 
 def _pad(i: Instruction, m: Machine, x: Array, value: Array) -> Array:
     parts = [[*map(int, part.split("_")), 0][:3] for part in (i.attribute("padding") or "").split("x") if part]
-    return _each(lambda x, value: _padded(x, value, parts), x, value)
-
-
-def _window_at(x: Array, starts: Sequence[Any], sizes: Sequence[int]) -> tuple[slice, ...]:
-    clamped = [min(max(int(s), 0), n - k) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
-    return tuple(slice(s, s + k) for s, k in zip(clamped, sizes, strict=True))
+    return _each(lambda x, value: padded(x, value, parts), x, value)
 
 
 def _updated(x: Array, update: Array, *starts: Array) -> Array:
     x = np.array(x)
-    x[_window_at(x, starts, update.shape)] = update
+    x[window_at(x, starts, update.shape)] = update
     return x
 
 
 # --- indices ---
 
 
-def _indices(
-    i: Instruction, names: Sequence[str], x: Array, found: Array, sizes: Sequence[int], kept: Sequence[int]
-) -> tuple[list[Array], Array]:
-    """Return where the elements of all windows are along each axis, and which windows are inside of the array."""
-    over, batching, of_indices = (_numbers(i, name) for name in names)
-    vector = _numbers(i, "index_vector_dim")[0]
-    found = np.moveaxis(found[..., None] if vector == found.ndim else found, vector, -1)
-    batch = found.shape[:-1]
-    starts, inside, index = np.zeros((x.ndim, *batch), np.int64), np.ones(batch, bool), []
-    for k, axis in enumerate(over):
-        starts[axis] = found[..., k].astype(np.int64)
-    for axis, of in zip(batching, of_indices, strict=True):
-        starts[axis] = np.indices(batch)[of - (of > vector)]
-    for axis, (at, n, size) in enumerate(zip(starts, x.shape, sizes, strict=True)):
-        inside = inside & (at >= 0) & (at <= n - size)
-        at = (np.clip(at, 0, n - size) if i.opcode == "gather" else at).reshape((*batch, *[1] * len(kept)))
-        index.append(at + np.arange(size).reshape([-1 if d == axis else 1 for d in kept]) if axis in kept else at)
-    return [*np.broadcast_arrays(*index)], inside
-
-
 def _gather(i: Instruction, m: Machine, x: Array, found: Array) -> Array:
     names = "start_index_map", "operand_batching_dims", "start_indices_batching_dims"
-    sizes, offset = _numbers(i, "slice_sizes"), _numbers(i, "offset_dims")
-    removed = (*_numbers(i, "collapsed_slice_dims"), *_numbers(i, names[1]))
+    sizes, offset = numbers(i, "slice_sizes"), numbers(i, "offset_dims")
+    removed = (*numbers(i, "collapsed_slice_dims"), *numbers(i, names[1]))
     kept = [d for d in range(x.ndim - 1) if d not in removed]
     order = np.argsort([*(d for d in range(len(i.shapes[0].sizes)) if d not in offset), *offset])
-    return _each(lambda x, at: np.transpose(x[tuple(_indices(i, names, x, at, sizes, kept)[0])], order), x, found)
+    return _each(lambda x, at: np.transpose(x[tuple(indices(i, names, x, at, sizes, kept)[0])], order), x, found)
 
 
 def _scatter(i: Instruction, m: Machine, *values: Array) -> Value:
     names = "scatter_dims_to_operand_dims", "input_batching_dims", "scatter_indices_batching_dims"
-    removed, offset = (*_numbers(i, "inserted_window_dims"), *_numbers(i, names[1])), _numbers(i, "update_window_dims")
+    removed, offset = (*numbers(i, "inserted_window_dims"), *numbers(i, names[1])), numbers(i, "update_window_dims")
     root, (ufunc, combine) = m.program.root(i.computation("to_apply") or ""), m.combiner(i)
     count = len(i.shapes)
 
@@ -287,7 +236,7 @@ def _scatter(i: Instruction, m: Machine, *values: Array) -> Value:
         updates = [np.transpose(u, [*batch, *offset]) for u in updates]
         kept, inner = [d for d in range(xs[0].ndim) if d not in removed], iter(updates[0].shape[len(batch) :])
         sizes = [next(inner) if d in kept else 1 for d in range(xs[0].ndim)]
-        index, inside = _indices(i, names, xs[0], found, sizes, kept)
+        index, inside = indices(i, names, xs[0], found, sizes, kept)
         at, updates = tuple(a[inside] for a in index), [u[inside] for u in updates]
         if root.opcode == "parameter" and root.value == "1":
             xs[0][at] = updates[0]
@@ -316,6 +265,7 @@ def _reduced(i: Instruction, m: Machine, xs: Sequence[Array], starts: Sequence[A
         return combine(
             widened(starts[0], xs[0]), ufunc.reduce(xs[0], axis=tuple(axes), dtype=xs[0].dtype, keepdims=True)
         )
+    # Halves are combined, since each call runs a program: as many calls as the size has bits.
     for axis in axes:
         while (n := xs[0].shape[axis]) > 1:
             cut = [np.split(x, [n // 2, n // 2 * 2], axis) for x in xs]
@@ -326,32 +276,13 @@ def _reduced(i: Instruction, m: Machine, xs: Sequence[Array], starts: Sequence[A
 
 def _reduce(i: Instruction, m: Machine, *values: Array) -> Value:
     xs, starts = same_devices(values[: len(values) // 2]), values[len(values) // 2 :]
-    found = _reduced(i, m, xs, starts, _axes(i))
-    return _one_or_more([np.squeeze(x, _axes(i)) for x in listed(found)])
-
-
-def _windows(i: Instruction, x: Array, value: Any) -> Array:
-    """Pad the last axes of an array with a value, and return its windows: (..., numbers of the window, elements)."""
-    window = i.window()
-    rank = len(window.get("size", ()))
-
-    def each(name: str, *default: int) -> list[list[int]]:
-        return window.get(name, [[*default]] * rank)
-
-    x = _padded(x, value, [(*pad, n - 1) for pad, (n,) in zip(each("pad", 0, 0), each("lhs_dilate", 1), strict=True)])
-    directions = zip(each("rhs_dilate", 1), each("rhs_reversal", 0), strict=True)
-    steps = [-d if backwards else d for (d,), (backwards,) in directions]
-    reach = [(n - 1) * abs(d) + 1 for (n,), d in zip(each("size"), steps, strict=True)]
-    windows = np.lib.stride_tricks.sliding_window_view(x, reach, tuple(range(x.ndim - rank, x.ndim)))
-    windows = windows[
-        (..., *(slice(None, None, n) for (n,) in each("stride", 1)), *(slice(None, None, d) for d in steps))
-    ]
-    return windows.reshape(*windows.shape[: x.ndim], -1)
+    found = _reduced(i, m, xs, starts, axes_of(i))
+    return _one_or_more([np.squeeze(x, axes_of(i)) for x in listed(found)])
 
 
 def _reduce_window(i: Instruction, m: Machine, *values: Array) -> Value:
     xs, starts = values[: len(values) // 2], values[len(values) // 2 :]
-    windows = [_each(functools.partial(_windows, i), *pair) for pair in zip(xs, starts, strict=True)]
+    windows = [_each(functools.partial(windows_of, i), *pair) for pair in zip(xs, starts, strict=True)]
     return _one_or_more([x[..., 0] for x in listed(_reduced(i, m, same_devices(windows), starts, [-1]))])
 
 
@@ -361,9 +292,10 @@ def _select_and_scatter(i: Instruction, m: Machine, *values: Array) -> Array:
         raise UnknownForm("select-and-scatter with another function than a sum or an extreme")
 
     def one(x: Array, source: Array, start: Array) -> Array:
-        places, values = _windows(i, np.arange(x.size).reshape(x.shape), -1), _windows(i, x, 0)
+        places, values = windows_of(i, np.arange(x.size).reshape(x.shape), -1), windows_of(i, x, 0)
         if places.shape[:-1] != source.shape:
             raise IllFormed(i, f"has {places.shape[:-1]} windows and values for {source.shape}")
+        # Padding has place -1, and is never chosen.
         best, value = places[..., 0], values[..., 0]
         for k in range(1, places.shape[-1]):
             better = (places[..., k] >= 0) & ((best < 0) | ~select(value, values[..., k]))
@@ -376,10 +308,12 @@ def _select_and_scatter(i: Instruction, m: Machine, *values: Array) -> Array:
 
 
 def _sort(i: Instruction, m: Machine, *values: Array) -> Value:
-    axis, (_, before) = _axes(i)[0], m.combiner(i)
+    axis, (_, before) = axes_of(i)[0], m.combiner(i)
     xs = [np.moveaxis(x, axis, -1) for x in same_devices(values)]
     pairs = [a for x in xs for a in (x[..., :, None], x[..., None, :])]
     less = np.broadcast_to(before(*pairs), (*xs[0].shape, xs[0].shape[-1]))  # of the i-th and the j-th element
+    # The comparison is a program, so NumPy cannot sort by it: compare all pairs, and rank an element by the number that
+    # come before it. Equal ones keep their order, which a stable sort must, and others may.
     first = less | np.triu(~less & ~np.swapaxes(less, -1, -2), 1)
     order = np.argsort(first.sum(-2), -1, kind="stable")
     return _one_or_more([np.moveaxis(np.take_along_axis(x, order, -1), -1, axis) for x in xs])
@@ -396,7 +330,7 @@ def _top_k(i: Instruction, m: Machine, x: Array) -> Value:
 
 def _dot(i: Instruction, m: Machine, x: Array, y: Array) -> Array:
     batch_x, batch_y, over_x, over_y = (
-        _axes(i, f"{side}_{what}_dims") for what in ("batch", "contracting") for side in ("lhs", "rhs")
+        axes_of(i, f"{side}_{what}_dims") for what in ("batch", "contracting") for side in ("lhs", "rhs")
     )
     dtype = value_dtype(i.shapes[0].dtype)
     rows = [d for d in range(1, x.ndim) if d not in (*batch_x, *over_x)]
@@ -415,8 +349,8 @@ def _convolution(i: Instruction, m: Machine, *values: Array) -> Array:
         raise UnknownForm("convolution without the order of its axes")
     named = zip(labels.groups(), ("bf", "oi", "bf"), strict=True)
     orders = [[text.index(c) for c in (*first, *sorted({*text} - {*first}))] for text, first in named]
-    of_batch = (*_numbers(i, "batch_group_count"), 1)[0]
-    parts = max((*_numbers(i, "feature_group_count"), 1)[0], of_batch)
+    of_batch = (*numbers(i, "batch_group_count"), 1)[0]
+    parts = max((*numbers(i, "feature_group_count"), 1)[0], of_batch)
     dtype = value_dtype(i.shapes[0].dtype)
 
     def one(x: Array, kernel: Array) -> Array:
@@ -424,7 +358,7 @@ def _convolution(i: Instruction, m: Machine, *values: Array) -> Array:
         if of_batch > 1:  # each part of the batch meets the kernels of its own results
             x = np.moveaxis(x.reshape(of_batch, -1, *x.shape[1:]), 0, 1)
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        windows = _windows(i, x, 0)
+        windows = windows_of(i, x, 0)
         x = windows.reshape(len(x), parts, kernel.shape[1], -1, windows.shape[-1])
         found = np.einsum("bpixw,poiw->bpox", x, kernel.reshape(parts, -1, kernel.shape[1], windows.shape[-1]))
         return np.transpose(found.reshape(len(x), -1, *windows.shape[2:-1]), np.argsort(orders[2]))
@@ -433,7 +367,7 @@ def _convolution(i: Instruction, m: Machine, *values: Array) -> Array:
 
 
 def _fft(i: Instruction, m: Machine, x: Array) -> Array:
-    lengths, how = _numbers(i, "fft_length"), (i.attribute("fft_type") or "").lower()
+    lengths, how = numbers(i, "fft_length"), (i.attribute("fft_type") or "").lower()
     return getattr(np.fft, f"{how}n")(x, lengths, range(x.ndim - len(lengths), x.ndim))
 
 
@@ -442,6 +376,7 @@ def _fft(i: Instruction, m: Machine, x: Array) -> Array:
 
 def _while(i: Instruction, m: Machine, state: Value) -> Value:
     condition, body = i.computation("condition") or "", i.computation("body") or ""
+    # All devices take as many turns as the longest; one that is done keeps its state.
     while (goes_on := m.call(condition, state)).any():
         state = _chosen(goes_on, m.call(body, state), state)
     return state
@@ -449,6 +384,7 @@ def _while(i: Instruction, m: Machine, state: Value) -> Value:
 
 def _conditional(i: Instruction, m: Machine, which: Array, *args: Value) -> Value:
     names = branches(i)
+    # The first branch is for true; an index out of range takes the last branch.
     which = 1 - which.astype(int) if which.dtype == bool else np.where(which < 0, len(names), which)
     which = np.minimum(which, len(names) - 1)
     results = {k: m.call(names[k], args[k]) for k in map(int, np.unique(which))}
@@ -474,13 +410,13 @@ def _among(i: Instruction, m: Machine, fn: Callable[..., Array], *xs: Array) -> 
         raise UnknownForm(f"{i.opcode} among some of the devices")
     order = [g[1:] for g in sorted((device, group, place) for group in found for place, device in enumerate(group))]
     every = [np.broadcast_to(x, (m.devices, *x.shape[1:])) for x in xs]
-    if i.opcode == "all-to-all" and not _axes(i):  # of an array for each device in a group
+    if i.opcode == "all-to-all" and not axes_of(i):  # of an array for each device in a group
         return _one_or_more([np.stack([every[p][group[k]] for group, p in order]) for k in range(len(xs))])
     return _one_or_more([np.stack([fn(x[[*group]], place) for group, place in order]) for x in every])
 
 
 def _reducing(i: Instruction, m: Machine, *xs: Array) -> Value:
-    ufunc, axis = m.combiner(i)[0], (*_numbers(i, "dimensions"), 0)[0]
+    ufunc, axis = m.combiner(i)[0], (*numbers(i, "dimensions"), 0)[0]
     if ufunc is None:
         raise UnknownForm(f"{i.opcode} with another function than a sum or an extreme")
 
@@ -492,7 +428,7 @@ def _reducing(i: Instruction, m: Machine, *xs: Array) -> Value:
 
 
 def _moving(i: Instruction, m: Machine, *xs: Array) -> Value:
-    axis = (*_numbers(i, "dimensions"), 0)[0]
+    axis = (*numbers(i, "dimensions"), 0)[0]
 
     def fn(xs: Array, place: int) -> Array:
         return np.concatenate([x if i.opcode == "all-gather" else np.split(x, len(xs), axis)[place] for x in xs], axis)
@@ -523,6 +459,7 @@ def _from_shards(i: Instruction, m: Machine, x: Array) -> Array:
     outer, inner, sizes = _tiling_of(i, m), _tiling_of(m.operand(i), m), i.shapes[0].sizes
     kept, place = np.unique(outer.manual, return_inverse=True)
     found = np.empty((len(kept), *sizes), x.dtype)
+    # Several devices may have one piece: the first of them counts, since it writes last.
     for p in reversed(range(m.devices)):
         found[(place[p], *outer.piece(p, sizes, x.shape[1:], inner))] = x[p % len(x)]
     return found if len(kept) == 1 else found[place]
@@ -561,7 +498,7 @@ _RULES: dict[str, Rule] = dict.fromkeys(ELEMENTWISE, _elementwise) | {
     "call": lambda i, m, *xs: m.call(i.computation("to_apply") or "", *xs),
     "collective-permute": _permute,
     "compare": _compare,
-    "concatenate": lambda i, m, *xs: np.concatenate(same_devices(xs), _axes(i)[0]),
+    "concatenate": lambda i, m, *xs: np.concatenate(same_devices(xs), axes_of(i)[0]),
     "conditional": _conditional,
     "constant": lambda i, m: m.literal(i.value, i.shapes[0]),
     "convert": lambda i, m, x: converted(x, i.shapes[0]),
@@ -573,11 +510,11 @@ _RULES: dict[str, Rule] = dict.fromkeys(ELEMENTWISE, _elementwise) | {
     "custom-call to SPMDShardToFullShape": _from_shards,
     "custom-call to TopK": _top_k,
     "dot": _dot,
-    "dynamic-slice": lambda i, m, *xs: _each(lambda x, *at: x[_window_at(x, at, i.shapes[0].sizes)], *xs),
+    "dynamic-slice": lambda i, m, *xs: _each(lambda x, *at: x[window_at(x, at, i.shapes[0].sizes)], *xs),
     "dynamic-update-slice": lambda i, m, *xs: _each(_updated, *xs),
     "fft": _fft,
     "gather": _gather,
-    "get-tuple-element": lambda i, m, x: x[_numbers(i, "index")[0]],
+    "get-tuple-element": lambda i, m, x: x[numbers(i, "index")[0]],
     "iota": _iota,
     "opt-barrier": _same,
     "pad": _pad,
@@ -588,14 +525,14 @@ _RULES: dict[str, Rule] = dict.fromkeys(ELEMENTWISE, _elementwise) | {
     "reduce-scatter": _reducing,
     "reduce-window": _reduce_window,
     "reshape": lambda i, m, x: x.reshape(len(x), *i.shapes[0].sizes),
-    "reverse": lambda i, m, x: np.flip(x, _axes(i)),
+    "reverse": lambda i, m, x: np.flip(x, axes_of(i)),
     "rng-bit-generator": _random_bits,
     "scatter": _scatter,
     "select-and-scatter": _select_and_scatter,
     "slice": _slice,
     "sort": _sort,
     "topk": _top_k,
-    "transpose": lambda i, m, x: np.transpose(x, (0, *_axes(i))),
+    "transpose": lambda i, m, x: np.transpose(x, (0, *axes_of(i))),
     "tuple": lambda i, m, *xs: xs,
     "while": _while,
 }

@@ -39,7 +39,7 @@ _PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather
 
 
 class LoweredStep(NamedTuple):
-    """What a lowered step tells before it is partitioned."""
+    """Facts about a step that is lowered, but not partitioned yet."""
 
     products: tuple[Product, ...] = ()
     """The products, in the order of the program."""

@@ -14,7 +14,7 @@ _MOST = 64
 _LABELS = 150
 """The width of the labels of rows."""
 _TOP = 54
-"""The height of what is above the cells."""
+"""The height of the labels above the cells."""
 
 
 def mesh_picture(mesh: Mapping[str, int], over: Sequence[str], sent: Mapping[str, int | None], words: Words) -> Html:
@@ -61,7 +61,7 @@ class _Cells:
         self.width, self.height = self._columns * self._wide, len(self._rows) * self._high
 
     def rest(self) -> str:
-        """Say what is not drawn."""
+        """Say how many rows and columns are not drawn."""
         return ", ".join(
             f"{n} more {kind} are alike" for n, kind in zip(self._more, ("columns", "rows"), strict=True) if n
         )

@@ -175,7 +175,7 @@ def _undonated(kept: Sequence[GivenArray | None], donated: Collection[int], resu
 def _notes(
     collectives: Sequence[Collective], count: _Count, custom_calls: set[str], mesh: Mapping[str, int] | None
 ) -> Iterator[str]:
-    """Note what is not known, and which numbers depend on values."""
+    """Note the unknowns, and which numbers depend on values."""
     if mesh is None:
         yield (
             "neither the active mesh nor the mesh of an argument has this number of devices, so mesh axes are not known"

@@ -73,7 +73,7 @@ def _row(number: int, p: Any, others: int, most: float, words: Words) -> Sequenc
 
 
 def _times(p: Any, most: float, words: Words) -> Html:
-    """Draw the time to compute, and after it the times to send, to wait and to move what is offloaded."""
+    """Draw the time to compute, and after it the times to send, to wait and to offload."""
     computing = sum(t for name, t in p.estimate.terms.items() if name in _COMPUTING)
     others = [(_kind(name, words), t) for name, t in p.estimate.terms.items() if name not in _COMPUTING]
     return stacked((t / (most or 1), kind) for kind, t in [("", computing), *others] if t)

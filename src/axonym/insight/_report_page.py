@@ -18,7 +18,7 @@ from ._suspicions import Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of, written_number
 from ._transfer_groups import SMALL, known_sent
 from ._transfer_rows import Transfers, percent, short_operation
-from .timeline import HeldArray, MemoryTimeline
+from .timeline import HeldArray, MemoryTimeline, arguments_and_others
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -169,7 +169,7 @@ def mapping_line(report: Report, words: Words) -> Html:
     return element("p", joined(parts, " and "), class_="mapping small") if parts else html("")
 
 
-# --- what is suspicious ---
+# --- suspicions ---
 
 
 def _suspicious(report: Report, words: Words) -> Html:
@@ -199,7 +199,7 @@ def _finding(found: Suspicion, words: Words) -> Html:
 
 
 def _mesh(report: Report, words: Words) -> Html:
-    """Show which devices hold the same shard of an argument, and what is sent along each mesh axis."""
+    """Show which devices hold the same shard of an argument, and how much devices send along each mesh axis."""
     if math.prod(report.mesh.values()) < 2:
         return html("")
     placed: dict[str, PlacedArgument] = {}
@@ -219,7 +219,7 @@ def _mesh(report: Report, words: Words) -> Html:
         path = element("code", shown[0][0], id="path")
         said = element("p", "Where ", path, element("span", chosen, hidden=True, data_scripted=True), " ", lies)
     caption = (
-        "A cell is a device. Cells that touch hold the same shard, and dark ones hold that of the first device. An "
+        "A cell is a device. Cells that touch hold the same shard, and dark ones the shard of the first device. An "
         "arrow is as thick as the bytes sent along its mesh axis."
     )
     over = list(dict.fromkeys(_over(x, report.mesh) for _, x in shown))
@@ -232,7 +232,7 @@ def _over(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
 
 
 def _lies(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
-    """Say what a device holds of an argument."""
+    """Say which part of an argument a device holds."""
     cells = []
     for name, size, over in zip(x.axes, x.sizes, x.over, strict=True):
         own = size // math.prod(mesh[a] for a in over)
@@ -288,8 +288,9 @@ def _memory(report: Report, words: Words) -> Html:
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
     if timeline is not None and timeline.held:
-        title = f"Held at the peak, beside {describe_bytes(timeline._arguments)} of arguments"
-        parts += [_over_the_step(timeline), *_held(title, timeline._others, timeline.peak, words)]
+        arguments, others = arguments_and_others(timeline)
+        title = f"Held at the peak, beside {describe_bytes(arguments)} of arguments"
+        parts += [_over_the_step(timeline, arguments), *_held(title, others, timeline.peak, words)]
     elif memory is not None:
         if report.temporaries:
             parts += _held("The temporaries that are counted", report.temporaries, memory.temporaries, words)
@@ -297,7 +298,7 @@ def _memory(report: Report, words: Words) -> Html:
     return joined(parts)
 
 
-def _over_the_step(timeline: MemoryTimeline) -> Html:
+def _over_the_step(timeline: MemoryTimeline, arguments: int) -> Html:
     """Draw the memory over the course of a step: in each place, the most of its instructions."""
     count = min(_BINS, len(timeline.held))
     edges = [len(timeline.held) * i // count for i in range(count + 1)]
@@ -312,7 +313,6 @@ def _over_the_step(timeline: MemoryTimeline) -> Html:
     steps = "".join(f"V{base - n * scale:.1f}h{step:.2f}" for n in heights)
     most = heights.index(max(heights))
     peak, phase = left + step * (most + 0.5), phase_of(phases[most])
-    arguments = timeline._arguments
     at, side = base - arguments * scale, -8 if most > count / 2 else 8
     parts = [
         element("path", d=f"M{left} {base}{steps}V{base}z", fill="var(--mid)", opacity="0.6"),

@@ -188,7 +188,7 @@ class Search:
             yield ("data", "model", "inner"), compute, storage
 
     def found(self, ranked: Ranked, row: int) -> PlannedMapping:
-        """Return what a mesh costs, exactly."""
+        """Return the exact costs of a mesh."""
         topology, placed = ranked.meshes.placed[row]
         own = {"stage": self.stages.count} if self.stages else {}
         mesh = {a: n for a, n in placed.mesh.items() if n > 1} or {"data": 1}
@@ -218,7 +218,7 @@ class Search:
     # --- by reports ---
 
     def estimated(self, found: PlannedMapping, report: Report) -> PlannedMapping:
-        """Return what a mapping costs if a report tells what it exchanges, on its best place."""
+        """Return the costs of a mapping on its best place, with the exchanges of a report."""
         axes, compute, storage = tuple(found.mesh), found.compute, found.storage
         if self.stages is not None:
             compute, storage = (

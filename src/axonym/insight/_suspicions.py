@@ -1,4 +1,4 @@
-"""Find what is suspicious in a step: each check returns what it found, and what to say if it found nothing."""
+"""Find suspicious things in a step: each check returns its findings, and what to say if it has none."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def _updated(report: Figures) -> list[PlacedArgument]:
 
 
 def _in_model(x: PlacedArgument) -> tuple[str, frozenset[str | None]]:
-    """Return what a parameter has in common with what an optimizer keeps of it."""
+    """Return the name and axes that a parameter has in common with the moments that an optimizer keeps of it."""
     return x.path.rpartition("/")[2], frozenset(x.axes)
 
 

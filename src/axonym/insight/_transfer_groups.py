@@ -35,7 +35,7 @@ def grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
 
 
 def carried(group: Sequence[Collective]) -> str:
-    """Write what a group of transfers carries."""
+    """Describe the arrays that a group of transfers carries."""
     first, paths = group[0], list(dict.fromkeys(map(path_of, group)))
     gradient = "reduce" in first.kind
     if not first.parameters:

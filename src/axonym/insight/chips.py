@@ -42,7 +42,7 @@ class Reached:
 # Of links: https://jax-ml.github.io/scaling-book/tpus ("we can achieve about 90%") and, for NVLink, /gpus (370 of 450
 # GB/s). Hops of a torus: https://jax-ml.github.io/scaling-book/sharding. The launch is the constant of all-gathers on
 # Ironwood: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood/collectives; the network between
-# slices reaches a third there, microbenchmarks/trillium/collectives. The latencies of GPUs are those of NCCL's protocol
+# slices reaches a third there, microbenchmarks/trillium/collectives. The latencies of GPUs are from NCCL's protocol
 # "Simple": https://github.com/NVIDIA/nccl, src/graph/tuning.cc. All other shares are guesses.
 _TPU = Reached(
     products=0.8, cores=0.6, links=0.9, network=0.33, ahead=0.9, ahead_network=0.25, waited=0.5, launch=13e-6, hop=1e-6,

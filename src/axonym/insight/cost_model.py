@@ -1,10 +1,10 @@
-"""The cost model: what exchanges take on linked chips, and what a step takes: a bound, and an estimate in terms.
+"""The cost model: the time of exchanges on linked chips, and of a step: a bound, and an estimate in terms.
 
 Everything here is arithmetic over data, without arrays or traces. Amounts may be numbers or NumPy arrays, with an
 element for each of several meshes.
 
-A *bound* is what a step cannot be faster than: all rates as published, everything at once, and for each resource the
-sum of all that uses it. An *estimate* is what a step may take: rates as they are reached, launches and hops, and
+No step is faster than its *bound*: all rates as published, everything at once, and for each resource the sum of all
+that uses it. An *estimate* is the time that a step may take: rates as they are reached, launches and hops, and
 exchanges of which only a share is hidden behind computing. Bounds prune, estimates order.
 """
 
@@ -223,7 +223,7 @@ class AllLinks:
 
 TOUCHED = 2.7
 """The bytes that steps read and write beside products, for each byte of the results of these. A guess, for layers of
-transformers, of which compilers fuse what is between products."""
+transformers, where compilers fuse the operations between products."""
 
 HALF = 120
 """The least size of a product at which it reaches half of what large ones do. From products on Ironwood, fitted:

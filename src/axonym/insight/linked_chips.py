@@ -310,7 +310,8 @@ def _shapes(chips: int, dims: int) -> list[tuple[int, ...]]:
 def _placed(shape: tuple[int, ...], slices: int, sizes: tuple[int, ...], most: int) -> list[tuple[Spans, ...]]:
     """Return the spans of mesh axes of some sizes: at most some, those that share the fewest dimensions first.
 
-    Mesh axes take what is left of the dimensions, in all orders of these, from the last mesh axis or from the first.
+    Each mesh axis takes its part of the remaining dimensions, in all orders of these, beginning with the last mesh axis
+    or with the first.
     """
     dims = (*shape, slices)
     tables: dict[Any, tuple[int, tuple[tuple[int, ...], ...]]] = {}

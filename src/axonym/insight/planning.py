@@ -372,7 +372,7 @@ class _Planner:
         )
 
     def _verified(self, fitting: list[PlannedMapping], too_large: list[PlannedMapping], verify: int) -> Iterator[str]:
-        """Explain the first few by the partitioner, and compile the first, in place; yield what is doubtful."""
+        """Explain the first few by the partitioner, and compile the first, in place; yield doubts."""
         if not verify:
             return
         self._partition(fitting, verify)

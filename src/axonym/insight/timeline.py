@@ -73,21 +73,12 @@ class MemoryTimeline:
         """
         return max(self.held)
 
-    @property
-    def _arguments(self) -> int:
-        """Return the bytes of arguments at the peak."""
-        return sum(h.bytes for h in self.at_peak if h.kind == "argument")
-
-    @property
-    def _others(self) -> list[HeldArray]:
-        return [h for h in self.at_peak if h.kind != "argument"]
-
     def _section(self) -> Section:
         """Return the table of the arrays at the peak, with one row for all arguments."""
         phase = self.phases[self.held.index(self.peak)]
         when = {"": "", "recomputed": ", where the backward pass computes again"}.get(phase, f", in the {phase} pass")
         title = f"at the peak{when}: each device holds about {describe_bytes(self.peak)}"
-        arguments, others = self._arguments, self._others
+        arguments, others = arguments_and_others(self)
         rows = [("arguments", describe_bytes(arguments), "-", "-", "-")]
         for h in others[:_SHOWN]:
             times = f"{h.count} x " if h.count > 1 else ""
@@ -97,6 +88,12 @@ class MemoryTimeline:
             count = sum(h.count for h in rest)
             rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
         return title, ("array", "bytes", "when", "line", "operation"), rows
+
+
+def arguments_and_others(timeline: MemoryTimeline) -> tuple[int, list[HeldArray]]:
+    """Return the bytes of arguments at the peak, and the other arrays."""
+    others = [h for h in timeline.at_peak if h.kind != "argument"]
+    return sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others), others
 
 
 def described_held(held: Sequence[HeldArray]) -> str:
@@ -136,7 +133,7 @@ def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
         heights = [n / scale if p == phase else 0 for n, p in zip(timeline.held, timeline.phases, strict=True)]
         axes.fill_between(at, heights, step="mid", color=_COLORS[phase], label=phase_of(phase), linewidth=0)
     style = {"color": "black", "linestyle": "--", "linewidth": 0.8}
-    axes.axhline(timeline._arguments / scale, label="arguments at the peak", **style)
+    axes.axhline(arguments_and_others(timeline)[0] / scale, label="arguments at the peak", **style)
     axes.set(xlabel="instruction", ylabel=f"held by each device ({unit})", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
 

@@ -89,7 +89,7 @@ def _binds(report: Figures) -> tuple[str, str]:
     if held is not None and bounds.capacity is not None and held > bounds.capacity:
         return (
             f"This does not fit: {about}{describe_bytes(held)} of {describe_bytes(bounds.capacity)}.",
-            f"{least}. The table of the peak says what is held.",
+            f"{least}. The table of the peak lists the arrays.",
         )
     if bounds.bottleneck == "compute" and bounds.compute is not None:
         return _compute_binds(bounds, bounds.compute, least, wasted)
@@ -113,7 +113,7 @@ def _binds(report: Figures) -> tuple[str, str]:
 
 
 def _without_times(report: Figures, again: str) -> tuple[str, str]:
-    """Say what is sent where no chip gives times."""
+    """Say how much is sent where no chip gives times."""
     if not report.collectives:
         return "Nothing is sent between devices.", f"{again}." if again else ""
     given = report.bounds is not None
@@ -141,7 +141,7 @@ def _compute_binds(bounds: Bounds, compute: float, least: str, wasted: float) ->
     more = f"{least}."
     if others:
         longest = max(others, key=lambda pair: pair[1])
-        more += " What is sent and read hides behind it if it overlaps; if none does, a step takes at least "
+        more += " Transfers and reads may hide behind it; if none does, a step takes at least "
         more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
         more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}."
     return "Compute binds.", more

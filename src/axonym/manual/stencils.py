@@ -266,7 +266,7 @@ class _Fields:
                     raise ValueError(
                         f"{self.what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
                         "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
-                        "one, and let the boundary of the field say what is there."
+                        "one, and let the boundary of the field supply its values."
                     )
 
     def check_axes(self, axes: Iterable[AxisSelector]) -> None:
@@ -293,6 +293,7 @@ class _Fields:
         neighbors = []
         for i, (f, every) in enumerate(zip(self.fields, offsets, strict=True)):
             found = {(0,) * len(f.names): f}
+            # One halo for all offsets would send corners that offsets along single axes do not use.
             for group in _groups(every):
                 widths = _needed(group, len(f.names))
                 wide = self.with_halo(i, f, dict(zip(f.names, widths, strict=True)))
@@ -528,7 +529,7 @@ def _counted(n: str) -> str:
 
 
 def _groups(offsets: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Return offsets in groups, each along axes of its own: those of one group need neighbors at corners, too."""
+    """Return offsets in groups, each along axes of its own: within a group, neighbors at corners are needed, too."""
     groups: list[tuple[set[int], list[tuple[int, ...]]]] = []
     for offset in offsets:
         along = {i for i, o in enumerate(offset) if o}

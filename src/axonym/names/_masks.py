@@ -16,14 +16,14 @@ from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
 from ._values import Axed, AxisStep, Factors, Facts, Mask, Order, dtype_kind
 
 LARGE = 100.0
-"""What is added to or subtracted from scores to mask them is larger than this, by its absolute value."""
+"""Masks add to scores, or subtract from them, numbers whose absolute value is larger than this."""
 
 
 NOTHING = Facts()
 
 
 def facts_of(step: AxisStep, xs: Sequence[Axed], results: Sequence[Axed]) -> Facts | None:
-    """Return what is known of the first result of a step."""
+    """Return the facts about the first result of a step."""
     known = [x.facts or NOTHING for x in xs]
     rule = _RULES.get(step.name)
     if not results or (rule is None and (step.name not in _LAYOUT or not xs)):

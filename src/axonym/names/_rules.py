@@ -1,4 +1,4 @@
-"""The rules of names: for each primitive of JAX, how the axes of its results follow from those of its operands."""
+"""The rules of names: for each primitive of JAX, how the axes of its results follow from its operands."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_t
 
 
 def _points(step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
-    """Return the axes that a result indexes: those of its first operand that indexes any."""
+    """Return the axes that a result indexes: the first operand that indexes any tells."""
     found = [x.points for x in xs if x.points is not None]
     if not found or step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
         return None
@@ -378,7 +378,7 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     found[out_channel] = right.dims[out_feature]
     found[out_batch] = left.dims[batch] if batch_groups == 1 else fresh(step.shape[out_batch])
     if not step.backward:
-        # Its gradient is a convolution too, in which a kernel is a result: it gets its axes from what is noted here.
+        # Its gradient is a convolution too, in which a kernel is a result: this note gives it its axes.
         axes.convolutions.append((numbers, left.dims, right.dims))
         for i, j in zip(spatial, out_spatial, strict=True):
             found[j] = axes.resized(left.dims[i], step.shape[j])
@@ -392,7 +392,7 @@ def _convolution(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 def _kernel_of_gradient(axes: Axes, step: AxisStep, left: Dims, right: Dims) -> Dims | None:
-    """Return the spatial axes of the kernel whose gradient a convolution is: that of the operand that it sums over."""
+    """Return the spatial axes of the kernel whose gradient a convolution is: the operand that it sums over tells."""
     numbers = step.params["dimension_numbers"]
     (in_channel, batch, *spatial), out_channel = numbers.lhs_spec, numbers.rhs_spec[0]
     own = [_parts(left[i]) for i in (batch, in_channel, *spatial)]
@@ -482,7 +482,7 @@ def _iota(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
 
 
 def _leading(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    """Return arrays whose first axes are those of the operand, such as keys."""
+    """Return arrays that begin with the axes of the operand, such as keys."""
     dims = xs[0].dims if xs else ()
     return [Axed((*dims[: len(x.dims)], *x.dims[len(dims) :])) for x in unknown(step)]
 
@@ -527,7 +527,7 @@ _FACTORS = {
     "eig": ("", "row", "row"),
     "lu": ("column", "", ""),
 }
-"""Which axis of the operand each result of a factorization has beside that of the values."""
+"""Which axis of the operand each result of a factorization has beside the axis of the values."""
 
 
 ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
@@ -581,7 +581,7 @@ RULES: dict[str, Rule] = {
     "top_k": _top_k,
     "approx_top_k": _top_k,
     "iota": _iota,
-    # Those of Equinox, which solvers use.
+    # Equinox has these, and solvers use them.
     "nonbatchable": _identity,
     "select_if_vmap": _elementwise,
     "maybe_set": _as_first_of_shape,
@@ -590,4 +590,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_FACTORS, _factorized),
     **dict.fromkeys(LEADING.split(), _leading),
 }
-"""How the axes of the results of each primitive follow from those of its operands."""
+"""How the axes of the results of each primitive follow from its operands."""

@@ -330,7 +330,7 @@ def _names_in(annotation: Any, rank: int, dots: bool) -> AxisNames | None:
         found = [_names_in(a, rank, dots) for a in of] if origin in (typing.Union, types.UnionType) else []
         fitting = {names for names in found if names is not None}
         return fitting.pop() if len(fitting) == 1 else None
-    # What is left are the axes that dots stand for; they have no names.
+    # The rest are the axes that dots stand for; they have no names.
     left = rank - len(before) - len(after)
     if left < 0 or (left and not more) or (more and not dots):
         return None

@@ -1,4 +1,4 @@
-"""The values of a program: the axes of arrays, what is known of their elements, and the steps that make them."""
+"""The values of a program: the axes of arrays, facts about their elements, and the steps that make them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Mask(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known of the values of an array."""
+    """Facts about the values of an array."""
 
     value: float | None = None
     """The value of all its elements."""
@@ -76,7 +76,7 @@ class Facts(NamedTuple):
     """The factors along which it may vary; None if that is not known."""
     mask: Mask | None = None
     masks: tuple[Mask, ...] = ()
-    """The masks of scores, or of what is made of them."""
+    """The masks of scores, or of arrays made from them."""
     exponential: bool = False
     total: Factors = ()
     """The factors along which exponentials are added up to give it, or its logarithm."""
@@ -131,7 +131,7 @@ class Axed:
         self.points = points
         """The axes that it indexes: one, or one for each position along its last axis."""
         self.facts = facts
-        """What is known of its values."""
+        """Facts about its elements."""
 
     def settle(self) -> None:
         """Let the axes be made of the factors that stand for their own, so that the axes of other arrays are equal."""
@@ -192,5 +192,5 @@ class AxisStep:
 
 
 def dtype_kind(var: Any) -> str:
-    """Return NumPy's letter for the kind of a variable's dtype; an empty string for keys and what is no array."""
+    """Return NumPy's letter for the kind of a variable's dtype; for keys and other values, an empty string."""
     return getattr(getattr(var.aval, "dtype", None), "kind", "")

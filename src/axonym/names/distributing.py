@@ -158,8 +158,8 @@ def _mixed_up(what: str, program: NamedProgram) -> str:
     lines = "".join(f"\n  {m}" for m in program.mix_ups)
     kinds = [*dict.fromkeys(m.kind for m in program.mix_ups)]
     return (
-        f"{what}: the program mixes up axes:{lines}\nCorrect it; or give what is one axis one name in `names`; or, if "
-        f"it is meant, pass `allow={kinds}`; of two names, the first one counts."
+        f"{what}: the program mixes up axes:{lines}\nCorrect it; or, if two names mean one axis, use one of them in "
+        f"`names`; or, if it is meant, pass `allow={kinds}`; of two names, the first one counts."
     )
 
 
@@ -214,7 +214,7 @@ class _Distributed:
             return results, [(x, NamedSharding(mesh, spec)) for x, spec in specs if not x.size]
 
     def _warn(self) -> None:
-        """Say what is not sharded, while the mapping could be meant for it."""
+        """Name the arrays that are not sharded although the mapping may be meant for them."""
         mapped = {**self._compute, **self._stored}
         if current_mesh() is None and any(mapped.values()):
             warn_without_mesh(self._what, None, None)

@@ -109,6 +109,7 @@ _concrete: set[type] = {int, float}
 def _is_staged(x: Any) -> bool:
     if isinstance(x, Tracer):
         return is_staged(x)
+    # JAX hides the class of its arrays, so it is learned from the first one.
     if isinstance(x, jax.Array):
         _concrete.add(type(x))
     return False
@@ -167,6 +168,7 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
         @functools.wraps(build)
         def lookup(*key):
             numbers: dict[str, str] = {}
+            # A last parameter `*values` stands for all further parts of the key.
             held = [holds[min(i, len(holds) - 1)] for i in range(len(key))]
             replaced = [_numbered(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
             if not any(_mentions(x, numbers) for x, h in zip(key, held, strict=True) if not h):
@@ -206,6 +208,7 @@ def _restored(numbers: Any, names: Mapping[str, str]) -> Any:
     """Return the names of one or several results from their numbers."""
     if isinstance(numbers, tuple):
         return tuple(_restored(number, names) for number in numbers)
+    # Equal names are one object everywhere, which Python compares first.
     return sys.intern(names[numbers])
 
 
@@ -386,6 +389,7 @@ def make_along_kernel(
 
         out_specs = tuple(map(local, layouts))
         found = run_per_device(fn, arrays, [*map(local, in_names)], out_specs if several else out_specs[0], mesh)
+        # Devices return whole axes where the operation runs along them; the mapping may shard these again.
         results = [reshard(y, spec, mesh) for y, spec in zip(found if several else [found], specs, strict=True)]
         return tuple(results) if several else results[0]
 

@@ -101,6 +101,8 @@ class _Pipeline(KeptAxes):
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
         alike = self._alike(a for spec in self._specs[1] for a in axes_in(spec))
+        # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
+        # with the same results, one may count.
         here = jax.lax.axis_index(stages) == last
         here = here & (jax.lax.axis_index(alike) == 0) if alike else here
         results = [self._sum(jnp.where(here, x, 0), (*stages, *alike)) for x in results]
@@ -239,6 +241,7 @@ class _Pipeline(KeptAxes):
             return (self._sent(leaving, 1), self._sent(here_grads, -1), stored, total, sums, carry_grads), None
 
         first = at(batches, 0)
+        # Filled with values that can occur, as idle stages compute with them.
         stored = [jnp.broadcast_to(x, (slots, *x.shape)) for x in first]
         summed = floating_parts(stacked)[0], floating_parts(rest)[0], head_floats if given is None else []
         sums = tuple([jnp.zeros_like(x, wide_dtype(x.dtype)) for x in xs] for xs in summed)

@@ -57,7 +57,7 @@ class JitOptions(TypedDict, total=False):
     """Arguments that are passed on to `jax.jit`."""
 
     keep_unused: bool
-    device: object
+    device: object  # `jax.Device`, which type checkers take for a variable
     backend: str | None
     inline: bool
     compiler_options: dict[str, str | int | float | bool] | None
@@ -307,6 +307,7 @@ class CompiledFunction(Generic[P, R]):
             leaves = jax.tree.leaves((args, kwargs))
             if not self._donates_by_leaf:
                 program.expect(leaves, structure)
+                # Static fields are part of the structure, so one that changes at each call would fill this.
                 if len(self._latest) >= 256:
                     self._latest.clear()
                 self._latest[structure] = program
@@ -408,6 +409,7 @@ class _Program:
         if list(map(type, leaves)) != self._types:
             return None
         for i, value, compares in self._static:
+            # From the last one on, so that positions before it stay right.
             leaf = leaves.pop(i)
             # Zero is not certain, since 0.0 and -0.0 are equal.
             if leaf is not value and not (compares and leaf == value and leaf != 0):

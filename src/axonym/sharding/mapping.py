@@ -30,8 +30,8 @@ PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 
 
 Uneven: TypeAlias = Literal["pad"] | None
-"""How axes are sharded that their mesh axes do not divide: "pad" stores them padded; None keeps what is active,
-by default an error."""
+"""How axes are sharded that their mesh axes do not divide: "pad" stores them padded; None keeps the active
+setting, by default an error."""
 
 
 def check_uneven(what: str, uneven: Any) -> None:
@@ -41,7 +41,7 @@ def check_uneven(what: str, uneven: Any) -> None:
 
 
 def uneven_here(what: str, uneven: Uneven) -> contextlib.AbstractContextManager[Any]:
-    """Activate an argument `uneven` in a with-block; None leaves what is active."""
+    """Activate an argument `uneven` in a with-block; None leaves the active setting."""
     check_uneven(what, uneven)
     return active_settings.activate_here(uneven=uneven) if uneven else contextlib.nullcontext()
 

@@ -386,7 +386,7 @@ def _checked(
     uneven: bool | None = None,
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
     """Return the spec of these entries, and its errors. Cached, as a model has many leaves with the same axes."""
-    # All problems are collected, so that a user sees every one at once. Only errors look at what is named here.
+    # All problems are collected, so that a user sees every one at once. Only errors read these names.
     problems = []
     taken: dict[str, str] = {}
     array = _described(names, shape)

@@ -115,7 +115,7 @@ def _check_parts(what: str, mesh: Mesh, over: Sequence[str], loaded: Sequence[tu
 
 
 def _joined(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:
-    """Join the rows of processes whose devices do not divide them: pad those of each, and move that padding to the end.
+    """Join the rows of processes whose devices do not divide them: pad each process's, and move the padding to the end.
 
     Arguments:
         shards: how many shards the devices of each process hold.

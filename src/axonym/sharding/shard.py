@@ -547,7 +547,7 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
         if AxisType.Explicit in kinds and AxisType.Auto in kinds:
             raise ValueError(
                 f"{what}: the mesh {types} mixes Manual, Explicit and Auto axes here, where JAX versions disagree "
-                "about what a constraint means. Make all axes that are not Manual the same type."
+                "about the meaning of a constraint. Make all axes that are not Manual the same type."
             )
     if passed and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
         if jax.typeof(x).sharding.mesh.empty:

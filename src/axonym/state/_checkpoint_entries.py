@@ -1,4 +1,4 @@
-"""What a checkpoint stores about each leaf of a tree, and how that is matched with a template."""
+"""The entries of a checkpoint, one for each leaf of a tree, and how they are matched with a template."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def added_layers_of(leaf: Leaf, tree: Any) -> tuple[int, ...]:
 
 
 def entry_of(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
-    """Return what is stored about an array, besides its values."""
+    """Return the entry of an array: everything that is stored about it besides its values."""
     names = leaf.value.names if isinstance(leaf.value, NamedArray) else None
     names = None if leaf.made_from else names  # the names belong to another array
     shape = [size - n for size, n in zip(array.shape, added, strict=True)]

@@ -31,7 +31,7 @@ def require_orbax(operation: str) -> Any:
 
 
 def described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax.Array]]:
-    """Return the absolute path, what is stored about each leaf, and the arrays, all by keys; check that they can be."""
+    """Return the absolute path, and by keys the entries of leaves and the arrays; check that all can be stored."""
     require_orbax("save_checkpoint")
     path = str(as_folder(path))
     arrays, about = {}, {}
@@ -66,7 +66,7 @@ def described(path: Any, tree: Any) -> tuple[str, dict[str, Any], dict[str, jax.
 
 @contextlib.contextmanager
 def all_or_nothing(path: str, is_being_written: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Remove what is left of a checkpoint if it cannot be written, once all processes know that."""
+    """Remove the rest of a checkpoint if it cannot be written, once all processes know that."""
     try:
         with quiet():
             yield

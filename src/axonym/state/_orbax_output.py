@@ -82,7 +82,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def remove_unfinished(path: Any) -> None:
-    """Remove what is left of a checkpoint that could not be written; its folder has the name of a temporary one."""
+    """Remove the rest of a checkpoint that could not be written; its folder has the name of a temporary one."""
     with contextlib.suppress(OSError):
         for child in list(path.parent.iterdir()):  # a pattern would take the name for one, too
             if child.name.startswith(path.name + UNFINISHED):

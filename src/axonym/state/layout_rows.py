@@ -93,7 +93,7 @@ class TableRow(NamedTuple):
 
     @property
     def names(self) -> Names:
-        """Return the axes of an entry. Axes that are merged have one name: that of the table, without sizes."""
+        """Return the axes of an entry. Merged axes have one name, as in the table, without sizes."""
         return tuple(e.name if isinstance(e, parsing.Name) else merged_name(e) for e in self.elements)
 
     def places(self, operand: RowArray) -> dict[str, int | None]:

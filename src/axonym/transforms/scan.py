@@ -244,10 +244,12 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
         check_mapped(loop.what, (name,))
         (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
+        # A loop slices one step after another, so each device needs all steps of its shard.
         xs = [jnp.moveaxis(_mapped_axis.gathered_along(arrays[i], p), p, 0) for i, p in scanned]
         returned: list[TreeSpec] = []
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            # Arrays that are the same in every step are constants of the loop, and not copied into its inputs.
             of_step = list(arrays)
             for (i, _), x in zip(scanned, slices, strict=True):
                 of_step[i] = x
