@@ -134,23 +134,23 @@ def _multiply(
     how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
 ) -> jax.Array:
     """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
-    return _multiply_forward(how, lhs, rhs, of_lhs, of_rhs, of_grad)[0]
+    return _multiply_forward(how, lhs, rhs, of_lhs, of_rhs, of_gradient)[0]
 
 
 def _multiply_forward(
-    how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_grad: Any
+    how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
 ) -> tuple[jax.Array, Any]:
     short_lhs, new_lhs = _shortened(lhs.dtype, how.fwd_dtype, lhs, of_lhs)
     short_rhs, new_rhs = _shortened(rhs.dtype, how.fwd_dtype, rhs, of_rhs)
     y = _product_of(how.axes, short_lhs, short_rhs, how.dtype, jax.lax.Precision.DEFAULT)
-    return y, (short_lhs, short_rhs, new_lhs, new_rhs, of_grad)
+    return y, (short_lhs, short_rhs, new_lhs, new_rhs, of_gradient)
 
 
 def _multiply_backward(how: _ShortProduct, state: Any, gradient: jax.Array) -> Any:
     """Multiply with the exact accumulation, which the precision selects; the forward product accumulates fast."""
-    lhs, rhs, new_lhs, new_rhs, of_grad = state
+    lhs, rhs, new_lhs, new_rhs, of_gradient = state
     dtype, exact = lhs.factor.dtype, jax.lax.Precision.HIGHEST
-    short, new_gradient = _shortened(dtype, how.rev_dtype, gradient, of_grad)
+    short, new_gradient = _shortened(dtype, how.rev_dtype, gradient, of_gradient)
     of_lhs = _product_of(how.axes.of_lhs_gradient(), short, rhs, dtype, exact)
     of_rhs = _product_of(how.axes.of_rhs_gradient(), lhs, short, dtype, exact)
     return of_lhs, of_rhs, new_lhs, new_rhs, new_gradient
