@@ -402,7 +402,7 @@ def test_without_the_setting_it_is_an_error_that_names_it() -> None:
                 attempt()
     untyped: Any = "zeros"
     for wrong in (axn.axis_mapping, lambda **k: axn.named_jit(abs, **k), lambda **k: axn.shard(X, {}, **k)):
-        with pytest.raises(ValueError, match="`uneven` is 'pad' or None, got 'zeros'"):
+        with pytest.raises(ValueError, match="`uneven` is 'pad', 'replicate' or None, got 'zeros'"):
             wrong(uneven=untyped)
 
 
