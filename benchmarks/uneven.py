@@ -66,15 +66,15 @@ def rows() -> list[Row]:
     what = f"train_lm --mapping tensor, vocabulary {SIZE} stored padded, to {ROUNDED}"
     medians = [statistics.median(x) for x in times]
     shown = [f"{m * 1e3:.0f} ms (min {min(x) * 1e3:.0f})" for m, x in zip(medians, times, strict=True)]
-    found = [Row("uneven", f"{what}: step", *shown, medians[0] / medians[1], 1.25, WHY_TIME)]
+    found = [Row("uneven", f"{what}: step", shown[0], shown[1], medians[0] / medians[1], 1.25, WHY_TIME)]
     for where, *both in zip(topologies, uneven, even, strict=True):
         on = f"{what}{'' if where is None else f', on TPUs ({where})'}"
         totals = [report.memory.total for report in both if report.memory is not None]
         memory = [f"{total / 2**20:.2f} MiB" for total in totals]
         limit, why = (1.12, WHY_MEMORY) if where is None else (1.02, "")
-        found.append(Row("uneven", f"{on}: memory", *memory, totals[0] / totals[1], limit, why))
+        found.append(Row("uneven", f"{on}: memory", memory[0], memory[1], totals[0] / totals[1], limit, why))
         sent = [Counter((c.kind, c.sent, c.times) for c in report.collectives) for report in both]
         differ = sum(((sent[0] - sent[1]) + (sent[1] - sent[0])).values())
         counts = [str(x.total()) for x in sent]
-        found.append(Row("uneven", f"{on}: collectives that differ", *counts, 1.0 + differ, 1.0))
+        found.append(Row("uneven", f"{on}: collectives that differ", counts[0], counts[1], 1.0 + differ, 1.0))
     return found
