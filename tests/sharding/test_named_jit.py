@@ -406,7 +406,7 @@ def test_keywords_are_told_from_a_dictionary() -> None:
         assert fn([(x, 3), {"k": x}]) == (1, [])
 
 
-def test_a_lenient_mapping_replicates_axes_that_mesh_axes_do_not_divide(auto_mesh) -> None:
+def test_axes_that_mesh_axes_do_not_divide_can_be_replicated(auto_mesh) -> None:
     mapping, x = {"x": "data"}, axn.ones({"x": 6})
 
     def inside(x: axn.NamedArray) -> axn.NamedArray:
@@ -415,9 +415,9 @@ def test_a_lenient_mapping_replicates_axes_that_mesh_axes_do_not_divide(auto_mes
 
     with jax.set_mesh(auto_mesh):
         with pytest.warns(UserWarning, match="is replicated, since data=4 gives 4 shards"):
-            found = axn.named_jit(inside, mapping, lenient=True)(x)
+            found = axn.named_jit(inside, mapping, uneven="replicate")(x)
         assert found.array.sharding.is_fully_replicated
         with pytest.raises(ValueError, match="6 is not a multiple of 4"):
             axn.named_jit(inside, mapping)(x)
-        with pytest.raises(ValueError, match="6 is not a multiple of 4"), axn.axis_mapping(mapping, lenient=True):
+        with pytest.raises(ValueError, match="6 is not a multiple of 4"), axn.axis_mapping(mapping, uneven="replicate"):
             axn.shard(x)  # outside of compiled functions

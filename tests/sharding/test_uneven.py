@@ -269,6 +269,27 @@ def test_new_arrays_inside_are_those_of_one_device() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), axn.to_host(made), expected)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64"])
+def test_positions_have_any_dtype(dtype: str) -> None:
+    """XLA would end the process if it scattered along uneven axes by positions that are not int32."""
+
+    def both(x: axn.NamedArray, numbers: axn.NamedArray) -> Any:
+        def loss(x: axn.NamedArray) -> Any:
+            sums = axn.segment_sum(x, numbers, axn.Axis("segment", 3))
+            taken = x.take("embed", numbers) * axn.take_along_axis(x, numbers, "embed", mode="promise_in_bounds")
+            return axn.sum(axn.sin(sums)).array + axn.sum(taken).array
+
+        return jax.value_and_grad(loss)(x)
+
+    with jax.enable_x64(dtype == "int64"):
+        numbers = np.arange(28, dtype=dtype) % 5  # the last of them are in no segment
+        args = draw(Vocab, Embed), axn.named(numbers, "vocab")
+        expected = jax.jit(both)(*args)
+        with jax.set_mesh(devices_of(data=8)), axn.axis_mapping({"vocab": "data"}, uneven="pad"):
+            found = axn.to_host(axn.named_jit(both)(*axn.shard(args)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
 def test_checkpoints_have_true_sizes(tmp_path: Path) -> None:
     """Saved on eight devices; restored on three, on four, which divide the size, and by a template without padding."""
     mapping = {"vocab": "data"}
@@ -381,7 +402,7 @@ def test_without_the_setting_it_is_an_error_that_names_it() -> None:
                 attempt()
     untyped: Any = "zeros"
     for wrong in (axn.axis_mapping, lambda **k: axn.named_jit(abs, **k), lambda **k: axn.shard(X, {}, **k)):
-        with pytest.raises(ValueError, match="`uneven` is 'pad' or None, got 'zeros'"):
+        with pytest.raises(ValueError, match="`uneven` is 'pad', 'replicate' or None, got 'zeros'"):
             wrong(uneven=untyped)
 
 
@@ -440,3 +461,14 @@ def test_uneven_axes_need_a_compiled_function() -> None:
             "the array: float32[vocab=28], 16 B of 128 B on each of 8 CPU devices",
             "  vocab=32 over data=8, 4 on each",
         ]
+
+
+def test_reports_know_donated_arrays_that_are_stored_padded() -> None:
+    """They are the arguments of the program, with their padding."""
+    params, tokens = vocabulary(1001)
+    with jax.set_mesh(devices_of(data=8)), axn.axis_mapping({"vocab": "data"}, uneven="pad"):
+        state = jax.eval_shape(axn.named_jit(start), params)
+        report = axn.insight.explain(axn.named_jit(step_of(of_tokens), donate_args=(True, False)), state, tokens)
+    rows = 1008 // 8
+    assert report.arguments["state"] == 3 * 2 * 4 * rows * Embed.size + 4  # table and head, with their moments
+    assert any(c.reason == "sums over vocab, which is sharded over data" for c in report.collectives)

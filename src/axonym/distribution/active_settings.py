@@ -38,10 +38,8 @@ class Settings:
     """The mapping that parameters are stored by: see `axonym.fsdp`."""
     annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty)
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
-    lenient: bool = False
-    """True if compiled functions replicate axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
     uneven: str | None = None
-    """The `uneven` of `axonym.axis_mapping`: "pad" if axes may be sharded that their mesh axes do not divide."""
+    """What to do with axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     kept: Any = None
@@ -104,16 +102,15 @@ def active_parameter_mapping() -> Mapping[str, Entry]:
     return {} if settings is None else settings.parameter_mapping
 
 
-def is_lenient() -> bool:
-    """Return whether compiled functions replicate axes that their mesh axes do not divide."""
+def active_uneven() -> str | None:
+    """Return what to do with axes that their mesh axes do not divide: "pad", "replicate", or None for an error."""
     settings = ACTIVE.value
-    return settings is not None and settings.lenient
+    return None if settings is None else settings.uneven
 
 
 def pads_uneven() -> bool:
     """Return whether axes may be sharded that their mesh axes do not divide."""
-    settings = ACTIVE.value
-    return settings is not None and settings.uneven is not None
+    return active_uneven() == "pad"
 
 
 def is_mapped() -> bool:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh as Mesh, NamedSharding, Pa
 
 from .. import shard_map as _shard_map, sharding as _sharding
 from ..axis import AxisSelection
+from ..distribution.active_settings import pads_uneven as _pads_uneven
 from ..named_array import NamedArray, raw
 from ..sharding import (
     PhysicalAxisSpec as PhysicalAxisSpec,
@@ -50,12 +51,13 @@ def axis_mapping(mapping: ResourceMapping, *, merge: bool = False, **kwargs: Phy
     ...     hax.partitioning.current_thread_local_mapping()
     {'batch': 'data', 'embed': 'model'}
     """
-    return _sharding.axis_mapping(mapping, merge=merge, lenient=True, **dict[str, Any](kwargs))
+    uneven = "pad" if merge and _pads_uneven() else "replicate"
+    return _sharding.axis_mapping(mapping, merge=merge, **{"uneven": uneven, **dict[str, Any](kwargs)})
 
 
 @functools.wraps(_sharding.named_jit, assigned=("__name__", "__qualname__", "__doc__"))
 def _lenient_jit(*args: Any, **kwargs: Any) -> Any:
-    return _sharding.named_jit(*args, **{"lenient": True, **kwargs})
+    return _sharding.named_jit(*args, **{"uneven": "replicate", **kwargs})
 
 
 named_jit = with_parameters(
@@ -107,7 +109,7 @@ def shard(x: T, mapping: ResourceMapping | None = None, mesh: MeshLike | None = 
         if not is_in_jit():
             warnings.warn(f"shard: no {missing} is active, so nothing is sharded.", RuntimeWarning, stacklevel=2)
         return x
-    with _sharding.axis_mapping(merge=True, lenient=True):
+    with _sharding.axis_mapping(merge=True, uneven="pad" if _pads_uneven() else "replicate"):
         return _sharding.shard(x, mapping, mesh)
 
 
@@ -122,7 +124,7 @@ def fsdp(*args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any
     ...     step(hax.ones({"embed": 16})).array.sharding.spec
     P('data',)
     """
-    kwargs = {"lenient": True, **kwargs}
+    kwargs = {"uneven": "replicate", **kwargs}
     return _sharding.fsdp(*args, **kwargs) if fn is None else _sharding.fsdp(fn, *args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from ..core.errors import describe_bytes
 from ..core.parameter_names import parameter_names
 from ..core.tree_spec import PROGRAM_ARRAYS
 from ..distribution.mesh_axes import mesh_axes
+from ..distribution.padded_array import stored
 from ..named_array import raw
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, Stage
@@ -129,7 +130,7 @@ def arrays_of(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         )
         for name, tree in given
         for leaf in leaves_of(tree)[0]
-        if isinstance(array := raw(leaf.value), PROGRAM_ARRAYS) and not isinstance(array, np.character)
+        if isinstance(array := stored(raw(leaf.value)), PROGRAM_ARRAYS) and not isinstance(array, np.character)
     ]
 
 

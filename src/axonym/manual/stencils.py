@@ -7,6 +7,8 @@ mesh axes and inside `shard_map` the code is the same.
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,7 +35,6 @@ from ..ops.joining import stack
 from ._axis_environment import axes_of_sharded, count, declared, possible_shardings
 
 _NONE: Widths = (0, 0)
-_ONE = Blocks()
 
 Boundary: TypeAlias = Mapping[Any, Any]
 """For each axis, by its name or as an `Axis`, the values beyond its ends."""
@@ -154,14 +155,19 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
     first = -(window.size // 2) if center else 1 - window.size
     given = _Fields(what, [array], {axis: boundary})
 
-    def windows(u: _LookUp) -> NamedArray:
+    def windows(u: Callable[..., NamedArray]) -> NamedArray:
         return stack([u(**{name: first + i}) for i in range(window.size)], window)
 
     return given.one_step(windows, _looked_up(windows, given))
 
 
+def _pair(given: Any) -> tuple[Any, ...]:
+    """Return what is given for both ends of an axis, or for each."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+
+
 def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:
-    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    both = _pair(given)
     if len(both) != 2 or not all(isinstance(width, (int, np.integer)) for width in both):
         raise TypeError(
             f"{what}: the halo of axis {name_of(axis)!r} is a number of elements, or a pair, got {given!r}."
@@ -173,32 +179,6 @@ def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:
 
 
 # --- look-ups ---
-
-
-class _LookUp:
-    """A field, in which a function looks up neighbors by their offsets."""
-
-    def __init__(
-        self, what: str, place: int, names: Sequence[str], boundary: Mapping[str, Any], get: Callable[..., Any]
-    ):
-        self._what, self._place, self._names, self._boundary, self._get = what, place, names, boundary, get
-
-    def __call__(self, /, **offsets: int) -> NamedArray:
-        what, place = self._what, self._place
-        for name, offset in offsets.items():
-            if name not in self._names:
-                raise ValueError(
-                    f"{what}: field {place} has no axis {name!r}, only {errors.describe_axes(self._names)}."
-                    + errors.suggestion(name, self._names)
-                )
-            if not isinstance(offset, (int, np.integer)):
-                raise TypeError(f"{what}: the offset {name}= is an integer, got {type(offset).__name__}.")
-            if offset and name not in self._boundary:
-                raise ValueError(
-                    f"{what}: which values are beyond the ends of axis {name!r}? Field {place} is looked up along it, "
-                    f"so add it to `boundary`, as in {{{name!r}: 'edge'}}."
-                )
-        return self._get(tuple(int(offsets.get(n, 0)) for n in self._names))
 
 
 def _looked_up(fn: Callable[..., Any], given: _Fields) -> list[list[tuple[int, ...]]]:
@@ -231,11 +211,8 @@ class _Fields:
     def __init__(self, what: str, fields: Sequence[Any], boundary: Any):
         self.what, self.fields = what, [require_named(what, f) for f in fields]
         self.check_sizes()
-        every = (
-            list(boundary)
-            if isinstance(boundary, Sequence) and not isinstance(boundary, str)
-            else [boundary] * len(fields)
-        )
+        several = isinstance(boundary, Sequence) and not isinstance(boundary, str)
+        every = boundary if several else [boundary] * len(fields)
         if len(every) != len(fields):
             raise ValueError(
                 f"{what}: {len(every)} boundaries for {len(fields)} fields: pass one mapping for all, or each."
@@ -252,9 +229,9 @@ class _Fields:
         self._widened: dict[tuple[int, str, int], tuple[NamedArray, Mapping[str, Widths]]] = {}
         """For each array beyond a boundary, by field, axis and end: with the widest halos that it was needed with."""
         refuse_padded(f.array for f in self.fields)
-        self.blocks: dict[str, Blocks] = {}
-        for f in self.fields:
-            self.blocks = _blocks(what, f) | self.blocks
+        self.blocks: dict[str, Blocks] = collections.defaultdict(Blocks)
+        for f in reversed(self.fields):
+            self.blocks |= _blocks(what, f)
 
     def check_sizes(self) -> None:
         """Check that an axis has one size in all fields."""
@@ -280,14 +257,31 @@ class _Fields:
         names, arrays = [f.names for f in self.fields], [f.array for f in self.fields]
         check_selection(self.what, names, arrays, [axis for axis in axes if isinstance(axis, Axis)])
 
-    def look_ups(self, get: Callable[[int, tuple[int, ...]], NamedArray]) -> list[_LookUp]:
-        def bound(i: int) -> Callable[[tuple[int, ...]], NamedArray]:
-            return lambda offset: get(i, offset)
+    def look_ups(self, get: Callable[[int, tuple[int, ...]], NamedArray]) -> list[Callable[..., NamedArray]]:
+        return [functools.partial(self.look_up, i, get) for i in range(len(self.fields))]
 
-        return [
-            _LookUp(self.what, i, f.names, own, bound(i))
-            for i, (f, own) in enumerate(zip(self.fields, self.boundaries, strict=True))
-        ]
+    def look_up(self, i: int, get: Callable[[int, tuple[int, ...]], NamedArray], /, **offsets: int) -> NamedArray:
+        """Look up the neighbors in a field at an offset."""
+        what, names = self.what, self.fields[i].names
+        for name, offset in offsets.items():
+            if name not in names:
+                raise ValueError(
+                    f"{what}: field {i} has no axis {name!r}, only {errors.describe_axes(names)}."
+                    + errors.suggestion(name, names)
+                )
+            if not isinstance(offset, (int, np.integer)):
+                raise TypeError(f"{what}: the offset {name}= is an integer, got {type(offset).__name__}.")
+            if offset:
+                self.require_boundaries(i, [name])
+        return get(i, tuple(int(offsets.get(n, 0)) for n in names))
+
+    def require_boundaries(self, i: int, axes: Iterable[str]) -> None:
+        """Check that a field has boundaries along some axes."""
+        if lacking := [n for n in axes if n not in self.boundaries[i]]:
+            raise ValueError(
+                f"{self.what}: which values are beyond the ends of axis {lacking[0]!r} in field {i}? Add it to "
+                f"`boundary`, as in {{{lacking[0]!r}: 'edge'}}."
+            )
 
     def one_step(self, fn: Callable[..., Any], offsets: Sequence[Sequence[tuple[int, ...]]]) -> Any:
         neighbors = []
@@ -349,7 +343,7 @@ class _Fields:
         given = [
             self.with_halo(i, f, {n: w for n, w in depth.items() if n in f.names}) for i, f in enumerate(self.fields)
         ]
-        counted = {n: _counted(n) for n in depth if self.blocks.get(n, _ONE).local > 1}
+        counted = {n: _counted(n) for n in depth if self.blocks[n].local > 1}
         given = [self.apart(x, {n: c for n, c in counted.items() if n in x.names}) for x in given]
         sizes = {n: x.axis_size(n) for x in given for n in x.names}
         with self.apart_mapping(counted):
@@ -394,23 +388,19 @@ class _Fields:
         self, x: NamedArray, held: Sequence[Widths], kept: Sequence[Widths], offsets: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], NamedArray]:
         """Return the neighbors at some offsets, given an array with halos."""
-        blocks, every = tuple([self.blocks.get(n, _ONE) for n in x.names]), tuple(dict.fromkeys(offsets))
+        blocks, every = tuple([self.blocks[n] for n in x.names]), tuple(dict.fromkeys(offsets))
         kernel = neighbors_kernel(x.names, blocks, tuple(held), tuple(kept), every)
         return dict(zip(every, kernel.apply(x.array), strict=True))
 
     def with_halo(self, i: int, x: NamedArray, widths: Mapping[str, Widths], held: bool = False) -> NamedArray:
         """Return a field whose blocks have halos; with `held`, refill only the halos beyond boundaries."""
         own, widths = self.boundaries[i], {n: w for n, w in widths.items() if any(w)}
-        if lacking := [n for n in widths if n not in own]:
-            raise ValueError(
-                f"{self.what}: which values are beyond the ends of axis {lacking[0]!r} in field {i}? Add it to "
-                f"`boundary`, as in {{{lacking[0]!r}: 'edge'}}."
-            )
+        self.require_boundaries(i, widths)
         wide = set(widths) if held else set[str]()
         for n in self.in_order(own, widths):
             if held and _is(own[n][0], "periodic"):
                 continue
-            blocks = self.blocks.get(n, _ONE)
+            blocks = self.blocks[n]
             if not held:
                 self.check_width(x, n, blocks, widths[n], own[n])
             values = [self.beyond(i, x, n, last, widths, wide, held) for last in (0, 1)]
@@ -444,7 +434,7 @@ class _Fields:
             self.check_dtype(n, side, x)
             along = {m: w for m, w in widths.items() if m in wide and m in getattr(side, "names", ())}
             return self.widened((i, n, last), side, along) if along else side
-        blocks = self.blocks.get(n, _ONE)
+        blocks = self.blocks[n]
         edge = edge_kernel(x.names, n, blocks, widths[n] if held else _NONE, width, bool(last)).apply(x.array)
         return self.from_edge(side, edge, n, blocks)
 
@@ -475,7 +465,7 @@ class _Fields:
         values = [side for sides in given.values() for side in sides]
         if sum(map(bool, given.values())) > 1 or any(callable(v) or getattr(v, "names", ()) for v in values):
             return order
-        return sorted(order, key=lambda n: n not in self.blocks)
+        return sorted(order, key=lambda n: not self.blocks[n].axes)
 
     def widened(self, place: tuple[int, str, int], value: NamedArray, widths: Mapping[str, Widths]) -> NamedArray:
         """Return an array beyond a boundary, with the halos that the field has along its other axes."""
@@ -483,7 +473,7 @@ class _Fields:
             wide = value
             for n, w in widths.items():
                 kind = "periodic" if _is(self.boundaries[place[0]][n][0], "periodic") else "edge"
-                kernel = halo_kernel(wide.names, n, (None, None), self.blocks.get(n, _ONE), w, (kind, kind), False)
+                kernel = halo_kernel(wide.names, n, (None, None), self.blocks[n], w, (kind, kind), False)
                 wide = kernel.apply(wide.array)
             self._widened[place] = wide, widths
         wide, held = self._widened[place]
@@ -547,8 +537,7 @@ def _is(side: Any, word: str) -> bool:
 
 def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
     """Return the values beyond each end of an axis."""
-    sides = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
-    name = name_of(axis)
+    sides, name = _pair(given), name_of(axis)
     if len(sides) != 2:
         raise ValueError(
             f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}."

@@ -23,7 +23,7 @@ from ..core.extensions import extension
 from ..core.jax_versions import set_apart
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from . import _kernels
-from ._operands import at_least_int32
+from ._operands import as_positions, at_least_int32
 from ._strided_slices import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
@@ -377,7 +377,7 @@ class IndexLayout:
         self._check(a, operands)
 
         def lookup(a, *operands):
-            index = self._index(operands)
+            index = self._index(a.shape, operands)
             return a.at[index].get(**keywords) if keywords else a[index]
 
         found = (*self.shared, *self.inner_result)
@@ -406,13 +406,13 @@ class IndexLayout:
         def change(a, value, *operands):
             if inner_order:
                 value = _kernels.align(value, inner_order, self.inner_result)
-            index = self._index(operands)
+            index = self._index(a.shape, operands)
             return set_apart(getattr(set_apart(a).at[index], how)(value, **keywords))
 
         in_names = (self.names, order, *self.operands)
         return _kernels.map_over(change, self.shared, in_names, self.names)(a, value, *operands)
 
-    def _index(self, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+    def _index(self, shape: Sequence[int], operands: Sequence[jax.Array]) -> tuple[Any, ...]:
         """Return the NumPy index inside the maps. Index arrays broadcast by name to the new axes."""
         remaining = iter(operands)
         index: dict[str, Any] = {}
@@ -429,7 +429,7 @@ class IndexLayout:
                     index[item.name] = next(remaining)
                 case "gather":
                     inner = tuple(n for n in item.static if n not in self.shared)
-                    array = next(remaining)
+                    array = as_positions(next(remaining), shape[self.inner_names.index(item.name)])
                     index[item.name] = _kernels.align(array, inner, self.new) if inner else array
         return tuple(index.get(n, slice(None)) for n in self.inner_names)
 

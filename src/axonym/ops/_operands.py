@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..core import errors
 from ..core.errors import distinct
+from ..distribution.mesh_axes import axes_of_type, mesh_around
 from ..named_array import NamedArray
 from . import _kernels
 
@@ -62,6 +64,18 @@ def as_float(x: ArrayT) -> ArrayT:
 def at_least_int32(x: ArrayT) -> ArrayT:
     """Convert integers of a small dtype, which may not hold the positions along an axis, or its size."""
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+
+
+def as_positions(x: jax.Array, size: int) -> jax.Array:
+    """Convert positions along an axis to int32 on Auto mesh axes; positions out of range stay so.
+
+    If XLA scatters by positions of another dtype, and their axis is sharded unevenly, it ends the process.
+    """
+    mesh = mesh_around()
+    if x.dtype == jnp.int32 or size >= 2**31 - 1 or all(mesh.shape[a] == 1 for a in axes_of_type(mesh, AxisType.Auto)):
+        return x
+    lowest = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -size - 1
+    return jnp.clip(at_least_int32(x), lowest, size).astype(jnp.int32)
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:

@@ -17,7 +17,16 @@ from ..axis import Axis, AxisSelection, Names
 from ..distribution.mesh_axes import replicate_uneven
 from ..named_array import NamedArray
 from . import _kernels
-from ._operands import as_float, at_least_float32, distinct, extreme, one_axis, require_named, require_subset
+from ._operands import (
+    as_float,
+    as_positions,
+    at_least_float32,
+    distinct,
+    extreme,
+    one_axis,
+    require_named,
+    require_subset,
+)
 from .creation import ones_like
 from .elementwise import divide, maximum
 
@@ -136,7 +145,7 @@ def _segment_kernel(what: str, names: Names, own: Names, new_axis: Axis, axis: A
         x = replicate_uneven(what, names, x, several=True)
         segments = replicate_uneven(what, own, segments, several=True)
         sizes = dict(zip(names, x.shape, strict=True)) | {new_axis.name: new_axis.size}
-        numbers = jnp.expand_dims(_kernels.transpose_to(segments, own, ordered), -1)
+        numbers = as_positions(_kernels.transpose_to(segments, own, ordered), new_axis.size)[..., None]
         return scatter([sizes[n] for n in out_names], numbers, x)
 
     return _kernels.make_kernel(what, positional, (names, own), out_names, selection=axis)

@@ -41,7 +41,6 @@ class StepOptions(JitOptions, total=False):
     donate_args: Donation
     donate_kwargs: Mapping[str, Any] | None
     annotation_shardings: Mapping[str, Placement] | None
-    lenient: bool
     uneven: Uneven
 
 
@@ -76,7 +75,6 @@ def named_jit(
     donate_args: Donation = None,
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
-    lenient: bool = False,
     uneven: Uneven = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R] | Callable[[Callable[P, R]], CompiledFunction[P, R]]:
@@ -97,9 +95,8 @@ def named_jit(
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
         annotation_shardings: the placements of annotated values: see `axonym.sharding.with_sharding_annotation`.
-        lenient: whether axes that their mesh axes do not divide are replicated inside: see `axonym.axis_mapping`.
-        uneven: "pad" shards such axes unevenly inside, and stores results padded: see `axonym.axis_mapping`. Arguments
-            that are stored padded have their true size inside in any case.
+        uneven: what to do inside with axes that their mesh axes do not divide: see `axonym.axis_mapping`. With "pad",
+            results are stored padded. Arguments that are stored padded have their true size inside in any case.
         **jit_options: more arguments of `jax.jit`.
 
     >>> mesh = axn.make_mesh({"data": -1})
@@ -125,7 +122,6 @@ def named_jit(
         donate_args=donate_args,
         donate_kwargs=donate_kwargs,
         annotation_shardings=annotation_shardings,
-        lenient=lenient,
         uneven=uneven,
         **jit_options,
     )
@@ -222,7 +218,6 @@ def _compiled(
     donate_args: Donation = None,
     donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
-    lenient: bool = False,
     uneven: Uneven = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:
@@ -237,7 +232,7 @@ def _compiled(
     if annotation_shardings is not None:
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
     check_uneven(what, uneven)
-    active = {**active, **({"lenient": True} if lenient else {}), **({"uneven": uneven} if uneven else {})}
+    active = {**active, **({"uneven": uneven} if uneven else {})}
 
     title = f"{what}({getattr(fn, '__qualname__', fn)!s})"
 

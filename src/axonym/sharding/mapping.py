@@ -29,15 +29,15 @@ PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 """One mesh axis, or several that an axis is sharded over."""
 
 
-Uneven: TypeAlias = Literal["pad"] | None
-"""How axes are sharded that their mesh axes do not divide: "pad" stores them padded; None keeps the active
-setting, by default an error."""
+Uneven: TypeAlias = Literal["pad", "replicate"] | None
+"""What to do with axes that their mesh axes do not divide: see `axonym.axis_mapping`. None keeps what is active, by
+default an error."""
 
 
 def check_uneven(what: str, uneven: Any) -> None:
     """Check an argument `uneven`."""
-    if uneven not in ("pad", None):
-        raise ValueError(f"{what}: `uneven` is 'pad' or None, got {uneven!r}.")
+    if uneven not in ("pad", "replicate", None):
+        raise ValueError(f"{what}: `uneven` is 'pad', 'replicate' or None, got {uneven!r}.")
 
 
 def uneven_here(what: str, uneven: Uneven) -> contextlib.AbstractContextManager[Any]:
@@ -104,7 +104,6 @@ def axis_mapping(
     mapping: ResourceMapping | None = None,
     *,
     merge: bool = False,
-    lenient: bool = False,
     uneven: Uneven = None,
     **entries: str | Sequence[str] | None,
 ) -> ActiveSettings:
@@ -115,12 +114,11 @@ def axis_mapping(
 
     Arguments:
         mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.
-        merge: whether to keep the entries of the mapping around it for axes that this one lacks, its leniency, and its
-            `uneven`.
-        lenient: whether compiled functions replicate axes that their mesh axes do not divide, with a warning; else this
-            is an error.
-        uneven: "pad" shards such axes, too, over Auto mesh axes: inside compiled functions they have their true size,
-            and outside their arrays are stored padded, and nothing computes with them. It goes before `lenient`.
+        merge: whether to keep the entries of the mapping around it for axes that this one lacks, and its `uneven`.
+        uneven: what to do with axes that their mesh axes do not divide; by default they are an error. "pad" shards
+            them, too, over Auto mesh axes: inside compiled functions they have their true size, and outside their
+            arrays are stored padded, and nothing computes with them. "replicate" replicates them inside compiled
+            functions, with a warning.
         **entries: more entries, by keyword.
 
     >>> with axn.axis_mapping({"batch": "data"}):
@@ -137,10 +135,9 @@ def axis_mapping(
     def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
         if outer is None or not merge:
-            return active_settings.changed(outer, mapping=new, lenient=lenient, uneven=uneven)
+            return active_settings.changed(outer, mapping=new, uneven=uneven)
         merged = {**outer.mapping, **new}
-        lenience = {"lenient": lenient or outer.lenient, "uneven": uneven or outer.uneven}
-        return active_settings.changed(outer, mapping=merged, **lenience)
+        return active_settings.changed(outer, mapping=merged, uneven=uneven or outer.uneven)
 
     return ActiveSettings("axis_mapping", settings)
 

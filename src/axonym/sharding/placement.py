@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axis import Names, name_of
 from ..core import errors
-from ..distribution.active_settings import Entry, active_mapping, is_lenient, pads_uneven
+from ..distribution.active_settings import Entry, active_mapping, active_uneven, pads_uneven
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_of_type,
@@ -125,7 +125,7 @@ class PlacementCheck:
     not_told: list[Leaf]
     """Optimizer arrays that a mapping would shard, but whose sizes do not identify their axes."""
     replicated: list[str]
-    """Messages about axes that are replicated because the mapping is lenient."""
+    """Messages about axes that are replicated because of `uneven="replicate"`."""
 
 
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *, pads: bool = False) -> PlacementCheck:
@@ -139,7 +139,8 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
     active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
     examined = PlacementCheck([], structure, [], [], [], [], [])
-    uneven, lenient = _leniency(pads)
+    uneven = pads_uneven() if pads else None
+    replicates = active_uneven() == "replicate" and in_trace()
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
@@ -151,7 +152,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
-        given = _where_divided(leaf, given, mesh, examined.replicated) if lenient else given
+        given = _where_divided(leaf, given, mesh, examined.replicated) if replicates else given
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems, uneven)
         if isinstance(given, Mapping) and leaf.made_from and (problems or is_not_told(leaf, given)):
@@ -162,12 +163,6 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
-
-
-def _leniency(pads: bool) -> tuple[bool | None, bool]:
-    """Return whether axes may be uneven, None if the caller cannot pad, and whether they are replicated instead."""
-    uneven = pads_uneven() if pads else None
-    return uneven, is_lenient() and not uneven and in_trace()
 
 
 def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:
