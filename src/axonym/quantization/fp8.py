@@ -11,6 +11,7 @@ with 8-bit products recognize this pattern; on other devices, it simulates 8-bit
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Self
 
@@ -97,6 +98,16 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         rhs = in_qdq(dtype, rhs, self.kernel_scale, self.kernel_amax_history, self.fwd_dtype)
         y = dot_general_with_precision(lhs, rhs, dimension_numbers, None, wanted)
         return out_qdq(dtype, y, self.output_grad_scale, self.output_grad_amax_history, self.rev_dtype)
+
+    def accumulate(self, other: Self) -> Self:
+        """Combine the gradients of two batches: the largest values of both, and the scales, which are the same.
+
+        >>> op = axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2)
+        >>> op.accumulate(op).input_scale
+        Array([1.], dtype=float32)
+        """
+        names = ("input_amax_history", "output_grad_amax_history", "kernel_amax_history")
+        return dataclasses.replace(other, **{n: jnp.maximum(getattr(self, n), getattr(other, n)) for n in names})
 
 
 # --- rounding ---
