@@ -24,7 +24,6 @@ import equinox as eqx
 import jax
 
 from ..core import errors
-from ..named_array import is_named_array
 
 __all__ = ["OverwriteWithGradient", "T", "accumulate_gradients", "apply_updates", "partition_for_grad_overwrite"]
 
@@ -83,7 +82,7 @@ def accumulate_gradients(accumulated: T, gradient: T) -> T:
             return new if so_far is None else so_far
         return so_far.accumulate(new) if _overwrites(so_far) else so_far + new
 
-    return jax.tree.map(add, accumulated, gradient, is_leaf=lambda x: _is_update_leaf(x) or is_named_array(x))
+    return jax.tree.map(add, accumulated, gradient, is_leaf=_is_update_leaf)
 
 
 def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
