@@ -18,7 +18,7 @@ scales too large. Gradients of several batches are added up by `accumulate_gradi
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -37,7 +37,7 @@ class OverwriteWithGradient(eqx.Module):
     True
     """
 
-    def accumulate(self, other: Self) -> Self:
+    def accumulate(self, other: Any) -> Any:
         """Combine the gradients of two batches: the second one, unless a class overrides this.
 
         The first one may consist of zeros, before the first batch.
