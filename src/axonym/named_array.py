@@ -23,14 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
+from jax.typing import ArrayLike
 
 from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
 from .core import errors
 from .core.extensions import extend as extend, extension
 
 if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
     from ._methods import Methods as _Base
 else:
 
@@ -398,7 +397,7 @@ jax.export.register_pytree_node_serialization(
     from_children=lambda names, sizes: Shape(zip(names, sizes, strict=True)),  # pyright: ignore[reportArgumentType]
 )
 
-NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
+NamedOrNumeric: TypeAlias = NamedArray | ArrayLike
 
 
 def wrap(array: Any, names: Names) -> NamedArray:

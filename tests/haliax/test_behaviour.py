@@ -374,3 +374,24 @@ def test_helpers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda x: hax.shard(x))(hax.ones(D))  # nothing says where, and nothing is said about it in jit
+
+
+def test_what_public_code_takes_from_private_modules() -> None:
+    class Tied(hax.state_dict.ModuleWithStateDictSerialization):
+        weight: hax.NamedArray
+
+        def to_state_dict(self, prefix: str | None = None) -> Any:
+            return {"tied": 1, **hax._src.state_dict.default_eqx_module_to_state_dict(self, prefix)}
+
+        def from_state_dict(self, state_dict: Any, prefix: str | None = None) -> Any:
+            assert state_dict["tied"] == 1
+            return hax._src.state_dict.default_eqx_module_from_state_dict(self, state_dict, prefix)
+
+    entries = hax.state_dict.to_state_dict(Tied(X), "x")
+    assert entries.keys() == {"tied", "x.weight"}
+    assert hax.all(hax.state_dict.from_state_dict(Tied(0 * X), entries, "x").weight == X)
+    plain = hax._src.state_dict.default_eqx_module_to_state_dict(hax.nn.Dropout(0.5))
+    assert hax._src.state_dict.default_eqx_module_from_state_dict(hax.nn.Dropout(0.1), plain) is not None
+    assert hax.ScanCheckpointPolicy._mk("nested").nested
+    assert hax.quantization.CustomGradientAccumulation is axn.quantization.OverwriteWithGradient
+    assert type(None) in typing.get_args(hax.NamedOrNumeric | None)

@@ -24,11 +24,7 @@ BY_MODULE: dict[str, list[tuple[str, str | None]]] = {}
 MISSING = {
     "nn.linear.gmm_sharded": "a kernel for raw arrays: `MoELinear` has it with `use_gmm=True`",
     "debug.ArrayLike": "an alias that Haliax uses itself",
-    "quantization.CustomGradientAccumulation": "a base class by which gradients of several batches are added up",
-    "quantization.accumulate_gradients": "adds up gradients of several batches",
-    "quantization.Fp8DotGeneralOp.accumulate": "as `CustomGradientAccumulation`",
-    "quantization.Int8DotGeneralOp.accumulate": "as `CustomGradientAccumulation`",
-    "quantization.CustomGradientAccumulation.accumulate": "as `CustomGradientAccumulation`",
+    "quantization.Int8DotGeneralOp.accumulate": "it has no state",
     "core.NamedArray.tree_unflatten": "Axonym registers the class by its fields",
 }
 OTHER_PARAMETERS = {

@@ -19,6 +19,7 @@ from axonym.precision import Policy
 from axonym.quantization import (
     Fp8DotGeneralOp,
     QuantizationConfig,
+    accumulate_gradients,
     apply_updates,
     dot_general_with_precision,
     in_qdq,
@@ -130,6 +131,20 @@ def test_step_with_overwrites() -> None:
     assert half["w"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="`updates` has 1 leaf, the model 2"):
         apply_updates({"a": 1.0, "b": 2.0}, {"a": 1.0}, {"a": None, "b": None})
+
+
+def test_gradients_of_several_batches() -> None:
+    """Gradients add up, the largest values are those of both batches, and scales stay; None stands for no gradient."""
+    first = {"layer": jax.grad(loss)(LAYER, X), "frozen": None}
+    second = {"layer": jax.grad(loss)(LAYER, 3 * X), "frozen": None}
+    total = accumulate_gradients(jax.tree.map(jnp.zeros_like, first), first)
+    total = accumulate_gradients(total, second)
+    assert_named(total["layer"].weight, first["layer"].weight + second["layer"].weight, rtol=1e-6)
+    state = total["layer"].dot_general
+    np.testing.assert_allclose(state.input_amax_history, [3 * np.abs(X.array).max(), 0, 0])
+    np.testing.assert_allclose(state.input_scale, second["layer"].dot_general.input_scale)
+    assert total["frozen"] is None
+    assert accumulate_gradients({"w": None}, {"w": 1.0}) == {"w": 1.0}
 
 
 def test_compute_dtype() -> None:

@@ -45,3 +45,9 @@ class ScanCheckpointPolicy(_ScanCheckpointPolicy):
         """
         policy = _ScanCheckpointPolicy.from_bool_or_str(remat_policy)
         return ScanCheckpointPolicy(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)})
+
+    @staticmethod
+    def _mk(remat_policy: ScanCheckpointSpec) -> _ScanCheckpointPolicy:
+        # Levanter calls this.
+        given = isinstance(remat_policy, _ScanCheckpointPolicy)
+        return remat_policy if given else ScanCheckpointPolicy.from_bool_or_str(remat_policy)

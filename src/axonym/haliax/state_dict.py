@@ -14,6 +14,20 @@ def _leniently(load: _Any) -> _Any:
     return _functools.update_wrapper(_functools.partial(load, ignore=("*",)), load)
 
 
+def default_eqx_module_from_state_dict(mod: _Any, state_dict: _Any, prefix: str | None = None) -> _Any:
+    """Load each field of a module, as one does whose class has no method for it."""
+    own = isinstance(mod, _state.ModuleWithStateDictSerialization)
+    load = _state.ModuleWithStateDictSerialization.from_state_dict if own else from_state_dict
+    return load(mod, state_dict, prefix)
+
+
+def default_eqx_module_to_state_dict(mod: _Any, prefix: str | None = None) -> _state.StateDict:
+    """Write each field of a module, as one does whose class has no method for it."""
+    own = isinstance(mod, _state.ModuleWithStateDictSerialization)
+    write = _state.ModuleWithStateDictSerialization.to_state_dict if own else _state.to_state_dict
+    return write(mod, prefix)
+
+
 from_state_dict = _leniently(_state.from_state_dict)
 from_torch_compatible_state_dict = _with_parameters(_leniently(_state.from_torch_compatible_state_dict), tree="t")
 to_numpy_state_dict = _with_parameters(_state.to_numpy_state_dict, tree="model")

@@ -21,6 +21,7 @@ from .layers import (
 )
 from .overwriting import (
     OverwriteWithGradient as OverwriteWithGradient,
+    accumulate_gradients as accumulate_gradients,
     apply_updates as apply_updates,
     partition_for_grad_overwrite as partition_for_grad_overwrite,
 )

@@ -11,6 +11,7 @@ compilers for such devices once recognized, XLA for GPUs would multiply in the w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple, Self
 
@@ -165,6 +166,16 @@ def _product_of(axes: ProductAxes, lhs: _Short, rhs: _Short, dtype: Any, precisi
     y = multiply(axes, lhs.array, rhs.array, accumulator, precision)
     wide = jnp.promote_types(dtype, jnp.float32)
     return (y * (lhs.factor.astype(wide) * rhs.factor.astype(wide))).astype(dtype)
+
+    def accumulate(self, other: Self) -> Self:
+        """Combine the gradients of two batches: the largest values of both, and the scales, which are the same.
+
+        >>> op = axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2)
+        >>> op.accumulate(op).input_scale
+        Array([1.], dtype=float32)
+        """
+        names = ("input_amax_history", "output_grad_amax_history", "kernel_amax_history")
+        return dataclasses.replace(other, **{n: jnp.maximum(getattr(self, n), getattr(other, n)) for n in names})
 
 
 # --- rounding ---

@@ -12,8 +12,8 @@ model = apply_updates(model, updates, overwrites)
 ```
 
 JAX adds up the gradients of an array that is used several times. So use such a module for one product in a step. If a
-layer is called twice, called under a `jax.vmap` that does not map over the layer, or has its gradients accumulated over
-several batches, its record becomes a sum, and its scales too large.
+layer is called twice, or called under a `jax.vmap` that does not map over the layer, its record becomes a sum, and its
+scales too large. Gradients of several batches are added up by `accumulate_gradients`, which does not add records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax
 
 from ..core import errors
 
-__all__ = ["OverwriteWithGradient", "T", "apply_updates", "partition_for_grad_overwrite"]
+__all__ = ["OverwriteWithGradient", "T", "accumulate_gradients", "apply_updates", "partition_for_grad_overwrite"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,17 @@ class OverwriteWithGradient(eqx.Module):
     >>> isinstance(axn.quantization.Fp8DotGeneralOp.init(), axn.quantization.OverwriteWithGradient)
     True
     """
+
+    def accumulate(self, other: Any) -> Any:
+        """Combine the gradients of two batches: the second one, unless a class overrides this.
+
+        The first one may consist of zeros, before the first batch.
+
+        >>> op = axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2)
+        >>> op.accumulate(op).input_amax_history
+        Array([0., 0.], dtype=float32)
+        """
+        return other
 
 
 def _overwrites(x: Any) -> bool:
@@ -55,6 +66,23 @@ def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
     {'op': None, 'w': NamedArray(float32[x=2], [1. 1.])}
     """
     return eqx.partition(grad, _overwrites, is_leaf=_overwrites)
+
+
+def accumulate_gradients(accumulated: T, gradient: T) -> T:
+    """Add the gradients of a batch to those of earlier ones; `OverwriteWithGradient` modules say how they combine.
+
+    >>> grads = {"op": axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2), "w": axn.ones({"x": 2})}
+    >>> total = axn.quantization.accumulate_gradients(grads, grads)
+    >>> total["w"], total["op"].input_scale
+    (NamedArray(float32[x=2], [2. 2.]), Array([1.], dtype=float32))
+    """
+
+    def add(so_far: Any, new: Any) -> Any:
+        if so_far is None or new is None:
+            return new if so_far is None else so_far
+        return so_far.accumulate(new) if _overwrites(so_far) else so_far + new
+
+    return jax.tree.map(add, accumulated, gradient, is_leaf=_is_update_leaf)
 
 
 def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
