@@ -33,7 +33,7 @@ from tests.insight import cases
 from tests.insight.test_by_names import MAPPINGS, language_model
 from tests.ops.case import SIZES as SIZES_OF_CASES, Case
 from tests.ops.test_operations import CASES
-from tests.test_code import TREES
+from tests.test_code import trees
 
 # --- law 1 ---
 
@@ -304,7 +304,7 @@ EXCUSED = {
 def _made_with_care() -> set[str]:
     """Return the functions that make kernels with `per_device`, `gathers` or `along`, each with its file."""
     found = set()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for f in tree.body:
             calls = [(ast.unparse(c.func).rpartition(".")[2], c) for c in ast.walk(f) if isinstance(c, ast.Call)]
             keywords = {k.arg for made, c in calls if made == "make_kernel" for k in c.keywords}

@@ -75,9 +75,9 @@ def test_any_contraction(equation: str, left: str, right: str) -> None:
 @pytest.mark.parametrize("size", [1, 5, 8, 16, 17])
 def test_sums_of_a_multiple_of_16(size: int) -> None:
     """Other sums of 8-bit numbers are wrong on some GPUs."""
-    lhs, rhs = (np.random.default_rng(i).integers(-100, 100, (3, size)).astype(np.int8) for i in range(2))
+    lhs, rhs = (jax.random.randint(jax.random.key(i), (3, size), -100, 100, jnp.int8) for i in range(2))
     found = functools.partial(multiply, ProductAxes(("m", "k"), ("n", "k"), ("m", "n")), dtype=jnp.int32)
-    np.testing.assert_array_equal(found(lhs, rhs), lhs.astype(int) @ rhs.T.astype(int))
+    np.testing.assert_array_equal(found(lhs, rhs), np.asarray(lhs, int) @ np.asarray(rhs.T, int))
     (product,) = (e for e in jax.make_jaxpr(found)(lhs, rhs).eqns if e.primitive.name == "dot_general")
     assert product.invars[0].aval.shape == (3, -(-size // 16) * 16)
 

@@ -77,7 +77,7 @@ def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> N
     return apply_along(_positions, "argpartition", a, axis, stable=True, descending=False)
 
 
-def _partitioned_axis(what: str, a: NamedArray, kth: int, axis: AxisSelector | None) -> AxisSelector:
+def _partitioned_axis(what: str, a: NamedArray, kth: int, axis: Any) -> AxisSelector:
     """Check `kth`, and return the axis to sort: JAX's partition takes as long, and GPUs do not put each NaN last."""
     axis, kth = _kernels.one_selector(what, only_axis(what, require_named(what, a), axis)), operator.index(kth)
     size = a.shape.get(name_of(axis))
