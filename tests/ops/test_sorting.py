@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,8 +88,11 @@ def test_triangles_keep_the_dtype() -> None:
         assert axn.tril(axn.ones((X, Y), dtype), "x", "y").dtype == dtype
 
 
-def test_a_nan_is_partitioned_last_whatever_its_sign() -> None:
-    x = axn.named(np.array([2.0, -np.nan, 0.0, np.nan, 1.0], np.float32), "x")
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_nan_is_partitioned_last_whatever_its_sign(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    more = [3.0] * (backend == "gpu")  # another size, so that it is compiled again
+    x = axn.named(np.array([2.0, -np.nan, 0.0, np.nan, 1.0, *more], np.float32), "x")
     assert axn.partition(x, 2, "x")["x", :3].max() == 2.0
     assert {0, 2, 4} == {*axn.argpartition(x, 2, "x")["x", :3].tolist()}
 

@@ -73,8 +73,9 @@ def test_any_contraction(equation: str, left: str, right: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 16, 17])
-def test_sums_of_a_multiple_of_16(size: int) -> None:
+def test_sums_of_a_multiple_of_16_on_gpus(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sums of 8-bit numbers are wrong on some GPUs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lhs, rhs = (jax.random.randint(jax.random.key(i), (3, size), -100, 100, jnp.int8) for i in range(2))
     found = functools.partial(multiply, ProductAxes(("m", "k"), ("n", "k"), ("m", "n")), dtype=jnp.int32)
     np.testing.assert_array_equal(found(lhs, rhs), np.asarray(lhs, int) @ np.asarray(rhs.T, int))

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
+import axonym.haliax as hax
 from axonym import nn
 from axonym.distribution.padded_array import PaddedArray, is_padded, padded_array, stored
 from axonym.named_array import raw
@@ -404,6 +405,17 @@ def test_without_the_setting_it_is_an_error_that_names_it() -> None:
     for wrong in (axn.axis_mapping, lambda **k: axn.named_jit(abs, **k), lambda **k: axn.shard(X, {}, **k)):
         with pytest.raises(ValueError, match="`uneven` is 'pad', 'replicate' or None, got 'zeros'"):
             wrong(uneven=untyped)
+    with pytest.raises(ValueError, match=r"^from_process_local_data: `uneven` is 'pad' or None, got 'replicate'"):
+        axn.sharding.from_process_local_data(np.ones(28), mesh=devices_of(data=8), uneven="replicate")
+
+
+@pytest.mark.parametrize("compiled", [axn.named_jit, hax.named_jit])
+def test_pad_stays_active_under_replicate(compiled: Any) -> None:
+    step = compiled(lambda x: 2 * x, uneven="replicate")  # of another mapping than the active one
+    with jax.set_mesh(devices_of(data=8)), axn.axis_mapping({"vocab": "data"}, uneven="pad"):
+        found = step(axn.shard(X))
+        assert is_padded(raw(found)) and is_padded(raw(hax.shard(X)))
+        np.testing.assert_array_equal(axn.unshard(found).array, 2 * X.array)
 
 
 def test_explicit_and_manual_mesh_axes_are_refused_by_name() -> None:

@@ -82,6 +82,8 @@ def intern_settings(**parts: Any) -> Settings | None:
 def changed(outer: Settings | None, **parts: Any) -> Settings | None:
     """Return settings with some parts replaced."""
     kept = {} if outer is None else {f.name: getattr(outer, f.name) for f in dataclasses.fields(outer)}
+    if parts.get("uneven") == "replicate" and kept.get("uneven") == "pad":  # padded axes need no copies
+        del parts["uneven"]
     return intern_settings(**{**kept, **parts})
 
 

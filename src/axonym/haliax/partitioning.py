@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh as Mesh, NamedSharding, Pa
 
 from .. import shard_map as _shard_map, sharding as _sharding
 from ..axis import AxisSelection
-from ..distribution.active_settings import pads_uneven as _pads_uneven
 from ..named_array import NamedArray, raw
 from ..sharding import (
     PhysicalAxisSpec as PhysicalAxisSpec,
@@ -51,8 +50,7 @@ def axis_mapping(mapping: ResourceMapping, *, merge: bool = False, **kwargs: Phy
     ...     hax.partitioning.current_thread_local_mapping()
     {'batch': 'data', 'embed': 'model'}
     """
-    uneven = "pad" if merge and _pads_uneven() else "replicate"
-    return _sharding.axis_mapping(mapping, merge=merge, **{"uneven": uneven, **dict[str, Any](kwargs)})
+    return _sharding.axis_mapping(mapping, merge=merge, **{"uneven": "replicate", **dict[str, Any](kwargs)})
 
 
 @functools.wraps(_sharding.named_jit, assigned=("__name__", "__qualname__", "__doc__"))
@@ -109,7 +107,7 @@ def shard(x: T, mapping: ResourceMapping | None = None, mesh: MeshLike | None = 
         if not is_in_jit():
             warnings.warn(f"shard: no {missing} is active, so nothing is sharded.", RuntimeWarning, stacklevel=2)
         return x
-    with _sharding.axis_mapping(merge=True, uneven="pad" if _pads_uneven() else "replicate"):
+    with _sharding.axis_mapping(merge=True, uneven="replicate"):
         return _sharding.shard(x, mapping, mesh)
 
 

@@ -113,7 +113,7 @@ def _multiply(
     plan: Plan, left: _OperandTerm, right: _OperandTerm, needed: set[str], target: Names | None, dot_general: DotGeneral
 ) -> _OperandTerm:
     """Multiply two terms and sum over axes that no other term needs; `target` is the layout of the result, if given."""
-    # First, since the product would have the axis of all these elements only to add them up.
+    # First: otherwise the product would have these axes, too, only to be summed over them.
     left = _sum_out(plan, left, needed.union(right.names))
     right = _sum_out(plan, right, needed.union(left.names))
     shared = [n for n in left.names if n in right.names]

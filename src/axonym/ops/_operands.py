@@ -52,7 +52,7 @@ def scalar(what: str, argument: str, x: Any) -> Any:
 
 
 def unsigned_nan(x: jax.Array) -> jax.Array:
-    """Clear the sign bit of NaN, which inf - inf sets: JAX's top-k sorts such a NaN last."""
+    """Clear the sign bit of NaN, which inf - inf sets: JAX's partition sorts such a NaN first, its top-k last."""
     return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -69,12 +69,16 @@ def at_least_int32(x: ArrayT) -> ArrayT:
 def as_positions(x: jax.Array, size: int) -> jax.Array:
     """Convert positions along an axis to int32 on Auto mesh axes; positions out of range stay so.
 
-    If XLA scatters by positions of another dtype, and their axis is sharded unevenly, it ends the process.
+    If XLA scatters by positions of another dtype, and their axis is sharded unevenly, it ends the process. Unsigned
+    positions are converted everywhere, since JAX takes the largest of them for negative ones.
     """
-    mesh = mesh_around()
-    if x.dtype == jnp.int32 or size >= 2**31 - 1 or all(mesh.shape[a] == 1 for a in axes_of_type(mesh, AxisType.Auto)):
+    if x.dtype == jnp.int32 or not jnp.issubdtype(x.dtype, jnp.integer) or size >= 2**31 - 1:
         return x
-    lowest = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -size - 1
+    mesh, unsigned = mesh_around(), jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+    wraps = unsigned and x.dtype.itemsize >= 4
+    if not wraps and all(mesh.shape[a] == 1 for a in axes_of_type(mesh, AxisType.Auto)):
+        return x
+    lowest = 0 if unsigned else -size - 1
     return jnp.clip(at_least_int32(x), lowest, size).astype(jnp.int32)
 
 

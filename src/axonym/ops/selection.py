@@ -229,8 +229,6 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
 
     def positional(x, indices):
         _kernels.check_operands(what, (_apart(names, along), index_names), (x, indices))
-        if jnp.result_type(indices) == jnp.uint32:  # JAX treats the largest as negative
-            indices = jnp.minimum(indices, x.shape[position])
         indices = as_positions(indices, x.shape[position])
         taken = jnp.take_along_axis(x, _kernels.align(indices, index_names, names), position, mode)
         return taken if along in index_names else jax.lax.squeeze(taken, (position,))

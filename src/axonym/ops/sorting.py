@@ -7,7 +7,7 @@ Elements are ordered as in NumPy: NaN comes last. The axis can be left out for a
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from ..core import errors
 from ..distribution.per_device import vary_like
 from ..named_array import NamedArray
 from . import _kernels
-from ._operands import apply_along, only_axis, require_named
+from ._operands import apply_along, only_axis, require_named, unsigned_nan
 from ._sort_gradient import sort_along
 
 
@@ -64,7 +64,7 @@ def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> Name
     >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
     """
-    return apply_along(_sort, "partition", a, _partitioned_axis("partition", a, kth, axis), descending=False)
+    return _partition(_partitioned, "partition", a, kth, axis)
 
 
 def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
@@ -73,17 +73,28 @@ def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> N
     >>> axn.argpartition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
     """
-    axis = _partitioned_axis("argpartition", a, kth, axis)
-    return apply_along(_positions, "argpartition", a, axis, stable=True, descending=False)
+    return _partition(_argpartitioned, "argpartition", a, kth, axis)
 
 
-def _partitioned_axis(what: str, a: NamedArray, kth: int, axis: Any) -> AxisSelector:
-    """Check `kth`, and return the axis to sort: JAX's partition takes as long, and GPUs do not put each NaN last."""
+# JAX's partition takes the largest and the smallest elements, and on GPUs not each NaN is among the largest.
+
+
+def _partitioned(x: jax.Array, axis: int, kth: int) -> jax.Array:
+    return _sort(x, axis, False) if jax.default_backend() == "gpu" else jnp.partition(unsigned_nan(x), kth, axis)
+
+
+def _argpartitioned(x: jax.Array, axis: int, kth: int) -> jax.Array:
+    if jax.default_backend() == "gpu":
+        return _positions(x, axis=axis)
+    return jnp.argpartition(unsigned_nan(x), kth, axis)
+
+
+def _partition(fn: Callable[..., Any], what: str, a: NamedArray, kth: int, axis: Any) -> NamedArray:
     axis, kth = _kernels.one_selector(what, only_axis(what, require_named(what, a), axis)), operator.index(kth)
     size = a.shape.get(name_of(axis))
     if size is not None and not -size <= kth < size:
         raise ValueError(f"{what}: no element {kth} along axis {name_of(axis)!r} of size {size}.")
-    return axis
+    return apply_along(fn, what, a, axis, kth=kth)
 
 
 def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> NamedArray:

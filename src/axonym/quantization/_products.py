@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..axis import Names
+from ..distribution.mesh_axes import explicit_mesh
 
 
 class ProductAxes(NamedTuple):
@@ -44,11 +45,18 @@ def multiply(
     rhs: jax.Array,
     dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
+    like: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiply two arrays of 8-bit numbers, also of two kinds of floats, or of wide ones; accumulate in a dtype."""
-    if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+    """Multiply two arrays, such as arrays of 8-bit numbers, and accumulate in a dtype.
+
+    Over Explicit mesh axes, the result is sharded like another array, if one is given.
+    """
+    if lhs.dtype.itemsize == rhs.dtype.itemsize == 1 and jax.default_backend() == "gpu":
         lhs, rhs = _fill_summed(axes, lhs, rhs)
-    return jnp.einsum(lhs, axes.lhs, rhs, axes.rhs, axes.out, precision=precision, preferred_element_type=dtype)
+    sharding = None if like is None or explicit_mesh((like,)) is None else jax.typeof(like).sharding
+    return jnp.einsum(
+        lhs, axes.lhs, rhs, axes.rhs, axes.out, precision=precision, preferred_element_type=dtype, out_sharding=sharding
+    )
 
 
 def _fill_summed(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:

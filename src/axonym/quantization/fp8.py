@@ -97,75 +97,14 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
         lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        product = _ShortProduct(
-            product_axes(lhs.ndim, rhs.ndim, dimension_numbers),
-            jnp.dtype(wanted),
-            jnp.dtype(self.fwd_dtype),
-            jnp.dtype(self.rev_dtype),
-        )
+        axes, short = product_axes(lhs.ndim, rhs.ndim, dimension_numbers), jnp.dtype(self.fwd_dtype)
+        kind = _ProductKind(axes, jnp.dtype(wanted), short, short, jnp.dtype(self.rev_dtype))
         states: Any = (
             (self.input_scale, self.input_amax_history),
             (self.kernel_scale, self.kernel_amax_history),
             (self.output_grad_scale, self.output_grad_amax_history),
         )
-        return _multiply(product, lhs, rhs, *states)
-
-
-# --- the product ---
-
-
-class _ShortProduct(NamedTuple):
-    """A product as static data: its axes, the dtype of its result, and those of its operands and gradient."""
-
-    axes: ProductAxes
-    dtype: Any
-    fwd_dtype: Any
-    rev_dtype: Any
-
-
-class _Short(NamedTuple):
-    """An array of 8-bit floats, and the factor that was divided out."""
-
-    array: jax.Array
-    factor: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(
-    how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
-) -> jax.Array:
-    """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
-    return _multiply_forward(how, lhs, rhs, of_lhs, of_rhs, of_gradient)[0]
-
-
-def _multiply_forward(
-    how: _ShortProduct, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
-) -> tuple[jax.Array, Any]:
-    short_lhs, new_lhs = _shortened(lhs.dtype, how.fwd_dtype, lhs, of_lhs)
-    short_rhs, new_rhs = _shortened(rhs.dtype, how.fwd_dtype, rhs, of_rhs)
-    y = _product_of(how.axes, short_lhs, short_rhs, how.dtype, jax.lax.Precision.DEFAULT)
-    return y, (short_lhs, short_rhs, new_lhs, new_rhs, of_gradient)
-
-
-def _multiply_backward(how: _ShortProduct, state: Any, gradient: jax.Array) -> Any:
-    """Multiply with the exact accumulation, which the precision selects; the forward product accumulates fast."""
-    lhs, rhs, new_lhs, new_rhs, of_gradient = state
-    dtype, exact = lhs.factor.dtype, jax.lax.Precision.HIGHEST
-    short, new_gradient = _shortened(dtype, how.rev_dtype, gradient, of_gradient)
-    of_lhs = _product_of(how.axes.of_lhs_gradient(), short, rhs, dtype, exact)
-    of_rhs = _product_of(how.axes.of_rhs_gradient(), lhs, short, dtype, exact)
-    return of_lhs, of_rhs, new_lhs, new_rhs, new_gradient
-
-
-_multiply.defvjp(_multiply_forward, _multiply_backward)
-
-
-def _product_of(axes: ProductAxes, lhs: _Short, rhs: _Short, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
-    # float16 cannot hold a product of numbers that are not scaled. In float32, a GPU writes twice the bytes.
-    accumulator = dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32)
-    y = multiply(axes, lhs.array, rhs.array, accumulator, precision)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return (y * (lhs.factor.astype(wide) * rhs.factor.astype(wide))).astype(dtype)
+        return _multiply(kind, lhs, rhs, *states)
 
     def accumulate(self, other: Self) -> Self:
         """Combine the gradients of two batches: the largest values of both, and the scales, which are the same.
@@ -176,6 +115,93 @@ def _product_of(axes: ProductAxes, lhs: _Short, rhs: _Short, dtype: Any, precisi
         """
         names = ("input_amax_history", "output_grad_amax_history", "kernel_amax_history")
         return dataclasses.replace(other, **{n: jnp.maximum(getattr(self, n), getattr(other, n)) for n in names})
+
+
+# --- the product ---
+
+
+class _ProductKind(NamedTuple):
+    """A product as static data: its axes, the 8-bit dtypes of its operands and of its gradient, and the result's."""
+
+    axes: ProductAxes
+    dtype: Any
+    lhs_dtype: Any
+    rhs_dtype: Any
+    rev_dtype: Any
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(
+    kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
+) -> jax.Array:
+    """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
+    return _multiply_forward(kind, lhs, rhs, of_lhs, of_rhs, of_gradient)[0]
+
+
+def _multiply_forward(
+    kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
+) -> tuple[jax.Array, Any]:
+    new_lhs, new_rhs = _next(kind.lhs_dtype, lhs, *of_lhs), _next(kind.rhs_dtype, rhs, *of_rhs)
+    y = _rounded_product(kind, lhs, rhs, new_lhs[0], new_rhs[0])
+    # The operands are kept, and not the 8-bit floats: a policy that saves these would turn the largest into NaN.
+    return y, (lhs, rhs, new_lhs, new_rhs, of_gradient)
+
+
+def _multiply_backward(kind: _ProductKind, state: Any, gradient: jax.Array) -> Any:
+    """Multiply with the exact accumulation, which the precision selects; the forward product accumulates fast."""
+    lhs, rhs, new_lhs, new_rhs, of_gradient = state
+    new_gradient, exact = _next(kind.rev_dtype, gradient, *of_gradient), jax.lax.Precision.HIGHEST
+    of_lhs = _ProductKind(kind.axes.of_lhs_gradient(), lhs.dtype, kind.rev_dtype, kind.rhs_dtype, kind.rev_dtype, exact)
+    of_rhs = _ProductKind(kind.axes.of_rhs_gradient(), rhs.dtype, kind.lhs_dtype, kind.rev_dtype, kind.rev_dtype, exact)
+    gradient = gradient.astype(lhs.dtype)
+    return (
+        _rounded_product(of_lhs, gradient, rhs, new_gradient[0], new_rhs[0], lhs),
+        _rounded_product(of_rhs, lhs, gradient, new_lhs[0], new_gradient[0], rhs),
+        new_lhs,
+        new_rhs,
+        new_gradient,
+    )
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded_product(
+    kind: _ProductKind,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    like: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply two arrays, rounded by these scales. Derivatives pass through the rounding."""
+    short_lhs, lhs_factor = _rounded(lhs.dtype, kind.lhs_dtype, lhs, lhs_scale)
+    short_rhs, rhs_factor = _rounded(rhs.dtype, kind.rhs_dtype, rhs, rhs_scale)
+    # float16 cannot hold a product of numbers that are not scaled. In float32, a GPU writes twice the bytes.
+    accumulator = kind.dtype if kind.dtype == jnp.bfloat16 else jnp.promote_types(kind.dtype, jnp.float32)
+    y = multiply(kind.axes, short_lhs, short_rhs, accumulator, kind.precision, like)
+    wide = jnp.promote_types(kind.dtype, jnp.float32)
+    return (y * (lhs_factor.astype(wide) * rhs_factor.astype(wide))).astype(kind.dtype)
+
+
+def _rounded_product_forward(
+    kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, *scales_and_like: Any
+) -> tuple[jax.Array, Any]:
+    return _rounded_product(kind, lhs, rhs, *scales_and_like), (lhs, rhs, scales_and_like)
+
+
+def _rounded_product_backward(kind: _ProductKind, state: Any, gradient: jax.Array) -> Any:
+    """Differentiate once more, as gradient penalties do: in the dtype of the operands."""
+    lhs, rhs, scales_and_like = state
+    gradient = gradient.astype(lhs.dtype)
+    of_lhs = multiply(kind.axes.of_lhs_gradient(), gradient, rhs, like=lhs)
+    of_rhs = multiply(kind.axes.of_rhs_gradient(), lhs, gradient, like=rhs)
+    return of_lhs, of_rhs, *jax.tree.map(jnp.zeros_like, scales_and_like)
+
+
+_rounded_product.defvjp(_rounded_product_forward, _rounded_product_backward)
 
 
 # --- rounding ---
@@ -204,14 +230,14 @@ def in_qdq(
     >>> axn.quantization.in_qdq(jnp.float32, jnp.array([1.0, 1000.0]), jnp.ones(1), jnp.zeros(4))
     Array([  1., 448.], dtype=float32)
     """
-    return _rounded(compute_dtype, dtype, inp, _new_scale(dtype, scale, amax_history))
+    return _round_and_restore(compute_dtype, dtype, inp, _new_scale(dtype, scale, amax_history))
 
 
 def _in_forward(
     compute_dtype: Any, inp: jax.Array, scale: jax.Array, history: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any]:
     scale = _new_scale(dtype, scale, history)
-    return _rounded(compute_dtype, dtype, inp, scale), (scale, _new_history(inp, history))
+    return _round_and_restore(compute_dtype, dtype, inp, scale), (scale, _new_history(inp, history))
 
 
 def _in_backward(
@@ -258,30 +284,30 @@ def _out_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale, history = state
     scale = _new_scale(dtype, scale, history)
-    rounded = _rounded(compute_dtype, dtype, gradient, scale).astype(gradient.dtype)
+    rounded = _round_and_restore(compute_dtype, dtype, gradient, scale).astype(gradient.dtype)
     return rounded, scale, _new_history(gradient, history)
 
 
 out_qdq.defvjp(_out_forward, _out_backward)
 
 
-def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
-    short, factor = _short(compute_dtype, dtype, x, scale)
+def _round_and_restore(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+    short, factor = _rounded(compute_dtype, dtype, x, scale)
     # XLA for GPUs leaves out a conversion and the one back, and with them the rounding.
     return jax.lax.optimization_barrier(short).astype(compute_dtype) * factor
 
 
-def _short(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> _Short:
+def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return an array of 8-bit floats, and the factor that was divided out."""
     factor = jnp.reshape(scale, ()).astype(compute_dtype)
     factor = jnp.maximum(factor, jnp.finfo(compute_dtype).tiny)  # the scale of small gradients would be zero in float16
     largest = jnp.finfo(dtype).max.astype(compute_dtype)
-    return _Short(jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype), factor)
+    return jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype), factor
 
 
-def _shortened(compute_dtype: Any, dtype: Any, x: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[_Short, Any]:
-    """Round an array by its scale and history; return these for the next step, too."""
-    scale = _new_scale(dtype, *state)
-    return _short(compute_dtype, dtype, x, scale), (scale, _new_history(x, state[1]))
+def _next(dtype: Any, x: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the scale that follows from the history, and the history with this array."""
+    return _new_scale(dtype, scale, history), _new_history(x, history)
 
 
 def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:

@@ -73,17 +73,18 @@ def _forward(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Arr
 
 def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = operands
-    return _quantized_product(axes.of_lhs_gradient(), gradient, rhs), multiply(axes.of_rhs_gradient(), lhs, gradient)
+    of_lhs = _quantized_product(axes.of_lhs_gradient(), gradient, rhs, lhs)
+    return of_lhs, multiply(axes.of_rhs_gradient(), lhs, gradient, like=rhs)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _quantized_product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _quantized_product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> jax.Array:
     """Return the product of two arrays, each rounded to integers."""
     lhs_scale, short_lhs = _rounded(lhs, axes.lhs, axes.out)
     rhs_scale, short_rhs = _rounded(rhs, axes.rhs, axes.out)
-    y = multiply(axes, short_lhs, short_rhs, jnp.int32)
+    y = multiply(axes, short_lhs, short_rhs, jnp.int32, like=like)
     return (y * (lhs_scale * rhs_scale)).astype(lhs.dtype)
 
 

@@ -92,7 +92,9 @@ def _permutation_kernel(what: str, axes: tuple[Axis, ...], along: Axis, independ
 
     def positional(key, x):
         if not independent and len(axes) > 1:
-            return jax.random.permutation(key, x, axis=position)
+            # As JAX does, but with positions of 32 bits: see `as_positions`.
+            order = jax.random.permutation(key, jnp.arange(x.shape[position], dtype=jnp.int32))
+            return jnp.take(x, order, position, unique_indices=True)
         # Here JAX sorts the elements themselves, the gradient of which XLA cannot partition: see `sort_along`.
         order = jax.random.permutation(key, positions_along(position, x), axis=position, independent=independent)
         return take_in_order(x, order, position)

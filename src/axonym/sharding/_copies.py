@@ -98,7 +98,8 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
     if cut or put:  # whole shards need no program
         at_once = min(at_once, _MOST_AT_ONCE)
     straight = not (cut or put) and _one_by_one(shape, source, target)
-    return Route(shape, itemsize, source, target, piece, cut, put, tiled, straight, rounds, flight, several, at_once)
+    each = 0 if straight else several
+    return Route(shape, itemsize, source, target, piece, cut, put, tiled, straight, rounds, flight, each, at_once)
 
 
 def _one_by_one(shape: tuple[int, ...], source: Sharding, target: Sharding) -> bool:

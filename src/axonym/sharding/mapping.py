@@ -34,10 +34,11 @@ Uneven: TypeAlias = Literal["pad", "replicate"] | None
 default an error."""
 
 
-def check_uneven(what: str, uneven: Any) -> None:
-    """Check an argument `uneven`."""
-    if uneven not in ("pad", "replicate", None):
-        raise ValueError(f"{what}: `uneven` is 'pad', 'replicate' or None, got {uneven!r}.")
+def check_uneven(what: str, uneven: Any, replicates: bool = True) -> None:
+    """Check an argument `uneven`, of a function that may replicate or not."""
+    choices = ("pad", "replicate") if replicates else ("pad",)
+    if uneven not in (*choices, None):
+        raise ValueError(f"{what}: `uneven` is {errors.quoted(choices)} or None, got {uneven!r}.")
 
 
 def uneven_here(what: str, uneven: Uneven) -> contextlib.AbstractContextManager[Any]:
@@ -118,7 +119,7 @@ def axis_mapping(
         uneven: what to do with axes that their mesh axes do not divide; by default they are an error. "pad" shards
             them, too, over Auto mesh axes: inside compiled functions they have their true size, and outside their
             arrays are stored padded, and nothing computes with them. "replicate" replicates them inside compiled
-            functions, with a warning.
+            functions, with a warning; outside, they stay an error. Under an active "pad", "pad" stays active.
         **entries: more entries, by keyword.
 
     >>> with axn.axis_mapping({"batch": "data"}):
@@ -135,7 +136,8 @@ def axis_mapping(
     def settings(outer: Settings | None) -> Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.
         if outer is None or not merge:
-            return active_settings.changed(outer, mapping=new, uneven=uneven)
+            ended = active_settings.changed(outer, uneven=None)
+            return active_settings.changed(ended, mapping=new, uneven=uneven)
         merged = {**outer.mapping, **new}
         return active_settings.changed(outer, mapping=merged, uneven=uneven or outer.uneven)
 

@@ -56,7 +56,7 @@ def from_process_local_data(
     P('data', None)
     """
     what = "from_process_local_data"
-    check_uneven(what, uneven)
+    check_uneven(what, uneven, replicates=False)
     found = _mesh(what, mesh)
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     check_in_mesh(what, over, found)

@@ -59,7 +59,8 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None, *, 
         placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, a rule, or a tree prefix of these. By
             default the active mapping.
         mesh: the mesh; by default the active one.
-        uneven: "pad" stores arrays padded whose axes their mesh axes do not divide: see `axonym.axis_mapping`.
+        uneven: what to do with arrays whose axes their mesh axes do not divide: see `axonym.axis_mapping`. "pad" stores
+            them padded.
 
     >>> x, mesh = axn.ones({"batch": 16, "embed": 4}), axn.make_mesh({"data": -1})
     >>> with axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):

@@ -28,7 +28,7 @@ from ..core.processes import fail_together
 from ..core.tree_spec import is_key
 from ..named_array import raw
 from ..sharding.leaves import is_placed_whole
-from ..sharding.mapping import Uneven, uneven_here
+from ..sharding.mapping import Uneven, check_uneven, uneven_here
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement
 from ._checkpoint_entries import as_stored, key_of, restored_leaf
@@ -108,6 +108,7 @@ def restore_checkpoint(
     >>> restored["w"].array.sharding.spec
     P('data',)
     """
+    check_uneven("restore_checkpoint", uneven, replicates=False)
     orbax = require_orbax("restore_checkpoint")
     folder = as_folder(path)
     path = str(folder)

@@ -244,7 +244,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
         check_mapped(loop.what, (name,))
         (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
-        # A loop slices one step after another, so each device needs all steps of its shard.
+        # A loop slices one step after another, so each device needs all steps of the array.
         xs = [jnp.moveaxis(_mapped_axis.gathered_along(arrays[i], p), p, 0) for i, p in scanned]
         returned: list[TreeSpec] = []
 
