@@ -138,6 +138,20 @@ def test_categorical_draws_along_the_axis_where_it_stands() -> None:
     assert drawn.tolist() == [[0, 3, 2], [3, 1, 0]]
 
 
+def test_uniform_broadcasts_its_bounds_before_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the compiler may round a draw differently from Haliax."""
+    bounds: list[tuple[int, ...]] = []
+
+    def uniform(key: Any, minval: Any, maxval: Any, shape: Any, dtype: Any) -> jax.Array:
+        bounds.extend((jnp.shape(minval), jnp.shape(maxval)))
+        return jnp.clip(jnp.zeros(shape, dtype), minval, maxval)
+
+    monkeypatch.setattr(jax.random, "uniform", uniform)
+    low = hax.arange(hax.Axis("a", 4), start=-5.0)
+    hax.random.uniform(jax.random.PRNGKey(0), {"a": 4, "b": 5}, minval=low, maxval=0.5)
+    assert bounds == [(4, 5), ()]
+
+
 # --- orders ---
 
 OF_W, OF_WZ = hax.named([0, 1, 1, 0], W), hax.zeros((W, Z), dtype=int)

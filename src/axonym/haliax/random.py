@@ -3,9 +3,12 @@
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
+from .. import random as _native
 from ..axis import axes_of_spec
-from ..named_array import NamedArray
+from ..named_array import NamedArray, NamedOrNumeric
+from ..ops.broadcasting import broadcast_to
 from ..random import *  # noqa: F403  # the same names, but for those below
 from ..sharding import current_mesh
 from ..typing import AxisSelector, AxisSpec
@@ -31,3 +34,19 @@ def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpe
     full = rest.rearrange((*axes[:place], along, *axes[place:]))
     drawn = jax.random.categorical(key, full.array, axis=place, shape=tuple(a.size for a in axes))
     return auto_sharded(NamedArray(drawn, axes)) if current_mesh() is not None else NamedArray(drawn, axes)
+
+
+def uniform(
+    key: Any,
+    shape: AxisSpec,
+    dtype: DTypeLike | None = float,
+    minval: NamedOrNumeric = 0.0,
+    maxval: NamedOrNumeric = 1.0,
+) -> NamedArray:
+    """Draw uniformly between bounds, which are broadcast first if they have axes, so that XLA rounds as with Haliax.
+
+    >>> hax.random.uniform(jax.random.key(0), {"x": 2}, maxval=hax.zeros({"x": 2}))
+    NamedArray(float32[x=2], [0. 0.])
+    """
+    bounds = [broadcast_to(b, shape) if isinstance(b, NamedArray) and b.axes else b for b in (minval, maxval)]
+    return _native.uniform(key, shape, dtype, *bounds)
