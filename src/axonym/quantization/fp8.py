@@ -143,7 +143,7 @@ def _multiply_forward(
     kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
 ) -> tuple[jax.Array, Any]:
     new_lhs, new_rhs = _next(kind.lhs_dtype, lhs, *of_lhs), _next(kind.rhs_dtype, rhs, *of_rhs)
-    y = _rounded_product(kind, lhs, rhs, new_lhs[0], new_rhs[0])
+    y: Any = _rounded_product(kind, lhs, rhs, new_lhs[0], new_rhs[0])
     # The operands are kept, and not the 8-bit floats: a policy that saves these would turn the largest into NaN.
     return y, (lhs, rhs, new_lhs, new_rhs, of_gradient)
 
