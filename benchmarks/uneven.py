@@ -69,7 +69,7 @@ def rows() -> list[Row]:
     found = [Row("uneven", f"{what}: step", shown[0], shown[1], medians[0] / medians[1], 1.25, WHY_TIME)]
     for where, *both in zip(topologies, uneven, even, strict=True):
         on = f"{what}{'' if where is None else f', on TPUs ({where})'}"
-        totals = [report.memory.total for report in both if report.memory is not None]
+        totals = [0 if report.memory is None else report.memory.total for report in both]
         memory = [f"{total / 2**20:.2f} MiB" for total in totals]
         limit, why = (1.12, WHY_MEMORY) if where is None else (1.02, "")
         found.append(Row("uneven", f"{on}: memory", memory[0], memory[1], totals[0] / totals[1], limit, why))

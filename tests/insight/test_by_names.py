@@ -587,7 +587,12 @@ def causal(x: Any) -> Any:
             "is stored sharded",
         ),
         ("one device", lambda x: x * 2, {"batch": "devices"}, "mapped to mesh axis 'devices', but the mesh has"),
-        ("indivisible", lambda x: x * 2, {"batch": ("data", "model"), "embed": None}, "12 is not a multiple of 8"),
+        (
+            "indivisible",
+            lambda x: x * 2,
+            {"batch": ("data", "model"), "embed": None},
+            "multiple of 8.* count with a rounded size",
+        ),
         ("together", lambda x: x * 2, {"batch": "data", "embed": "data"}, "both sharded over data"),
     ],
 )

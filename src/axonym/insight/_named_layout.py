@@ -80,4 +80,8 @@ def check_sizes(layout: Layout, trace: NamedTrace) -> None:
     for x in trace.sized:
         for (name, size), axes in zip(x.dims, layout.over(x.dims), strict=True):
             if size % layout.count(axes):
-                raise ValueError(f"explain: {indivisible(f'axis {name!r}', size, {a: layout.mesh[a] for a in axes})}")
+                problem = indivisible(f"axis {name!r}", size, {a: layout.mesh[a] for a in axes})
+                raise ValueError(
+                    f"explain: {problem} Names tell nothing of axes that are stored padded: count with a rounded size, or "
+                    "explain the compiled program."
+                )
