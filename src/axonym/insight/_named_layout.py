@@ -82,6 +82,6 @@ def check_sizes(layout: Layout, trace: NamedTrace) -> None:
             if size % layout.count(axes):
                 problem = indivisible(f"axis {name!r}", size, {a: layout.mesh[a] for a in axes})
                 raise ValueError(
-                    f"explain: {problem} Names tell nothing of axes that are stored padded: count with a rounded size, or "
-                    "explain the compiled program."
+                    f"explain: {problem} Names tell nothing of axes that are stored padded: count with a rounded size, "
+                    "or explain the compiled program."
                 )
