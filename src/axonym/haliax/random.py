@@ -5,13 +5,12 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from .. import random as _native
+from .. import broadcast_to, random as _native
 from ..axis import axes_of_spec
-from ..named_array import NamedArray, NamedOrNumeric
-from ..ops.broadcasting import broadcast_to
+from ..named_array import NamedArray
 from ..random import *  # noqa: F403  # the same names, but for those below
 from ..sharding import current_mesh
-from ..typing import AxisSelector, AxisSpec
+from ..typing import AxisSelector, AxisSpec, NamedOrNumeric
 from .partitioning import auto_sharded
 
 
