@@ -39,7 +39,7 @@ class Settings:
     annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty)
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
     uneven: str | None = None
-    """What to do with axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
+    """The treatment of axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     kept: Any = None
@@ -82,7 +82,7 @@ def intern_settings(**parts: Any) -> Settings | None:
 def changed(outer: Settings | None, **parts: Any) -> Settings | None:
     """Return settings with some parts replaced."""
     kept = {} if outer is None else {f.name: getattr(outer, f.name) for f in dataclasses.fields(outer)}
-    if parts.get("uneven") == "replicate" and kept.get("uneven") == "pad":  # padded axes need no copies
+    if parts.get("uneven") == "replicate" and kept.get("uneven") == "pad":  # which stays: see `axonym.axis_mapping`
         del parts["uneven"]
     return intern_settings(**{**kept, **parts})
 

@@ -162,7 +162,7 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
 
 
 def _pair(given: Any) -> tuple[Any, ...]:
-    """Return what is given for both ends of an axis, or for each."""
+    """Return a pair for the ends of an axis, from one value for both or a pair."""
     return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
 
 

@@ -590,4 +590,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_FACTORS, _factorized),
     **dict.fromkeys(LEADING.split(), _leading),
 }
-"""How the axes of the results of each primitive follow from its operands."""
+"""For each primitive, a function that returns the axes of its results."""

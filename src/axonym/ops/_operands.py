@@ -70,13 +70,12 @@ def as_positions(x: jax.Array, size: int) -> jax.Array:
     """Convert positions along an axis to int32 on Auto mesh axes; positions out of range stay so.
 
     If XLA scatters by positions of another dtype, and their axis is sharded unevenly, it ends the process. Unsigned
-    positions are converted everywhere, since JAX takes the largest of them for negative ones.
+    positions of 32 bits and more are converted everywhere, since JAX takes the largest of them for negative ones.
     """
     if x.dtype == jnp.int32 or not jnp.issubdtype(x.dtype, jnp.integer) or size >= 2**31 - 1:
         return x
     mesh, unsigned = mesh_around(), jnp.issubdtype(x.dtype, jnp.unsignedinteger)
-    wraps = unsigned and x.dtype.itemsize >= 4
-    if not wraps and all(mesh.shape[a] == 1 for a in axes_of_type(mesh, AxisType.Auto)):
+    if not (unsigned and x.dtype.itemsize >= 4) and all(mesh.shape[a] == 1 for a in axes_of_type(mesh, AxisType.Auto)):
         return x
     lowest = 0 if unsigned else -size - 1
     return jnp.clip(at_least_int32(x), lowest, size).astype(jnp.int32)

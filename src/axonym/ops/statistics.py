@@ -127,8 +127,8 @@ def _ordered(
     along = jnp.reshape(q, [-1 if i == axis else 1 for i in range(x.ndim)])
     # Exact positions stay exact: the division comes last, since GPUs round shares down; and XLA would multiply by 0.01
     # instead of a division by a constant, so it must not know that it is one.
-    whole = jnp.where(jnp.isnan(along), along, 100)
-    position = _METHODS[method](lambda number: along * number / whole if percent else along * number, count)
+    whole = jnp.where(jnp.isnan(along), along, 100) if percent else None
+    position = _METHODS[method](lambda n: along * n if whole is None else along * n / whole, count)
     position = jnp.clip(position, 0, jnp.maximum(count - 1, 0))
     below = jnp.floor(position)
     low, high = (jnp.take_along_axis(x, i.astype(jnp.int32), axis, mode="clip") for i in (below, jnp.ceil(position)))

@@ -62,8 +62,8 @@ def multiply(
 def _fill_summed(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Append zeros until a multiple of 16 numbers is summed.
 
-    XLA for NVIDIA GPUs is wrong for a few 8-bit numbers (seen on an H100 with jaxlib 0.11.2): it returns twice the sum
-    of 5 integers, and NaN for 4 floats.
+    XLA for NVIDIA GPUs is wrong for few 8-bit numbers (seen on an H100 with jaxlib 0.11.2): it returns twice the sum of
+    5 integers, and a layer with 4 outputs had NaN in its gradient.
     """
     sizes = {n: lhs.shape[i] for i, n in enumerate(axes.lhs) if n not in axes.out}
     if not sizes or math.prod(sizes.values()) % 16 == 0:

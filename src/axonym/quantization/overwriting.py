@@ -69,7 +69,7 @@ def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
 
 
 def accumulate_gradients(accumulated: T, gradient: T) -> T:
-    """Add the gradients of a batch to those of earlier ones; `OverwriteWithGradient` modules say how they combine.
+    """Add the gradients of a batch to the gradients so far; `OverwriteWithGradient` modules say how they combine.
 
     >>> grads = {"op": axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2), "w": axn.ones({"x": 2})}
     >>> total = axn.quantization.accumulate_gradients(grads, grads)

@@ -11,7 +11,6 @@ are still computed in the input's dtype: see `Int8DotGeneralOp` and `Fp8DotGener
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -174,10 +173,9 @@ def quantize_weights(
         )
 
     if small in (jnp.int4, jnp.int2) and jax.default_backend() == "gpu":
-        warnings.warn(  # seen on an H100 with jaxlib 0.11.2
-            f"quantize_weights: a model with {small} weights gave wrong results on a GPU. Compare yours with those of "
-            "'int8' before you rely on it.",
-            stacklevel=2,
+        errors.warn(  # seen on an H100 with jaxlib 0.11.2
+            f"quantize_weights: a model with {small} weights gave wrong results on a GPU. Compare its results with "
+            "'int8' before you rely on it."
         )
 
     def replace(name: str, layer: Any) -> Any:

@@ -30,7 +30,7 @@ PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 
 
 Uneven: TypeAlias = Literal["pad", "replicate"] | None
-"""What to do with axes that their mesh axes do not divide: see `axonym.axis_mapping`. None keeps what is active, by
+"""The treatment of axes that their mesh axes do not divide: see `axonym.axis_mapping`. None keeps the active one, by
 default an error."""
 
 

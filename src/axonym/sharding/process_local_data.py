@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..axis import AxisSelector, name_of
 from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
-from ..distribution.active_settings import active_uneven
+from ..distribution.active_settings import pads_uneven
 from ..distribution.mesh_axes import check_in_mesh, has_explicit
 from ..distribution.padded_array import PaddedArray, padded_array, with_padding
 from ..named_array import raw, wrap_like
@@ -62,7 +62,7 @@ def from_process_local_data(
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
     parts = _parts(found, tuple(over))
-    pads = (uneven or active_uneven()) == "pad"
+    pads = bool(uneven) or pads_uneven()
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
