@@ -150,7 +150,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "transforms": Family(
         "axonym.transforms.*", LATE, {"tests/transforms/": _used_in("transforms/*.py")},
-        {"policy_of", "checkpointed_scan", "checkpointed_steps", "layers_at", "as_named", "as_leaf", "layer_of"},
+        {"policy_of", "checkpointed_scan", "checkpointed_steps", "layers_at", "as_named", "as_leaf", "layer_of",
+         "layers_are_first"},
     ),
     "quantization": Family(
         "axonym.quantization.*", "src/axonym/quantization/__init__.py",

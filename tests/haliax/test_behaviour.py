@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import axonym as axn
 import axonym.haliax as hax
+import axonym.haliax.nn as hnn
 from tests.helpers import spec
 
 D, H, W, Z = hax.make_axes(d=2, h=3, w=4, z=3)
@@ -354,6 +355,101 @@ def test_stacked_raw_arrays() -> None:
     np.testing.assert_array_equal(back.stacked.weight, layers.stacked.weight)
     with pytest.raises(ValueError, match="is not the 3 layers"):
         layers.fold(x, shifts, in_axes=0)
+
+
+class Transposed(axn.state.ModuleWithStateDictSerialization):
+    """A layer whose own methods expect the arrays of all layers, as code written for Haliax does."""
+
+    weight: hax.NamedArray
+    eps: float = 0.1
+
+    @staticmethod
+    def init(key: jax.Array) -> Transposed:
+        return Transposed(hax.random.normal(key, (H, W)))
+
+    def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
+        assert self.weight.names == ("z", "h", "w")
+        weight = jnp.swapaxes(self.weight.array, -1, -2)
+        return {f"{prefix}.{i}.t": weight[:, i] for i in range(4)} | {f"{prefix}.eps": self.eps}
+
+    def from_state_dict(self, state_dict: Any, prefix: str | None = None) -> Transposed:
+        rows = [state_dict[f"{prefix}.{i}.t"] for i in range(4)]
+        assert all(isinstance(row, (jax.Array, np.ndarray)) and row.shape == (3, 3) for row in rows)
+        loaded = jnp.swapaxes(jnp.stack(rows, 1), -1, -2)
+        return eqx.tree_at(lambda m: (m.weight.array, m.eps), self, (loaded, state_dict[f"{prefix}.eps"]))
+
+
+def stacked_layers(layer: Any) -> Any:
+    return hnn.Stacked.init(Z, layer)(jax.random.split(jax.random.key(0), 3))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_own_methods_of_stacked_layers_get_all_layers(traced: bool, mesh: Mesh) -> None:
+    layers = stacked_layers(Transposed)
+    entries = hax.state_dict.to_state_dict(layers, "m")
+    assert entries.keys() == {f"m.{z}.{w}.t" for z in range(3) for w in range(4)} | {"m.eps"}
+    np.testing.assert_array_equal(entries["m.2.1.t"], layers.stacked.weight.array[2, :, 1])
+    template = eqx.filter_eval_shape(stacked_layers, Transposed)
+    numbers, arrays = {"m.eps": 0.5}, {key: x for key, x in entries.items() if key != "m.eps"}
+
+    def load(arrays: Any) -> Any:
+        return hax.state_dict.from_state_dict({"m": template}, numbers | arrays)["m"].stacked
+
+    with jax.set_mesh(mesh), hax.axis_mapping({"w": "model"}):
+        loaded = hax.named_jit(load)(arrays) if traced else load(arrays)
+    np.testing.assert_array_equal(loaded.weight.array, layers.stacked.weight.array)
+    assert spec(loaded.weight) == (None, None, "model") and loaded.eps == 0.5
+
+
+class Plain(eqx.Module):
+    weight: hax.NamedArray
+    steps: jax.Array
+    eps: float = 0.1
+
+    @staticmethod
+    def init(key: jax.Array) -> Plain:
+        return Plain(hax.random.normal(key, W), jnp.zeros((), jnp.int8))
+
+
+def test_entries_of_all_layers(tmp_path: Any, mesh: Mesh) -> None:
+    """A file is read one shard at a time, and entries of a number in each layer are accepted if they are equal."""
+    layers, path = stacked_layers(Plain), tmp_path / "layers.safetensors"
+    arrays, rest = eqx.partition(layers, eqx.is_array)
+    axn.state.save_state_dict(hax.state_dict.to_state_dict(arrays, "m"), path)
+    entries = dict(axn.state.load_state_dict(path))
+    assert entries.keys() == {f"m.{z}.{key}" for z in range(3) for key in ("weight", "steps")}
+    template = eqx.combine(jax.eval_shape(lambda: arrays), rest)
+    load = hax.state_dict.from_state_dict
+    with jax.set_mesh(mesh), hax.axis_mapping({"w": "data"}):
+        loaded = load(template, entries | {f"m.{z}.eps": 0.5 for z in range(3)}, "m")
+    assert spec(loaded.stacked.weight) == (None, "data") and loaded.stacked.eps == 0.5
+    np.testing.assert_array_equal(loaded.stacked.weight.array, layers.stacked.weight.array)
+    assert loaded.stacked.steps.dtype == jnp.int8
+    with pytest.raises(ValueError, match=r"'m.eps' is .*, but in the tree it is a number, float"):
+        load(layers, entries | {f"m.{z}.eps": 0.5 * z for z in range(3)}, "m")
+    with pytest.raises(ValueError, match=r"'m.1.steps' has values from 300 to 300, which int8 cannot represent"):
+        load(layers, entries | {"m.1.steps": np.asarray(300)}, "m")
+    with pytest.raises(ValueError, match=r"'m.weight' has shape \(4, 4\), but in the tree it is"):
+        load(layers, entries | {"m.3.weight": np.zeros(4, np.float32)}, "m")
+    with pytest.raises(ValueError, match=r"'m.weight' has entries for the layers 0, 2, but none for 1"):
+        load(layers, {key: x for key, x in entries.items() if key != "m.1.weight"}, "m")
+    with pytest.raises(ValueError, match=r"'m.weight' has different shapes in the layers: \[4\], \[5\]"):
+        load(layers, entries | {"m.1.weight": np.zeros(5, np.float32)}, "m")
+
+
+def test_stacked_layers_in_stacked_layers() -> None:
+    class Group(eqx.Module):
+        inner: hnn.Stacked
+
+        @staticmethod
+        def init(key: jax.Array) -> Group:
+            return Group(hnn.Stacked.init(D, Plain)(jax.random.split(key, 2)))
+
+    layers = stacked_layers(Group)
+    entries = hax.state_dict.to_state_dict(layers, "m")
+    np.testing.assert_array_equal(entries["m.2.inner.1.weight"], layers.stacked.inner.stacked.weight.array[2, 1])
+    back = hax.state_dict.from_state_dict(layers, entries, "m")
+    assert eqx.tree_equal(back, layers)
 
 
 def test_marks() -> None:

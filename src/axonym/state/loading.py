@@ -7,6 +7,7 @@ its own shard of every array.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,8 +24,18 @@ from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wr
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, in_trace
 from ..sharding.placement import Placement
-from ..transforms.stacked_leaves import layer_of, layers_at
-from .lazy_arrays import LazyArray, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all, stack_lazily
+from ..transforms.stacked_leaves import layer_of, layers_are_first, layers_at
+from .lazy_arrays import (
+    LazyArray,
+    LazyConcatenation,
+    LazyEntry,
+    MissingArray,
+    abstract,
+    as_lazy,
+    has_missing,
+    read_all,
+    stack_lazily,
+)
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
 from .naming import children, is_number, same_kind, with_prefix
 from .sharded_reading import read_sharded
@@ -166,6 +177,9 @@ def load_children(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> 
 def _number(tree: Any, entry: Any, key: str) -> Any:
     if isinstance(entry, Tracer):
         return entry  # the value is not known while tracing
+    if isinstance(entry, LazyConcatenation):  # of all layers
+        values = read_all(entry)
+        return values[0] if isinstance(values, Tracer) else _number(tree, np.unique(values), key)
     array, kind = np.asarray(entry), type(tree)
     given = array.item() if array.size == 1 else describe_array(array)
     try:
@@ -194,12 +208,15 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     if not same_kind(found.dtype, dtype):
         context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {describe_array(tree)}.")
         return absent
+    if isinstance(found, LazyConcatenation):  # of all layers
+        parts = [dataclasses.replace(part, dtype=dtype) for part in found.parts if isinstance(part, LazyEntry)]
+        return LazyConcatenation(tuple(parts), found.axis)
     return LazyEntry(found, dtype, repr(key))
 
 
 def _known(x: Any) -> Any:
     """Convert an entry of a state dict to an array with a NumPy dtype."""
-    if isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype):
+    if isinstance(x, (jax.Array, LazyArray)) or isinstance(getattr(x, "dtype", None), np.dtype):
         return x
     try:
         return np.asarray(x)
@@ -213,7 +230,13 @@ def _known(x: Any) -> Any:
 
 
 def stacked_from_state_dict(
-    stacked: T, layers: Axis, state_dict: Mapping[str, Any], prefix: str | None = None, *, padding: int = 0
+    stacked: T,
+    layers: Axis,
+    state_dict: Mapping[str, Any],
+    prefix: str | None = None,
+    *,
+    padding: int = 0,
+    at_once: bool = False,
 ) -> T:
     """Load stacked layers from a state dict that has an entry for each layer: for `Stacked`.
 
@@ -226,6 +249,8 @@ def stacked_from_state_dict(
         state_dict: the state dict that a `lazy_loading` method was called with.
         prefix: the prefix of the layers' keys in the state dict.
         padding: the number of added layers at the end, which are zeros.
+        at_once: whether a module's own `from_state_dict` is called once, with entries that have the layers first,
+            instead of for each layer.
 
     >>> import dataclasses, equinox as eqx
     >>> class Layers(eqx.Module):
@@ -238,6 +263,8 @@ def stacked_from_state_dict(
     >>> axn.state.from_state_dict(layers, {"0": np.zeros(2), "1": np.ones(2)}).stacked
     NamedArray(float32[layers=2, embed=2], [[0. 0.] [1. 1.]])
     """
+    if at_once and layers_are_first(stacked, layers.name) and not padding:
+        return from_state_dict(stacked, _StackedEntries(state_dict, prefix), prefix)
     found, structure = named_trees.flatten_with_path(stacked)
     shapes = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, stacked)
     layer = named_trees.map(lambda x: layer_of(x, layers.name, 0), shapes)
@@ -251,6 +278,40 @@ def stacked_from_state_dict(
             active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
         results.append(_stacked(x, parts, layers.name, padding))
     return jax.tree.unflatten(structure, results)
+
+
+class _StackedEntries(TrackedStateDict):
+    """A state dict where the entries of the layers are one: `h.0.weight` and `h.1.weight` are `h.weight`."""
+
+    def __init__(self, entries: Mapping[str, Any], prefix: str | None):
+        super().__init__({})
+        self._entries = entries
+        below = with_prefix(prefix, "")
+        for key in entries:
+            number, _, rest = key.removeprefix(below or "").partition(".")
+            if number.isdecimal() and rest and key.startswith(below or ""):
+                self.data.setdefault(with_prefix(prefix, rest), {})[int(number)] = key
+            else:
+                self.data[key] = key
+
+    def __getitem__(self, key: str) -> Any:
+        keys = self.data[key]
+        if isinstance(keys, str):
+            return self._entries[keys]
+        if absent := sorted({*range(max(keys))} - {*keys}):
+            has, lacks = (", ".join(map(str, layers)) for layers in (sorted(keys), absent))
+            raise ValueError(f"from_state_dict: {key!r} has entries for the layers {has}, but none for {lacks}.")
+        return self._stacked(key, [keys[i] for i in range(len(keys))])
+
+    def _stacked(self, key: str, keys: Sequence[str]) -> Any:
+        arrays = [_known(self._entries[k]) for k in keys]
+        if len(shapes := {str([*x.shape]) for x in arrays}) > 1:
+            raise ValueError(
+                f"from_state_dict: {key!r} has different shapes in the layers: {', '.join(sorted(shapes))}."
+            )
+        dtype = functools.reduce(jnp.promote_types, [x.dtype for x in arrays])
+        stacked = stack_lazily([LazyEntry(x, dtype, repr(k)) for k, x in zip(keys, arrays, strict=True)], 0)
+        return stacked if active_context().lazy else read_all(stacked)
 
 
 def all_equal(parts: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from .. import tree as named_trees
 from ..axis import Axis
 from ..named_array import NamedArray, is_jax_array_like, raw
 from ..sharding.shard import to_host
-from ..transforms.stacked_leaves import layer_of
+from ..transforms.stacked_leaves import layer_of, layers_are_first
 from .naming import StateDict, children, is_number, with_prefix
 
 
@@ -56,7 +56,7 @@ def children_to_state_dict(tree: Any, prefix: str | None) -> StateDict:
     return state_dict
 
 
-def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None) -> StateDict:
+def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None, *, at_once: bool = False) -> StateDict:
     """Return the arrays of stacked layers with an entry for each layer, under its number: for `Stacked`.
 
     Arguments:
@@ -64,12 +64,19 @@ def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None)
             have it first.
         layers: the axis of the layers.
         prefix: a prefix for all keys.
+        at_once: whether a module's own `to_state_dict` is called once, on the arrays of all layers with the layers
+            first, instead of on each layer. Its numbers then have one entry for all layers.
 
     >>> stacked = {"scale": axn.ones({"layers": 2, "embed": 3})}
     >>> [(key, x.shape) for key, x in axn.state.stacked_to_state_dict(stacked, axn.Axis("layers", 2), "norm").items()]
     [('norm.0.scale', (3,)), ('norm.1.scale', (3,))]
     """
-
+    if at_once and layers_are_first(stacked, layers.name):
+        below = with_prefix(prefix, "")
+        whole = {key.removeprefix(below or ""): x for key, x in to_state_dict(stacked, prefix).items()}
+        numbers = {key: x for key, x in whole.items() if is_number(x)}
+        arrays = {key: x for key, x in whole.items() if key not in numbers}
+        return stacked_to_state_dict(arrays, layers, prefix) | to_state_dict(numbers, prefix)
     each = [named_trees.map(lambda x, i=i: layer_of(x, layers.name, i), stacked) for i in range(layers.size)]
     return children_to_state_dict(each, prefix)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import tree as named_trees
 from ..axis import names_without
 from ..core.tree_spec import check_rank
 from ..named_array import NamedArray, is_jax_array_like, wrap
@@ -21,6 +22,14 @@ def layers_at(x: Any, name: str) -> int | None:
         check_rank(x)
         return x.names.index(name) if name in x.names else None
     return 0 if x.shape else None
+
+
+def layers_are_first(stacked: Any, name: str) -> bool:
+    """Return whether every array has the layer axis, first, and no layer has stacked layers of its own."""
+    leaves = named_trees.leaves(stacked, is_leaf=lambda x: isinstance(x, named_trees.LayerStack))
+    return all(
+        layers_at(x, name) == 0 if is_jax_array_like(x) else not isinstance(x, named_trees.LayerStack) for x in leaves
+    )
 
 
 def as_named(x: Any, name: str) -> NamedArray:

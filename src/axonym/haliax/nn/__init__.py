@@ -12,7 +12,7 @@ from ...nn import (
     one_hot as one_hot, quick_gelu as quick_gelu, relu as relu,
     relu6 as relu6, relu_squared as relu_squared,
     selu as selu, sigmoid as sigmoid, silu as silu, soft_sign as soft_sign, softmax as softmax,
-    softplus as softplus, squareplus as squareplus, Stacked as Stacked,
+    softplus as softplus, squareplus as squareplus,
 )
 from ...nn import conv as conv, mup as mup
 from ..hof import ScanCheckpointPolicy as ScanCheckpointPolicy
@@ -32,5 +32,6 @@ from .normalization import (
     LayerNorm as LayerNorm, RmsNorm as RmsNorm, logsumexp as logsumexp, standardize as standardize,
 )
 from .ragged_dot import ragged_dot as ragged_dot
+from .scan import Stacked as Stacked
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 # fmt: on

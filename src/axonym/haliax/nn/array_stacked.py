@@ -153,12 +153,13 @@ class ArrayStacked(ModuleWithStateDictSerialization, LayerStack, Generic[M]):
         return dataclasses.replace(self, stacked=stacked)
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        return stacked_to_state_dict(self.stacked, Axis("layers", self.num_layers), prefix)
+        return stacked_to_state_dict(self.stacked, Axis("layers", self.num_layers), prefix, at_once=True)
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Self:
         layers = Axis("layers", self.num_layers)
-        return dataclasses.replace(self, stacked=stacked_from_state_dict(self.stacked, layers, state_dict, prefix))
+        stacked = stacked_from_state_dict(self.stacked, layers, state_dict, prefix, at_once=True)
+        return dataclasses.replace(self, stacked=stacked)
 
 
 def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
