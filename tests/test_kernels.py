@@ -58,6 +58,7 @@ def test_compilations_are_seen() -> None:
 
 
 WITH_NUMBERS: dict[str, Callable[[axn.NamedArray], axn.NamedArray]] = {
+    "arange": lambda x: axn.arange(x.resolve_axis("a"), start=1, step=2) * x,
     "update": lambda x: x.at["a", 1].set(5.0),
     "update of integers": lambda x: x.astype(int).at["a", axn.named([0, 1], "i")].add(2),
     "updated_slice": lambda x: updated_slice(x, {"a": 1}, axn.zeros({"a": 2})),

@@ -175,7 +175,7 @@ def _count_from(start: Any, step: Any, shape: tuple[int, ...], dtype: Any) -> ja
     if jnp.issubdtype(exact, jnp.floating):
         exact = jnp.promote_types(exact, jnp.float32)
     positions = jax.lax.broadcasted_iota(exact, (math.prod(shape),), 0)
-    counted = start.astype(exact) + step.astype(exact) * positions
+    counted = jnp.asarray(start, exact) + jnp.asarray(step, exact) * positions  # numbers under `jax.disable_jit`
     return counted.reshape(shape).astype(natural if dtype is None else dtype)
 
 
