@@ -173,7 +173,12 @@ def test_abstract_meshes_are_drawn_alike(spec: Any, mesh: Mesh, capsys: pytest.C
 def test_abstract_meshes_of_uneven_shards_and_one_device(auto_mesh: Mesh) -> None:
     uneven = NamedSharding(auto_mesh.abstract_mesh, PartitionSpec("data"))
     lines = debug.describe_shardings(jax.ShapeDtypeStruct((6,), "float32", sharding=uneven)).splitlines()
-    assert lines[1] == "  axis 0=6 over data=4, 2 or 0 on each" and lines[2].split()[-4:] == ["0:2", "2:4", "4:6", "6:6"]
+    assert lines[1] == "  axis 0=6 over data=4, 2 or 0 on each" and lines[2].split()[-4:] == [
+        "0:2",
+        "2:4",
+        "4:6",
+        "6:6",
+    ]
     one = NamedSharding(AbstractMesh((1,), ("data",)), PartitionSpec())
     assert debug.describe_shardings(jax.ShapeDtypeStruct((6,), "float32", sharding=one)).endswith(" 24 B on device 0")
 
