@@ -184,6 +184,26 @@ def test_gradients_of_several_batches() -> None:
     assert accumulate_gradients({"w": None}, {"w": 1.0}) == {"w": 1.0}
 
 
+def test_leaves_that_have_no_gradient() -> None:
+    """The gradient of integers has dtype float0, and stands for zeros; everything else but numbers stays."""
+    arrays = {"w": axn.ones({"x": 2}), "n": axn.arange(axn.Axis("x", 2))}
+    others = {"act": jnp.tanh, "kind": "s", "on": True, "k": 3}
+    model = arrays | others
+    gradient = jax.grad(lambda p: axn.sum(p["w"] * p["n"]).scalar(), allow_int=True)(arrays) | others
+    total = accumulate_gradients(accumulate_gradients(gradient, gradient), gradient)
+    np.testing.assert_array_equal(total["w"].array, [0, 3])
+    assert total["n"].dtype == jax.dtypes.float0
+    assert {name: total[name] for name in others} == others
+    zeros = jax.tree.map(jnp.zeros_like, arrays) | others
+    for found in (accumulate_gradients(zeros, gradient), accumulate_gradients(gradient, zeros)):
+        np.testing.assert_array_equal(found["w"].array, [0, 1])
+        np.testing.assert_array_equal(found["n"].array, [0, 0])
+    new = apply_updates(model, total, dict.fromkeys(model))
+    np.testing.assert_array_equal(new["w"].array, [1, 4])
+    np.testing.assert_array_equal(new["n"].array, [0, 1])
+    assert {name: new[name] for name in others} == others
+
+
 def test_compute_dtype() -> None:
     layer = quantize_linear_layers(PLAIN, QuantizationConfig(fp8=True, compute_dtype=jnp.bfloat16))
     assert isinstance(layer.dot_general, Fp8DotGeneralOp) and layer.dot_general.input_amax_history.shape == (1024,)
