@@ -134,6 +134,8 @@ def test_history() -> None:
     )
     np.testing.assert_array_equal(of_scale, [2])
     np.testing.assert_array_equal(of_history, [7, 3, 1])
+    of_one = jax.grad(lambda h: jnp.sum(in_qdq(jnp.float32, jnp.array([5.0, -7.0]), jnp.ones(1), h)))(jnp.ones(1))
+    np.testing.assert_array_equal(of_one, [7])
     for unusable in (jnp.zeros(3), jnp.array([1.0, jnp.inf, 0.0])):
         assert in_qdq(jnp.float32, jnp.array(1000.0), jnp.full(1, 2.0), unusable) == 896
     assert out_qdq(jnp.float32, jnp.array(1000.3), jnp.ones(1), history) == jnp.float32(1000.3)
@@ -275,3 +277,18 @@ def test_under_fsdp(mesh: Mesh, remat: bool, parameters: Any, compute: Any) -> N
         assert spec(get(found)) == spec(get(plain))
     assert sent == sent_plain
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found[0].dot_general))
+
+
+def test_experts_under_fsdp(mesh: Mesh) -> None:
+    """Each layer of a stack under `vmap` has its own state, also where the stack is sharded."""
+    Expert = axn.Axis("expert", 4)
+    layers = axn.vmap(lambda key: Linear.init(Embed, Mlp, key=key), Expert)(jax.random.split(jax.random.key(1), 4))
+    layers = quantize_linear_layers(layers, QuantizationConfig(fp8=True, amax_history_length=3))
+    x = axn.random.normal(jax.random.key(2), (Expert, Batch, Embed))
+    step = jax.grad(lambda layers, x: axn.sum(axn.vmap(lambda layer, x: layer(x), Expert)(layers, x) ** 2).scalar())
+    expected = step(layers, x)
+    with jax.set_mesh(mesh):
+        for compute in ({"batch": "data"}, {"batch": "data", "expert": "model"}):
+            found = jax.block_until_ready(axn.fsdp(step, {"embed": "data"}, compute)(layers, x))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, expected)
+            assert spec(found.weight) == (compute.get("expert"), None, "data")
