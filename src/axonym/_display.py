@@ -230,8 +230,9 @@ def _kind(device: Any) -> str:
 
 def devices_of(sharding: Sharding) -> Collection[Any]:
     """Return the devices of a sharding; on an `AbstractMesh`, their positions."""
-    abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
-    return range(sharding.mesh.size) if abstract else sharding.device_set
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return range(sharding.mesh.size)
+    return sharding.device_set
 
 
 def describe_devices_of(sharding: Sharding) -> str:

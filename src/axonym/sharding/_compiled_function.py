@@ -298,7 +298,7 @@ class CompiledFunction(Generic[P, R]):
 
     def _call_flat(self, args: Any, kwargs: Any) -> Any:
         known = self._last_by_argument
-        if known is not None and not kwargs and len(args) == known.count:
+        if known is not None and not kwargs and len(args) == known.arity:
             others = list(args)
             for i, value, compares in known.static:
                 x = others.pop(i)
@@ -311,6 +311,9 @@ class CompiledFunction(Generic[P, R]):
                     if not self._has_static(error, others, {}):
                         raise
                     self._by_argument, self._last_by_argument = False, None
+        return self._call_by_structure(args, kwargs)
+
+    def _call_by_structure(self, args: Any, kwargs: Any) -> Any:
         # The list distinguishes a call with keywords from one with a dictionary.
         leaves, structure = _flatten([args, kwargs] if kwargs else args)
         last, program = self._last
@@ -318,25 +321,31 @@ class CompiledFunction(Generic[P, R]):
             program = self._latest.get(structure)
         arrays = None if program is None else program.arrays(leaves, structure)
         if program is None or arrays is None:
-            if self._by_argument and not kwargs and (known := self._find_by_argument(args)) is not None:
-                self._last_by_argument = known
-                return known.jitted(*(x for x in args if not _is_static_argument(x)))
-            program = self._find_program(args, kwargs, _has_values)
-            leaves = jax.tree.leaves((args, kwargs))
-            if not self._donates_by_leaf:
-                program.expect(leaves, structure)
-                # Static fields are part of the structure, so one that changes at each call would fill this.
-                if len(self._latest) >= 256:
-                    self._latest.clear()
-                self._latest[structure] = program
-                self._last = structure, program
-            arrays = program.picked(leaves)
+            found = self._find(args, kwargs, structure)
+            if isinstance(found, _ByArgument):
+                return found.jitted(*(x for x in args if not _is_static_argument(x)))
+            program, arrays = found, found.picked(jax.tree.leaves((args, kwargs)))
         if not program.unflattened:
             return program.jitted(*arrays)
         try:
             return program.jitted(*args, **kwargs)
         except _AmbiguousArgumentsError:  # they were checked to be arrays
             return self._unchecked(*args, **kwargs)
+
+    def _find(self, args: Any, kwargs: Any, structure: Any) -> _ByArgument | _Program:
+        """Return what the arguments of a call are called with, and remember it for the next call."""
+        if self._by_argument and not kwargs and (known := self._find_by_argument(args)) is not None:
+            self._last_by_argument = known
+            return known
+        program = self._find_program(args, kwargs, _has_values)
+        if not self._donates_by_leaf:
+            program.expect(jax.tree.leaves((args, kwargs)), structure)
+            # Static fields are part of the structure, so one that changes at each call would fill this.
+            if len(self._latest) >= 256:
+                self._latest.clear()
+            self._latest[structure] = program
+            self._last = structure, program
+        return program
 
     def _find_by_argument(self, args: Any) -> _ByArgument | None:
         """Return the function of all arguments but the static ones, or None if another leaf is, or may be, static."""
@@ -468,7 +477,7 @@ class _Program:
 class _ByArgument(NamedTuple):
     """The compiled function of all arguments but some, which are static."""
 
-    count: int
+    arity: int
     static: list[tuple[int, Any, bool]]
     jitted: Any
 

@@ -169,11 +169,17 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
         placed = Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh, leaf.made_from)
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
-    if rules_see is not None and not examined.problems:
-        for rule in {id(p): p for p, _ in placements if isinstance(p, Rule)}.values():
-            below = [leaf for leaf, (p, _) in zip(leaves, placements, strict=True) if p is rule]
-            check_in_mesh(repr(rule), dict.fromkeys(rule.mesh_axes_for(below)), rules_see)
+    _check_mesh_axes(examined, rules_see)
     return examined
+
+
+def _check_mesh_axes(examined: PlacementCheck, mesh: AnyMesh | None) -> None:
+    """Check that the mesh has the mesh axes that rules name, also where another part of the rule places all leaves."""
+    if mesh is None or examined.problems:
+        return
+    for rule in {id(p): p for p, _ in examined.given if isinstance(p, Rule)}.values():
+        below = [leaf for p, leaf in examined.given if p is rule]
+        check_in_mesh(repr(rule), dict.fromkeys(rule.mesh_axes_for(below)), mesh)
 
 
 def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:
