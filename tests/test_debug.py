@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym import debug
@@ -152,6 +153,34 @@ def test_visualize_named_sharding(explicit_mesh: Mesh, capsys: pytest.CaptureFix
     debug.visualize_named_sharding(X.axes, NamedSharding(explicit_mesh, PartitionSpec("data", "model")))
     lines = GRID.splitlines()
     assert capsys.readouterr().out.splitlines() == ["(batch=8, embed=4) on 8 CPU devices", *lines[1:]]
+
+
+@pytest.mark.parametrize("spec", [("data", "model"), ("model",), (("model", "data"),), ()])
+def test_abstract_meshes_are_drawn_alike(spec: Any, mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their devices are numbered by their positions in the mesh."""
+    on, planned = (NamedSharding(m, PartitionSpec(*spec)) for m in (mesh, mesh.abstract_mesh))
+    x = axn.named(jax.device_put(X.array, on), X.axes)
+    y = axn.named(jax.ShapeDtypeStruct(X.array.shape, X.dtype, sharding=planned), X.axes)
+    expected = debug.describe_shardings({"x": x, "y": x}).replace("CPU devices", "devices")
+    assert debug.describe_shardings({"x": y, "y": y}) == expected
+    debug.visualize_shardings(y)
+    debug.visualize_named_sharding(X.axes, planned)
+    debug.visualize_named_sharding(X.axes, on)
+    _, once, again = re.split(r"^[^ \n].*\n", capsys.readouterr().out, flags=re.M)[1:]
+    assert once == again
+
+
+def test_abstract_meshes_of_uneven_shards_and_one_device(auto_mesh: Mesh) -> None:
+    uneven = NamedSharding(auto_mesh.abstract_mesh, PartitionSpec("data"))
+    lines = debug.describe_shardings(jax.ShapeDtypeStruct((6,), "float32", sharding=uneven)).splitlines()
+    assert lines[1] == "  axis 0=6 over data=4, 2 or 0 on each" and lines[2].split()[-4:] == [
+        "0:2",
+        "2:4",
+        "4:6",
+        "6:6",
+    ]
+    one = NamedSharding(AbstractMesh((1,), ("data",)), PartitionSpec())
+    assert debug.describe_shardings(jax.ShapeDtypeStruct((6,), "float32", sharding=one)).endswith(" 24 B on device 0")
 
 
 def test_a_picture_that_is_too_big_is_left_out() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .core.errors import describe_bytes
 from .core.html import COLORS, STYLE, Html, Words, code, cuts, element, joined, light_dark
@@ -145,9 +145,9 @@ def placed_array(leaf: Leaf, sharding: Sharding | None, otherwise: str) -> Shown
         mesh, over, count = {}, nowhere, len(sharding.device_set)
         held = math.prod(sharding.shard_shape(shape)) * itemsize
         of_them = total // (held or 1)
-    copies, where = max(1, count // max(1, of_them)), _where(sharding, count)
-    is_known = not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh)
-    devices = frozenset(sharding.device_set) if is_known else frozenset[Any]()
+    copies, held_by = max(1, count // max(1, of_them)), devices_of(sharding)
+    where, known = describe_each_of(held_by) + _memory_of(sharding), not isinstance(held_by, range)
+    devices = frozenset(held_by) if known else frozenset[Any]()
     return ShownArray(leaf.path, str(array.dtype), names, shape, over, mesh, total, held, copies, where, devices)
 
 
@@ -193,13 +193,15 @@ def _values(array: Any) -> Html | None:
 def describe_devices(devices: Iterable[Any]) -> str:
     """Return the numbers of devices, such as `0-3,6`.
 
-    With several hosts, a number counts the devices of a host, and follows the number of the host: `0:0-3 1:0-3`.
+    With several hosts, a number counts the devices of a host, and follows the number of the host: `0:0-3 1:0-3`. On an
+    `AbstractMesh`, a device is its position in the mesh, a plain number.
 
     >>> axn.debug.describe_devices(jax.devices()[:3])
     '0-2'
     """
-    if jax.process_count() == 1:
-        return _runs(device.id for device in devices)
+    devices = list(devices)
+    if jax.process_count() == 1 or any(isinstance(device, int) for device in devices):
+        return _runs(device if isinstance(device, int) else device.id for device in devices)
     by_host: dict[int, list[int]] = {}
     for device in devices:
         ids = sorted(d.id for d in jax.local_devices(device.process_index, device.platform))
@@ -219,12 +221,23 @@ def _runs(numbers: Iterable[int]) -> str:
 
 def describe_device(device: Any) -> str:
     """Return the platform and the number of a device: `CPU 0`."""
-    return f"{device.platform.upper()} {describe_devices([device])}"
+    return f"{_kind(device)} {describe_devices([device])}"
+
+
+def _kind(device: Any) -> str:
+    return "device" if isinstance(device, int) else device.platform.upper()
+
+
+def devices_of(sharding: Sharding) -> Collection[Any]:
+    """Return the devices of a sharding; on an `AbstractMesh`, their positions."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return range(sharding.mesh.size)
+    return sharding.device_set
 
 
 def describe_devices_of(sharding: Sharding) -> str:
     """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` for a single one."""
-    return _counted_devices(sharding.device_set) + _memory_of(sharding)
+    return _counted_devices(devices_of(sharding)) + _memory_of(sharding)
 
 
 def describe_each_of(devices: Collection[Any]) -> str:
@@ -235,14 +248,9 @@ def describe_each_of(devices: Collection[Any]) -> str:
 def _counted_devices(devices: Collection[Any]) -> str:
     if len(devices) == 1:
         return describe_device(*devices)
-    return f"{len(devices)} {' and '.join(sorted({d.platform.upper() for d in devices}))} devices"
+    kinds = sorted({*map(_kind, devices)} - {"device"})
+    return " ".join([str(len(devices)), *([" and ".join(kinds)] if kinds else []), "devices"])
 
 
 def _memory_of(sharding: Sharding) -> str:
     return ", in pinned host memory" if sharding.memory_kind == "pinned_host" else ""
-
-
-def _where(sharding: Sharding, count: int) -> str:
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return f"each of {count} devices" if count > 1 else "one device"
-    return describe_each_of(sharding.device_set) + _memory_of(sharding)

@@ -134,6 +134,8 @@ def test_history() -> None:
     )
     np.testing.assert_array_equal(of_scale, [2])
     np.testing.assert_array_equal(of_history, [7, 3, 1])
+    of_one = jax.grad(lambda h: jnp.sum(in_qdq(jnp.float32, jnp.array([5.0, -7.0]), jnp.ones(1), h)))(jnp.ones(1))
+    np.testing.assert_array_equal(of_one, [7])
     for unusable in (jnp.zeros(3), jnp.array([1.0, jnp.inf, 0.0])):
         assert in_qdq(jnp.float32, jnp.array(1000.0), jnp.full(1, 2.0), unusable) == 896
     assert out_qdq(jnp.float32, jnp.array(1000.3), jnp.ones(1), history) == jnp.float32(1000.3)
@@ -184,6 +186,26 @@ def test_gradients_of_several_batches() -> None:
     assert accumulate_gradients({"w": None}, {"w": 1.0}) == {"w": 1.0}
 
 
+def test_leaves_that_have_no_gradient() -> None:
+    """The gradient of integers has dtype float0, and stands for zeros; everything else but numbers stays."""
+    arrays = {"w": axn.ones({"x": 2}), "n": axn.arange(axn.Axis("x", 2))}
+    others = {"act": jnp.tanh, "kind": "s", "on": True, "k": 3}
+    model = arrays | others
+    gradient = jax.grad(lambda p: axn.sum(p["w"] * p["n"]).scalar(), allow_int=True)(arrays) | others
+    total = accumulate_gradients(accumulate_gradients(gradient, gradient), gradient)
+    np.testing.assert_array_equal(total["w"].array, [0, 3])
+    assert total["n"].dtype == jax.dtypes.float0
+    assert {name: total[name] for name in others} == others
+    zeros = jax.tree.map(jnp.zeros_like, arrays) | others
+    for found in (accumulate_gradients(zeros, gradient), accumulate_gradients(gradient, zeros)):
+        np.testing.assert_array_equal(found["w"].array, [0, 1])
+        np.testing.assert_array_equal(found["n"].array, [0, 0])
+    new = apply_updates(model, total, dict.fromkeys(model))
+    np.testing.assert_array_equal(new["w"].array, [1, 4])
+    np.testing.assert_array_equal(new["n"].array, [0, 1])
+    assert {name: new[name] for name in others} == others
+
+
 def test_compute_dtype() -> None:
     layer = quantize_linear_layers(PLAIN, QuantizationConfig(fp8=True, compute_dtype=jnp.bfloat16))
     assert isinstance(layer.dot_general, Fp8DotGeneralOp) and layer.dot_general.input_amax_history.shape == (1024,)
@@ -231,10 +253,42 @@ def test_on_meshes(how: str, mesh: Mesh) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
-def test_under_fsdp(auto_mesh: Mesh) -> None:
-    layer = after_a_step(LAYER)
-    expected = jax.grad(loss)(layer, X)
-    step = axn.fsdp(jax.grad(loss), {"embed": "data"}, {"batch": "data"})
-    with jax.set_mesh(auto_mesh):
-        found = jax.block_until_ready(step(layer, X))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+@pytest.mark.parametrize(
+    ("parameters", "compute"),
+    [({"embed": "data"}, {"batch": "data", "mlp": "model"}), ({"mlp": "data"}, {"batch": "data"})],
+)
+@pytest.mark.parametrize("remat", [False, True])
+def test_under_fsdp(mesh: Mesh, remat: bool, parameters: Any, compute: Any) -> None:
+    """Results lie as the layer's without rounding do, and devices send as much; the state is the same on all."""
+
+    def on_mesh(layer: Linear) -> tuple[Any, list[str]]:
+        step = axn.fsdp(jax.grad(jax.checkpoint(loss) if remat else loss, (0, 1)), parameters, compute)
+        with jax.set_mesh(mesh):
+            placed = axn.shard(layer, {**compute, **parameters}), axn.shard(X, compute)
+            program = step.lower(*placed).compile().as_text() or ""
+            sent = re.findall(r"(all-gather|reduce-scatter|all-to-all|collective-permute)\(", program)
+            return jax.block_until_ready(step(*placed)), sorted(sent)
+
+    layer = after_a_step(dataclasses.replace(LAYER, weight=8 * LAYER.weight, bias=axn.ones(Mlp)))
+    expected = jax.grad(loss, (0, 1))(layer, X)
+    (found, sent), (plain, sent_plain) = on_mesh(layer), on_mesh(dataclasses.replace(layer, dot_general=None))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, expected)
+    for get in (lambda g: g[0].weight, lambda g: g[0].bias, lambda g: g[1]):
+        assert spec(get(found)) == spec(get(plain))
+    assert sent == sent_plain
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found[0].dot_general))
+
+
+def test_experts_under_fsdp(mesh: Mesh) -> None:
+    """Each layer of a stack under `vmap` has its own state, also where the stack is sharded."""
+    Expert = axn.Axis("expert", 4)
+    layers = axn.vmap(lambda key: Linear.init(Embed, Mlp, key=key), Expert)(jax.random.split(jax.random.key(1), 4))
+    layers = quantize_linear_layers(layers, QuantizationConfig(fp8=True, amax_history_length=3))
+    x = axn.random.normal(jax.random.key(2), (Expert, Batch, Embed))
+    step = jax.grad(lambda layers, x: axn.sum(axn.vmap(lambda layer, x: layer(x), Expert)(layers, x) ** 2).scalar())
+    expected = step(layers, x)
+    with jax.set_mesh(mesh):
+        for compute in ({"batch": "data"}, {"batch": "data", "expert": "model"}):
+            found = jax.block_until_ready(axn.fsdp(step, {"embed": "data"}, compute)(layers, x))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, expected)
+            assert spec(found.weight) == (compute.get("expert"), None, "data")

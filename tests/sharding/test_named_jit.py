@@ -154,6 +154,33 @@ def test_numbers_are_told_from_arrays_that_jit_takes_for_the_same(number) -> Non
     assert len(seen) == 2 and issubclass(seen[0], Tracer) and seen[1] is number
 
 
+def test_static_arguments_beside_arrays_of_any_structure() -> None:
+    """Each value and structure is traced once, zeros by their sign, and an argument with a static part is no array."""
+    traces: list[Any] = []
+
+    @axn.named_jit
+    def fn(a: Any, f: Any, n: Any) -> Any:
+        traces.append(n)
+        return jax.tree.map(lambda x: n / f(x) if isinstance(x, axn.NamedArray) else type(x).__name__, a, is_leaf=leaf)
+
+    leaf = lambda x: isinstance(x, axn.NamedArray)
+    x = axn.ones({"x": 2})
+    for _ in range(3):
+        for n in (2, 2.0, 0.0, -0.0, True):
+            for a in (x, [x, x]):
+                for found in jax.tree.leaves(fn(a, axn.negative, n), is_leaf=leaf):
+                    np.testing.assert_array_equal(np.signbit(found.array), [np.signbit(-n)] * 2)
+                    np.testing.assert_array_equal(found.array, [-n] * 2)
+    assert len(traces) == 10
+    for _ in range(3):
+        found = fn([x, 1, "s", np.float32(1)], axn.negative, 2)
+        assert found[1:3] == ["int", "str"] and "Tracer" in found[3]
+        np.testing.assert_array_equal(fn(x, axn.negative, n=2).array, [-2, -2])
+        np.testing.assert_array_equal(fn(x, axn.negative, 3).array, [-3, -3])
+    with pytest.raises(ZeroDivisionError):
+        axn.named_jit(lambda a, f, n: a * f(1 / n))(x, abs, 0)
+
+
 def test_numbers_that_no_array_can_hold() -> None:
     fn = axn.named_jit(lambda a, seed: a * (seed % 7))
     for _ in range(2):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._display import describe_device, describe_devices, describe_devices_of, describe_each_of, placed_array
 from ..axis import Axis
 from ..core import errors
 from ..core.errors import counted, describe_bytes
-from ..distribution.mesh_axes import mesh_axes
+from ..distribution.mesh_axes import mesh_axes, padded, shard_count
 from ..distribution.padded_array import stored
 from ..named_array import describe_array, raw, wrap
 from ..sharding.leaves import Leaf, leaves_of
@@ -168,11 +168,27 @@ def _sharded_axes(shape: Sequence[int], sharding: Sharding) -> dict[int, list[Ra
 
 def _ranges(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, ...]]:
     """Return the range of each axis that each device holds."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        sizes = sharding.mesh.shape
+        places = (dict(zip(sizes, place, strict=True)) for place in np.ndindex(*sizes.values()))
+        return {i: _ranges_at(place, shape, sharding) for i, place in enumerate(places)}
     indices = sharding.devices_indices_map(tuple(shape))
     return {
         device: tuple(s.indices(size)[:2] for s, size in zip(slices or (), shape, strict=True))
         for device, slices in indices.items()
     }
+
+
+def _ranges_at(place: Mapping[str, int], shape: Sequence[int], sharding: NamedSharding) -> tuple[Range, ...]:
+    """Return the ranges of the device at a place of the mesh, which has an index along each mesh axis."""
+    found = []
+    for size, entry in zip(shape, padded(sharding.spec, len(shape)), strict=True):
+        number, shards = 0, shard_count(sharding.mesh, entry)
+        for a in mesh_axes(entry):
+            number = number * sharding.mesh.shape[a] + place[a]
+        held = -(-size // shards)
+        found.append((min(number * held, size), min((number + 1) * held, size)))
+    return tuple(found)
 
 
 def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:

@@ -45,29 +45,40 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
     _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
     if explicit_mesh(arrays) is None:
         return contract(plan, arrays, dot_general)
-    # The function is handed to the partitioner, so the arrays that it holds must be operands like the others.
-    parts, tree = jax.tree.flatten(dot_general)
-    held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
-    held_names = [private(f"array {i} of dot_general", tuple(map(str, range(parts[i].ndim)))) for i in held]
+    held, held_names, holding = _held(dot_general)
 
     def positional(*operands):
-        rebuilt = dict(enumerate(parts)) | dict(zip(held, operands[len(arrays) :], strict=True))
-        return contract(plan, operands[: len(arrays)], jax.tree.unflatten(tree, list(rebuilt.values())))
+        return contract(plan, operands[: len(arrays)], holding(operands[len(arrays) :]))
 
-    operands = [*arrays, *(parts[i] for i in held)]
     try:
         return output_sharding.call_with_output_sharding(
             plan.what,
             positional,
             [*plan.in_names, *held_names],
             plan.out_names,
-            operands,
+            [*arrays, *held],
             summed=tuple(dict.fromkeys(n for names in plan.in_names for n in names if n not in plan.out_names)),
         )
     except Exception as e:
         if not held:
             e.add_note(_CLOSED_OVER.format(what=plan.what))
         raise
+
+
+def _held(dot_general: DotGeneral) -> tuple[list[jax.Array], list[Names], Callable[[Sequence[jax.Array]], DotGeneral]]:
+    """Return the arrays that a function holds, names of their axes, and a way to make it hold others.
+
+    Where the function is handed to the partitioner or to `shard_map`, they must be operands like all others.
+    """
+    parts, tree = jax.tree.flatten(dot_general)
+    held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
+    names = [private(f"array {i} of dot_general", tuple(map(str, range(parts[i].ndim)))) for i in held]
+
+    def holding(arrays: Sequence[jax.Array]) -> DotGeneral:
+        rebuilt = dict(enumerate(parts)) | dict(zip(held, arrays, strict=True))
+        return jax.tree.unflatten(tree, list(rebuilt.values()))
+
+    return [parts[i] for i in held], names, holding
 
 
 _CLOSED_OVER = (
@@ -126,8 +137,13 @@ def _multiply(
     layout = names if target is None else target
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
     arrays = (left.array, right.array)
+    held, held_names, holding = _held(dot_general)
+
+    def per_device(left, right, *held):
+        return pair._replace(dot_general=holding(held)).multiply(left, right)
+
     product = fsdp_ops.run_gathering_parameters(
-        pair.multiply, (left.names, right.names), layout, *arrays, summed=summed
+        per_device, (left.names, right.names, *held_names), layout, *arrays, *held, summed=summed
     )
     return _OperandTerm(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
 

@@ -323,7 +323,8 @@ def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
     axes = tuple(varying_axes(largest) - varying_axes(history))
     if axes:  # device-varying inside `shard_map`: take the largest value of all devices
         largest = jax.lax.pmax(largest, axes)
-    return jnp.roll(history, -1).at[0].set(largest)
+    # Not by a scatter, which JAX cannot batch inside `shard_map`.
+    return jnp.concatenate([jnp.reshape(largest, 1), history[2:], history[:1]])[: history.size]
 
 
 # --- products of rounded numbers ---

@@ -2,7 +2,8 @@
 
 Each row of the first operand, and each column of the second, is divided by its own scale, which maps its largest value
 to 127, and rounded. The integers are multiplied and accumulated as integers. Scales are computed on every call, so
-there is no state.
+there is no state. Per device, as under `axonym.fsdp` and in `shard_map`, each shard of a row or column has a scale of
+its own, which is no less accurate, and sends nothing.
 
 The gradient of the first operand, which has the size of a batch of inputs, is computed with 8-bit integers too. The
 gradient of the second, the weight of a linear layer, is a sum over the batch in which rounding errors would accumulate,

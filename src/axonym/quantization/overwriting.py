@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from ..core import errors
 
@@ -53,6 +54,11 @@ def _overwrites(x: Any) -> bool:
     return isinstance(x, OverwriteWithGradient)
 
 
+def _is_gradient(x: Any) -> bool:
+    """Return whether a leaf is a float, or an array of numbers; the gradient of integers, of dtype float0, is not."""
+    return isinstance(x, (float, complex)) or jnp.issubdtype(getattr(x, "dtype", bool), jnp.number)
+
+
 def _is_update_leaf(x: Any) -> bool:
     return x is None or _overwrites(x)
 
@@ -71,6 +77,8 @@ def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
 def accumulate_gradients(accumulated: T, gradient: T) -> T:
     """Add the gradients of a batch to the gradients so far; `OverwriteWithGradient` modules say how they combine.
 
+    Leaves that have no gradient stay as they are: None, integers whose gradient is of dtype float0, functions, strings.
+
     >>> grads = {"op": axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2), "w": axn.ones({"x": 2})}
     >>> total = axn.quantization.accumulate_gradients(grads, grads)
     >>> total["w"], total["op"].input_scale
@@ -78,9 +86,11 @@ def accumulate_gradients(accumulated: T, gradient: T) -> T:
     """
 
     def add(so_far: Any, new: Any) -> Any:
-        if so_far is None or new is None:
-            return new if so_far is None else so_far
-        return so_far.accumulate(new) if _overwrites(so_far) else so_far + new
+        if _overwrites(so_far) and _overwrites(new):
+            return so_far.accumulate(new)
+        if _is_gradient(so_far) and _is_gradient(new):
+            return so_far + new
+        return so_far if _is_gradient(so_far) or new is None else new
 
     return jax.tree.map(add, accumulated, gradient, is_leaf=_is_update_leaf)
 
@@ -113,4 +123,4 @@ def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
 def _apply_update(x: Any, update: Any, overwrite: Any) -> Any:
     if overwrite is not None:
         return overwrite
-    return x if update is None else (x + update).astype(x.dtype)
+    return (x + update).astype(x.dtype) if _is_gradient(update) else x
