@@ -52,6 +52,16 @@ def test_soft_targets() -> None:
     np.testing.assert_allclose(found.array, expected, rtol=1e-5)
 
 
+def test_binary_targets_need_no_promotion() -> None:
+    logits = axn.named([0.0, 9.0], "x").astype(jnp.bfloat16)
+    for dtype in (bool, jnp.uint8, jnp.bfloat16):
+        targets = axn.named([1, 0], "x").astype(dtype)
+        with jax.numpy_dtype_promotion("strict"):
+            loss = axn.nn.binary_cross_entropy_loss(logits, targets, reduction=None)
+        assert loss.dtype == jnp.bfloat16
+        np.testing.assert_allclose(loss.array, [0.6931, 9], rtol=1e-2)
+
+
 def test_labels_that_are_not_there_cost_nothing() -> None:
     targets = axn.named(np.array([[-100, 5], [2, 6], [1, 4], [3, 0]]), (Batch, Pos))
 

@@ -40,6 +40,15 @@ def test_values_and_gradients() -> None:
     np.testing.assert_allclose(of_x.array, rounded(g, 1) @ rounded(weight, 0), rtol=1e-4, atol=1e-5)
 
 
+def test_a_product_needs_no_promotion() -> None:
+    layer = Linear.init(Embed, Mlp, key=jax.random.key(1), dot_general=OP)
+    gradient = jax.grad(lambda layer: axn.sum(layer(X)).scalar())
+    expected = gradient(layer).weight.array
+    jax.clear_caches()
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(gradient(layer).weight.array, expected)
+
+
 @pytest.mark.parametrize(
     ("equation", "left", "right"),
     [

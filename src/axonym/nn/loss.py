@@ -194,6 +194,8 @@ def binary_cross_entropy_loss(
     NamedArray(float32[x=2], [0.6931 9.0001])
     """
     logits = as_float(logits)  # unsigned integers have no negatives
+    if isinstance(targets, NamedArray) and not jnp.issubdtype(targets.dtype, jnp.floating):
+        targets = targets.astype(logits.dtype)  # so also with `jax.numpy_dtype_promotion("strict")`
     loss = -(targets * log_sigmoid(logits)) - (1 - targets) * log_sigmoid(-logits)
     return reduce_loss(loss, reduction, where, reduction_axis)
 

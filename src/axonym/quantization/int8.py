@@ -86,7 +86,8 @@ def _quantized_product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: 
     lhs_scale, short_lhs = _rounded(lhs, axes.lhs, axes.out)
     rhs_scale, short_rhs = _rounded(rhs, axes.rhs, axes.out)
     y = multiply(axes, short_lhs, short_rhs, jnp.int32, like=like)
-    return (y * (lhs_scale * rhs_scale)).astype(lhs.dtype)
+    scale = lhs_scale * rhs_scale
+    return (y.astype(scale.dtype) * scale).astype(lhs.dtype)
 
 
 def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
