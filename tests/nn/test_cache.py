@@ -14,13 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.nn.attention import (
-    Causal,
-    KVCache,
-    apply_rotary,
-    dot_product_attention,
-    sliding_window_mask,
-)
+from axonym.nn.attention import Causal, KVCache, apply_rotary, dot_product_attention, sliding_window_mask
 from tests.helpers import assert_named, spec
 
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
