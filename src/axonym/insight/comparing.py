@@ -134,7 +134,27 @@ class Comparison(Page):
         return "\n\n".join(parts)
 
     def _page(self, source: bool) -> tuple[str, Html]:
-        return _comparison_page(self, *self._headline())
+        headline, changes = self._headline()
+        first, *others = self.reports
+        report = self.reports[first]
+        words = Words(list(dict.fromkeys(a for r in self.reports.values() for a in r.mesh)), report.mapping)
+        sections = {"bars": ("Side by side", _side_by_side(self.reports, words))}
+        for i, other in enumerate(others):
+            sections[f"changes-{i}"] = (f"{other}, compared with {first}", _changes(self, first, other, words))
+        each = [
+            joined([element("h3", name), verdict_card(r, words, "h4"), mapping_line(r, words)])
+            for name, r in self.reports.items()
+        ]
+        sections["verdicts"] = ("The verdicts", joined(each))
+        lead = element("p", words.said(changes), class_="lead") if changes else None
+        title = element("h1", words.said(headline))
+        body = [
+            crumb(report, words),
+            element("section", title, lead, class_="card", aria_label="the comparison"),
+            navigation({name: text for name, (text, _) in sections.items()}),
+            *(section(text, inside, name=name) for name, (text, inside) in sections.items()),
+        ]
+        return f"{headline} {report.step}", joined(body)
 
     def _headline(self) -> tuple[str, str]:
         """Return the best mapping in a sentence, and how each differs from the first."""
@@ -203,33 +223,6 @@ def _or_unknown(value: int | None, written: Callable[[int], str]) -> str:
 
 
 # --- the page ---
-
-
-def _comparison_page(comparison: Comparison, headline: str, changes: str) -> tuple[str, Html]:
-    """Return the title and the body of the page of a comparison."""
-    reports = comparison.reports
-    first, *others = reports
-    report = reports[first]
-    words = Words(list(dict.fromkeys(a for r in reports.values() for a in r.mesh)), report.mapping)
-    sections: dict[str, tuple[str, Html]] = {}
-    sections["bars"] = ("Side by side", _side_by_side(reports, words))
-    for i, other in enumerate(others):
-        sections[f"changes-{i}"] = (f"{other}, compared with {first}", _changes(comparison, first, other, words))
-    each = [
-        joined([element("h3", name), verdict_card(r, words, "h4"), mapping_line(r, words)])
-        for name, r in reports.items()
-    ]
-    sections["verdicts"] = ("The verdicts", joined(each))
-    lead = element("p", words.said(changes), class_="lead") if changes else None
-    body = joined(
-        [
-            crumb(report, words),
-            element("section", element("h1", words.said(headline)), lead, class_="card", aria_label="the comparison"),
-            navigation({name: text for name, (text, _) in sections.items()}),
-            *(section(text, inside, name=name) for name, (text, inside) in sections.items()),
-        ]
-    )
-    return f"{headline} {report.step}", body
 
 
 def _quantities(reports: Mapping[str, Any], words: Words) -> Iterator[Quantity]:

@@ -121,7 +121,40 @@ class MappingPlan(Page):
         return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
 
     def _page(self, source: bool) -> tuple[str, Html]:
-        return _plan_page(self, self._by_mapping())
+        mappings = self._by_mapping()
+        words = Words(list(dict.fromkeys(a for p in self.found for a in p.mesh)))
+        best = self.best
+        crumb = [element("b", self.step), f"{self.chips} × {self.chip.name}", f"{describe_bytes(self.memory)} each"]
+        considered = f"All {counted(self.considered, 'combination')} of these were considered"
+        if self.not_fitting:
+            considered += f"; {self.not_fitting} need more than {describe_bytes(self.memory)}"
+        most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
+        fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
+        terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
+        then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
+        header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
+        about = f"About {described_seconds(as_shown(best.estimate.seconds))} a step, by "
+        first = element(
+            "section",
+            element("h1", about, words.mesh(best.mesh), "."),
+            element("p", words.said(f"{self.why()} {considered}.".strip()), class_="lead"),
+            *(element("p", element("b", "Caution: "), words.said(c)) for c in self.cautions),
+            copyable("The first as code", best.code()),
+            class_="card",
+            aria_label="the plan",
+        )
+        parts = [element("h2", "Candidates"), table("candidates", header, fitting[:_SHOWN])]
+        if len(fitting) > _SHOWN:
+            more = table("more candidates", header, fitting[_SHOWN:][:60])
+            parts.append(folded(f"{len(fitting) - _SHOWN} more", more))
+        if self.left_out:
+            rows = [(what, words.said(reason)) for what, reason in self.left_out.items()]
+            title = f"{counted(len(rows), 'kind')} of mappings {'was' if len(rows) == 1 else 'were'} not considered"
+            parts.append(folded(title, table("not considered", ("what", "why"), rows)))
+        note = "Times are estimates, and `at least` and memory are lower bounds: measure the first few."
+        parts.append(element("p", note, class_="small"))
+        crumbs = element("p", joined(crumb, " · "), class_="crumb")
+        return f"A plan for {self.step}", joined([crumbs, first, element("section", *parts)])
 
     def _headline(self) -> tuple[str, str]:
         return f"{self._title()}.", self.why()
@@ -452,46 +485,6 @@ def _agreement(p: PlannedMapping) -> str:
 
 
 # --- the page ---
-
-
-def _plan_page(plan: MappingPlan, mappings: Sequence[tuple[PlannedMapping, int]]) -> tuple[str, Html]:
-    """Return the title and the body of the page of a plan.
-
-    Arguments:
-        mappings: each mapping on its best mesh, and the number of its other meshes.
-    """
-    words = Words(list(dict.fromkeys(a for p in plan.found for a in p.mesh)))
-    best = plan.best
-    crumb = [element("b", plan.step), f"{plan.chips} × {plan.chip.name}", f"{describe_bytes(plan.memory)} each"]
-    considered = f"All {counted(plan.considered, 'combination')} of these were considered"
-    if plan.not_fitting:
-        considered += f"; {plan.not_fitting} need more than {describe_bytes(plan.memory)}"
-    most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
-    fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
-    terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
-    then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
-    header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
-    about = f"About {described_seconds(as_shown(best.estimate.seconds))} a step, by "
-    first = element(
-        "section",
-        element("h1", about, words.mesh(best.mesh), "."),
-        element("p", words.said(f"{plan.why()} {considered}.".strip()), class_="lead"),
-        *(element("p", element("b", "Caution: "), words.said(c)) for c in plan.cautions),
-        copyable("The first as code", best.code()),
-        class_="card",
-        aria_label="the plan",
-    )
-    parts = [element("h2", "Candidates"), table("candidates", header, fitting[:_SHOWN])]
-    if len(fitting) > _SHOWN:
-        parts.append(folded(f"{len(fitting) - _SHOWN} more", table("more candidates", header, fitting[_SHOWN:][:60])))
-    if plan.left_out:
-        rows = [(what, words.said(reason)) for what, reason in plan.left_out.items()]
-        title = f"{counted(len(rows), 'kind')} of mappings {'was' if len(rows) == 1 else 'were'} not considered"
-        parts.append(folded(title, table("not considered", ("what", "why"), rows)))
-    note = "Times are estimates, and `at least` and memory are lower bounds: measure the first few."
-    parts.append(element("p", note, class_="small"))
-    crumbs = element("p", joined(crumb, " · "), class_="crumb")
-    return f"A plan for {plan.step}", joined([crumbs, first, element("section", *parts)])
 
 
 def _row(number: int, p: PlannedMapping, others: int, most: float, words: Words) -> Sequence[Html | str]:

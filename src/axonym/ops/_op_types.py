@@ -65,14 +65,24 @@ class _BoundTypedReduction(Protocol):
 class TypedReduction(Protocol):
     """A reduction that can accumulate in another dtype."""
 
+    @overload
     def __call__(
         self,
-        array: A,
+        array: NamedArray,
         axis: AxisSelection | None = None,
         *,
         where: NamedOrNumeric | None = None,
         dtype: DTypeLike | None = None,
-    ) -> A: ...
+    ) -> NamedArray: ...
+    @overload
+    def __call__(
+        self,
+        array: Any,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedOrNumeric | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundTypedReduction: ...
 
 
@@ -90,15 +100,26 @@ class _BoundSpreadReduction(Protocol):
 class SpreadReduction(Protocol):
     """Variance and standard deviation."""
 
+    @overload
     def __call__(
         self,
-        array: A,
+        array: NamedArray,
         axis: AxisSelection | None = None,
         *,
         where: NamedOrNumeric | None = None,
         ddof: int = 0,
         dtype: DTypeLike | None = None,
-    ) -> A: ...
+    ) -> NamedArray: ...
+    @overload
+    def __call__(
+        self,
+        array: Any,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedOrNumeric | None = None,
+        ddof: int = 0,
+        dtype: DTypeLike | None = None,
+    ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundSpreadReduction: ...
 
 
