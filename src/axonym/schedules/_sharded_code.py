@@ -140,8 +140,7 @@ class _ProgramPair:
         operands = [*map(self._differs, all_operands, own_operands)]
         results = [*map(self._differs, first.outvars, second.outvars)]
         sharded = any((*operands, *results))
-        if name.startswith("custom_") and not _is_known_function(first):
-            raise NeedsCompleteAxes(f"{_described(first)} has a derivative of its own.")
+        _refuse_own_derivative(first)
         if partial:
             if sharded or not _is_linear(second, own_operands, partial) or _parameters(first) != _parameters(second):
                 raise refused
@@ -155,6 +154,11 @@ class _ProgramPair:
         if self._sums and _adds_up(first, operands):
             return {0}
         raise refused
+
+
+def _refuse_own_derivative(operation: Any) -> None:
+    if operation.primitive.name.startswith("custom_") and not _is_known_function(operation):
+        raise NeedsCompleteAxes(f"{_described(operation)} has a derivative of its own.")
 
 
 def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bool:
