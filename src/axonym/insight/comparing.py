@@ -133,6 +133,9 @@ class Comparison(Page):
                 parts.append("\n".join([self.change(first, other), *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
     def _page(self, source: bool) -> tuple[str, Html]:
         headline, changes = self._headline()
         first, *others = self.reports

@@ -81,12 +81,6 @@ class Page(abc.ABC):
         return path
 
     @abc.abstractmethod
-    def to_markdown(self) -> str: ...
-
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
-
-    @abc.abstractmethod
     def _page(self, source: bool) -> tuple[str, Html]:
         """Return the title and the body of the page."""
 

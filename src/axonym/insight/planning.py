@@ -120,6 +120,9 @@ class MappingPlan(Page):
         ]
         return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
 
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
     def _page(self, source: bool) -> tuple[str, Html]:
         mappings = self._by_mapping()
         words = Words(list(dict.fromkeys(a for p in self.found for a in p.mesh)))

@@ -99,6 +99,9 @@ class Report(Figures, Page):
     def __str__(self) -> str:
         return self._written(markdown=False)
 
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
     def _page(self, source: bool) -> tuple[str, Html]:
         return report_page(self, [*self._figures()], source)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -80,7 +82,12 @@ def _shape(what: str, x: Any) -> dict[str, int]:
 
 
 def _all_equal(what: str, a: Any, b: Any, equal_nan: bool) -> bool:
-    return _truth(_compare(jnp.array_equal, what, a, b, equal_nan=equal_nan).array)
+    return _truth(_compare(_equal_everywhere, what, a, b, equal_nan=equal_nan).array)
+
+
+def _equal_everywhere(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
+    equal = a == b
+    return jnp.all(equal | (jnp.isnan(a) & jnp.isnan(b)) if equal_nan else equal)
 
 
 def _truth(x: Any) -> bool:
