@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import axonym as axn
@@ -112,6 +113,12 @@ def definitions(module: ModuleType) -> dict[str, Any]:
 def examples(thing: Any) -> list[doctest.Example]:
     """Return the examples in the docstring of a function, class, property or module."""
     return doctest.DocTestParser().get_examples(inspect.cleandoc(thing.__doc__ or ""))
+
+
+def draw(*axes: axn.Axis) -> axn.NamedArray:
+    """Return normal numbers, which are other ones for another number of axes."""
+    values = np.random.default_rng(len(axes)).normal(size=[a.size for a in axes])
+    return axn.named(jnp.asarray(values, jnp.float32), axes)
 
 
 def spec(x: Any) -> tuple[Any, ...]:

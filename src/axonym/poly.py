@@ -257,11 +257,7 @@ def trim_zeros(p: PolynomialLike, trim: str = "fb") -> NamedArray:
     if start < stop:
         start = start if "f" in ends else 0
         stop = stop if "b" in ends else coefficients.shape[0]
-    return _of_one(_span, "trim_zeros", p, start, stop)
-
-
-def _span(p: jax.Array, start: int, stop: int) -> jax.Array:
-    return p[start:stop]
+    return _of_one(jax.lax.slice_in_dim, "trim_zeros", p, start, stop)
 
 
 def _nonzero_span(what: str, coefficients: Any, way_out: str) -> tuple[int, int]:

@@ -22,18 +22,7 @@ import pytest
 import axonym as axn
 from axonym.state import from_torch_compatible_state_dict, load_state_dict
 from examples.models.layouts import layout
-from tests.examples.runs import (
-    EXAMPLES,
-    SMALL,
-    STEPS,
-    Checkpoints,
-    Problem,
-    losses,
-    rows,
-    saved_steps,
-    train,
-    train_lm,
-)
+from tests.examples.runs import EXAMPLES, SMALL, STEPS, Checkpoints, Problem, losses, rows, saved_steps, train, train_lm
 from tests.helpers import small_disk
 
 

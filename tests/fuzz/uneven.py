@@ -21,16 +21,7 @@ from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from tests.ops.case import SIZES, Case, Operand
-from tests.ops.test_operations import (
-    CASES,
-    _assert_close,
-    _differentiable,
-    _draw,
-    _eager,
-    _gradients,
-    _loss,
-    _raw,
-)
+from tests.ops.test_operations import CASES, _assert_close, _differentiable, _draw, _eager, _gradients, _loss, _raw
 
 KEY = jax.random.key(0)
 BATCH, POS, EMBED = (axn.Axis(n, SIZES[n]) for n in ("batch", "pos", "embed"))

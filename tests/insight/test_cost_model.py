@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from axonym.insight import CHIPS, Islands, Torus, cost_model
-from axonym.insight._accounts import parts_of_report
+from axonym.insight._accounts import parts_of_report, rates_at
 from axonym.insight.cost_model import Multiplication, Part, Sent, rate_of
 from axonym.insight.linked_chips import Placement, topologies_of
 
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.oldest
 
 def gather(topology: Any, placed: Placement, *axes: str) -> cost_model.Rate:
     return rate_of("all-gather", topology.route(placed, axes), topology.chip)
-
-
-def of_gathers(rate: cost_model.Rate) -> dict[tuple[str, tuple[str, ...]], cost_model.Rate]:
-    return {("all-gather", ("data",)): rate}
 
 
 def one(topology: Any, mesh: dict[str, int]) -> Placement:
@@ -65,10 +61,8 @@ def test_parts_of_a_dimension_share_its_links() -> None:
 def test_axes_on_the_same_links_add_up() -> None:
     torus = Torus("v5p", (8, 8, 8))
     placed = one(torus, {"data": 64, "model": 8})
-    rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate]
-    rates = {("all-gather", (a,)): gather(torus, placed, a) for a in ("data", "model")}
     sent = [Sent("all-gather", (a,), 1e9, "exchanging activations") for a in ("data", "model")]
-    links = cost_model.bounds([Part(1, sent=tuple(sent))], rates, torus.chip).links
+    links = cost_model.bounds([Part(1, sent=tuple(sent))], rates_at(torus, placed), torus.chip).links
     # Both leave a chip over the same six links; each has dimensions of its own.
     assert links["data", "model"] == pytest.approx((63 / 64 + 7 / 8) * 1e9 / 600e9)
     assert set(links) == {("data", "model"), ("data",), ("model",)}
@@ -77,7 +71,7 @@ def test_axes_on_the_same_links_add_up() -> None:
 def test_bounds_take_the_least_of_branches() -> None:
     """An estimate takes their mean; products of 8 bits count in estimates only; so on several meshes at once."""
     chip = CHIPS["v5p"]
-    rates = of_gathers(cost_model.Rate(1e-9, 0.0, 0.0, {"network": np.array([1e-9, 2e-9])}))
+    rate = cost_model.Rate(1e-9, 0.0, 0.0, {"network": np.array([1e-9, 2e-9])})
 
     def branch(i: int, flops: float, size: float) -> tuple[Multiplication, Sent]:
         at = ((7, 2, i),)
@@ -87,22 +81,23 @@ def test_bounds_take_the_least_of_branches() -> None:
     (a, x), (b, y) = branch(0, 4e12, 1e9), branch(1, 1e12, 3e9)
     narrow = Multiplication(8e12, 1e9, narrow=True)
     part = Part(2, (a, b, narrow), (x, y))
-    least = cost_model.bounds([part], rates, chip)
+    least = cost_model.bounds([part], lambda *_: rate, chip)
     assert least.compute == pytest.approx(np.array([2e12, 2.0]) / chip.flops)
     assert least.links["data",] == pytest.approx(np.array([2.0, 8.0]))
-    products = cost_model.estimate([part], rates, chip).terms["products"]
+    products = cost_model.estimate([part], lambda *_: rate, chip).terms["products"]
     assert products[0] == pytest.approx(2 * (2.5e12 + 8e12) / chip.flops / chip.reached.products, rel=1e-3)
-    assert cost_model.bounds([Part(1, (a,))], rates, chip).compute == 0, "the other branch computes nothing"
+    assert cost_model.bounds([Part(1, (a,))], lambda *_: rate, chip).compute == 0, "the other branch computes nothing"
 
 
 def test_what_moves_to_the_host_takes_its_link() -> None:
     """It leaves in the forward pass and returns in the backward pass, one after the other."""
     chip = CHIPS["v6e"]
     parts = [Part(4, touched=1e6, offloaded=8e9), Part(4, touched=1e6, offloaded=8e9, forward=False)]
-    least, seconds = cost_model.bounds(parts, {}, chip), cost_model.estimate(parts, {}, chip)
+    rates = cost_model.least_rates(chip)
+    least, seconds = cost_model.bounds(parts, rates, chip), cost_model.estimate(parts, rates, chip)
     assert least.host == pytest.approx(4 * 8e9 / 32e9) and least.bottleneck == "moving to the host"
     assert seconds.terms["offloading"] == pytest.approx(2 * 4 * 8e9 / 32e9, rel=1e-4)
-    assert cost_model.bounds([Part(1, touched=1e6)], {}, chip).host is None
+    assert cost_model.bounds([Part(1, touched=1e6)], rates, chip).host is None
 
 
 def test_tensor_parallelism_falls_off_an_island() -> None:
@@ -134,8 +129,7 @@ def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
         for placed in topology.placements(mesh):
             for a in mesh:
                 axes: tuple[str, ...] = (a,)
-                rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate]
-                rates = {(kind, axes): rate_of(kind, topology.route(placed, axes), topology.chip)}
+                rates = rates_at(topology, placed)
                 product = Multiplication(1e12, 64)
                 parts = [Part(3, (product,), (Sent(kind, axes, 1e8, "exchanging activations"),), 1e6)]
                 least = cost_model.bound(parts, rates, topology.chip)
@@ -158,17 +152,15 @@ def test_names_of_topologies() -> None:
 
 def test_what_computing_hides() -> None:
     chip = CHIPS["v5p"]
-    rates: dict[tuple[str, tuple[str, ...]], cost_model.Rate] = {
-        ("all-gather", ("data",)): cost_model.Rate(1e-9, 0.0, 1.0, {})
-    }
+    rate = cost_model.Rate(1e-9, 0.0, 1.0, {})
     ahead = Part(
         2, (Multiplication(chip.flops, 1e9),), (Sent("all-gather", ("data",), 1e8, "gathering parameters", True),)
     )
-    terms = cost_model.estimate([ahead], rates, chip).terms
+    terms = cost_model.estimate([ahead], lambda *_: rate, chip).terms
     assert terms["gathering parameters over data"] == pytest.approx(2 * 0.1 * (1 - chip.reached.ahead))
-    waiting = cost_model.estimate([dataclasses.replace(ahead, waits=True)], rates, chip)
+    waiting = cost_model.estimate([dataclasses.replace(ahead, waits=True)], lambda *_: rate, chip)
     assert set(waiting.terms) == {"waiting of stages"}
-    assert cost_model.bound([dataclasses.replace(ahead, waits=True)], rates, chip) == 0
+    assert cost_model.bound([dataclasses.replace(ahead, waits=True)], lambda *_: rate, chip) == 0
 
 
 def test_several_meshes_at_once() -> None:
@@ -176,9 +168,9 @@ def test_several_meshes_at_once() -> None:
     each = [gather(torus, p, "data") for n in (2, 4, 8) for p in torus.placements({"data": 128 // n, "model": n})]
     together = cost_model.stacked(each)
     parts = [Part(1, (), (Sent("all-gather", ("data",), 1e9, "gathering parameters"),))]
-    seconds = cost_model.estimate(parts, of_gathers(together), torus.chip)
+    seconds = cost_model.estimate(parts, lambda *_: together, torus.chip)
     for i, rate in enumerate(each):
-        alone = cost_model.estimate(parts, of_gathers(rate), torus.chip)
+        alone = cost_model.estimate(parts, lambda *_, rate=rate: rate, torus.chip)
         assert seconds.at(i).seconds == pytest.approx(float(alone.seconds))
     assert np.shape(seconds.seconds) == (len(each),)
 

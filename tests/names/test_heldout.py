@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +12,7 @@ from .heldout.clean import PROGRAMS
 from .heldout.mix_ups import PAIRS
 from .heldout.models import MODELS, sizes
 
-
-@pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
-    """Many programs, and most mistakes, broadcast arrays of fewer axes."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotes_ranks")
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,12 +19,7 @@ from tests.names.models import abstract, tokens
 
 X, W = abstract(3, 4), abstract(4, 5)
 
-
-@pytest.fixture(autouse=True)
-def promote_ranks() -> Iterator[None]:
-    """Let these programs promote ranks, as most programs do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotes_ranks")
 
 
 def test_arguments_of_all_kinds() -> None:

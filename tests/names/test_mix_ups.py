@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,12 +18,7 @@ X = abstract(2, N, 8)
 PAIRS = abstract(N, N)
 W = abstract(8, 8)
 
-
-@pytest.fixture(autouse=True)
-def promote_ranks() -> Iterator[None]:
-    """Let these programs promote ranks, as most programs do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotes_ranks")
 
 
 def kinds(fn: Callable[..., Any], *args: Any, names: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +17,7 @@ from axonym.names._tracing import trace
 from axonym.names.inferring import follow
 from tests.names.models import DISTINCT, EQUAL, MODELS, Case, by_path
 
-
-@pytest.fixture(autouse=True)
-def promote_ranks() -> Iterator[None]:
-    """Let these programs promote ranks, as most programs do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotes_ranks")
 
 
 def wrong_names(tree: Any, found: Any, rules: Mapping[str, str | None]) -> list[str]:

@@ -17,12 +17,7 @@ from tests.names.models import EQUAL, MODELS
 
 MUTATED = ("gpt2", "resnet", "gnn", "lstm", "nnx_mlp", "equinox_transformer")
 
-
-@pytest.fixture(autouse=True)
-def promote_ranks() -> Iterator[None]:
-    """Let these programs promote ranks, as most programs do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotes_ranks")
 
 
 def changed(eqn: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,15 +17,11 @@ from jax.sharding import Mesh
 
 import axonym as axn
 from axonym.nn.attention import Causal, causal_mask, dot_product_attention
-from tests.helpers import assert_named, spec
+from tests.helpers import assert_named, draw, spec
 
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=4, key_pos=5, heads=2, group=3, head_size=8)
 More = axn.Axis("more", 2)
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    return axn.named(np.random.default_rng(len(axes)).normal(size=[a.size for a in axes]).astype(np.float32), axes)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "precision", "attention_dtype", "dropout"))

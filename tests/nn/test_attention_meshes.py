@@ -6,22 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym.nn.attention import Causal, apply_rotary, dot_product_attention
-from tests.helpers import assert_named, spec
+from tests.helpers import assert_named, draw, spec
 from tests.ops.test_contraction_program import COLLECTIVES
 
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=8, pos=8, key_pos=8, heads=2, group=3, head_size=4)
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    return axn.named(np.random.default_rng(len(axes)).normal(size=[a.size for a in axes]).astype(np.float32), axes)
-
 
 Q, K, V = draw(Batch, Pos, Heads, Group, Size), draw(Batch, KPos, Heads, Size), draw(Batch, KPos, Heads, Size) * 2
 

@@ -12,14 +12,10 @@ import pytest
 
 import axonym as axn
 from axonym.nn.attention import Llama3Rotary, apply_rotary, causal_mask, dot_product_attention
+from tests.helpers import draw
 from tests.ops.test_contraction_program import INSTRUCTION
 
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=8, key_pos=8, heads=2, group=3, head_size=16)
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    return axn.named(np.random.default_rng(len(axes)).normal(size=[a.size for a in axes]).astype(np.float32), axes)
-
 
 Q, GROUPED = draw(Batch, Pos, Heads, Size), draw(Batch, Pos, Heads, Group, Size)
 K, V = draw(Batch, KPos, Heads, Size), draw(Batch, KPos, Heads, Size) * 2

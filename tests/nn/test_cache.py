@@ -14,22 +14,11 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.nn.attention import (
-    Causal,
-    KVCache,
-    apply_rotary,
-    dot_product_attention,
-    sliding_window_mask,
-)
-from tests.helpers import assert_named, spec
+from axonym.nn.attention import Causal, KVCache, apply_rotary, dot_product_attention, sliding_window_mask
+from tests.helpers import assert_named, draw, spec
 
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=4, pos=8, key_pos=8, heads=2, group=2, head_size=4)
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    return axn.named(np.random.default_rng(len(axes)).normal(size=[a.size for a in axes]).astype(np.float32), axes)
-
 
 Q, K, V = draw(Batch, Pos, Heads, Group, Size), draw(Batch, Pos, Heads, Size), draw(Batch, Pos, Heads, Size) * 2
 

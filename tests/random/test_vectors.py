@@ -13,15 +13,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 from axonym import random
-from tests.random.samplers import (
-    AXES,
-    KEY,
-    MAPPING,
-    Batch,
-    Pos,
-    assert_same,
-    entries,
-)
+from tests.random.samplers import AXES, KEY, MAPPING, Batch, Pos, assert_same, entries
 
 # --- vectors ---
 

@@ -24,7 +24,7 @@ from axonym.scalax.sharding import (
     with_sharding_annotation,
     with_sharding_constraint,
 )
-from tests.sharding.test_rules import SAME, TREE
+from tests.sharding.test_rules import IN_JIT, SAME, TREE, check_everywhere
 
 
 def by_arguments(compiled: Any) -> Any:
@@ -47,16 +47,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_everywhere(way, mesh):
-    for name in SAME if "sjit" not in way else ("rule", "prefix with a mapping"):
-        with axn.set_mesh(mesh):
-            placed = WAYS[way](SAME[name])
-        for x, spec in (
-            (placed["named"].array, P("data", None)),
-            (placed["raw"], P("data", None)),
-            (placed["other"]["w"], P(None, "model")),
-        ):
-            assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2), (name, spec)
-        assert placed["other"]["step"] == 3
+    check_everywhere(WAYS[way], mesh, SAME if "sjit" not in way else IN_JIT)
 
 
 def test_a_rule_says_the_same_of_a_model_wherever_it_stands(mesh):

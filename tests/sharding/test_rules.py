@@ -344,6 +344,7 @@ SAME = {
     },
 }
 
+IN_JIT = ("rule", "prefix with a mapping")
 
 WAYS = {
     "shard": lambda p: axn.shard(TREE, p),
@@ -354,11 +355,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_everywhere(way, mesh):
-    for name in SAME if "jit" not in way else ("rule", "prefix with a mapping"):
+def check_everywhere(placed_by, mesh, names):
+    for name in names:
         with axn.set_mesh(mesh):
-            placed = WAYS[way](SAME[name])
+            placed = placed_by(SAME[name])
         for x, spec in (
             (placed["named"].array, P("data", None)),
             (placed["raw"], P("data", None)),
@@ -366,6 +366,11 @@ def test_everywhere(way, mesh):
         ):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2), (name, spec)
         assert placed["other"]["step"] == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everywhere(way, mesh):
+    check_everywhere(WAYS[way], mesh, SAME if "jit" not in way else IN_JIT)
 
 
 def test_fsdp_takes_a_rule(mesh):

@@ -8,20 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import axonym as axn
 from axonym.transforms.scan import scan
+from tests.helpers import draw
 
 Time, Batch, Embed = axn.make_axes(time=8, batch=4, embed=6)
 Layer, Out = axn.make_axes(layer=3, out=6)
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    """Draw a named array of random numbers."""
-    shape = tuple(a.size for a in axes)
-    return axn.named(jnp.asarray(np.random.default_rng(len(axes)).normal(size=shape), jnp.float32), axes)
-
 
 START, XS, LATE, WEIGHT = draw(Batch, Embed), draw(Time, Batch, Embed), draw(Batch, Time, Embed), draw(Embed)
 

@@ -20,19 +20,11 @@ from jax.sharding import Mesh, PartitionSpec as P
 import axonym as axn
 from axonym.transforms.lift import lift
 from axonym.transforms.vmap import vmap
-from tests.helpers import assert_named, compilations, spec
+from tests.helpers import assert_named, compilations, draw, spec
+from tests.ops.test_contraction_program import instructions
 
 Batch, Heads, Row, Col, Time = axn.make_axes(batch=8, heads=2, row=4, col=4, time=6)
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
-
 COLLECTIVE = re.compile(r"= (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    """Draw a named array of random numbers."""
-    shape = tuple(a.size for a in axes)
-    return axn.named(jnp.asarray(np.random.default_rng(len(axes)).normal(size=shape), jnp.float32), axes)
-
 
 A, B = draw(Batch, Row, Col), draw(Batch, Row)
 SQUARE = A * 0.1 + axn.eye(Row, Col).broadcast_axis(Batch)
@@ -212,9 +204,6 @@ def test_a_lifted_function_can_be_collected() -> None:
 
 
 def test_adds_nothing_to_the_program() -> None:
-    def instructions(fn: Callable[..., Any], *args: Any) -> list[str]:
-        return sorted(INSTRUCTION.findall(jax.jit(fn).lower(*args).compile().as_text() or ""))
-
     x, w = draw(Batch, Time, Heads), draw(Time)
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:

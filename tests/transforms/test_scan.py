@@ -14,7 +14,7 @@ import pytest
 import axonym as axn
 from axonym.transforms.scan import fold, map, scan
 from axonym.transforms.vmap import vmap
-from tests.helpers import assert_named
+from tests.helpers import assert_named, draw
 from tests.transforms.scan_cases import (
     CASES,
     LATE,
@@ -26,7 +26,6 @@ from tests.transforms.scan_cases import (
     Layer,
     Out,
     Time,
-    draw,
     loss_of,
     step,
 )

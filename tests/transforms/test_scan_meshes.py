@@ -13,21 +13,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.transforms.scan import fold, map, scan
-from tests.helpers import assert_named, spec
-from tests.transforms.scan_cases import (
-    LATE,
-    START,
-    WEIGHT,
-    XS,
-    Batch,
-    Case,
-    Embed,
-    Layer,
-    Out,
-    Time,
-    draw,
-    loss_of,
-)
+from tests.helpers import assert_named, draw, spec
+from tests.transforms.scan_cases import LATE, START, WEIGHT, XS, Batch, Case, Embed, Layer, Out, Time, loss_of
 
 PLACED = {"time": "data", "batch": "model"}
 

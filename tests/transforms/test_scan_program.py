@@ -17,17 +17,7 @@ from axonym.core import function_cache
 from axonym.transforms.scan import fold, map, scan
 from benchmarks.program import instructions
 from tests.helpers import compilations
-from tests.transforms.scan_cases import (
-    LATE,
-    START,
-    WEIGHT,
-    XS,
-    Case,
-    Time,
-    loss_of,
-    raw_step,
-    step,
-)
+from tests.transforms.scan_cases import LATE, START, WEIGHT, XS, Case, Time, loss_of, raw_step, step
 
 
 @pytest.mark.parametrize("remat", [False, True])

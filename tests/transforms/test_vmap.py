@@ -19,18 +19,11 @@ import axonym as axn
 import axonym.haliax as hax
 from axonym.custom_partitioning import partitioned
 from axonym.transforms.vmap import vmap
-from tests.helpers import assert_named, spec
+from tests.helpers import assert_named, draw, spec
+from tests.ops.test_contraction_program import instructions
 
 Batch, Heads, Pos, Embed, Mlp = axn.make_axes(batch=8, heads=2, pos=4, embed=8, mlp=4)
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
 COLLECTIVE = re.compile(r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
-
-
-def draw(*axes: axn.Axis) -> axn.NamedArray:
-    """Draw a named array of random numbers."""
-    shape = tuple(a.size for a in axes)
-    return axn.named(jnp.asarray(np.random.default_rng(len(axes)).normal(size=shape), jnp.float32), axes)
-
 
 X, W, BIAS = draw(Batch, Pos, Embed), draw(Embed, Mlp), draw(Mlp)
 
@@ -480,9 +473,6 @@ def test_two_axes_on_one_mesh_axis(mesh: Mesh) -> None:
 
 
 def test_adds_nothing_to_the_program() -> None:
-    def instructions(fn: Callable[..., Any], *args: Any) -> list[str]:
-        return sorted(INSTRUCTION.findall(jax.jit(fn).lower(*args).compile().as_text() or ""))
-
     def loss(w: axn.NamedArray, x: axn.NamedArray) -> jax.Array:
         return axn.sum(project(x, w, BIAS)).scalar()
 

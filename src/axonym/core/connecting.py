@@ -262,10 +262,8 @@ class _Reception:
         try:
             answer, missing = self._compare()
         except Exception as e:  # nobody would hear of it in this thread
-            answer, missing = (
-                {"waiting": "", "problem": f"connect_processes failed in process 0: {e!r}", "missing": ""},
-                [],
-            )
+            problem = f"connect_processes failed in process 0: {e!r}"
+            answer, missing = {"waiting": "", "problem": problem, "missing": ""}, []
         self._answer(answer, missing)
 
     def _compare(self) -> tuple[dict[str, str], list[str]]:

@@ -11,6 +11,12 @@ from typing import Any
 
 import jax
 
+
+def _each(advice: Mapping[str, str]) -> dict[str, str]:
+    """Return the advice for each of the names that a key lists."""
+    return {name: text for names, text in advice.items() for name in names.split()}
+
+
 _ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` changes the layout"
 _MERGE = (
     "`axonym.flatten_axes(x, ({axes}), 'new')` merges axes, and "
@@ -37,144 +43,113 @@ for _along in ("softmax", "log_softmax"):
     _IN_NN[_along] = f"it is `axonym.nn.{_along}(x, {{last}})`"
 _IN_LINALG = {"norm": "it is `axonym.linalg.norm(x, {last})`"}
 _LIMIT = "`axonym.clip(x, 0, 1)` clips elements to a range"
+_LARGEST = "`axonym.top_k(x, {last}, k)` selects the largest elements"
+_MODULE = "models are Equinox modules, `class Model(equinox.Module)`"
 
-ARRAY = {
+ARRAY = _each({
     **_IN_NN,
     **_IN_LINALG,
-    **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_max"), _LIMIT),
-    "topk": "`axonym.top_k(x, {last}, k)` selects the largest elements",
+    "clamp clamp_ clamp_min clamp_max": _LIMIT,
+    "topk": _LARGEST,
     "repeat": "`axonym.tile(x, {{last}: 2})` repeats the whole array, and `axonym.repeat(x, 2, {last})` each element",
     "index_select": "`x[{last}, indices]` selects elements by a named array of indices",
-    **dict.fromkeys(("add_", "sub_", "mul_", "div_", "zero_", "fill_", "copy_"), _IN_PLACE),
-    **dict.fromkeys(("T", "mT", "transpose", "permute", "swapaxes", "moveaxis"), _ORDER),
-    **dict.fromkeys(("reshape", "view"), _MERGE),
-    **dict.fromkeys(("unsqueeze", "expand_dims", "expand", "expand_as"), _WIDEN),
+    "add_ sub_ mul_ div_ zero_ fill_ copy_": _IN_PLACE,
+    "T mT transpose permute swapaxes moveaxis": _ORDER,
+    "reshape view": _MERGE,
+    "unsqueeze expand_dims expand expand_as": _WIDEN,
     "squeeze": _TAKE_AWAY,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "tensordot", "inner"), _DOT),
-    **dict.fromkeys(("float", "half", "double", "bfloat16", "int", "long", "bool", "type"), _CAST),
-    **dict.fromkeys(("to", "cuda", "cpu", "device"), _PLACE),
-    **dict.fromkeys(("clone", "contiguous"), _IMMUTABLE),
-    **dict.fromkeys(("backward", "grad", "requires_grad", "requires_grad_"), _GRADIENT),
-    **dict.fromkeys(("numpy", "to_numpy"), "`numpy.asarray(x.array)` is the array in NumPy"),
-    **dict.fromkeys(("plot", "imshow"), "`axonym.debug.draw(x)` draws the array with Matplotlib"),
+    "matmul mm bmm mv tensordot inner": _DOT,
+    "float half double bfloat16 int long bool type": _CAST,
+    "to cuda cpu device": _PLACE,
+    "clone contiguous": _IMMUTABLE,
+    "backward grad requires_grad requires_grad_": _GRADIENT,
+    "numpy to_numpy": "`numpy.asarray(x.array)` is the array in NumPy",
+    "plot imshow": "`axonym.debug.draw(x)` draws the array with Matplotlib",
     "interp": "`axonym.interp(new, positions, x)` interpolates",
     "differentiate": "`axonym.gradient(x, {last})` takes differences",
     "detach": "`jax.lax.stop_gradient(x)` stops gradients",
     "dim": "`x.ndim` is the number of axes, and `x.names` their names",
     "numel": "`x.size` is the number of elements",
     "gather": "`x[{last}, indices]` selects elements by a named array of indices",
-    **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
-    **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; coordinates stay in xarray"),
-    **dict.fromkeys(("coords", "assign_coords", "loc", "attrs", "groupby", "to_xarray"), _OF_XARRAY),
-    **dict.fromkeys(("isnull", "notnull", "fillna"), "`axonym.where(axonym.isnan(x), 0, x)` replaces missing values"),
+    "masked_fill masked_fill_": "`axonym.where(mask, value, x)` chooses by a mask",
+    "sel isel": "`x[{first}, 0]` selects by position; coordinates stay in xarray",
+    "coords assign_coords loc attrs groupby to_xarray": _OF_XARRAY,
+    "isnull notnull fillna": "`axonym.where(axonym.isnan(x), 0, x)` replaces missing values",
     "coarsen": "`axonym.unflatten_axis(x, {last}, {'block': 2, 'within': 3}).mean('within')` averages blocks",
     "dims": "`x.names` are the names of the axes",
-    **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),
-    **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
+    "values data value": "`x.array` is the JAX array",
+    "scatter index_add index_add_": "`x.at[{last}, indices].set(values)` updates elements",
     "chunk": f"`axonym.split(x, {{last}}, {_PARTS})` splits an axis",
-}
+})  # fmt: skip
 """Advice by attribute of an array; `{axes}`, `{reversed}`, `{first}` and `{last}` stand for names of its axes."""
 
-PACKAGE = {
+PACKAGE = _each({
     **_IN_NN,
-    **{name: ARRAY[name] for name in ("transpose", "permute", "swapaxes", "moveaxis", "reshape", "view")},
-    **{
-        name: ARRAY[name]
-        for name in ("unsqueeze", "expand_dims", "squeeze", "matmul", "mm", "bmm", "tensordot", "inner")
-    },
+    "transpose permute swapaxes moveaxis": _ORDER,
+    "reshape view": _MERGE,
+    "unsqueeze expand_dims": _WIDEN,
+    "squeeze": _TAKE_AWAY,
+    "matmul mm bmm tensordot inner": _DOT,
     **_IN_LINALG,
     "clamp": _LIMIT,
-    "topk": ARRAY["topk"],
+    "topk": _LARGEST,
     "save": "`axonym.state.save_state_dict(axonym.state.to_state_dict(model), 'model.safetensors')` writes a model",
     "load": "`axonym.state.load_state_dict('model.safetensors')` reads arrays, `axonym.state.from_state_dict` a model",
-    **dict.fromkeys(("cat", "hstack", "vstack", "column_stack", "append", "concat"), _JOIN),
-    **dict.fromkeys(("array", "asarray", "tensor", "Tensor", "from_numpy", "as_tensor"), _NAME),
+    "cat hstack vstack column_stack append concat": _JOIN,
+    "array asarray tensor Tensor from_numpy as_tensor": _NAME,
     "rand": _DRAW.replace("{name}", "uniform"),
     "randn": _DRAW.replace("{name}", "normal"),
     "randint": "`axonym.random.randint(key, {'batch': 8}, 0, 10)` draws numbers with a key",
-    **dict.fromkeys(("no_grad", "inference_mode"), "nothing records gradients here; " + _GRADIENT),
+    "no_grad inference_mode": "nothing records gradients here; " + _GRADIENT,
     "manual_seed": "random functions take a key, `jax.random.key(0)`",
-    **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` shards too"),
-    **dict.fromkeys(("vjp", "jvp", "eval_shape"), "JAX's own take functions of named arrays"),
-    **dict.fromkeys(("with_sharding_constraint", "with_logical_constraint", "device_put", "reshard"), _SHARDED),
-    **dict.fromkeys(("DTensor", "distribute_tensor"), _SHARDED),
-    **dict.fromkeys(("DeviceMesh", "init_device_mesh"), "`axonym.make_mesh({'data': 4, 'model': 2})` makes a mesh"),
-    **dict.fromkeys(
-        ("DDP", "DistributedDataParallel", "DataParallel", "pmap"),
-        "`axonym.named_jit(step, {'batch': 'data'})` computes a step whose batch is sharded",
-    ),
-    **dict.fromkeys(
-        ("FSDP", "FullyShardedDataParallel", "fully_shard"),
-        "`axonym.fsdp(step, {'embed': 'data'}, {'batch': 'data'})` computes a step whose parameters are stored sharded",
-    ),
+    "jit compile": "`jax.jit` takes functions of named arrays, and `axonym.named_jit` shards too",
+    "vjp jvp eval_shape": "JAX's own take functions of named arrays",
+    "with_sharding_constraint with_logical_constraint device_put reshard": _SHARDED,
+    "DTensor distribute_tensor": _SHARDED,
+    "DeviceMesh init_device_mesh": "`axonym.make_mesh({'data': 4, 'model': 2})` makes a mesh",
+    "DDP DistributedDataParallel DataParallel pmap": "`axonym.named_jit(step, {'batch': 'data'})` computes a step whose batch is sharded",
+    "FSDP FullyShardedDataParallel fully_shard": "`axonym.fsdp(step, {'embed': 'data'}, {'batch': 'data'})` computes a step whose parameters are stored sharded",
     "DataLoader": "`axonym.named(a, ('batch', 'embed'))` names the arrays of a batch, whatever loads them",
     "state_dict": "`axonym.state.to_state_dict(model)` makes a state dict",
-    **dict.fromkeys(("optim", "Adam", "AdamW", "SGD"), "optimizers are Optax's, such as `optax.adamw(1e-3)`"),
+    "optim Adam AdamW SGD": "optimizers are Optax's, such as `optax.adamw(1e-3)`",
     "einops": "axes have names already: " + _MERGE,
     "reduce": "`axonym.mean(x, {last})` and other reductions take the names of axes",
-    **dict.fromkeys(("DataArray", "Dataset"), "`axonym.from_xarray(data)` takes arrays and names from xarray"),
-    **dict.fromkeys(
-        ("logical_axis_rules", "axis_rules"),
-        "`with axonym.axis_mapping({'batch': 'data'}):` shards each axis over a mesh axis",
-    ),
-    **dict.fromkeys(("Mesh", "PartitionSpec", "NamedSharding"), "use JAX's own from `jax.sharding`"),
-    **dict.fromkeys(("quantize_weights", "quantize_linear_layers"), "it is in `axonym.quantization`"),
-    **dict.fromkeys(("tree_map",), "`axonym.tree.map(f, model)` maps over named arrays"),
-    **dict.fromkeys(
-        ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "pi", "inf"),
-        "it is in `jax.numpy`",
-    ),
+    "DataArray Dataset": "`axonym.from_xarray(data)` takes arrays and names from xarray",
+    "logical_axis_rules axis_rules": "`with axonym.axis_mapping({'batch': 'data'}):` shards each axis over a mesh axis",
+    "Mesh PartitionSpec NamedSharding": "use JAX's own from `jax.sharding`",
+    "quantize_weights quantize_linear_layers": "it is in `axonym.quantization`",
+    "tree_map": "`axonym.tree.map(f, model)` maps over named arrays",
+    "float64 float32 float16 bfloat16 int64 int32 int8 uint8 pi inf": "it is in `jax.numpy`",
     "newaxis": _WIDEN,
-    "Module": "models are Equinox modules, `class Model(equinox.Module)`",
-}
+    "Module": _MODULE,
+})  # fmt: skip
 """Advice by name in `axonym`."""
 
-NETWORKS = {
-    **dict.fromkeys(
-        ("Conv1d", "Conv2d", "Conv3d"),
-        "`axonym.nn.Conv.init(('height', 'width'), In, Out, kernel_size=3, key=key)` takes any number of axes",
-    ),
-    **dict.fromkeys(("Sequential", "ModuleList"), "call the layers one after another, or use `axonym.nn.Stacked`"),
-    **dict.fromkeys(("Module", "Parameter", "ModuleDict"), PACKAGE["Module"] + ", and parameters are their fields"),
-    **dict.fromkeys(
-        ("ReLU", "GELU", "SiLU", "Sigmoid", "Tanh", "Softmax"), "activations are functions, such as `axonym.nn.relu`"
-    ),
-    **dict.fromkeys(
-        ("Param", "Variable"), PACKAGE["Module"] + ", and every array in them is a parameter: there is no wrapper"
-    ),
-    **dict.fromkeys(("Rngs", "make_rng"), "layers take a key, `jax.random.key(0)`"),
-    **dict.fromkeys(
-        ("merge", "GraphDef"),
-        "models are pytrees: `equinox.partition(model, equinox.is_array)` takes one apart, `equinox.combine` joins it",
-    ),
-    **dict.fromkeys(("Dense", "LinearGeneral", "Einsum"), "`axonym.nn.Linear.init(In, Out, key=key)` takes any axes"),
+NETWORKS = _each({
+    "Conv1d Conv2d Conv3d": "`axonym.nn.Conv.init(('height', 'width'), In, Out, kernel_size=3, key=key)` takes any number of axes",
+    "Sequential ModuleList": "call the layers one after another, or use `axonym.nn.Stacked`",
+    "Module Parameter ModuleDict": _MODULE + ", and parameters are their fields",
+    "ReLU GELU SiLU Sigmoid Tanh Softmax": "activations are functions, such as `axonym.nn.relu`",
+    "Param Variable": _MODULE + ", and every array in them is a parameter: there is no wrapper",
+    "Rngs make_rng": "layers take a key, `jax.random.key(0)`",
+    "merge GraphDef": "models are pytrees: `equinox.partition(model, equinox.is_array)` takes one apart, `equinox.combine` joins it",
+    "Dense LinearGeneral Einsum": "`axonym.nn.Linear.init(In, Out, key=key)` takes any axes",
     "Embed": "`axonym.nn.Embedding.init(In, Out, key=key)` is a table of embeddings",
-    **dict.fromkeys(("with_partitioning", "with_logical_partitioning"), "parameters have names: " + _SHARDED),
+    "with_partitioning with_logical_partitioning": "parameters have names: " + _SHARDED,
     "functional": "the functions are in `axonym.nn` itself",
-    **dict.fromkeys(
-        ("CrossEntropyLoss", "NLLLoss", "cross_entropy"), "`axonym.nn.cross_entropy_loss(logits, 'label', targets)`"
-    ),
-    **dict.fromkeys(("BCEWithLogitsLoss", "BCELoss"), "`axonym.nn.binary_cross_entropy_loss(logits, targets)`"),
-    **dict.fromkeys(
-        ("MultiheadAttention", "MultiHeadAttention", "scaled_dot_product_attention"),
-        "`axonym.nn.attention.dot_product_attention(query, key, value, 'key_pos', 'head_dim')`",
-    ),
-    **dict.fromkeys(
-        ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
-        "`" + _STATEFUL.format("Channels, ('batch', 'height', 'width')") + "`",
-    ),
-    **dict.fromkeys(
-        ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
-        "`axonym.nn.GroupNorm.init(Channels, Channels.size, ('height', 'width'))`",
-    ),
+    "CrossEntropyLoss NLLLoss cross_entropy": "`axonym.nn.cross_entropy_loss(logits, 'label', targets)`",
+    "BCEWithLogitsLoss BCELoss": "`axonym.nn.binary_cross_entropy_loss(logits, targets)`",
+    "MultiheadAttention MultiHeadAttention scaled_dot_product_attention": "`axonym.nn.attention.dot_product_attention(query, key, value, 'key_pos', 'head_dim')`",
+    "BatchNorm1d BatchNorm2d BatchNorm3d": "`" + _STATEFUL.format("Channels, ('batch', 'height', 'width')") + "`",
+    "InstanceNorm1d InstanceNorm2d InstanceNorm3d": "`axonym.nn.GroupNorm.init(Channels, Channels.size, ('height', 'width'))`",
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
-    **dict.fromkeys(("MaxPool1d", "MaxPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"),
-    **dict.fromkeys(("AvgPool1d", "AvgPool2d"), "`axonym.nn.mean_pool(x, {'height': 2, 'width': 2}, stride=2)`"),
-}
+    "MaxPool1d MaxPool2d": "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`",
+    "AvgPool1d AvgPool2d": "`axonym.nn.mean_pool(x, {'height': 2, 'width': 2}, stride=2)`",
+})  # fmt: skip
 """Advice by name in `axonym.nn`."""
 
 
-CALLS = {
+CALLS = _each({
     "arange": "arange({'pos': 8})",
     "linspace": "linspace(axonym.Axis('pos', 8), start=0, stop=1)",
     "named": "named(a, ('batch', 'embed'))",
@@ -189,23 +164,23 @@ CALLS = {
     "clip": "clip(x, 0, 1)",
     "stack": "stack([x, y], {new})",
     "broadcast_axis": "broadcast_axis(x, axonym.Axis({new}, 8))",
-    **dict.fromkeys(("gamma", "loggamma"), "{name}(key, {'batch': 8}, a)"),
+    "gamma loggamma": "{name}(key, {'batch': 8}, a)",
     "beta": "beta(key, {'batch': 8}, a, b)",
-}
+})  # fmt: skip
 """Example calls of functions for which `_call` does not write a good one; `{new}` is an axis that the array lacks."""
 
-KEYWORDS = {
-    **dict.fromkeys(("dim", "dims"), "Axes are selected by name, `{call}`."),
-    **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result broadcasts with the array by name."),
-    **dict.fromkeys(("out", "inplace"), "Arrays are immutable: use the result that is returned."),
+KEYWORDS = _each({
+    "dim dims": "Axes are selected by name, `{call}`.",
+    "keepdim keepdims": "It is not needed: the result broadcasts with the array by name.",
+    "out inplace": "Arrays are immutable: use the result that is returned.",
     "unbiased": "Write `ddof=1` for the unbiased estimate; `ddof=0`, the default, is for a whole population.",
-    **dict.fromkeys(("min", "max"), "The bounds are `a_min` and `a_max`: write `{call}`."),
+    "min max": "The bounds are `a_min` and `a_max`: write `{call}`.",
     "correction": "It is called `ddof` here, and 0 by default.",
-}
+})  # fmt: skip
 """Advice by unknown keyword argument."""
 
-_ARGUMENTS = {
-    **dict.fromkeys(("a", "array"), "x"),
+_ARGUMENTS = _each({
+    "a array": "x",
     "arrays": "[x, y]",
     "axis": "{last}",
     "new_axes": _PARTS,
@@ -213,7 +188,7 @@ _ARGUMENTS = {
     "shift": "1",
     "repeats": "2",
     "shape": "{'batch': 8}",
-}
+})  # fmt: skip
 
 
 def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

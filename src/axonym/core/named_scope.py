@@ -31,7 +31,8 @@ def named_call(f: Any = None, name: str | None = None) -> Any:
     """
     if f is None:
         return functools.partial(named_call, name=name)
-    scope = name or _scope_of(f)
+    qualified = getattr(f, "__qualname__", type(f).__name__)
+    scope = name or qualified.rpartition("<locals>.")[2].removesuffix(".__call__")
 
     @functools.wraps(f)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -39,8 +40,3 @@ def named_call(f: Any = None, name: str | None = None) -> Any:
             return f(*args, **kwargs)
 
     return called
-
-
-def _scope_of(f: Any) -> str:
-    qualified = getattr(f, "__qualname__", type(f).__name__)
-    return qualified.rpartition("<locals>.")[2].removesuffix(".__call__")

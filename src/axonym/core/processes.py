@@ -68,7 +68,8 @@ def fail_together(what: str) -> Iterator[ProcessAgreement]:
 def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
     """Raise an error in all processes if one of them has other texts or programs, or has failed."""
     try:
-        texts = {key: x if isinstance(x, str) else _text_of_program(x) for key, x in same.items()}
+        # JAX leaves out names of files by itself.
+        texts = {key: x if isinstance(x, str) else _ADDRESS.sub("", x.as_text()) for key, x in same.items()}
     except BaseException as error:
         _agree(what, error, {})
         raise
@@ -77,11 +78,6 @@ def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
 
 _ADDRESS = re.compile(r'(?<=backend_config = ")[0-9]+(?=")')
 """The address of a custom partitioning's rule in the memory of a process."""
-
-
-def _text_of_program(lowered: jax.stages.Lowered) -> str:
-    """Return the text of a program, without what depends on the process; JAX leaves out names of files by itself."""
-    return _ADDRESS.sub("", lowered.as_text())
 
 
 def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:

@@ -39,12 +39,7 @@ into one, the mapping lists them in the order in which they are merged."""
 
 
 def combine(
-    what: str,
-    operands: Sequence[PlacedAxes],
-    names: Names,
-    sizes: Mapping[str, int],
-    by: Mappings,
-    summed: Names = (),
+    what: str, operands: Sequence[PlacedAxes], names: Names, sizes: Mapping[str, int], by: Mappings, summed: Names = ()
 ) -> Decision:
     """Decide an operation that treats every index of an axis independently, or sums over the axis.
 

@@ -22,7 +22,7 @@ from ._counted_exchanges import Account, CountedExchange
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
 from ._named_layout import Layout
 from .chips import Chip
-from .cost_model import Amount, Estimate, Multiplication, Part, Rate, Sent
+from .cost_model import Amount, Estimate, Multiplication, Part, Rates, Sent
 from .linked_chips import Placement, Topology
 from .report import Report
 
@@ -59,23 +59,14 @@ class Meshes:
         numbers = {own: i for i, own in enumerate(dict.fromkeys(sizes))}
         self.kinds = [numbers[own] for own in sizes]
         """For each, the number of its sizes: several are one mesh on several places."""
-        self._rates: dict[tuple[str, Axes], Rate] = {}
-
-    def __getitem__(self, key: tuple[str, Axes]) -> Rate:
-        """Return what an exchange takes on each mesh."""
-        if key not in self._rates:
-            self._rates[key] = cost_model.stacked([RatesAt(*place)[key] for place in self.placed])
-        return self._rates[key]
+        each = [rates_at(*place) for place in found]
+        self.rates = functools.cache(lambda kind, axes: cost_model.stacked([rates(kind, axes) for rates in each]))
+        """Returns what an exchange takes on each mesh."""
 
 
-class RatesAt:
-    """The rates of exchanges on one mesh."""
-
-    def __init__(self, topology: Topology, placed: Placement):
-        self._topology, self._placed = topology, placed
-
-    def __getitem__(self, key: tuple[str, Axes]) -> Rate:
-        return cost_model.rate_of(key[0], self._topology.route(self._placed, key[1]), self._topology.chip)
+def rates_at(topology: Topology, placed: Placement) -> Rates:
+    """Return the rates of exchanges on one mesh."""
+    return lambda kind, axes: cost_model.rate_of(kind, topology.route(placed, axes), topology.chip)
 
 
 def _factors(chips: int, axes: Axes, fixed: Mapping[str, int]) -> list[tuple[int, ...]]:
@@ -175,8 +166,8 @@ class PatternAccount:
                     fits &= size % sizes.count(over) == 0
         touched, memory = self.memory(sizes)
         parts = self.parts(sizes, touched)
-        bound = cost_model.bound(parts, meshes, chip, touched)
-        return Evaluated(fits, cost_model.estimate(parts, meshes, chip), bound, memory)
+        bound = cost_model.bound(parts, meshes.rates, chip, touched)
+        return Evaluated(fits, cost_model.estimate(parts, meshes.rates, chip), bound, memory)
 
     def memory(self, sizes: Sizes) -> tuple[Amount, Amount]:
         """Return the bytes of arguments and results, and the bytes that each device keeps at least: see `kept`."""

@@ -12,6 +12,7 @@ from ..distribution import policy
 from ..distribution.decisions import PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes
 from ..names.distributing import PRODUCTS
+from ..ops._kernels import GATHERING
 from ..ops._pencils import pivot_of
 from . import _scopes
 from ._branches import Branches, least, mean
@@ -298,7 +299,7 @@ class Account:
     def _gathers(self, operation: _scopes.ScopedOperation | None) -> bool:
         """Return whether an operation gathers parameters; convolutions do whose results `distribute` constrains."""
         return operation is not None and (
-            _scopes.gathers_parameters(operation) or (self.trace.spliced and operation.name == "conv")
+            operation.name in GATHERING or (self.trace.spliced and operation.name == "conv")
         )
 
     def _gather(self, event: Use, extra: Axes) -> None:

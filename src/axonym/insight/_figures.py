@@ -13,7 +13,7 @@ from ._branches import Branches, least as fewest
 from ._text import in_order
 from .chips import Chip
 from .collectives import Collective
-from .cost_model import AllLinks, Bounds, Multiplication, Part, Sent
+from .cost_model import Bounds, Multiplication, Part, Sent
 from .repeating import RepeatedWork
 from .timeline import HeldArray, MemoryTimeline
 
@@ -177,7 +177,7 @@ def bounds_on(chip: Chip, exchanges: Iterable[Sending], memory: Memory | None, f
     )
     products = () if flops is None else (Multiplication(flops, 1),)
     touched = 0 if memory is None else memory.arguments + memory.results
-    found = cost_model.bounds([Part(1, products, sent)], AllLinks(chip), chip, touched)
+    found = cost_model.bounds([Part(1, products, sent)], cost_model.least_rates(chip), chip, touched)
     unknown: dict[str, None] = {"compute": None} if flops is None else {}
     return dataclasses.replace(found, **unknown, **({"memory": None} if memory is None else {}))
 

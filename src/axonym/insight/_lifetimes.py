@@ -7,6 +7,7 @@ counts from its creation to its last use. Gaps between arrays in the block are n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from ._hlo import HloProgram, HloShape, Instruction, UnknownForm, branches
@@ -83,10 +84,8 @@ class Lifetimes:
         for buffer in self.buffers:
             change[buffer.first] += buffer.shape.bytes
             change[buffer.last + 1] -= buffer.shape.bytes
-        held = [0]
-        for difference in change:
-            held.append(held[-1] + difference)
-        return tuple(Moment(instruction, at, held[at + 1]) for at, instruction in self._ran)
+        held = list(itertools.accumulate(change))
+        return tuple(Moment(instruction, at, held[at]) for at, instruction in self._ran)
 
     def held_at(self, moment: int) -> list[Buffer]:
         """Return the arrays that are held at one of the moments."""

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..ops import elementwise
 from ..ops._blocks import SCOPE
-from ..ops._kernels import GATHERING
 from ._text import described_axes
 
 Axes = tuple[str, ...]
@@ -372,11 +371,6 @@ _EXCHANGED = {
 _KEEPS_SHARDS = {"dot", "where"}.union(
     name for name, value in vars(elementwise).items() if getattr(value, "__module__", "") == elementwise.__name__
 )
-
-
-def gathers_parameters(op: ScopedOperation) -> bool:
-    """Return whether an operation gathers parameters itself: see `axonym.distribution.fsdp_ops`."""
-    return op.name in GATHERING
 
 
 def exchanges(scope: str) -> bool:

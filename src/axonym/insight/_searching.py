@@ -14,7 +14,7 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import DividedLayers, Meshes, PatternAccount, RatesAt, Sizes, kept, loops_over, parts_of_report
+from ._accounts import DividedLayers, Meshes, PatternAccount, Sizes, kept, loops_over, parts_of_report, rates_at
 from ._counted_exchanges import Account
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_layout import Layout, check_sizes
@@ -99,15 +99,13 @@ class Search:
         self._multiplied = _multiplied(self.trace, step.parameters)
         self.stored = [n for n in of_model if n in self._multiplied and data and self._told(data, {n: "data"})]
         # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
-        apart: set[frozenset[str]] = set()
-        for a, b in itertools.combinations(self.tensor, 2):
-            if not self._told({a: "model", b: "model"}, {}, note=False):
-                apart.add(frozenset((a, b)))
+        pairs = itertools.combinations(self.tensor, 2)
+        apart = {pair for pair in pairs if not self._told(dict.fromkeys(pair, "model"), {}, note=False)}
         self.groups = [
             group
             for count in range(len(self.tensor) + 1)
             for group in itertools.combinations(self.tensor, count)
-            if not any(frozenset(pair) in apart for pair in itertools.combinations(group, 2))
+            if apart.isdisjoint(itertools.combinations(group, 2))
         ]
 
     def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
@@ -206,7 +204,7 @@ class Search:
         pattern = self._account(ranked.axes, ranked.compute, ranked.storage)
         sizes = Sizes({a: float(n) for a, n in placed.mesh.items()})
         touched, _ = pattern.memory(sizes)
-        bounds = cost_model.bounds(pattern.parts(sizes, touched), RatesAt(topology, placed), self.chip, touched)
+        bounds = cost_model.bounds(pattern.parts(sizes, touched), rates_at(topology, placed), self.chip, touched)
         return PlannedMapping(
             mesh, compute, storage, bounds, memory, flops, sent, account.uncertain, raw=self.step.raw,
             estimate=ranked.estimate.at(row), topology=topology, placed=placed,
@@ -229,13 +227,13 @@ class Search:
         touched, _ = account.memory(sizes)
         parts = parts_of_report(report, account.parts(sizes, touched))
         each = [
-            (cost_model.estimate(parts, RatesAt(topology, placed), self.chip), topology, placed)
+            (cost_model.estimate(parts, rates_at(topology, placed), self.chip), topology, placed)
             for topology in self.topologies
             for placed in topology.placements(found.mesh)
         ]
         estimate, topology, placed = min(each, key=lambda one: float(one[0].seconds))
         terms = {name: float(t) for name, t in estimate.terms.items()}
-        bounds = cost_model.bounds(parts, RatesAt(topology, placed), self.chip, touched)
+        bounds = cost_model.bounds(parts, rates_at(topology, placed), self.chip, touched)
         if report.bounds is not None:
             bounds = dataclasses.replace(bounds, compute=report.bounds.compute)
         return dataclasses.replace(found, bounds=bounds, estimate=Estimate(terms), topology=topology, placed=placed)

@@ -234,17 +234,14 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
             if n is not None:
                 having[n], sizes[n] = having.get(n, 0) + 1, size
     count = math.prod(report.mesh[a] for a in over)
-    found: dict[str, None] = {}
-    for w in work:
-        for n in _free_axes(w, report.mapping):
-            if n in sizes and sizes[n] % count == 0:
-                found[n] = None
+    free = [n for w in work for n in _free_axes(w, report.mapping)]
+    found = [n for n in dict.fromkeys(free) if n in sizes and sizes[n] % count == 0]
     more_of = [_also_over(report, n, over, sizes) for n in _shared_by(work, report.mapping)[:1] if n in sizes]
     more_of = [said for said in more_of if said]
     # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
     rare = [n for n in found if having[n] <= len(report.placed) / 2]
     # An axis that no argument has is part of another one, or made of several: a mapping may have forgotten it.
-    made = [n for w in work for n in _free_axes(w, report.mapping) if report.placed and n not in sizes]
+    made = [n for n in free if report.placed and n not in sizes]
     names = list(dict.fromkeys([*made, *(rare or found)]))[: 2 if more_of else 4]
     few = [f"{' or '.join(names)} over {described_axes(over)}"] if names else []
     return f"shard {', or '.join([*few, *more_of])}." if few or more_of else ""

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -202,23 +202,21 @@ class Bounds:
         return [(name, t) for name, t in pairs if t is not None] + links + host
 
 
-class Rates(Protocol):
-    """The time of each kind of exchange over each set of mesh axes."""
-
-    def __getitem__(self, key: tuple[str, tuple[str, ...]], /) -> Rate: ...
+Rates: TypeAlias = Callable[[str, tuple[str, ...]], Rate]
+"""Returns the time of a kind of exchange over a set of mesh axes."""
 
 
-class AllLinks:
-    """The least that exchanges take on a topology that is not known: each set of mesh axes may have all links."""
+def least_rates(chip: Chip) -> Rates:
+    """Return the least that exchanges take on a topology that is not known: each set of mesh axes may have all links.
 
-    def __init__(self, chip: Chip):
-        self._chip = chip
+    These are rates of the bytes that a device sends, of an all-reduce in one of its two passes.
+    """
 
-    def __getitem__(self, key: tuple[str, tuple[str, ...]]) -> Rate:
-        """Return the rate of the bytes that a device sends, of an all-reduce in one of its two passes."""
-        kind, axes = key
-        per_byte = least_passes(kind, self._chip) / self._chip.link_bandwidth
+    def rate(kind: str, axes: tuple[str, ...]) -> Rate:
+        per_byte = least_passes(kind, chip) / chip.link_bandwidth
         return Rate(per_byte, 0.0, 1.0, {axes: per_byte})
+
+    return rate
 
 
 TOUCHED = 2.7
@@ -270,7 +268,7 @@ def _not_hidden(sent: Sequence[Sent], rates: Rates, share: float, computing: Amo
     found: list[tuple[str, Amount]] = []
     hidden: Amount = 0.0
     for x in sent:
-        rate = rates[x.kind, x.axes]
+        rate = rates(x.kind, x.axes)
         seconds = x.size / ways(x.branches) * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
         found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
         hidden = hidden + seconds * share * (rate.hides if x.ahead else 1.0)
@@ -293,7 +291,7 @@ def bounds(parts: Iterable[Part], rates: Rates, chip: Chip, touched: Amount = 0.
         # Bounds leave out products of 8 bits, which chips compute at other rates.
         computed += [(p.branches, "flops", p.flops * part.times) for p in part.products if not p.narrow]
         for x in part.sent:
-            for resource, per_byte in rates[x.kind, x.axes].busy.items():
+            for resource, per_byte in rates(x.kind, x.axes).busy.items():
                 sent.append((x.branches, resource, x.size * per_byte * part.times))
                 if np.any(per_byte):
                     users.setdefault(resource, {}).update(dict.fromkeys(x.axes))

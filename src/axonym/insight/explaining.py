@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..distribution.active_settings import Entry
@@ -23,7 +25,6 @@ from ._figures import Memory
 from ._hlo import HloProgram
 from ._named_trace import named_trace
 from ._of_programs import report_on
-from ._topologies import moved_to, on_topology, with_axes_of
 from .chips import Chip, known_chip
 from .report import Report
 
@@ -31,6 +32,15 @@ TIERS = ("compiled", "partitioner", "names")
 
 Mappings: TypeAlias = ResourceMapping | Sequence[ResourceMapping] | None
 """How to distribute a plain function: a resource mapping, or a parameter mapping and a compute mapping."""
+
+_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Values that the TPU compiler would otherwise request from a machine with TPUs, and wait for; and permission for other
+processes to load it, too. None affects compiled programs. It reads them on first use; they stay in the environment."""
 
 
 def quickest_exact() -> str:
@@ -81,8 +91,8 @@ def explain(
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")
-        mesh = on_topology(current_mesh() if mesh is None else mesh, topology)
-        args, kwargs = moved_to(mesh, (args, kwargs))
+        mesh = _on_topology(current_mesh() if mesh is None else mesh, topology)
+        args, kwargs = _moved_to(mesh, (args, kwargs))
     if by == "names":
         storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
@@ -156,6 +166,57 @@ def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str,
 # --- meshes ---
 
 
+def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
+    """Return a mesh with the axes of another one and the devices of a TPU topology, such as `v5e:4x4`."""
+    if mesh is None:
+        raise ValueError(
+            f"explain: a mesh is needed for the topology {topology!r}: pass `mesh`, which needs no devices."
+        )
+    try:
+        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]  # only to see if it exists
+    except ImportError as e:
+        raise ImportError(f"{e}. Compiling for TPUs needs their compiler: install axonym[tpu-plan].") from e
+    from jax.experimental import topologies
+
+    if jax.default_backend() != "tpu":
+        for name, value in _MACHINE.items():
+            os.environ.setdefault(name, value)
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except (RuntimeError, NotImplementedError) as e:
+        raise ValueError(f"explain: the TPU compiler cannot be asked for the topology {topology!r}: {e}") from e
+    if len(devices) != mesh.size:
+        raise ValueError(
+            f"explain: the topology {topology!r} has {len(devices)} devices and the mesh {dict(mesh.shape)} has "
+            f"{mesh.size}. Make them equal."
+        )
+    return _with_axes_of(mesh, devices)
+
+
+def _with_axes_of(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh:
+    """Return a mesh of these devices with the axes of another one."""
+    return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _moved_to(mesh: Mesh, tree: Any) -> Any:
+    """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+            return x
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding):
+            if sharding.mesh.shape != mesh.shape:
+                raise ValueError(
+                    f"explain: an argument is on the mesh {dict(sharding.mesh.shape)}, and the step is explained on "
+                    f"{dict(mesh.shape)}. Give the arguments without placements, or on that mesh."
+                )
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map(moved, tree)
+
+
 @contextlib.contextmanager
 def active(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
     """Make the mesh active, with devices of this machine if it has none.
@@ -177,30 +238,27 @@ def active(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
                 f"explain: the mesh has {mesh.size} devices and this process {len(devices)}. On a CPU, any number can "
                 f"be simulated: jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX is first used."
             )
-        mesh = with_axes_of(mesh, devices[: mesh.size])
+        mesh = _with_axes_of(mesh, devices[: mesh.size])
     with set_mesh(mesh):
         yield
 
 
 def on_devices(tree: Any) -> Any:
     """Replace arrays on a mesh without devices by arrays on the active mesh."""
-    meshes = [s.mesh for x in jax.tree.leaves(tree) if isinstance(s := getattr(x, "sharding", None), NamedSharding)]
-    here = current_mesh()
-    return moved_to(here, tree) if any(isinstance(m, AbstractMesh) for m in meshes) and isinstance(here, Mesh) else tree
+    here, abstract = current_mesh(), any(isinstance(mesh, AbstractMesh) for mesh in meshes_in(tree))
+    return _moved_to(here, tree) if abstract and isinstance(here, Mesh) else tree
+
+
+def meshes_in(tree: Any) -> list[AnyMesh]:
+    """Return the meshes that the arrays of a tree are on."""
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    return [s.mesh for s in shardings if isinstance(s, NamedSharding)]
 
 
 def mesh_of(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
     """Return the mesh axes of a program and their sizes; None if no known mesh has its devices."""
-    active = current_mesh()
-    meshes = [] if active is None else [active]
-    for leaf in jax.tree.leaves((args, kwargs)):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            meshes.append(sharding.mesh)
-    for mesh in meshes:
-        if mesh.size == devices:
-            return dict(mesh.shape)
-    return {} if devices == 1 else None
+    known = (m for m in (current_mesh(), *meshes_in((args, kwargs))) if m is not None and m.size == devices)
+    return next((dict(mesh.shape) for mesh in known), {} if devices == 1 else None)
 
 
 def _memory(compiled: Any) -> Memory | None:

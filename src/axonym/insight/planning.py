@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core.errors import counted, describe_bytes
-from ..core.html import Html
+from ..core.html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ..distribution.mesh_axes import Axes
 from ._accounts import DividedLayers, Meshes
-from ._plan_page import plan_page
 from ._planned_mapping import PlannedMapping
 from ._searching import Ranked, Search, TracedStep, abstract
 from ._text import aligned, as_shown, described_seconds, markdown_table, parsed_bytes, written_number
@@ -24,6 +23,11 @@ from .explaining import explain
 from .linked_chips import Topology, topologies_of
 from .page import Page
 from .report import Report
+
+_SHOWN = 12
+"""How many candidates are shown at once."""
+_COMPUTING = {"products", "attention", "reading and writing"}
+"""The terms of an estimate that are drawn as one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +124,40 @@ class MappingPlan(Page):
         return self.to_markdown()
 
     def _page(self, source: bool) -> tuple[str, Html]:
-        return plan_page(self, self._by_mapping())
+        mappings = self._by_mapping()
+        words = Words(list(dict.fromkeys(a for p in self.found for a in p.mesh)))
+        best = self.best
+        crumb = [element("b", self.step), f"{self.chips} × {self.chip.name}", f"{describe_bytes(self.memory)} each"]
+        considered = f"All {counted(self.considered, 'combination')} of these were considered"
+        if self.not_fitting:
+            considered += f"; {self.not_fitting} need more than {describe_bytes(self.memory)}"
+        most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
+        fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
+        terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
+        then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
+        header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
+        about = f"About {described_seconds(as_shown(best.estimate.seconds))} a step, by "
+        first = element(
+            "section",
+            element("h1", about, words.mesh(best.mesh), "."),
+            element("p", words.said(f"{self.why()} {considered}.".strip()), class_="lead"),
+            *(element("p", element("b", "Caution: "), words.said(c)) for c in self.cautions),
+            copyable("The first as code", best.code()),
+            class_="card",
+            aria_label="the plan",
+        )
+        parts = [element("h2", "Candidates"), table("candidates", header, fitting[:_SHOWN])]
+        if len(fitting) > _SHOWN:
+            more = table("more candidates", header, fitting[_SHOWN:][:60])
+            parts.append(folded(f"{len(fitting) - _SHOWN} more", more))
+        if self.left_out:
+            rows = [(what, words.said(reason)) for what, reason in self.left_out.items()]
+            title = f"{counted(len(rows), 'kind')} of mappings {'was' if len(rows) == 1 else 'were'} not considered"
+            parts.append(folded(title, table("not considered", ("what", "why"), rows)))
+        note = "Times are estimates, and `at least` and memory are lower bounds: measure the first few."
+        parts.append(element("p", note, class_="small"))
+        crumbs = element("p", joined(crumb, " · "), class_="crumb")
+        return f"A plan for {self.step}", joined([crumbs, first, element("section", *parts)])
 
     def _headline(self) -> tuple[str, str]:
         return f"{self._title()}.", self.why()
@@ -448,3 +485,33 @@ def _agreement(p: PlannedMapping) -> str:
     if true == p.sent:
         return "agrees"
     return "sends " + ("not known" if true is None else describe_bytes(true))
+
+
+# --- the page ---
+
+
+def _row(number: int, p: PlannedMapping, others: int, most: float, words: Words) -> Sequence[Html | str]:
+    stored = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
+    mapping = [words.entries(p.compute)] if any(p.compute.values()) else [joined(["nothing is sharded"])]
+    if stored:
+        mapping.append(joined([element("span", "stored by ", class_="soft"), words.entries(stored)]))
+    mapping += [joined([element("span", f"{name} ", class_="soft"), str(value)]) for name, value in p.choices.items()]
+    more = element("small", f" and {counted(others, 'other mesh', 'other meshes')}") if others else None
+    seconds = map(described_seconds, (as_shown(p.estimate.seconds), p.seconds))
+    memory = describe_bytes(p.memory if p.peak is None else p.peak)
+    numbers = [element("span", text, class_="num") for text in (*seconds, memory)]
+    lines = joined(mapping, element("br"))
+    return str(number), joined([words.mesh(p.mesh), more]), lines, _times(p, most, words), *numbers
+
+
+def _times(p: PlannedMapping, most: float, words: Words) -> Html:
+    """Draw the time to compute, and after it the times to send, to wait and to offload."""
+    computing = sum(t for name, t in p.estimate.terms.items() if name in _COMPUTING)
+    others = [(_kind(name, words), t) for name, t in p.estimate.terms.items() if name not in _COMPUTING]
+    return stacked((t / (most or 1), kind) for kind, t in [("", computing), *others] if t)
+
+
+def _kind(term: str, words: Words) -> str:
+    """Return the kind of the bar of a term: the color of the mesh axes that it is over."""
+    _, over, axes = term.rpartition(" over ")
+    return words.color(tuple(axes.split(" and "))) if over else "mid"

@@ -33,10 +33,7 @@ class MappingSnapshot:
     """The fixture `mapping_snapshot` in one test."""
 
     def __init__(self, folder: Path, stem: str, update: bool):
-        self._folder = folder
-        self._stem = stem
-        self._update = update
-        self._numbers = itertools.count(1)
+        self._folder, self._stem, self._update, self._numbers = folder, stem, update, itertools.count(1)
 
     def check(
         self,

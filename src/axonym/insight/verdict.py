@@ -13,7 +13,6 @@ from ._figures import Figures, needed_memory
 from ._suspicions import CHECKS, Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of
 from ._transfer_groups import SMALL, carried, from_lines, grouped, known_sent, percentage, why
-from .collectives import Collective
 from .cost_model import Bounds
 
 _COSTLIEST = 3
@@ -107,7 +106,8 @@ def _binds(report: Figures) -> tuple[str, str]:
     over = [c for c in report.collectives if c.axes == axes]
     sentences = [least]
     if own := grouped(over):
-        sentences.append(f"{percentage(known_sent(own[0]) / max(1, known_sent(over)))} of its bytes: {_short(own[0])}")
+        what = f"{own[0][0].kind} of {carried(own[0])}{from_lines(own[0])}: {why(own[0])}"
+        sentences.append(f"{percentage(known_sent(own[0]) / max(1, known_sent(over)))} of its bytes: {what}")
     sentences += [again] if again else []
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
 
@@ -145,10 +145,6 @@ def _compute_binds(bounds: Bounds, compute: float, least: str, wasted: float) ->
         more += f"{described_seconds(sum(t for _, t in bounds.named()))}."
         more += f" The longest of it: {longest[0]}, {described_seconds(longest[1])}."
     return "Compute binds.", more
-
-
-def _short(group: Sequence[Collective]) -> str:
-    return f"{group[0].kind} of {carried(group)}{from_lines(group)}: {why(group)}"
 
 
 def _costliest(report: Figures) -> Iterator[str]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from ..core.differences import SCALES, asymmetric
 from ..core.jax_versions import programs_in
@@ -21,12 +21,12 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
-from ._hlo import HloProgram, HloShape, OwnPartitioning, UnknownForm
+from ._hlo import HloProgram, OwnPartitioning, UnknownForm
 from ._hlo_elements import value_dtype
 from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed
 from .differing import FirstDifference, Trace, described, first_difference
-from .explaining import active, distributed, mesh_of, on_devices
+from .explaining import active, distributed, mesh_of, meshes_in, on_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,7 @@ def verify(
     True
     """
     name, arguments = step_name(step), jax.tree.leaves((args, kwargs))
-    meshes = [x.sharding.mesh for x in arguments if isinstance(getattr(x, "sharding", None), NamedSharding)]
-    known = next((m for m in (mesh, current_mesh(), *meshes) if m is not None), None)
+    known = next((m for m in (mesh, current_mesh(), *meshes_in(arguments)) if m is not None), None)
     with active(known if isinstance(known, AbstractMesh) else mesh, repeated=True):
         args, kwargs = on_devices((args, kwargs))
         compiled = distributed(step, mapping)
@@ -175,8 +174,7 @@ class _Inputs:
     def at(self, scale: float) -> Trace | None:
         """Evaluate the program at inputs of some scale; return None if all that are tried give NaN."""
         for _ in range(8):
-            draw = _DrawnInput(self._arguments, scale, self._below)
-            trace = Trace(self._program, [draw(shape, n in self._positive) for n, shape in enumerate(self._shapes)])
+            trace = Trace(self._program, [*self._drawn(scale)])
             if not any(np.isnan(x).any() for x in trace.results):
                 return trace
             causes = trace.causes_of_nan() - self._positive
@@ -184,27 +182,23 @@ class _Inputs:
             self._below = self._below if causes else max(self._below // 4, 2)
         return None
 
-
-class _DrawnInput:
-    """Draws values for parameters. Each is like the first argument of the same sizes that no earlier one took."""
-
-    def __init__(self, arguments: Sequence[Any], scale: float, below: int):
-        self._scale, self._below, self._rng = scale, below, np.random.default_rng(0)
-        self._arguments = [_host(x) for x in arguments if isinstance(x, PROGRAM_ARRAYS)]
-
-    def __call__(self, shape: HloShape, positive: bool) -> np.ndarray:
-        dtype, sizes, rng = value_dtype(shape.dtype), shape.sizes, self._rng
-        place = next((n for n, x in enumerate(self._arguments) if x.shape == sizes and x.dtype.kind == dtype.kind), -1)
-        value = self._arguments.pop(place) if place >= 0 else None
-        value = None if isinstance(value, jax.ShapeDtypeStruct) else value
-        if value is None and dtype.kind in "fc":  # not too large for weights, whose products add up
-            value = (np.abs(rng.normal(size=sizes)) + 0.1) / math.sqrt(max(sizes[1:], default=1))
-            value = value * (1 if positive else rng.choice([1, -1] if dtype.kind == "f" else [1, -1j], sizes))
-        elif value is None:
-            limit = {"b": 2, "u": 2**32 if shape.dtype == "u32" else 100}.get(dtype.kind, self._below)
-            value = rng.integers(0, min(limit, 2 ** (shape.bits - 1)), sizes)
-        found = asymmetric(value) * self._scale if dtype.kind in "fc" else value
-        return np.asarray(found).astype(dtype)[None]
+    def _drawn(self, scale: float) -> Iterator[np.ndarray]:
+        """Draw values for parameters. Each is like the first argument of the same sizes that no earlier one took."""
+        left, rng = [_host(x) for x in self._arguments if isinstance(x, PROGRAM_ARRAYS)], np.random.default_rng(0)
+        for n, shape in enumerate(self._shapes):
+            dtype, sizes = value_dtype(shape.dtype), shape.sizes
+            place = next((i for i, x in enumerate(left) if x.shape == sizes and x.dtype.kind == dtype.kind), -1)
+            value = left.pop(place) if place >= 0 else None
+            value = None if isinstance(value, jax.ShapeDtypeStruct) else value
+            if value is None and dtype.kind in "fc":  # not too large for weights, whose products add up
+                value = (np.abs(rng.normal(size=sizes)) + 0.1) / math.sqrt(max(sizes[1:], default=1))
+                signs = [1, -1] if dtype.kind == "f" else [1, -1j]
+                value = value if n in self._positive else value * rng.choice(signs, sizes)
+            elif value is None:
+                limit = {"b": 2, "u": 2**32 if shape.dtype == "u32" else 100}.get(dtype.kind, self._below)
+                value = rng.integers(0, min(limit, 2 ** (shape.bits - 1)), sizes)
+            found = asymmetric(value) * scale if dtype.kind in "fc" else value
+            yield np.asarray(found).astype(dtype)[None]
 
 
 def _host(x: Any) -> np.ndarray | jax.ShapeDtypeStruct:

@@ -412,14 +412,7 @@ class _Fields:
         return x
 
     def beyond(
-        self,
-        i: int,
-        x: NamedArray,
-        n: str,
-        last: int,
-        widths: Mapping[str, Widths],
-        wide: Collection[str],
-        held: bool,
+        self, i: int, x: NamedArray, n: str, last: int, widths: Mapping[str, Widths], wide: Collection[str], held: bool
     ) -> Any:
         """Return the array or number beyond an end of an axis, if its boundary has no name; `wide` axes have halos."""
         side, width = self.boundaries[i][n][last], widths[n][last]

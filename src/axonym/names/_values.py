@@ -119,11 +119,7 @@ class Axed:
     __slots__ = ("constant", "dims", "facts", "points")
 
     def __init__(
-        self,
-        dims: Dims,
-        constant: bool = False,
-        points: tuple[Pointer, ...] | None = None,
-        facts: Facts | None = None,
+        self, dims: Dims, constant: bool = False, points: tuple[Pointer, ...] | None = None, facts: Facts | None = None
     ):
         self.dims = dims
         self.constant = constant

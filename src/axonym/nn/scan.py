@@ -51,15 +51,7 @@ from ..transforms.rematerialization import ScanCheckpointPolicy, ScanCheckpointS
 from ..transforms.vmap import vmap
 from ..tree import LayerStack
 from . import _layer_arguments, _padding
-from ._block_foldable import (
-    BlockFoldable,
-    FoldFunction,
-    L,
-    M,
-    ModuleInit,
-    ScanFunction,
-    VmapFunction,
-)
+from ._block_foldable import BlockFoldable, FoldFunction, L, M, ModuleInit, ScanFunction, VmapFunction
 
 __all__ = [
     "BlockFoldable",

@@ -18,16 +18,7 @@ from ..core import errors
 from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
-from ._operands import (
-    as_positions,
-    one_axis,
-    operand,
-    private,
-    require_named,
-    require_subset,
-    scalar,
-    vectors,
-)
+from ._operands import as_positions, one_axis, operand, private, require_named, require_subset, scalar, vectors
 
 # --- by a condition ---
 

@@ -78,11 +78,7 @@ class KeptAxes(Stages):
         def on_device(stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
             groups = self._prepared(stacked, carry, rest)
             groups[0] = self._gathered(0, groups[0])
-            first = (
-                self._in_round(0, groups[0], _FIRST),
-                at(groups[1], 0),
-                self._in_round(2, groups[2], _FIRST),
-            )
+            first = (self._in_round(0, groups[0], _FIRST), at(groups[1], 0), self._in_round(2, groups[2], _FIRST))
 
             def trace(complete: bool) -> Any:
                 self._kept = KeptShards(names, added if complete else frozenset())

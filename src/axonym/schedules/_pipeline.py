@@ -27,23 +27,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Axis
-from ..distribution.mesh_axes import (
-    axes_in,
-    current_mesh,
-    mapped_on,
-    shard_count,
-)
+from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_count
 from ..distribution.per_device import vary_like
 from ._kept_axes import KeptAxes
-from ._stage_arrays import (
-    Arrays,
-    added,
-    at,
-    chosen,
-    floating_parts,
-    wide_dtype,
-    with_none,
-)
+from ._stage_arrays import Arrays, added, at, chosen, floating_parts, wide_dtype, with_none
 from ._stages import Fold, Then
 from .pipeline_schedules import GPipe, Schedule, first_ticks
 

@@ -36,14 +36,7 @@ from ..distribution.mesh_axes import (
 )
 from ..distribution.per_device import gather_axes, permute, run_per_device, varying_over
 from ._sharded_code import NeedsCompleteAxes
-from ._stage_arrays import (
-    Arrays,
-    folded_in,
-    slice_of,
-    summed_wide,
-    which_are_keys,
-    wide_dtype,
-)
+from ._stage_arrays import Arrays, folded_in, slice_of, summed_wide, which_are_keys, wide_dtype
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
 
 Fold = Callable[..., Any]
@@ -108,7 +101,11 @@ class Stages:
             [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
             for i, (tree, xs, mapping) in enumerate(zip(self._trees, self._arrays, mappings, strict=True))
         ]
-        work = {*self._mesh_axes_of_work(specs), *(a for n in self._kept.names for a in mapped_axes(n))}
+        work = {
+            *self._stages,
+            *(a for group in specs[1:3] for spec in group for a in axes_in(spec)),
+            *(a for n in self._kept.names for a in mapped_axes(n)),
+        }
         self._manual = self._manual_axes(work)
         # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
         self._sums_wide = active_platform() == "cpu" and self._manual != {*self._mesh.axis_names}
@@ -144,10 +141,6 @@ class Stages:
         names = [names or () for tree in self._trees for names in tree.names]
         computed = {a for own in names for a in axes_in(entries_by_name(own))}
         return set(self._mesh.axis_names) - (computed - work)
-
-    def _mesh_axes_of_work(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
-        """Return the mesh axes over which devices have different stages or examples."""
-        return {*self._stages, *(a for group in specs[1:3] for spec in group for a in axes_in(spec))}
 
     def _check(self) -> None:
         what, M = self._what, self._schedule.microbatches

@@ -18,14 +18,7 @@ from .annotations import hashable_annotations
 from .leaves import leaves_of
 from .mapping import ResourceMapping, Uneven, as_mapping, check_uneven, normalize_mapping
 from .meshes import current_mesh
-from .placement import (
-    ComputeMappingOrParameterRule,
-    ParameterOrComputeMapping,
-    Placement,
-    Rule,
-    advise_paths,
-    axes_of,
-)
+from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, advise_paths, axes_of
 from .shard import needs_mesh, shardings_of_empty, store, warn_without_mesh
 
 P = ParamSpec("P")

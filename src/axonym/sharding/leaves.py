@@ -108,10 +108,7 @@ def _is_mapped(x: Any) -> bool:
 def _parents(path: Sequence[Any], tree: Any) -> list[Any]:
     """Return the nodes that contain a leaf, from the root, as far as a name of a field may be among their keys."""
     last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=-1)
-    parents = [tree]
-    for key in path[:last]:
-        parents.append(child_of(parents[-1], key))
-    return parents if last >= 0 else []
+    return [*itertools.accumulate(path[:last], child_of, initial=tree)] if last >= 0 else []
 
 
 def _field_names(path: Sequence[Any], parents: Sequence[Any]) -> Names | None:

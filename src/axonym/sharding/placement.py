@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -288,9 +289,8 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
         if not is_placement(p):
             shown = f"an array of shape {p.shape}" if isinstance(p, (jax.Array, np.ndarray)) else repr(p)
             where = f", for {path[-1].key!r}," if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
-            trees: list[Any] = [placement]  # that contain it, of which one may be pairs of names
-            for key in path:
-                trees.append(child_of(trees[-1], key))
+            # Of the trees that contain it, one may be pairs of names.
+            trees = itertools.accumulate(path, child_of, initial=placement)
             hint = next(filter(None, map(as_mapping, trees)), NO_SIZES if type(p) is int else "")
             raise TypeError(
                 f"{what}: {shown}{where} is not a placement. Pass a resource mapping, such as {{'batch': 'data'}}, a "

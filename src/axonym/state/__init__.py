@@ -1,9 +1,6 @@
 """State dicts, also in PyTorch's shapes, safetensors files and distributed checkpoints."""
 
-from .asynchronous_saves import (
-    PendingCheckpoint as PendingCheckpoint,
-    save_checkpoint_async as save_checkpoint_async,
-)
+from .asynchronous_saves import PendingCheckpoint as PendingCheckpoint, save_checkpoint_async as save_checkpoint_async
 from .checkpoint import (
     latest_checkpoint as latest_checkpoint,
     restore_checkpoint as restore_checkpoint,

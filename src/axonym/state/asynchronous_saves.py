@@ -155,10 +155,7 @@ class PendingCheckpoint:
 
     def _wait(self) -> None:
         try:
-            with (
-                all_or_nothing(self._path, self._thread.is_alive),
-                fail_together("save_checkpoint") as agree,
-            ):
+            with all_or_nothing(self._path, self._thread.is_alive), fail_together("save_checkpoint") as agree:
                 while self._agree_once(agree):
                     pass
         except BaseException as error:

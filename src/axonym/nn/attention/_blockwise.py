@@ -48,17 +48,21 @@ class Blockwise(NamedTuple):
     hops: int = 0
     """How often a shard of keys is sent on to the next device."""
 
-    def query_starts(self, length: int) -> jax.Array:
-        """Return the first position of each run of local queries."""
-        return self._starts(length, jax.lax.axis_index(self.axes)) if self.sharded_queries else jnp.zeros(1, int)
+    def query_runs(self, query: jax.Array) -> _Runs:
+        """Return the runs of local queries."""
+        length = query.shape[QUERIES]
+        starts = self._starts(length, jax.lax.axis_index(self.axes)) if self.sharded_queries else jnp.zeros(1, int)
+        return _Runs(length, starts)
 
-    def key_starts(self, length: int, hop: Any) -> jax.Array:
-        """Return the first position of each run of the keys on this device after some hops."""
+    def key_runs(self, key: jax.Array, hop: Any) -> _Runs:
+        """Return the runs of the keys on this device after some hops."""
+        length = key.shape[KEYS]
         if not self.sharded_keys:
-            return jnp.zeros(1, int)
-        return self._starts(length, (jax.lax.axis_index(self.axes) - hop) % self.shards)
+            return _Runs(length, jnp.zeros(1, int))
+        return _Runs(length, self._starts(length, (jax.lax.axis_index(self.axes) - hop) % self.shards))
 
     def _starts(self, length: int, shard: jax.Array) -> jax.Array:
+        """Return the first position of each run in a shard."""
         if not self.zigzag:
             return shard[None] * length
         last = 2 * self.shards - 1 - shard
@@ -87,20 +91,11 @@ class ScoreTerms(NamedTuple):
 # --- zig-zag order ---
 
 
-def to_zigzag(x: jax.Array, axis: int, axes: Axes, count: int) -> jax.Array:
-    """Exchange halves of shards, so that under a causal mask all devices have the same work.
+def to_zigzag(x: jax.Array, axis: int, axes: Axes, count: int, inverse: bool = False) -> jax.Array:
+    """Exchange halves of shards, so that under a causal mask all devices have the same work; or undo it.
 
     The first and the last half are on the first device, the second and the last but one on the second, and so on.
     """
-    return _exchange_halves(x, axis, axes, count, inverse=False)
-
-
-def from_zigzag(x: jax.Array, axis: int, axes: Axes, count: int) -> jax.Array:
-    """Undo `to_zigzag`."""
-    return _exchange_halves(x, axis, axes, count, inverse=True)
-
-
-def _exchange_halves(x: jax.Array, axis: int, axes: Axes, count: int, inverse: bool) -> jax.Array:
     halves = []
     for i, half in enumerate(jnp.split(x, 2, axis)):
         pairs = [(d, min(2 * d + i, 2 * count - 1 - 2 * d - i)) for d in range(count)]
@@ -125,11 +120,10 @@ def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array,
     wide = _wide(query)
     state = [jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, value.shape[-1]), wide)]
     state = [vary_like(x, query) for x in state]
-    starts = plan.query_starts(query.shape[QUERIES])
+    queries = plan.query_runs(query)
 
     def visit(state: Any, here: Any, hop: Any) -> Any:
-        key, value = here
-        return _visit_keys(plan, state, query, key, value, terms, starts, plan.key_starts(key.shape[KEYS], hop))
+        return _visit_keys(plan, state, query, here, terms, queries, plan.key_runs(here[0], hop))
 
     def step(carry: Any, hop: jax.Array) -> Any:
         state, here = carry
@@ -161,13 +155,11 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     bias = None if terms.bias is None else vary_like(jnp.zeros(terms.bias.shape, wide), query)
     sums: Any = (vary_like(jnp.zeros(query.shape, wide), query), bias)
     moving: Any = tuple(vary_like(jnp.zeros(x.shape, wide), query) for x in (key, value))
-    starts = plan.query_starts(query.shape[QUERIES])
+    queries = plan.query_runs(query)
 
     def visit(sums: Any, moving: Any, here: Any, hop: Any) -> Any:
         of_queries = query, given, log_total, delta
-        key, value = here
-        keys = plan.key_starts(key.shape[KEYS], hop)
-        return _visit_queries(plan, sums, moving, key, value, of_queries, terms, starts, keys)
+        return _visit_queries(plan, sums, moving, here, of_queries, terms, queries, plan.key_runs(here[0], hop))
 
     def step(carry: Any, hop: jax.Array) -> Any:
         sums, moving, here = carry
@@ -199,15 +191,12 @@ def _visit_keys(
     plan: Blockwise,
     state: Any,
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    here: tuple[jax.Array, jax.Array],
     terms: ScoreTerms,
-    query_starts: jax.Array,
-    key_starts: jax.Array,
+    queries: _Runs,
+    keys: _Runs,
 ) -> Any:
     """Add some keys to the running maximum, the running sum and the weighted sum of values, for all queries."""
-    queries = _Runs(query.shape[QUERIES], query_starts)
-    keys = _Runs(key.shape[KEYS], key_starts)
 
     def of_queries(state: Any, i: jax.Array) -> Any:
         q = queries.block(query, i, QUERIES)
@@ -215,7 +204,7 @@ def _visit_keys(
         def of_keys(own: Any, j: jax.Array) -> Any:
             def visited(own: Any) -> Any:
                 top, total, sums = own
-                k, v = (keys.block(x, j, KEYS) for x in (key, value))
+                k, v = (keys.block(x, j, KEYS) for x in here)
                 scores = _scores(plan, q, k, terms, queries, keys, i, j)
                 higher = jnp.maximum(top, jnp.max(scores, -1))
                 # While all keys are masked the maximum is minus infinity, and its difference to itself would be NaN.
@@ -236,20 +225,17 @@ def _visit_queries(
     plan: Blockwise,
     sums: Any,
     moving: Any,
-    key: jax.Array,
-    value: jax.Array,
+    here: tuple[jax.Array, jax.Array],
     of_queries: Any,
     terms: ScoreTerms,
-    query_starts: jax.Array,
-    key_starts: jax.Array,
+    queries: _Runs,
+    keys: _Runs,
 ) -> Any:
     """Add to the gradients of all queries, of the bias, and of some keys and their values."""
-    queries = _Runs(of_queries[0].shape[QUERIES], query_starts)
-    keys = _Runs(key.shape[KEYS], key_starts)
 
     def of_keys(carry: Any, j: jax.Array) -> Any:
         sums, moving = carry
-        k, v = (keys.block(x, j, KEYS) for x in (key, value))
+        k, v = (keys.block(x, j, KEYS) for x in here)
 
         def of_query(carry: Any, i: jax.Array) -> Any:
             (of_q, of_bias), moved = carry

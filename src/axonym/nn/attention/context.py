@@ -43,7 +43,7 @@ from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
 from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
-from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, from_zigzag, to_zigzag
+from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, to_zigzag
 from .masks import Causal, Mask, as_truth_values
 
 Context: TypeAlias = Literal["ring", "all_to_all", "all_gather"]
@@ -361,7 +361,7 @@ def _on_device(
         mean = jax.lax.pmean(mean, axes) if plan.sharded_keys else mean
         result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
     if plan.zigzag:
-        result = from_zigzag(result, QUERIES, axes, count)
+        result = to_zigzag(result, QUERIES, axes, count, inverse=True)
     if count > 1 and context == "all_to_all":
         result = split(result, split_axis=QUERIES, concat_axis=exchanged)
     return split_axes(result, (*roles.of_queries, values), sizes, roles.out)

@@ -50,7 +50,7 @@ def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: Na
     >>> axn.nn.attention.causal_mask(axn.Axis("pos", 2), axn.Axis("key_pos", 3), q_start=1)
     NamedArray(bool[pos=2, key_pos=3], [[ True True False] [ True True True]])
     """
-    return _by_position("causal_mask", _causal, QPos, KPos, q_start, k_start)
+    return _by_position("causal_mask", jnp.greater_equal, QPos, KPos, q_start, k_start)
 
 
 def sliding_window_mask(
@@ -79,10 +79,6 @@ def prefix_lm_mask(
     NamedArray(bool[pos=3, key_pos=3], [[ True True False] [ True True False] [ True True True]])
     """
     return _by_position("prefix_lm_mask", _with_prefix, QSeqLen, KSeqLen, q_start, k_start, prefix_len)
-
-
-def _causal(q: jax.Array, k: jax.Array) -> jax.Array:
-    return k <= q
 
 
 def _windowed(q: jax.Array, k: jax.Array, window: jax.Array) -> jax.Array:
