@@ -68,6 +68,7 @@ activated = False
 
 def intern_settings(**parts: Any) -> Settings | None:
     """Return the same object for equal settings; None if they are empty."""
+    # An empty mapping is none: another value would make JAX compile everything again.
     parts = {name: MappingProxyType(dict(p)) if isinstance(p, Mapping) else p for name, p in parts.items() if p}
     if not parts:
         return None

@@ -82,6 +82,7 @@ def current_mesh() -> AnyMesh | None:
 def _older_mesh() -> AnyMesh | None:
     """Return the mesh of `with mesh:`, which JAX exposes only through a constraint without a mesh."""
     try:
+        # In a trace, the constraint would become part of the program, and a tracer has no sharding.
         with jax.ensure_compile_time_eval():
             probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
     except RuntimeError:

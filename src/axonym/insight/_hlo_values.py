@@ -111,6 +111,7 @@ class Machine:
                 values[i.name] = result = self._rules[id(i)](i, self, *operands)
             except (ValueError, IndexError, TypeError) as e:
                 raise e if isinstance(e, UnknownForm) else UnknownForm(f"{i.opcode}, evaluated here: {e}") from e
+            # Combining functions declare scalars, and get arrays.
             if self._inside == 0:
                 if not isinstance(result, tuple) and result.shape[1:] != i.shapes[0].sizes:
                     raise UnknownForm(f"{i.opcode}, evaluated here as {result.shape[1:]} in place of {i.shapes[0]}")
@@ -123,6 +124,7 @@ class Machine:
         name = i.computation(attribute) or ""
         # Combining functions of per-device code copy what they return.
         work = [i for i in self.program.computations[name].values() if i.opcode not in ("parameter", "copy")]
+        # An operation of one parameter with itself is no `ufunc` of both.
         if len(work) == 1 and work[0].opcode in COMBINING and len({*work[0].operands}) == 2:
             ufunc = ELEMENTWISE[work[0].opcode]
             return ufunc, lambda x, y: ufunc(x, y)
@@ -175,6 +177,7 @@ def _compare(i: Instruction, m: Machine, x: Array, y: Array) -> Array:
 
 def _bitcast_convert(i: Instruction, m: Machine, x: Array) -> Array:
     source, target = (stored_dtype(shape.dtype) for shape in (m.operand(i).shapes[0], i.shapes[0]))
+    # Values are wider than what XLA stores, and only contiguous ones can be viewed in another dtype.
     raw = np.array(x, source, order="C")
     found = (raw[..., None] if target.itemsize < source.itemsize else raw).view(target)
     return (found[..., 0] if target.itemsize > source.itemsize else found).astype(value_dtype(i.shapes[0].dtype))
@@ -262,6 +265,7 @@ def _reduced(i: Instruction, m: Machine, xs: Sequence[Array], starts: Sequence[A
     """Combine the elements along some axes, and the values to start with."""
     ufunc, combine = m.combiner(i)
     if ufunc is not None:
+        # NumPy would add up small integers in a wider dtype, which does not wrap around.
         return combine(
             widened(starts[0], xs[0]), ufunc.reduce(xs[0], axis=tuple(axes), dtype=xs[0].dtype, keepdims=True)
         )
@@ -438,6 +442,7 @@ def _moving(i: Instruction, m: Machine, *xs: Array) -> Value:
 
 def _permute(i: Instruction, m: Machine, x: Array) -> Array:
     sources, targets = np.array(groups(i, m.devices), int).reshape(-1, 2).T
+    # A device to which nothing is sent gets zeros.
     out = np.zeros((m.devices, *x.shape[1:]), x.dtype)
     out[targets] = np.broadcast_to(x, out.shape)[sources]
     return out
@@ -521,7 +526,7 @@ _RULES: dict[str, Rule] = dict.fromkeys(ELEMENTWISE, _elementwise) | {
     "parameter": _same,
     "partition-id": lambda i, m: np.arange(m.devices, dtype=np.uint32),
     "reduce": _reduce,
-    "reduce-precision": _same,
+    "reduce-precision": _same,  # rounding alone: floats are evaluated in float64
     "reduce-scatter": _reducing,
     "reduce-window": _reduce_window,
     "reshape": lambda i, m, x: x.reshape(len(x), *i.shapes[0].sizes),

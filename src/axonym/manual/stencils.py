@@ -230,7 +230,7 @@ class _Fields:
         """For each array beyond a boundary, by field, axis and end: with the widest halos that it was needed with."""
         refuse_padded(f.array for f in self.fields)
         self.blocks: dict[str, Blocks] = collections.defaultdict(Blocks)
-        for f in reversed(self.fields):
+        for f in reversed(self.fields):  # where fields disagree, the first one counts
             self.blocks |= _blocks(what, f)
 
     def check_sizes(self) -> None:

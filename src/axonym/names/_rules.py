@@ -294,6 +294,7 @@ def _concatenate(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     joined = axes.joined([x.dims[at] for x in xs], sizes)
     dims = [joined if i == at else _meet(axes, step, [x.dims[i] for x in xs]) for i in range(len(step.shape))]
     points = None
+    # The last axis of indices has a column for each axis that they index.
     if at == len(step.shape) - 1 and all(
         x.points is not None and len(x.points) == n for x, n in zip(xs, sizes, strict=True)
     ):

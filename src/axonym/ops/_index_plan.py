@@ -120,6 +120,7 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
             f"Indexing {describe_array(x)}: more than one index for axis {twice}. Index the result again instead."
         )
     for selector, _ in pairs:
+        # Axes are interned.
         if isinstance(selector, Axis) and x.resolve_axis(selector.name) is not selector:
             found = x.resolve_axis(selector.name).size
             raise ValueError(
@@ -198,7 +199,7 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
     except TypeError:
         kinds = ", ".join(type(b).__name__ for b in (index.start, index.stop, index.step) if b is not None)
         raise TypeError(f"Indexing: the bounds of a slice of axis {name!r} must be integers, got {kinds}.") from None
-    return bounds if range(*bounds) else (0, 0, 1)
+    return bounds if range(*bounds) else (0, 0, 1)  # `jax.lax.slice` refuses a stop before the start
 
 
 def _bounds_of_symbolic(name: str, index: slice, size: Any) -> tuple[Any, Any, int]:
@@ -283,7 +284,7 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
 def _as_array(index: Sequence[Any]) -> Any:
     if any(isinstance(i, Tracer) for i in index):
         return jnp.asarray(index)
-    return np.asarray(index, dtype=None if index else np.int32)
+    return np.asarray(index, dtype=None if index else np.int32)  # NumPy takes an empty list for floats
 
 
 def _check_in_range(name: str, indices: np.ndarray, size: int) -> None:

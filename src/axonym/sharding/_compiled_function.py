@@ -130,6 +130,7 @@ class CompiledFunction(Generic[P, R]):
         static = {"static_argnums": self._static_argnums} if self._static_argnums else {}
         self._jitted = jax.jit(self._make_jitted(checks=static_leaves), **static, **self._options)
         self._unchecked = jax.jit(self._make_jitted(checks=False), **static, **self._options)
+        # Without the attributes of a callable object: its own `_fn` or `_what` would replace this one's.
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -384,6 +385,7 @@ class CompiledFunction(Generic[P, R]):
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
             return _flat(*self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
+        # JAX names the program after it, in profiles and dumps.
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
         return _Program(spec, donated, jax.jit(split, donate_argnums=1, **self._options), unflattened=False)
 
@@ -513,6 +515,7 @@ def _is_surely_array(leaf: Any) -> bool:
     """Return whether a leaf is an array that `jax.jit` can distinguish from a Python number."""
     if not _is_array(leaf):
         return False
+    # A tracer of a Python boolean is not weakly typed, as one of a number is.
     return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
 
 

@@ -39,8 +39,9 @@ def with_devices(mesh: AnyMesh) -> AnyMesh:
 
 def in_trace() -> bool:
     """Return whether a program is being traced, so that even constants become part of it."""
-    # An operation without operands is staged only by the trace around it.
-    return isinstance(jax.lax.full((), 0), Tracer)
+    # An operation without operands is staged only by the trace around it. Outside of one, this moves a number, where
+    # `jax.lax.full` would be compiled for each mesh and each mapping.
+    return isinstance(jax.device_put(np.float32(0)), Tracer)
 
 
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
