@@ -6,22 +6,24 @@ import dataclasses
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from equinox import combine as combine, filter_checkpoint as filter_checkpoint, filter_eval_shape as filter_eval_shape
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from .. import tree_checkpoint_name as _tree_checkpoint_name
 from ..axis import Axis
-from ..core.named_scope import named_call as named_call
 from ..named_array import NamedArray, describe_array, is_jax_array_like as is_jax_array_like
-from ..ops._index_plan import is_pallas_slice
-from ..sharding.meshes import in_trace
 from ..tree import maybe_rng_split as maybe_rng_split
 from ._signatures import with_parameters
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 tree_checkpoint_name = with_parameters(_tree_checkpoint_name, tree="x")
 
@@ -97,6 +99,25 @@ def sync_global_devices(name: str) -> None:
 
 
 # --- functions ---
+
+
+def named_call(f: Any = None, name: str | None = None) -> Any:
+    """Decorate a function so that profiles show what it does under a name, by default its own.
+
+    >>> f = hax.jax_utils.named_call(lambda x: x * x, name="squares")
+    >>> "squares" in jax.jit(f).lower(2.0).as_text(debug_info=True)
+    True
+    """
+    if f is None:
+        return functools.partial(named_call, name=name)
+    scope = name or getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2].removesuffix(".__call__")
+
+    @functools.wraps(f)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(scope):
+            return f(*args, **kwargs)
+
+    return called
 
 
 def multilevel_scan(
@@ -192,7 +213,7 @@ def is_in_jit() -> bool:
     >>> jax.jit(lambda x: x + hax.jax_utils.is_in_jit())(0)
     Array(1, dtype=int32, weak_type=True)
     """
-    return in_trace()
+    return isinstance(jax.lax.full((), 0), Tracer)  # an operation without operands is staged by the trace
 
 
 def is_on_mac_metal() -> bool:
@@ -210,4 +231,5 @@ def is_pallas_dslice(x: object) -> bool:
     >>> hax.jax_utils.is_pallas_dslice(slice(0, 3))
     False
     """
-    return is_pallas_slice(x)
+    pallas = sys.modules.get("jax.experimental.pallas")  # slow to import; if it is not, there is no such slice
+    return pallas is not None and isinstance(x, pallas.Slice)
