@@ -88,7 +88,7 @@ def _rows_of_arrays() -> list[Row]:
                 f"{count} leaves, a function and a number",
                 lambda static=static, named=named: jax.block_until_ready(static(named, jnp.tanh, float("0.5"))),
                 lambda theirs=theirs, raw=raw: jax.block_until_ready(theirs(raw)),
-                1.5,
+                1.55,
                 repeats=repeats,
             )
         )
