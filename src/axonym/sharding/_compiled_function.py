@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypedDict, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, overload
 
 import jax
 import numpy as np
@@ -119,9 +119,6 @@ class CompiledFunction(Generic[P, R]):
         """The program called last for each structure of the arguments."""
         self._last: tuple[Any, _Program | None] = jax.tree.structure(None), None
         """The structure of the last call, and its program."""
-        self._by_argument = static_leaves and donate == (None, None)
-        """Whether a call without keywords, whose static leaves are arguments, may pass the others unflattened."""
-        self._last_by_argument: _ByArgument | None = None
         # As long as all leaves are arrays, and nothing is donated, arguments are not inspected.
         self._unseen = donate == (None, None)
         self._direct = around is None
@@ -268,8 +265,10 @@ class CompiledFunction(Generic[P, R]):
         def jitted(*args, **kwargs):
             if not self._static_leaves:
                 return self._run(args, kwargs)[0]
-            if checks and not _are_surely_arrays((args, kwargs)):
-                raise _AmbiguousArgumentsError
+            if checks:
+                leaves, structure = jax.tree.flatten((args, kwargs))
+                if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
+                    raise _AmbiguousArgumentsError
             return _flat(*self._run(args, kwargs))
 
         return jitted
@@ -298,23 +297,6 @@ class CompiledFunction(Generic[P, R]):
     # --- arguments by structure ---
 
     def _call_flat(self, args: Any, kwargs: Any) -> Any:
-        known = self._last_by_argument
-        if known is not None and not kwargs and len(args) == known.arity:
-            others = list(args)
-            for i, value, compares in known.static:
-                x = others.pop(i)
-                if x is not value and not (compares and type(x) is type(value) and x == value):
-                    break
-            else:
-                try:
-                    return known.jitted(*others)
-                except Exception as error:
-                    if not self._has_static(error, others, {}):
-                        raise
-                    self._by_argument, self._last_by_argument = False, None
-        return self._call_by_structure(args, kwargs)
-
-    def _call_by_structure(self, args: Any, kwargs: Any) -> Any:
         # The list distinguishes a call with keywords from one with a dictionary.
         leaves, structure = _flatten([args, kwargs] if kwargs else args)
         last, program = self._last
@@ -322,50 +304,22 @@ class CompiledFunction(Generic[P, R]):
             program = self._latest.get(structure)
         arrays = None if program is None else program.arrays(leaves, structure)
         if program is None or arrays is None:
-            found = self._find(args, kwargs, structure)
-            if isinstance(found, _ByArgument):
-                return found.jitted(*(x for x in args if not _is_static_argument(x)))
-            program, arrays = found, found.picked(jax.tree.leaves((args, kwargs)))
+            program = self._find_program(args, kwargs, _has_values)
+            leaves = jax.tree.leaves((args, kwargs))
+            if not self._donates_by_leaf:
+                program.expect(leaves, structure)
+                # Static fields are part of the structure, so one that changes at each call would fill this.
+                if len(self._latest) >= 256:
+                    self._latest.clear()
+                self._latest[structure] = program
+                self._last = structure, program
+            arrays = program.picked(leaves)
         if not program.unflattened:
             return program.jitted(*arrays)
         try:
             return program.jitted(*args, **kwargs)
         except _AmbiguousArgumentsError:  # they were checked to be arrays
             return self._unchecked(*args, **kwargs)
-
-    def _find(self, args: Any, kwargs: Any, structure: Any) -> _ByArgument | _Program:
-        """Return what the arguments of a call are called with, and remember it for the next call."""
-        if self._by_argument and not kwargs and (known := self._find_by_argument(args)) is not None:
-            self._last_by_argument = known
-            return known
-        program = self._find_program(args, kwargs, _has_values)
-        if not self._donates_by_leaf:
-            program.expect(jax.tree.leaves((args, kwargs)), structure)
-            # Static fields are part of the structure, so one that changes at each call would fill this.
-            if len(self._latest) >= 256:
-                self._latest.clear()
-            self._latest[structure] = program
-            self._last = structure, program
-        return program
-
-    def _find_by_argument(self, args: Any) -> _ByArgument | None:
-        """Return the function of all arguments but the static ones, or None if another leaf is, or may be, static."""
-        slots = [_checked(StaticLeaf(x)) if _is_static_argument(x) else None for x in args]
-        others = [x for x, slot in zip(args, slots, strict=True) if slot is None]
-        if len(others) == len(args) or not _are_surely_arrays(others):
-            return None
-        spec = TreeSpec(jax.tree.structure([0] * len(args)), slots)
-
-        def run(*others):
-            if not _are_surely_arrays(others):
-                raise _AmbiguousArgumentsError
-            left = iter(others)
-            return _flat(*self._run(tuple([next(left) if s is None else s.value for s in slots]), {}))
-
-        run.__name__ = run.__qualname__ = getattr(self._fn, "__name__", "function")
-        return self._programs.find(
-            (spec, ()), (), lambda: _ByArgument(len(args), _static_values(spec), jax.jit(run, **self._options))
-        )
 
     def _find_program(self, args: Any, kwargs: Any, is_array: Callable[[Any], bool]) -> _Program:
         """Return the program for the arguments of a call, whose leaves are static if they are no arrays."""
@@ -438,7 +392,9 @@ class _Program:
         """Whether the compiled function takes the arguments unchanged, rather than lists of kept and donated arrays."""
         self._donated = donated
         self._donates = any(donated)
-        self._static = _static_values(spec)
+        static = [(i, s.value) for i, s in enumerate(spec.slots) if isinstance(s, StaticLeaf)]
+        # Only these are compared: `==` of other values may be slow, or return an array.
+        self._static = [(i, value, type(value) in (int, float, str)) for i, value in reversed(static)]
         self._types: list[type] = []
         self._structure = TreeSpec(None, ())
         self._has_static_fields = False
@@ -458,7 +414,8 @@ class _Program:
         for i, value, compares in self._static:
             # From the last one on, so that positions before it stay right.
             leaf = leaves.pop(i)
-            if leaf is not value and not (compares and leaf == value):
+            # Zero is not certain, since 0.0 and -0.0 are equal.
+            if leaf is not value and not (compares and leaf == value and leaf != 0):
                 return None
         if self._has_static_fields and not same_static_fields(structure, self._structure):
             return None
@@ -474,31 +431,6 @@ class _Program:
             return (arrays,)
         both = list(zip(arrays, self._donated, strict=True))
         return [x for x, d in both if not d], [x for x, d in both if d]
-
-
-class _ByArgument(NamedTuple):
-    """The compiled function of all arguments but some, which are static."""
-
-    arity: int
-    static: list[tuple[int, Any, bool]]
-    jitted: Any
-
-
-def _is_static_argument(x: Any) -> bool:
-    return jax.tree_util.all_leaves([x]) and not _has_values(x)
-
-
-def _static_values(spec: TreeSpec) -> list[tuple[int, Any, bool]]:
-    """Return the position and value of each static leaf, from the last one on, and whether an equal value will do."""
-    static = [(i, s.value) for i, s in enumerate(spec.slots) if isinstance(s, StaticLeaf)]
-    # Zero will not do, since 0.0 and -0.0 are equal.
-    return [(i, value, type(value) in (int, float, str) and value != 0) for i, value in reversed(static)]
-
-
-def _are_surely_arrays(tree: Any) -> bool:
-    """Return whether `jax.jit` can distinguish all leaves from Python numbers, and no field is static."""
-    leaves, structure = jax.tree.flatten(tree)
-    return all(map(_is_surely_array, leaves)) and not TreeSpec(structure, ()).static_fields
 
 
 def _is_array(leaf: Any) -> bool:
