@@ -101,7 +101,7 @@ def test_host_memory_is_that_of_one_shard(tmp_path: Path, mesh: Mesh, monkeypatc
     load()  # what is compiled and cached does not count either
     # What is on a simulated device can be NumPy's memory, so something else goes there.
     put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, device: put(jnp.zeros(x.shape, x.dtype), device))
+    monkeypatch.setattr(jax, "device_put", lambda x, device=None: put(jnp.zeros(x.shape, x.dtype), device))
     tracemalloc.start()
     try:
         weight = load().stacked.weight.array
