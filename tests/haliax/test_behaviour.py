@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 import warnings
 from typing import Any
@@ -425,16 +426,90 @@ def test_entries_of_all_layers(tmp_path: Any, mesh: Mesh) -> None:
     assert spec(loaded.stacked.weight) == (None, "data") and loaded.stacked.eps == 0.5
     np.testing.assert_array_equal(loaded.stacked.weight.array, layers.stacked.weight.array)
     assert loaded.stacked.steps.dtype == jnp.int8
-    with pytest.raises(ValueError, match=r"'m.eps' is .*, but in the tree it is a number, float"):
-        load(layers, entries | {f"m.{z}.eps": 0.5 * z for z in range(3)}, "m")
-    with pytest.raises(ValueError, match=r"'m.1.steps' has values from 300 to 300, which int8 cannot represent"):
-        load(layers, entries | {"m.1.steps": np.asarray(300)}, "m")
-    with pytest.raises(ValueError, match=r"'m.weight' has shape \(4, 4\), but in the tree it is"):
-        load(layers, entries | {"m.3.weight": np.zeros(4, np.float32)}, "m")
-    with pytest.raises(ValueError, match=r"'m.weight' has entries for the layers 0, 2, but none for 1"):
-        load(layers, {key: x for key, x in entries.items() if key != "m.1.weight"}, "m")
-    with pytest.raises(ValueError, match=r"'m.weight' has different shapes in the layers: \[4\], \[5\]"):
-        load(layers, entries | {"m.1.weight": np.zeros(5, np.float32)}, "m")
+    unfit = {
+        "'m.*.eps' differs among the layers": {f"m.{z}.eps": 0.5 * z for z in range(3)},
+        "'m.1.steps' has values from 300 to 300, which int8 cannot represent": {"m.1.steps": np.asarray(300)},
+        "'m.1.steps' has dtype float64": {"m.1.steps": np.asarray(0.5)},
+        "'m.3.weight' is one layer too many": {"m.3.weight": np.zeros(4, np.float32)},
+        "'m.1.weight' has shape (5,)": {"m.1.weight": np.zeros(5, np.float32)},
+    }
+    for message, others in unfit.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load(layers, entries | others, "m")
+    fewer = {key: x for key, x in entries.items() if key != "m.1.weight"}
+    with pytest.raises(ValueError, match=r"'m.1.weight' is missing"):
+        load(layers, fewer, "m")
+    with pytest.raises(ValueError, match=r"'m.2.weight' is missing"):
+        load(layers, {}, "m")
+    other = jax.tree.map(jnp.zeros_like, layers, is_leaf=eqx.is_array)
+    kept = load(other, fewer, "m", strict=False).stacked.weight.array
+    np.testing.assert_array_equal(kept, layers.stacked.weight.array.at[1].set(0))
+    more = entries | {"m.3.weight": np.zeros(4, np.float32)}
+    assert eqx.tree_equal(axn.state.from_state_dict(layers, more, "m", ignore=["m.3.*"]), layers)
+
+
+class Changing(Plain):
+    """A layer whose method changes the state dict, in each way that a dictionary has."""
+
+    init = staticmethod(lambda key: Changing(hax.random.normal(key, W), jnp.zeros((), jnp.int8)))
+
+    def from_state_dict(self, state_dict: Any, prefix: str | None = None) -> Any:
+        d = state_dict.copy() | {"other": 1}
+        d.update(twice=2 * d[f"{prefix}.weight"])
+        d[f"{prefix}.weight"] = d.pop("twice")
+        assert d.setdefault(f"{prefix}.steps", None).shape == (3,) and f"{prefix}.weight" in dict(d)
+        return eqx.tree_at(lambda m: m.weight.array, self, d[f"{prefix}.weight"])
+
+
+class Renamed(axn.state.ModuleWithStateDictSerialization):
+    """A layer without a key of its own, and an entry that has another prefix."""
+
+    weight: hax.NamedArray
+
+    init = staticmethod(lambda key: Renamed(hax.random.normal(key, W)))
+
+    def _state_dict_key_map(self) -> dict[str, str | None]:
+        return {"weight": None}
+
+    def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
+        return super().to_state_dict(prefix) | {"shared.table": np.arange(6)}
+
+
+def test_own_methods_as_with_haliax() -> None:
+    layers = stacked_layers(Changing)
+    loaded = hax.state_dict.from_state_dict(layers, hax.state_dict.to_state_dict(layers, "m"), "m")
+    np.testing.assert_array_equal(loaded.stacked.weight.array, 2 * layers.stacked.weight.array)
+    layers = stacked_layers(Renamed)
+    entries = hax.state_dict.to_state_dict(layers, "m")
+    assert {key: x.shape for key, x in entries.items()} == {"m": (3, 4), "shared.table": (6,)}
+    assert eqx.tree_equal(hax.state_dict.from_state_dict(layers, entries, "m"), layers)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_entries_of_layers_win(first: bool) -> None:
+    layers = stacked_layers(Plain)
+    entries, stale = hax.state_dict.to_state_dict(layers, "m"), {"m.weight": np.zeros((3, 4), np.float32)}
+    both = stale | entries if first else entries | stale
+    assert eqx.tree_equal(hax.state_dict.from_state_dict(layers, both, "m"), layers)
+
+
+def test_padded_layers_keep_their_numbers() -> None:
+    make = hnn.Stacked.init(Z, Plain, divisible_by=2)
+    layers = eqx.tree_at(lambda s: s.stacked.eps, make(jax.random.split(jax.random.key(0), 3)), 0.7)
+    entries = hax.state_dict.to_state_dict(layers, "m")
+    template = make(jax.random.split(jax.random.key(1), 3))
+    assert eqx.tree_equal(hax.state_dict.from_state_dict(template, entries, "m"), layers)
+
+
+def test_a_wrong_number_of_layers_is_not_written() -> None:
+    class Constant(Renamed):
+        init = staticmethod(lambda key: Constant(hax.random.normal(key, W)))
+
+        def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
+            return {f"{prefix}.constant": np.arange(7)}
+
+    with pytest.raises(ValueError, match=r"'m.constant' has shape \(7,\), which does not start with z\(3\)"):
+        hax.state_dict.to_state_dict(stacked_layers(Constant), "m")
 
 
 def test_stacked_layers_in_stacked_layers() -> None:

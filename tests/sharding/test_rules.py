@@ -154,31 +154,6 @@ def test_fsdp_never_splits_what_the_mesh_does_not_divide(mesh):
             assert len(chosen) == min(len(possible), 1) and set(chosen) <= set(possible)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        ANY_FSDP | P("modle"),
-        ANY_FSDP | {"batch": "modle"},
-        ANY_FSDP.exclude("bias") | P(None, ("data", "modle")),
-        (ANY_FSDP | P("modle")).lenient(),
-        TreePathShardingRule((".*", ANY_FSDP), ("w", P("modle"))),
-        PolicyShardingRule(lambda path, x: P()) | P("modle"),
-        {"w": ANY_FSDP | P("modle")},
-    ],
-)
-def test_mesh_axes_must_exist_even_where_another_part_places_all_leaves(rule, mesh):
-    tree = {"w": axn.ones((Batch, Embed))}
-    with pytest.raises(ValueError, match=r"mesh \(data=4, model=2\) has no axis 'modle'. Did you mean 'model'"):
-        axn.shard(tree, rule, mesh)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="has no axis 'modle'"):
-        axn.fsdp(lambda tree: tree, rule, {})(tree) if isinstance(rule, ShardingRule) else axn.shard(tree, rule)
-
-
-def test_models_share_patterns_and_mappings_for_other_meshes(mesh):
-    rule = TreePathShardingRule(("expert", P("expert")), (".*", {"heads": "expert", "embed": "data"}))
-    assert specs(axn.shard({"w": axn.ones(Embed)}, rule, mesh)["w"].array) == ("data",)
-
-
 def test_fsdp_says_what_is_wrong_with_it(mesh):
     with pytest.raises(ValueError, match=r"mesh \(data=4, model=2\) has no axis 'dat'. Did you mean 'data'"):
         shardings(FSDPShardingRule("dat"), abstract(2), mesh)

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import axonym as axn
 from axonym.sharding import FSDPShardingRule
 from axonym.state import save_state_dict
-from tests.helpers import compilations, spec
+from tests.helpers import spec
 
 MAPPING = {"batch": "data", "embed": "model"}
 
@@ -537,22 +537,3 @@ def test_an_empty_array_that_was_computed_sharded(mesh: Mesh) -> None:
             assert moved.array.sharding.spec[0] == ("data", "model")
         whole = axn.broadcast_axis(weak["batch", 0]["embed", 0:0], axn.Axis("batch", 8))
         assert np.asarray(axn.shard(whole, {"batch": "data"}).array).shape == (8, 0)
-
-
-def test_an_array_of_one_device_is_sharded_without_compiling(mesh: Mesh) -> None:
-    """Whatever its shape and the mapping; nor does it share memory that a program may then overwrite."""
-    values = np.arange(240, dtype=np.float32).reshape(12, 20)
-    x = axn.named(jax.device_put(values), ("rows", "columns"))
-    with jax.set_mesh(mesh), axn.axis_mapping({"rows": "data", "never mapped before": "model"}):
-        with compilations() as compiled:
-            sharded = axn.shard(x)
-        assert not compiled and spec(sharded)[0] == "data"
-        jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(sharded))
-    np.testing.assert_array_equal(x.array, values)
-
-
-def test_a_wide_array_stays_wide_where_wide_numbers_are_off(auto_mesh: Mesh) -> None:
-    with jax.enable_x64(True):
-        x = axn.named(jnp.ones(8), "rows")
-    with jax.set_mesh(auto_mesh):
-        assert axn.shard(x, {"rows": "data"}).dtype == jnp.float64

@@ -247,3 +247,15 @@ def test_in_a_compiled_function() -> None:
     entries = to_state_dict(tree := example())
     loaded = jax.jit(lambda entries: from_state_dict(eqx.filter_eval_shape(example), entries)["own"].weight)(entries)
     np.testing.assert_array_equal(loaded.array, tree["own"].weight.array)
+
+
+def test_a_layer_that_is_missing_keeps_its_own_value() -> None:
+    """The other layers of the stack are loaded."""
+    layers = axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.LayerNorm)(axn.Axis("embed", 2))
+    entries = {f"{i}.{key}": np.full(2, float(i + 5)) for i in range(3) for key in ("weight", "bias")}
+    del entries["1.weight"]
+    loaded = axn.state.to_state_dict(from_state_dict(layers, entries, strict=False))
+    assert [loaded[f"{i}.weight"][0] for i in range(3)] == [5, 1, 7]
+    assert [loaded[f"{i}.bias"][0] for i in range(3)] == [5, 6, 7]
+    with pytest.raises(ValueError, match="stacked/weight is missing, and the tree has only its shape"):
+        from_state_dict(jax.eval_shape(lambda: layers), entries, strict=False)

@@ -44,18 +44,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
         return program_to(target, x.shape)(x)
     if x.nbytes >= _COMPILED_BYTES and x.is_fully_addressable and _is_of_mesh(x.sharding, target) and not x.weak_type:
         return copied([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES))[0]
-    if _is_cut_by_the_host(x, target):
-        # A copy, since JAX keeps for a while what it got, and with it the array. `np.array(x)` would cache another one.
-        return jax.device_put(np.array(memoryview(x)), target)  # pyright: ignore[reportArgumentType]
     return jax.device_put(without_cache(x), target)
-
-
-def _is_cut_by_the_host(x: jax.Array, target: NamedSharding) -> bool:
-    """Return whether a small array is on a single CPU: JAX would compile a program for each shape to cut it there."""
-    # The host's arrays are never weakly typed, and without 64-bit numbers on, JAX narrows them.
-    kept = x.dtype.isbuiltin == 1 and not x.weak_type and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
-    kept = kept and x.nbytes < _COMPILED_BYTES
-    return kept and target.is_fully_addressable and [d.platform for d in x.sharding.device_set] == ["cpu"]
 
 
 def without_cache(x: Any) -> Any:

@@ -33,10 +33,7 @@ from ..core import errors
 from ..distribution.active_settings import Entry, active_mapping, active_uneven, pads_uneven
 from ..distribution.mesh_axes import (
     AnyMesh,
-    Axes,
-    axes_in,
     axes_of_type,
-    check_in_mesh,
     entries_by_name,
     is_parameter,
     mesh_axes,
@@ -78,10 +75,6 @@ class Rule(abc.ABC):
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         """Return the parts of the rule that apply to no leaf, each as its name and a message; for `lint_mapping`."""
         return []
-
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        """Return the mesh axes that the rule names for these leaves; they must exist, even where it uses others."""
-        return ()
 
     def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         """Return the final answer for the leaf, from this rule or the rules that it hands the leaf to."""
@@ -170,17 +163,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
         placed = Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh, leaf.made_from)
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
-    _check_mesh_axes(examined, rules_see)
     return examined
-
-
-def _check_mesh_axes(examined: PlacementCheck, mesh: AnyMesh | None) -> None:
-    """Check that the mesh has the mesh axes that rules name, also where another part of the rule places all leaves."""
-    if mesh is None or examined.problems:
-        return
-    for rule in {id(p): p for p, _ in examined.given if isinstance(p, Rule)}.values():
-        below = [leaf for p, leaf in examined.given if p is rule]
-        check_in_mesh(repr(rule), dict.fromkeys(rule.mesh_axes_for(below)), mesh)
 
 
 def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:
@@ -230,9 +213,6 @@ class ComputeMappingOrParameterRule(Rule):
 
     def refusal(self, leaf: Leaf) -> str | None:
         return self.parameters.refusal(leaf)  # the mapping passes nothing on
-
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        return self.parameters.mesh_axes_for(leaves)
 
 
 def is_placement(x: Any) -> TypeGuard[LeafPlacement]:
@@ -514,16 +494,6 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
     if not isinstance(placement, Mapping):
         return []
     return unused_names(normalize_mapping(placement), axes_of(leaves))
-
-
-def mesh_axes_for(placement: LeafPlacement, leaves: Sequence[Leaf]) -> Axes:
-    """Return the mesh axes that a placement names for some leaves; a sharding is on a mesh of its own."""
-    if isinstance(placement, Rule):
-        return placement.mesh_axes_for(leaves)
-    if isinstance(placement, Mapping):  # which many models share
-        known = axes_of(leaves)
-        return axes_in(entry for name, entry in normalize_mapping(placement).items() if name in known)
-    return axes_in(placement) if isinstance(placement, PartitionSpec) else ()
 
 
 def axes_of(leaves: Iterable[Leaf]) -> set[str]:

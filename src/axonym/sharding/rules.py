@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import errors
 from ..distribution.active_settings import Entry
-from ..distribution.mesh_axes import Axes, check_in_mesh, mesh_axes, shard_count
+from ..distribution.mesh_axes import check_in_mesh, mesh_axes, shard_count
 from .leaves import Leaf
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
-from .placement import LeafPlacement, Rule, entries_for, is_placement, mesh_axes_for, unused_in, unused_names
+from .placement import LeafPlacement, Rule, entries_for, is_placement, unused_in, unused_names
 
 __all__ = [
     "FSDPShardingRule",
@@ -101,9 +101,6 @@ class _FirstOf(ShardingRule):
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         return [found for placement in self.placements for found in unused_in(placement, leaves)]
 
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        return tuple(a for placement in self.placements for a in mesh_axes_for(placement, leaves))
-
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.placements))
 
@@ -128,13 +125,8 @@ class _Excluding(ShardingRule):
         return self.rule.refusal(leaf)
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-        return [*_found_nowhere(self.pattern, leaves), *self.rule.unused(self._left(leaves))]
-
-    def _left(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        return [leaf for leaf in leaves if not self.pattern.search(leaf.path)]
-
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        return self.rule.mesh_axes_for(self._left(leaves))
+        left = [leaf for leaf in leaves if not self.pattern.search(leaf.path)]
+        return [*_found_nowhere(self.pattern, leaves), *self.rule.unused(left)]
 
     def __repr__(self) -> str:
         return f"{self.rule!r}.exclude({self.pattern.pattern!r})"
@@ -161,9 +153,6 @@ class _Lenient(ShardingRule):
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         return self.rule.unused(leaves)
-
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        return self.rule.mesh_axes_for(leaves)
 
     def __repr__(self) -> str:
         return f"{self.rule!r}.lenient()"
@@ -209,9 +198,6 @@ class FSDPShardingRule(ShardingRule):
         merits = [size if self.fsdp_axis_size is not None else size & -size for size in shape]
         chosen = max(possible, key=merits.__getitem__)
         return PartitionSpec(*(self.fsdp_axis_name if i == chosen else None for i in range(len(shape))))
-
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        return mesh_axes(self.fsdp_axis_name)
 
     def __repr__(self) -> str:
         return f"FSDPShardingRule({self.fsdp_axis_name!r})"
@@ -270,13 +256,6 @@ class TreePathShardingRule(ShardingRule):
             found += unused_in(placement, [leaf for leaf in leaves if pattern.search(leaf.path)])
         return found
 
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        found: Axes = ()
-        for pattern, placement in self.rules:
-            if its_leaves := [leaf for leaf in leaves if pattern.search(leaf.path)]:  # models share patterns, too
-                found += mesh_axes_for(placement, its_leaves)
-        return found
-
     def __repr__(self) -> str:
         return f"TreePathShardingRule({errors.counted(len(self.rules), 'pattern')})"
 
@@ -331,9 +310,6 @@ class MappingShardingRule(ShardingRule):
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         return unused_in(self.mapping, leaves)
-
-    def mesh_axes_for(self, leaves: Sequence[Leaf]) -> Axes:
-        return mesh_axes_for(self.mapping, leaves)
 
     def __repr__(self) -> str:
         return f"MappingShardingRule({self.mapping})"

@@ -231,6 +231,24 @@ def has_missing(x: LazyArray) -> bool:
     return any(map(has_missing, _parts(x))) or isinstance(x, MissingArray)
 
 
+def is_missing(x: LazyArray) -> bool:
+    """Return whether no part of the array has values."""
+    return all(map(is_missing, _parts(x))) if _parts(x) else isinstance(x, MissingArray)
+
+
+def with_missing_from(own: Any, x: LazyArray) -> LazyArray:
+    """Take the parts that have no values, such as single layers, from another array of the same shape."""
+    if not has_missing(x):
+        return x
+    if not isinstance(x, LazyConcatenation):
+        return as_lazy(own)
+    stops = [*itertools.accumulate(part.shape[x.axis] for part in x.parts)]
+    pieces = (
+        own[(*[slice(None)] * x.axis, slice(n - part.shape[x.axis], n))] for n, part in zip(stops, x.parts, strict=True)
+    )
+    return LazyConcatenation(tuple(map(with_missing_from, pieces, x.parts)), x.axis)
+
+
 def is_on_device(x: LazyArray) -> bool:
     """Return whether the values are JAX arrays, which can be tracers."""
     return any(map(is_on_device, _parts(x))) or (isinstance(x, LazyEntry) and isinstance(x.source, jax.Array))

@@ -14,11 +14,36 @@ from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from ..core import errors
 from .naming import with_prefix
 
 # Beyond this many comparisons, the search for similar names would take longer than loading.
 _MOST_COMPARISONS = 50_000
+
+
+@dataclasses.dataclass(frozen=True)
+class AllLayers:
+    """The entries of a state dict for all layers, which are one entry of another state dict."""
+
+    entries: Mapping[str, Any]
+    name: str
+    """What they are called in messages: `h.*.weight`."""
+    keys: Sequence[str]
+    """The key of each layer; some may be missing."""
+
+    def stacked(self) -> Any:
+        """Return all entries as one array, with the layers first."""
+        if missing := [key for key in self.keys if key not in self.entries]:
+            raise ValueError(f"from_state_dict: {', '.join(map(repr, missing))} is missing, which other layers have.")
+        parts = [self.entries[key] for key in self.keys]
+        parts = [x if isinstance(x, jax.Array) or not hasattr(x, "shape") else np.asarray(x[...]) for x in parts]
+        if len(shapes := {str(np.shape(x)) for x in parts}) > 1:
+            raise ValueError(f"from_state_dict: {self.name!r} has different shapes: {', '.join(sorted(shapes))}.")
+        return jnp.stack(parts) if any(isinstance(x, jax.Array) for x in parts) else np.stack(parts)
 
 
 class TrackedStateDict(UserDict[str, Any]):
@@ -32,7 +57,8 @@ class TrackedStateDict(UserDict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         found = super().__getitem__(key)
         self.used.add(key)
-        return found
+        context = active_load()
+        return found.stacked() if isinstance(found, AllLayers) and context is not None and not context.lazy else found
 
     def unused(self, prefix: str | None) -> list[str]:
         """Return the keys below a prefix that were not read."""

@@ -7,7 +7,6 @@ its own shard of every array.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,18 +24,8 @@ from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, in_trace
 from ..sharding.placement import Placement
 from ..transforms.stacked_leaves import layer_of, layers_are_first, layers_at
-from .lazy_arrays import (
-    LazyArray,
-    LazyConcatenation,
-    LazyEntry,
-    MissingArray,
-    abstract,
-    as_lazy,
-    has_missing,
-    read_all,
-    stack_lazily,
-)
-from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
+from .lazy_arrays import LazyArray, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all, stack_lazily
+from .load_context import AllLayers, LoadContext, TrackedStateDict, activate, active_load, with_options
 from .naming import children, is_number, same_kind, with_prefix
 from .sharded_reading import read_sharded
 
@@ -175,11 +164,15 @@ def load_children(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> 
 
 
 def _number(tree: Any, entry: Any, key: str) -> Any:
+    if isinstance(entry, AllLayers):
+        found = [_number(tree, entry.entries[k], k) if k in entry.entries else tree for k in entry.keys]
+        if not all_equal(found):
+            active_context().misfits.append(
+                f"{entry.name!r} differs among the layers, but in the tree all share {tree}."
+            )
+        return found[0]
     if isinstance(entry, Tracer):
         return entry  # the value is not known while tracing
-    if isinstance(entry, LazyConcatenation):  # of all layers
-        values = read_all(entry)
-        return values[0] if isinstance(values, Tracer) else _number(tree, np.unique(values), key)
     array, kind = np.asarray(entry), type(tree)
     given = array.item() if array.size == 1 else describe_array(array)
     try:
@@ -201,22 +194,22 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     if key not in entries:
         context.add_missing(key, describe_array(tree))
         return absent
-    found = _known(entries[key])
+    if isinstance(entry := entries[key], AllLayers):
+        layer = jax.ShapeDtypeStruct(shape[1:], dtype)
+        return stack_lazily([_entry(layer, entry.entries, k) for k in entry.keys], 0)
+    found = _known(entry)
     if tuple(found.shape) != shape:
         context.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {describe_array(tree)}.")
         return absent
     if not same_kind(found.dtype, dtype):
         context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {describe_array(tree)}.")
         return absent
-    if isinstance(found, LazyConcatenation):  # of all layers
-        parts = [dataclasses.replace(part, dtype=dtype) for part in found.parts if isinstance(part, LazyEntry)]
-        return LazyConcatenation(tuple(parts), found.axis)
     return LazyEntry(found, dtype, repr(key))
 
 
 def _known(x: Any) -> Any:
     """Convert an entry of a state dict to an array with a NumPy dtype."""
-    if isinstance(x, (jax.Array, LazyArray)) or isinstance(getattr(x, "dtype", None), np.dtype):
+    if isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype):
         return x
     try:
         return np.asarray(x)
@@ -250,7 +243,7 @@ def stacked_from_state_dict(
         prefix: the prefix of the layers' keys in the state dict.
         padding: the number of added layers at the end, which are zeros.
         at_once: whether a module's own `from_state_dict` is called once, with entries that have the layers first,
-            instead of for each layer.
+            instead of for each layer. Layers that contain stacked layers, or arrays that all share, load one by one.
 
     >>> import dataclasses, equinox as eqx
     >>> class Layers(eqx.Module):
@@ -263,8 +256,8 @@ def stacked_from_state_dict(
     >>> axn.state.from_state_dict(layers, {"0": np.zeros(2), "1": np.ones(2)}).stacked
     NamedArray(float32[layers=2, embed=2], [[0. 0.] [1. 1.]])
     """
-    if at_once and layers_are_first(stacked, layers.name) and not padding:
-        return from_state_dict(stacked, _StackedEntries(state_dict, prefix), prefix)
+    if at_once and not padding and layers_are_first(stacked, layers):
+        return _load_at_once(stacked, layers, state_dict, prefix)
     found, structure = named_trees.flatten_with_path(stacked)
     shapes = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, stacked)
     layer = named_trees.map(lambda x: layer_of(x, layers.name, 0), shapes)
@@ -280,38 +273,32 @@ def stacked_from_state_dict(
     return jax.tree.unflatten(structure, results)
 
 
-class _StackedEntries(TrackedStateDict):
-    """A state dict where the entries of the layers are one: `h.0.weight` and `h.1.weight` are `h.weight`."""
-
-    def __init__(self, entries: Mapping[str, Any], prefix: str | None):
-        super().__init__({})
-        self._entries = entries
-        below = with_prefix(prefix, "")
-        for key in entries:
-            number, _, rest = key.removeprefix(below or "").partition(".")
-            if number.isdecimal() and rest and key.startswith(below or ""):
-                self.data.setdefault(with_prefix(prefix, rest), {})[int(number)] = key
-            else:
-                self.data[key] = key
-
-    def __getitem__(self, key: str) -> Any:
-        keys = self.data[key]
-        if isinstance(keys, str):
-            return self._entries[keys]
-        if absent := sorted({*range(max(keys))} - {*keys}):
-            has, lacks = (", ".join(map(str, layers)) for layers in (sorted(keys), absent))
-            raise ValueError(f"from_state_dict: {key!r} has entries for the layers {has}, but none for {lacks}.")
-        return self._stacked(key, [keys[i] for i in range(len(keys))])
-
-    def _stacked(self, key: str, keys: Sequence[str]) -> Any:
-        arrays = [_known(self._entries[k]) for k in keys]
-        if len(shapes := {str([*x.shape]) for x in arrays}) > 1:
-            raise ValueError(
-                f"from_state_dict: {key!r} has different shapes in the layers: {', '.join(sorted(shapes))}."
-            )
-        dtype = functools.reduce(jnp.promote_types, [x.dtype for x in arrays])
-        stacked = stack_lazily([LazyEntry(x, dtype, repr(k)) for k, x in zip(keys, arrays, strict=True)], 0)
-        return stacked if active_context().lazy else read_all(stacked)
+def _load_at_once(stacked: T, layers: Axis, state_dict: Mapping[str, Any], prefix: str | None) -> T:
+    """Load stacked layers from a state dict in which `h.0.weight` and `h.1.weight` are one entry, `h.weight`."""
+    context, below = active_context(), with_prefix(prefix, "") or ""
+    entries, at_once = context.track(state_dict), TrackedStateDict({})
+    surplus: list[tuple[str, str]] = []
+    for key, entry in entries.data.items():
+        number, _, rest = key.removeprefix(below).partition(".")
+        if not (key.startswith(below) and number.isdecimal() and rest):
+            at_once.data.setdefault(key, entry)
+            continue
+        keys = [f"{below}{i}.{rest}" for i in range(layers.size)]
+        at_once.data[below + rest] = AllLayers(entries, f"{below}*.{rest}", keys)
+        if int(number) >= layers.size:
+            surplus.append((below + rest, key))
+    found_missing = {*context.missing}
+    loaded = from_state_dict(stacked, at_once, prefix)
+    entries.used.update(key for key in at_once.used if not isinstance(at_once.data.get(key), AllLayers))
+    for key in [k for k in context.missing if k not in found_missing and k not in entries and k.startswith(below)]:
+        if not key.removeprefix(below).partition(".")[0].isdecimal():
+            wanted = context.missing.pop(key)
+            context.missing.update({f"{below}{i}.{key.removeprefix(below)}": wanted for i in range(layers.size)})
+    if "*" in context.ignore:  # entries that the tree lacks, but not layers of entries that it has
+        context.misfits += [
+            f"{key!r} is one layer too many: {layers}." for whole, key in surplus if whole in at_once.used
+        ]
+    return loaded
 
 
 def all_equal(parts: Sequence[Any]) -> bool:

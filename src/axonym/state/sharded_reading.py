@@ -21,7 +21,15 @@ from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, in_trace, required_mesh, with_devices
 from ..sharding.placement import Placement, listed, present_sharding, resolve, shardings_in
 from ..sharding.shard import padded_shape, shard
-from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
+from .lazy_arrays import (
+    LazyArray,
+    has_missing,
+    is_missing,
+    is_on_device,
+    read_all,
+    with_abstract_arrays,
+    with_missing_from,
+)
 
 T = TypeVar("T")
 
@@ -34,9 +42,13 @@ def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | Non
     for value, (leaf, mine, sharding) in zip(values, leaves, strict=True):
         array = raw(value)
         if isinstance(array, LazyArray) and has_missing(array):
+            own = raw(mine)
             if not has_values(mine):
                 problems.append(no_value(leaf.path))
-            value = mine
+            if is_missing(array) or not isinstance(own, (jax.Array, np.ndarray)) or own.shape != array.shape:
+                value = mine
+            else:
+                value = wrap_like(with_missing_from(own, array), value)  # such as one layer of several
         # After a problem nothing more is read, but the other problems are still found.
         results.append(value if problems else wrap_like(_put(leaf, raw(value), sharding), value))
     if problems:

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from .. import tree as named_trees
-from ..axis import names_without
+from ..axis import Axis, names_without
 from ..core.tree_spec import check_rank
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from ..named_array import NamedArray, is_jax_array_like, raw, wrap
 from ..ops.indexing import index
 
 
@@ -24,11 +24,13 @@ def layers_at(x: Any, name: str) -> int | None:
     return 0 if x.shape else None
 
 
-def layers_are_first(stacked: Any, name: str) -> bool:
+def layers_are_first(stacked: Any, layers: Axis) -> bool:
     """Return whether every array has the layer axis, first, and no layer has stacked layers of its own."""
-    leaves = named_trees.leaves(stacked, is_leaf=lambda x: isinstance(x, named_trees.LayerStack))
     return all(
-        layers_at(x, name) == 0 if is_jax_array_like(x) else not isinstance(x, named_trees.LayerStack) for x in leaves
+        layers_at(x, layers.name) == 0 and raw(x).shape[:1] == (layers.size,)
+        if is_jax_array_like(x)
+        else not isinstance(x, named_trees.LayerStack)
+        for x in named_trees.leaves(stacked, is_leaf=lambda x: isinstance(x, named_trees.LayerStack))
     )
 
 

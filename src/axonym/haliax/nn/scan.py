@@ -53,7 +53,7 @@ class Stacked(_Stacked[M]):
         ) -> ModuleInit[Stacked[S]]: ...
 
     def to_state_dict(self, prefix: str | None = None) -> _StateDict:
-        return _save(self.stacked, self.Block, prefix, at_once=True)
+        return _save(self.stacked, self.Block, prefix, at_once=not self.padding)
 
     @_lazy_loading
     def from_state_dict(self, state_dict: _Mapping[str, _Any], prefix: str | None = None) -> _Self:
