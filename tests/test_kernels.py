@@ -225,7 +225,10 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: axn.named(x, "a"), "already has names"),
     (lambda: axn.named(x.array, "a"), "1 axis (a) for an array of rank 2"),
     (lambda: axn.sum(x, [x.array]), "got ArrayImpl"),  # pyright: ignore[reportCallIssue,reportArgumentType]
-    (lambda: jnp.sum(cast(Any, x)), "works by position"),
+    (lambda: jnp.sum(cast(Any, x)), "JAX's sum works by position and does not take a NamedArray: use `axonym.sum`"),
+    (lambda: jnp.zeros_like(cast(Any, x)), "JAX's zeros_like works by position and does not take a NamedArray: use"),
+    (lambda: jax.nn.relu(cast(Any, x)), "use `axonym.nn.relu`"),
+    (lambda: jax.lax.cond(cast(Any, axn.sum(x) > 0), lambda: 1, lambda: 2), "use `axonym.cond`"),
     (lambda: np.sin(x), "works by position"),  # pyright: ignore
 ]
 

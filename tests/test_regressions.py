@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import weakref
 
 import jax
@@ -61,3 +62,28 @@ def test_a_misspelled_mapping_in_part_of_a_placement_warns(auto_mesh) -> None:
             axn.shard({"x": x, "y": x}, {"x": {"bath": "data"}, "y": jax.P()})
         with pytest.warns(UserWarning, match="it has no named axes"):
             axn.shard([x.array], {"batch": "data"})
+
+
+def test_numpy_functions_drop_no_keywords() -> None:
+    x = axn.named(jnp.arange(3.0), "x")
+    assert (np.float32(2) * x).tolist() == np.multiply(2, x).tolist() == [0, 2, 4]  # pyright: ignore
+    for keywords in ({"where": np.array([True, False, True])}, {"dtype": np.float64}, {"out": np.zeros(3)}):
+        with pytest.raises(TypeError, match=r"numpy.multiply works by position"):
+            np.multiply(np.float32(2), x, **keywords)  # pyright: ignore
+
+
+def test_negative_powers_of_integers_are_refused() -> None:
+    x = axn.named(jnp.array([-3, 3]), "x")
+    for power in (-1, np.int32(-1), np.int64(-2)):
+        with pytest.raises(TypeError, match="Integers cannot be raised to negative powers"):
+            axn.power(x, power)
+        assert axn.power(x * 1.0, power).dtype == jnp.float32
+    assert axn.power(x, np.int8(3)).tolist() == [-27, 27]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="slices have a hash from Python 3.12 on")
+def test_slices_are_told_apart_by_type_and_sign() -> None:
+    fn = axn.named_jit(lambda x, s: x * float(np.signbit(s.start)) if isinstance(s.start, float) else x + 5)
+    x = axn.ones({"x": 2})
+    found = [fn(x, s).tolist()[0] for s in (slice(0.0, 2), slice(-0.0, 2), slice(0, 2))]
+    assert found == [0, 1, 6]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, Protocol, TypeVar, cast
 
 import jax
@@ -271,10 +271,13 @@ class Methods:
     def __array_function__(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if (unnamed := _without_names((args, kwargs))) is not None:
             return func(*unnamed[0], **unnamed[1])
+        if (name := _calling_function()) is not None:
+            raise TypeError(_use_instead(f"JAX's {name}", name))
         raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
 
     def __array_ufunc__(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
+        is_scalar = not is_named_array(inputs[0]) and np.ndim(inputs[0]) == 0
+        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and is_scalar and not kwargs:
             # `np.float32(2) * x` is indistinguishable from `np.multiply(np.float32(2), x)` here.
             name: str = ufunc.__name__
             operation = getattr(elementwise, {"remainder": "mod"}.get(name, name), None)
@@ -343,10 +346,9 @@ def _use_instead(called: str, name: str | None) -> str:
 
 def _named_function(name: str) -> str | None:
     """Return the public path of the function with that name, if there is one."""
-    from . import fft, linalg, ops, poly  # loads everything, but only for programs that are about to stop
+    from . import fft, linalg, nn, poly  # loads everything, but only for programs that are about to stop
 
-    files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
-    for module in (*files, linalg, fft, poly):
-        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
-            return f"axonym.{name}" if module in files else f"{module.__name__}.{name}"
+    for module in (sys.modules[__package__], nn, linalg, fft, poly):
+        if getattr(getattr(module, name, None), "__module__", "").startswith(f"{__package__}."):
+            return f"{module.__name__}.{name}"
     return None

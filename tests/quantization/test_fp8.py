@@ -184,6 +184,8 @@ def test_gradients_of_several_batches() -> None:
     np.testing.assert_allclose(state.input_scale, first["layer"].dot_general.input_scale)
     assert total["frozen"] is None
     assert accumulate_gradients({"w": None}, {"w": 1.0}) == {"w": 1.0}
+    assert accumulate_gradients({"n": 1, "w": 1.0}, {"n": 2, "w": 2.0}) == {"n": 1, "w": 3.0}
+    assert apply_updates({"n": 1, "w": 1.0}, {"n": 2, "w": 2.0}, {"n": None, "w": None}) == {"n": 1, "w": 3.0}
 
 
 def test_leaves_that_have_no_gradient() -> None:
@@ -292,3 +294,24 @@ def test_experts_under_fsdp(mesh: Mesh) -> None:
             found = jax.block_until_ready(axn.fsdp(step, {"embed": "data"}, compute)(layers, x))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found, expected)
             assert spec(found.weight) == (compute.get("expert"), None, "data")
+
+
+def test_second_derivatives_under_fsdp(mesh: Mesh) -> None:
+    def penalty(layer: Linear, x: axn.NamedArray) -> jax.Array:
+        def of_weight(weight: axn.NamedArray) -> jax.Array:
+            return axn.mean(dataclasses.replace(layer, weight=weight)(x) ** 2).scalar()
+
+        return jax.grad(lambda w: axn.sum(jax.grad(of_weight)(w) ** 2).scalar())(layer.weight).array
+
+    layer = after_a_step(LAYER)
+    expected = penalty(layer, X)
+    with jax.set_mesh(mesh):
+        found = axn.fsdp(penalty, {"embed": "data"}, {"batch": "data"})(layer, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_product_needs_no_promotion() -> None:
+    layer = Linear.init(Embed, Mlp, key=jax.random.key(1), use_bias=False, dot_general=Fp8DotGeneralOp.init())
+    layer = dataclasses.replace(layer, weight=layer.weight.astype(jnp.bfloat16))
+    with jax.numpy_dtype_promotion("strict"):
+        assert layer(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16

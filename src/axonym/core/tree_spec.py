@@ -336,6 +336,8 @@ def _typed(value: Any, *, mutable: bool = False) -> Any:
         return kind, repr(value)  # distinguishes 0.0 from -0.0, and makes NaN equal to itself
     if isinstance(value, tuple) or (mutable and kind is list):
         return kind, tuple([_typed(v, mutable=mutable) for v in value])
+    if kind is slice:  # hashable from Python 3.12 on
+        return kind, tuple([_typed(v, mutable=mutable) for v in (value.start, value.stop, value.step)])
     if mutable and kind is dict:
         return kind, tuple([(_typed(k), _typed(v, mutable=True)) for k, v in value.items()])
     if isinstance(value, frozenset):

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -255,8 +256,8 @@ def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
         return jnp.power(a, b)  # pyright: ignore[reportArgumentType]
     a_names = a.names if isinstance(a, NamedArray) else ()
     a = a.array if isinstance(a, NamedArray) else a
-    if type(b) is int:
-        kernel = _integer_power_kernel(a_names, b)
+    if type(b) is int or (isinstance(b, np.integer) and b < 0):  # which JAX refuses for integers, if it knows the value
+        kernel = _integer_power_kernel(a_names, int(b))
         return kernel.apply(a)
     b_names = b.names if isinstance(b, NamedArray) else ()
     kernel = _binary_kernel(jnp.power, "power", a_names, b_names)

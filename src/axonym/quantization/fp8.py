@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ..core.jax_versions import varying_axes
@@ -180,10 +181,10 @@ def _rounded_product(
     short_lhs, lhs_factor = _rounded(lhs.dtype, kind.lhs_dtype, lhs, lhs_scale)
     short_rhs, rhs_factor = _rounded(rhs.dtype, kind.rhs_dtype, rhs, rhs_scale)
     # float16 cannot hold a product of numbers that are not scaled. In float32, a GPU writes twice the bytes.
-    accumulator = kind.dtype if kind.dtype == jnp.bfloat16 else jnp.promote_types(kind.dtype, jnp.float32)
+    accumulator = kind.dtype if kind.dtype == jnp.bfloat16 else np.promote_types(kind.dtype, np.float32)
     y = multiply(kind.axes, short_lhs, short_rhs, accumulator, kind.precision, like)
-    wide = jnp.promote_types(kind.dtype, jnp.float32)
-    return (y * (lhs_factor.astype(wide) * rhs_factor.astype(wide))).astype(kind.dtype)
+    wide = np.promote_types(kind.dtype, np.float32)
+    return (y.astype(wide) * (lhs_factor.astype(wide) * rhs_factor.astype(wide))).astype(kind.dtype)
 
 
 def _rounded_product_forward(
@@ -322,7 +323,7 @@ def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
     largest = jnp.max(jnp.abs(x), initial=0).astype(history.dtype)
     axes = tuple(varying_axes(largest) - varying_axes(history))
     if axes:  # device-varying inside `shard_map`: take the largest value of all devices
-        largest = jax.lax.pmax(largest, axes)
+        largest = jax.lax.pmax(jax.lax.stop_gradient(largest), axes)  # JAX cannot differentiate it
     # Not by a scatter, which JAX cannot batch inside `shard_map`.
     return jnp.concatenate([jnp.reshape(largest, 1), history[2:], history[:1]])[: history.size]
 

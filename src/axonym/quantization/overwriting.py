@@ -90,7 +90,8 @@ def accumulate_gradients(accumulated: T, gradient: T) -> T:
             return so_far.accumulate(new)
         if _is_gradient(so_far) and _is_gradient(new):
             return so_far + new
-        return so_far if _is_gradient(so_far) or new is None else new
+        is_nothing = so_far is None or getattr(so_far, "dtype", None) == jax.dtypes.float0
+        return new if is_nothing and new is not None else so_far
 
     return jax.tree.map(add, accumulated, gradient, is_leaf=_is_update_leaf)
 
@@ -123,4 +124,6 @@ def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
 def _apply_update(x: Any, update: Any, overwrite: Any) -> Any:
     if overwrite is not None:
         return overwrite
-    return (x + update).astype(x.dtype) if _is_gradient(update) else x
+    if not _is_gradient(update):
+        return x
+    return (x + update).astype(x.dtype) if hasattr(x, "dtype") else x + update
