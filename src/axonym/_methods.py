@@ -346,9 +346,9 @@ def _use_instead(called: str, name: str | None) -> str:
 
 def _named_function(name: str) -> str | None:
     """Return the public path of the function with that name, if there is one."""
-    from . import fft, linalg, nn, poly  # loads everything, but only for programs that are about to stop
-
-    for module in (sys.modules[__package__], nn, linalg, fft, poly):
-        if getattr(getattr(module, name, None), "__module__", "").startswith(f"{__package__}."):
+    package = sys.modules[NamedArray.__module__.partition(".")[0]]
+    # This loads everything, but only for programs that are about to stop.
+    for module in (package, *(getattr(package, room) for room in ("nn", "linalg", "fft", "poly"))):
+        if (getattr(getattr(module, name, None), "__module__", None) or "").startswith(f"{package.__name__}."):
             return f"{module.__name__}.{name}"
     return None

@@ -236,7 +236,7 @@ def is_missing(x: LazyArray) -> bool:
     return all(map(is_missing, _parts(x))) if _parts(x) else isinstance(x, MissingArray)
 
 
-def with_missing_from(own: Any, x: LazyArray) -> LazyArray:
+def with_missing_from(own: jax.Array | np.ndarray, x: LazyArray) -> LazyArray:
     """Take the parts that have no values, such as single layers, from another array of the same shape."""
     if not has_missing(x):
         return x
