@@ -259,3 +259,12 @@ def test_a_layer_that_is_missing_keeps_its_own_value() -> None:
     assert [loaded[f"{i}.bias"][0] for i in range(3)] == [5, 6, 7]
     with pytest.raises(ValueError, match="stacked/weight is missing, and the tree has only its shape"):
         from_state_dict(jax.eval_shape(lambda: layers), entries, strict=False)
+
+
+def test_a_scaled_layer_that_is_missing_keeps_its_own_value() -> None:
+    make = axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.Linear)
+    mup = axn.nn.mup.OutputLinearMup
+    layers = make(axn.Axis("x", 2), axn.Axis("y", 2), key=jax.random.key(0), use_bias=False, reparam_cls=mup)
+    entries = {key: 2 * x for key, x in axn.state.to_state_dict(layers).items() if key != "1.weight"}
+    loaded = from_state_dict(layers, entries, strict=False).stacked.weight.array
+    np.testing.assert_allclose(loaded, layers.stacked.weight.array * np.array([2, 1, 2])[:, None, None], rtol=1e-6)

@@ -240,6 +240,8 @@ def with_missing_from(own: jax.Array | np.ndarray, x: LazyArray) -> LazyArray:
     """Take the parts that have no values, such as single layers, from another array of the same shape."""
     if not has_missing(x):
         return x
+    if isinstance(x, LazyElementwise) and isinstance(x.array, LazyConcatenation):
+        x = LazyConcatenation(tuple(dataclasses.replace(x, array=part) for part in x.array.parts), x.array.axis)
     if not isinstance(x, LazyConcatenation):
         return as_lazy(own)
     stops = [*itertools.accumulate(part.shape[x.axis] for part in x.parts)]

@@ -294,7 +294,7 @@ def _load_at_once(stacked: T, layers: Axis, state_dict: Mapping[str, Any], prefi
         if not key.removeprefix(below).partition(".")[0].isdecimal():
             wanted = context.missing.pop(key)
             context.missing.update({f"{below}{i}.{key.removeprefix(below)}": wanted for i in range(layers.size)})
-    if "*" in context.ignore:  # entries that the tree lacks, but not layers of entries that it has
+    if context.strict and "*" in context.ignore:  # entries that the tree lacks, but not layers of entries that it has
         context.misfits += [
             f"{key!r} is one layer too many: {layers}." for whole, key in surplus if whole in at_once.used
         ]

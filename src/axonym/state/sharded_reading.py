@@ -45,10 +45,11 @@ def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | Non
             own = raw(mine)
             if not has_values(mine):
                 problems.append(no_value(leaf.path))
-            if is_missing(array) or not isinstance(own, (jax.Array, np.ndarray)) or own.shape != array.shape:
-                value = mine
-            else:
+            same_axes = getattr(mine, "names", None) == getattr(value, "names", None)
+            if same_axes and isinstance(own, (jax.Array, np.ndarray)) and not is_missing(array):
                 value = wrap_like(with_missing_from(own, array), value)  # such as one layer of several
+            else:
+                value = mine
         # After a problem nothing more is read, but the other problems are still found.
         results.append(value if problems else wrap_like(_put(leaf, raw(value), sharding), value))
     if problems:
