@@ -37,7 +37,13 @@ P = ParamSpec("P")
 
 
 class Stacked(_Stacked[M]):
-    """`axonym.nn.Stacked`, whose layers are written and loaded all at once by their own methods."""
+    """`axonym.nn.Stacked`, whose layers are written and loaded all at once by their own methods.
+
+    >>> Layers, Embed = hax.make_axes(layers=2, embed=3)
+    >>> layers = hax.nn.Stacked.init(Layers, hax.nn.LayerNorm)(Embed)
+    >>> {key: x.shape for key, x in layers.to_state_dict("h").items() if key.startswith("h.1")}
+    {'h.1.weight': (3,), 'h.1.bias': (3,)}
+    """
 
     if TYPE_CHECKING:  # for a checker, the base class would return its own layers
 
