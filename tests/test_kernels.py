@@ -227,8 +227,8 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: axn.sum(x, [x.array]), "got ArrayImpl"),  # pyright: ignore[reportCallIssue,reportArgumentType]
     (lambda: jnp.sum(cast(Any, x)), "JAX's sum works by position and does not take a NamedArray: use `axonym.sum`"),
     (lambda: jnp.zeros_like(cast(Any, x)), "JAX's zeros_like works by position and does not take a NamedArray: use"),
-    (lambda: jax.nn.relu(cast(Any, x)), "use `axonym.nn.relu`"),
-    (lambda: jax.lax.cond(cast(Any, axn.sum(x) > 0), lambda: 1, lambda: 2), "use `axonym.cond`"),
+    (lambda: jax.nn.relu(cast(Any, x)), "take a NamedArray. It is `axonym.nn.relu`. Or pass the raw array"),
+    (lambda: np.matmul(cast(Any, x), cast(Any, y)), "`axonym.dot(x, y, axis="),
     (lambda: np.sin(x), "works by position"),  # pyright: ignore
 ]
 

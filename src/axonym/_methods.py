@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any, Protocol, TypeVar, cast
 
 import jax
@@ -339,16 +339,21 @@ _CONVERT = (
 
 
 def _use_instead(called: str, name: str | None) -> str:
+    from .core import foreign_names  # as the modules below, only for programs that are about to stop
+
     found = _named_function(name) if name else None
     way_out = f"use `{found}`" if found else "axonym has none of that name; use `axonym.lift`"
+    if name and not found and (hint := foreign_names.in_package("axonym", name)):
+        return f"{called} works by position and does not take a NamedArray.{hint} Or pass the raw array, `x.array`."
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."
 
 
 def _named_function(name: str) -> str | None:
     """Return the public path of the function with that name, if there is one."""
-    package = sys.modules[NamedArray.__module__.partition(".")[0]]
-    # This loads everything, but only for programs that are about to stop.
-    for module in (package, *(getattr(package, room) for room in ("nn", "linalg", "fft", "poly"))):
-        if (getattr(getattr(module, name, None), "__module__", None) or "").startswith(f"{package.__name__}."):
-            return f"{module.__name__}.{name}"
+    from . import fft, linalg, ops, poly  # loads everything, but only for programs that are about to stop
+
+    files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
+    for module in (*files, linalg, fft, poly):
+        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+            return f"axonym.{name}" if module in files else f"{module.__name__}.{name}"
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Generic, Protocol, TypeVar
 
 from .errors import describe_bytes
 from .html import Html, bar, code, element, joined
@@ -17,19 +17,35 @@ _LARGE = 12
 """The largest number of children of a part that is shown open."""
 
 
-ArrayInTree: TypeAlias = Any
-"""An array in a tree, with its `path`, `axes`, `sizes`, and how it is sharded: `over`, `bytes` and `copies`."""
+class ArrayInTree(Protocol):
+    """An array in a tree: where it lies, and the bytes on each device."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def over(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def copies(self) -> int: ...
+
+
+A = TypeVar("A", bound=ArrayInTree)
 
 
 @dataclasses.dataclass
-class _Node:
+class _Node(Generic[A]):
     """A part of a tree: an array, or parts by their names."""
 
     path: str
-    children: dict[str, _Node] = dataclasses.field(default_factory=dict)
-    array: ArrayInTree | None = None
+    children: dict[str, _Node[A]] = dataclasses.field(default_factory=dict)
+    array: A | None = None
 
-    def arrays(self) -> Iterator[ArrayInTree]:
+    def arrays(self) -> Iterator[A]:
         if self.array is not None:
             yield self.array
         for child in self.children.values():
@@ -41,7 +57,7 @@ class _Node:
         return tuple((x.path[start:], x.axes, x.sizes, x.over, x.copies) for x in self.arrays())
 
 
-def array_tree(placed: Sequence[ArrayInTree], described: Callable[[ArrayInTree], Html], more: str) -> Html:
+def array_tree(placed: Sequence[A], described: Callable[[A], Html], more: str) -> Html:
     """Write arrays as a tree. A part that is sharded as another says so.
 
     Arguments:
@@ -49,7 +65,7 @@ def array_tree(placed: Sequence[ArrayInTree], described: Callable[[ArrayInTree],
         described: writes the end of an array's line.
         more: where the arrays are that are not written, if there are too many.
     """
-    root = _Node("")
+    root = _Node[A]("")
     for x in placed:
         node = root
         for name in x.path.split("/"):
@@ -64,13 +80,13 @@ def array_tree(placed: Sequence[ArrayInTree], described: Callable[[ArrayInTree],
     return element("ul", *items, class_="tree")
 
 
-class _Writer:
-    def __init__(self, described: Callable[[ArrayInTree], Html], whole: int):
+class _Writer(Generic[A]):
+    def __init__(self, described: Callable[[A], Html], whole: int):
         self._described, self._whole = described, whole
         self._known: dict[object, str] = {}
         self._written, self.left = 0, 0
 
-    def items(self, node: _Node, depth: int) -> Iterator[Html]:
+    def items(self, node: _Node[A], depth: int) -> Iterator[Html]:
         """Yield the children of a part; layers that are alike are one."""
         waiting = list(node.children.items())
         while waiting:
@@ -83,7 +99,7 @@ class _Writer:
             else:
                 self.left += len(alike) * len(child.kind())
 
-    def _item(self, name: str, node: _Node, depth: int, count: int, last: str) -> Html:
+    def _item(self, name: str, node: _Node[A], depth: int, count: int, last: str) -> Html:
         title = name if count == 1 else f"{name} to {last}"
         while node.array is None and len(node.children) == 1:
             ((below, node),) = node.children.items()

@@ -34,11 +34,11 @@ _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "va
 _BINS = 240
 """How many steps the picture of the memory has."""
 _MOST = 64
-"""How many columns and rows are drawn."""
+"""The largest number of columns, and of rows, in the picture of a mesh."""
 _LABELS = 150
-"""The width of the labels of rows."""
+"""The width of the labels of its rows."""
 _TOP = 54
-"""The height of the labels above the cells."""
+"""The height of the labels above its cells."""
 
 
 def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:

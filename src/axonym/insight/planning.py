@@ -25,7 +25,7 @@ from .page import Page
 from .report import Report
 
 _SHOWN = 12
-"""How many candidates are shown at once."""
+"""The largest number of candidates in the first table; a folded one has the others."""
 _COMPUTING = {"products", "attention", "reading and writing"}
 """The terms of an estimate that are drawn as one."""
 

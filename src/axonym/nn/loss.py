@@ -195,7 +195,7 @@ def binary_cross_entropy_loss(
     """
     logits = as_float(logits)  # unsigned integers have no negatives
     if isinstance(targets, NamedArray) and not jnp.issubdtype(targets.dtype, jnp.floating):
-        targets = targets.astype(logits.dtype)  # so also with `jax.numpy_dtype_promotion("strict")`
+        targets = targets.astype(logits.dtype)  # strict promotion refuses the product
     loss = -(targets * log_sigmoid(logits)) - (1 - targets) * log_sigmoid(-logits)
     return reduce_loss(loss, reduction, where, reduction_axis)
 

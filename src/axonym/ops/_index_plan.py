@@ -120,7 +120,7 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
             f"Indexing {describe_array(x)}: more than one index for axis {twice}. Index the result again instead."
         )
     for selector, _ in pairs:
-        # Axes are interned.
+        # Axes are interned, so equal ones are identical.
         if isinstance(selector, Axis) and x.resolve_axis(selector.name) is not selector:
             found = x.resolve_axis(selector.name).size
             raise ValueError(

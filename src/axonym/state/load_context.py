@@ -31,14 +31,14 @@ class AllLayers:
 
     entries: Mapping[str, Any]
     name: str
-    """What they are called in messages: `h.*.weight`."""
+    """The key with a star for the number of the layer, for messages: `h.*.weight`."""
     keys: Sequence[str]
     """The key of each layer; some may be missing."""
 
     def stacked(self) -> Any:
         """Return all entries as one array, with the layers first."""
         if missing := [key for key in self.keys if key not in self.entries]:
-            raise ValueError(f"from_state_dict: {', '.join(map(repr, missing))} is missing, which other layers have.")
+            raise ValueError(f"from_state_dict: {self.name!r} lacks {errors.quoted(missing)}, which other layers have.")
         parts = [self.entries[key] for key in self.keys]
         parts = [x if isinstance(x, jax.Array) or not hasattr(x, "shape") else np.asarray(x[...]) for x in parts]
         if len(shapes := {str(np.shape(x)) for x in parts}) > 1:
