@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,13 +23,13 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
-from ..core.jax_versions import is_on_host, scan_operands
+from ..core.jax_versions import is_on_host
+from ..core.operation_rules import Inside, OperationRule, inside
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
 from ..distribution.axis_marks import EXCHANGE, MARK, marking
 from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
-from ..names._rules import COMPARISONS, ELEMENTWISE
 from ..names._sources import LeafNames
 from ..names._tracing import Traced
 from ..names._values import Axed, AxisStep
@@ -135,14 +135,6 @@ def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
     return found
 
 
-Rule = Callable[["_Events", AxisStep, list[Value], list[Value], Occurrence], None]
-
-_ALONG = {"concatenate": "dimension", "split": "axis", "cumsum": "axis", "cumprod": "axis", "cummax": "axis"}
-_ALONG |= {"cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions"}
-_ALONG |= {"argmax": "axes", "argmin": "axes", "unstack": "axis", "top_k": "axis"}
-"""For each primitive that works along axes of its operand, the parameter that says which."""
-
-
 class _Events:
     """Records what devices exchange for each operation of a program whose axes have names."""
 
@@ -211,61 +203,60 @@ class _Events:
         return [read(v) for v in body.jaxpr.outvars]
 
     def _results(self, step: AxisStep, xs: list[Value], around: Occurrence, avoidable: bool) -> list[Value]:
-        inside = _INSIDE.get(step.name)
-        if inside is None and len(step.bodies) == 1 and step.name not in _UNCOUNTED:
+        functions = inside(step.eqn) if step.bodies else []
+        if functions and functions[0].how == "call" and step.name not in _UNCOUNTED:
             again = "remat" in step.name or "checkpoint" in step.name
             body = dataclasses.replace(around, within=next(self._numbers), recomputes=True) if again else around
             return self.run(step.bodies[0], xs, body)
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
         if (dispatch := _scopes.dispatch(around.scope)) is not None:
             self.rows.add(dispatch, around, ys)
-        if inside is not None:
-            inside(self, step, xs, ys, around)
+        if functions and functions[0].how in ("loop", "test", "branch"):
+            self._inside(step, functions, xs, ys, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
             if step.name == EXCHANGE:
                 what, along, *details = step.params["names"]
                 place = dataclasses.replace(around, avoidable=xs[0].origin in self._constants)
                 self.found.append(Exchanged(place, ys[0], what, along, tuple(details)))
-        elif step.name in _LAYOUT:
-            return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
-        elif (rule := _RULES.get(step.name)) is not None:
-            rule(self, step, xs, ys, dataclasses.replace(around, avoidable=avoidable))
-        elif step.name not in _SILENT:
-            self._open(around, step.name, [d for x in xs for d in x.dims])
+        elif step.rule is not None and step.rule.values == "moved" and not step.rule.parts and step.name not in _OTHERS:
+            if step.name == "reshape" or (len(xs) == len(ys) and not step.rule.needed):
+                return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
+            self._by_rule(step, step.rule, xs, ys, dataclasses.replace(around, avoidable=avoidable))
+        else:
+            place = dataclasses.replace(around, avoidable=avoidable)
+            if step.rule is None or step.name in _OTHERS:
+                self._without_rule(step, xs, ys, place)
+            else:
+                self._by_rule(step, step.rule, xs, ys, place)
         return ys
 
-    def _scan(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Occurrence) -> None:
-        (body,), times = step.bodies, around.times
-        consts, carry, stacked = scan_operands(step.params, xs)
-        kept = len(consts) + len(carry)
-        inside = [self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)]
-        inner = dataclasses.replace(
-            around, times=None if times is None else times * step.params["length"], within=next(self._numbers)
-        )
-        self._open(around, "a loop", [x.dims[0] for x in stacked])
-        self.slices |= {own.origin: x.origin for own, x in zip(inside[kept:], stacked, strict=True)}
-        results = self.run(body, [*consts, *carry, *inside[kept:]], inner)
-        self._again(around, carry, results)
-        if around.phase == "forward":
-            # The slices that it goes through are kept anyway, and each array once.
-            seen = {x.origin for x in inside[kept:]}
-            for v, y, own in list(zip(step.eqn.outvars, ys, results, strict=True))[len(carry) :]:
-                if not is_on_host(v.aval) and own.origin not in seen:
-                    seen.add(own.origin)
-                    self.kept.append((y, around))
-
-    def _while(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Occurrence) -> None:
-        tests, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
-        carry = xs[tests + consts :]
-        inner = dataclasses.replace(around, times=None, within=next(self._numbers))
-        self.run(step.bodies[0], [*xs[:tests], *carry], inner)
-        self._again(around, carry, self.run(step.bodies[1], xs[tests:], inner))
-
-    def _cond(self, step: AxisStep, xs: list[Value], ys: list[Value], around: Occurrence) -> None:
+    def _inside(
+        self, step: AxisStep, functions: Sequence[Inside], xs: list[Value], ys: list[Value], around: Occurrence
+    ) -> None:
+        """Record the events of a loop or of branches."""
         number = next(self._numbers)
-        for i, body in enumerate(step.bodies):
-            inner = dataclasses.replace(around, branches=(*around.branches, (number, len(step.bodies), i)))
-            self._again(around, ys, self.run(body, xs[1:], inner))
+        for i, (f, body) in enumerate(zip(functions, step.bodies, strict=True)):
+            given, first = [xs[j] for j in f.operands], len(f.operands) - f.sliced
+            if f.how == "branch":
+                inner = dataclasses.replace(around, branches=(*around.branches, (number, len(functions), i)))
+                self._again(around, ys, self.run(body, given, inner))
+                continue
+            times = None if around.times is None or f.times is None else around.times * f.times
+            inner = dataclasses.replace(around, times=times, within=number)
+            stacked = given[first:]
+            given[first:] = [self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)][first:]
+            self._open(around, "a loop", [x.dims[0] for x in stacked])
+            self.slices |= {own.origin: x.origin for own, x in zip(given[first:], stacked, strict=True)}
+            results = self.run(body, given, inner)
+            if f.how == "loop":
+                self._again(around, given[f.first : f.first + f.carried], results)
+            if f.how == "loop" and around.phase == "forward":
+                # The slices that it goes through are kept anyway, and each array once.
+                seen = {x.origin for x in given[first:]}
+                for v, y, own in list(zip(step.eqn.outvars, ys, results, strict=True))[f.carried :]:
+                    if not is_on_host(v.aval) and own.origin not in seen:
+                        seen.add(own.origin)
+                        self.kept.append((y, around))
 
     def _again(self, around: Occurrence, before: Sequence[Value], after: Sequence[Value]) -> None:
         """Compare the names of the results of a loop or branch with the expected names."""
@@ -327,138 +318,93 @@ class _Events:
             return y
         return dataclasses.replace(y, origin=x.origin, base=x.base if x.names else y.base)
 
-    def _product(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        self._multiplied(step.params["dimension_numbers"], xs, ys[0], (), place)
-
-    def _grouped_product(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        """Record a product of groups of rows, each with the matrix of its group."""
-        self.grouped = True
-        numbers, (left, right) = step.params["ragged_dot_dimension_numbers"], xs[:2]
-        groups = tuple(numbers.rhs_group_dimensions)
-        of_groups = [right.dims[i] for i in groups] or list(ys[0].dims[:1])
-        dispatch = _scopes.dispatch(place.scope)
-        if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
-            self._open(place, "a grouped product", [*(left.dims[i] for i in numbers.lhs_ragged_dimensions), *of_groups])
+    def _by_rule(
+        self, step: AxisStep, rule: OperationRule, xs: list[Value], ys: list[Value], place: Occurrence
+    ) -> None:
+        """Record what devices exchange for an operation, given its rule."""
+        y = ys[0]
+        if "dimension_numbers" in step.params and not rule.product:  # a look-up, or an update
+            return self._at_places(step, rule, xs, y, place)
+        if step.name == "ragged_dot_general":
+            y = ys[0] = self._grouped(step, rule, xs, y, place)
         else:
-            self.rows.add_groups(dispatch, tuple(of_groups))
-            if not groups:  # the dtype in which gradients of experts are summed
-                ys[0] = dataclasses.replace(ys[0], dtype=np.promote_types(np.float32, ys[0].dtype))
-        self._multiplied(numbers.dot_dimension_numbers, [left, right], ys[0], groups, place)
-
-    def _multiplied(self, numbers: Any, xs: list[Value], y: Value, groups: Sequence[int], place: Occurrence) -> None:
-        ((left_summed, right_summed), (left_batch, right_batch)), (left, right) = numbers, xs
-        free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
-        free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch, *groups)]
-        kept = y.dims[len(y.dims) - len(free) - len(left_batch) :]
-        pairs = [(left.dims[i], right.dims[j]) for i, j in zip(left_summed, right_summed, strict=True)]
-        self.differ(place, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
-        for x, batch in ((left, left_batch), (right, right_batch)):
-            self.differ(place, (*(x.dims[i] for i in batch), *free), kept)
-        summed = tuple(a if a[0] is not None else b for a, b in pairs)
+            self._open(place, step.name, _having(rule.needed, rule, xs, ys))
+        if rule.product or (rule.values in ("each", "linear") and not rule.uses):
+            for own in ys:
+                self._meet(rule, xs, own, place)
+                self._noted(place, xs[:2] if rule.product else xs, own, rule.product)
+        summed = tuple(map(_either, (_alone(f, rule, xs) for f in rule.summed)))
+        if not rule.product:
+            if not summed:
+                return
+            # The compiler does not sum an array along an axis that broadcasting added.
+            gone = tuple(d for d in summed if d in xs[0].base)
+            self.found.append(Sum(place, y, self._summed(place, gone), xs[0].dims, 0))
+            return
+        # The groups of rows are no axis of the product: each row has one.
+        groups = [term[-1] for term in rule.operands[2:]]
+        kept = tuple(d for d, own in zip(y.dims, rule.results[0], strict=True) if own not in groups)
         if any(n is None and size > 1 for n, size in (*kept, *summed)):
             self.unnamed += 1
-        self._noted(place, xs, y, product=True)
-        axes = (*kept, *summed)
-        narrow = left.dtype.itemsize == right.dtype.itemsize == 1
-        flops = 2 * math.prod(n for _, n in axes)
-        self.found.append(Sum(place, y, self._summed(place, summed), axes, flops, narrow))
+        narrow = xs[0].dtype.itemsize == xs[1].dtype.itemsize == 1
+        self.found.append(
+            Sum(place, y, self._summed(place, summed), (*kept, *summed), _flops_of(step, (*kept, *summed)), narrow)
+        )
 
-    def _convolved(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        """Record a convolution: a product along its channels, with windows that names say nothing of."""
-        params, numbers, (left, right), y = step.params, step.params["dimension_numbers"], xs, ys[0]
-        (_, channel, *spatial), (_, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
-        (batch, feature, *places) = numbers.out_spec
-        grouped = params["feature_group_count"] * params["batch_group_count"] > 1
-        along = [*(left.dims[i] for i in spatial), *(right.dims[i] for i in window), *(y.dims[i] for i in places)]
-        self._open(place, step.name, [*along, *(left.dims[channel], y.dims[feature], y.dims[batch])[: 3 * grouped]])
-        met = 1  # the pairs of an output and an element of the kernel that meet an element of the input
-        before = [low for low, _ in params["padding"]]
-        settings = (params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"])
-        for i, j, k, *setting in zip(spatial, window, places, *settings, strict=True):
-            met *= _flops.Window(*setting).seen(left.dims[i][1], right.dims[j][1], y.dims[k][1])
-        kept, summed = (y.dims[batch], y.dims[feature]), (right.dims[inner] if grouped else left.dims[channel],)
-        if not grouped:
-            self.differ(place, summed, (right.dims[inner],))
-        self._noted(place, xs, y, product=True)
-        flops = 2 * met * math.prod(n for _, n in (*kept, *summed))
-        self.found.append(Sum(place, y, self._summed(place, summed), (*kept, *summed), flops))
-
-    def _windowed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        windows = step.params["window_dimensions"]
-        self._open(place, step.name, [d for d, n in zip(xs[0].dims, windows, strict=True) if n > 1])
-
-    def _reduced(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        (x,), axes = xs, step.params["axes"]
-        # The compiler does not sum an array along an axis that broadcasting added.
-        gone = tuple(d for d in (x.dims[i] for i in axes) if d in x.base)
-        self.found.append(Sum(place, ys[0], self._summed(place, gone), x.dims, 0))
-
-    def _looked_up(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        """Record a look-up; of complete rows of a table along one axis, its cost is known."""
-        numbers, (table, indices) = step.params["dimension_numbers"], xs
-        batch = numbers.operand_batching_dims
-        if self.rows.are_moved(step, xs, place):
-            return
-        at = _indexed(table, numbers.start_index_map, dict(enumerate(step.params["slice_sizes"])))
-        if at is not None and not batch:
-            self.found.append(Lookup(place, table, indices, ys[0], table.dims[at], False))
+    def _grouped(self, step: AxisStep, rule: OperationRule, xs: list[Value], y: Value, place: Occurrence) -> Value:
+        """Record a product of groups of rows, each with the matrix of its group."""
+        self.grouped = True
+        groups = step.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        dispatch = _scopes.dispatch(place.scope)
+        if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
+            rows = step.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+            dims = [xs[0].dims[i] for i in rows] + ([xs[1].dims[i] for i in groups] or list(y.dims[:1]))
+            self._open(place, "a grouped product", dims)
         else:
-            dims = [d for i, d in enumerate(table.dims) if i not in batch] if batch else [d for x in xs for d in x.dims]
-            self._open(place, step.name, dims)
+            self.rows.add_groups(dispatch, tuple([xs[1].dims[i] for i in groups] or y.dims[:1]))
+            if not groups:  # the dtype in which gradients of experts are summed
+                return dataclasses.replace(y, dtype=np.promote_types(np.float32, y.dtype))
+        return y
 
-    def _updated(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        """Record the gradient of a look-up."""
-        numbers, (_, indices, updates) = step.params["dimension_numbers"], xs
-        batch = numbers.operand_batching_dims
-        if self.rows.are_moved(step, xs, place):
+    def _at_places(self, step: AxisStep, rule: OperationRule, xs: list[Value], y: Value, place: Occurrence) -> None:
+        """Record a look-up or an update; of complete rows of a table along one axis, its cost is known."""
+        update = step.name != "gather"
+        if step.name in ("gather", "scatter", "scatter-add") and self.rows.are_moved(step, xs, place):
             return
-        window = [i for i in range(len(ys[0].dims)) if i not in (*numbers.inserted_window_dims, *batch)]
-        sizes = {i: updates.dims[j][1] for i, j in zip(window, numbers.update_window_dims, strict=True)}
-        at = _indexed(ys[0], numbers.scatter_dims_to_operand_dims, sizes)
-        if at is not None and not batch:
-            self.found.append(Lookup(place, ys[0], indices, updates, ys[0].dims[at], True))
+        table, indices = (y if update else xs[0]), xs[1]
+        numbers = step.params["dimension_numbers"]
+        at = [i for i, d in enumerate(rule.operands[0]) if rule.needed.intersection(d)]
+        at = at or list(numbers.scatter_dims_to_operand_dims if update else numbers.start_index_map)[:1]  # of size 1
+        batch = {f for d in rule.operands[0] for f in d} & {f for d in rule.operands[1] for f in d}
+        if len(at) == 1 and not batch and not rule.parts and step.name in ("gather", "scatter-add"):
+            self.found.append(Lookup(place, table, indices, xs[2] if update else y, table.dims[at[0]], update))
             return
-        of_table = [d for i, d in enumerate(ys[0].dims) if i not in batch]
+        of_table = [d for own, d in zip(rule.operands[0], table.dims, strict=True) if not batch.intersection(own)]
         self._open(place, step.name, of_table if batch else [d for x in xs for d in x.dims])
-        if batch and place.operation is not None and place.operation.name == "top_k":
-            self.found.append(PerDevice(place, ys[0]))
+        if batch and step.name == "scatter-add" and place.operation is not None and place.operation.name == "top_k":
+            self.found.append(PerDevice(place, y))
 
-    def _scattered(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        if not self.rows.are_moved(step, xs, place):
-            self._open(place, step.name, [d for x in xs for d in x.dims])
+    def _meet(self, rule: OperationRule, xs: list[Value], y: Value, place: Occurrence) -> None:
+        """Record that axes that are one have several names."""
+        known = {own: d for own, d in zip(rule.results[0], y.dims, strict=True) if own}
+        for x, term in zip(reversed(xs[: len(rule.operands)]), reversed(rule.operands), strict=True):
+            pairs = [(d, known.setdefault(own, d)) for own, d in zip(term, x.dims, strict=False) if own]
+            if any(a != b for a, b in pairs):
+                self.differ(place, *(tuple(own) for own in zip(*pairs, strict=True)))
 
-    def _along(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        along = step.params.get(_ALONG[step.name], -1)
-        self._open(place, step.name, [x.dims[i] for x in xs for i in (along if isinstance(along, tuple) else (along,))])
-
-    def _sliced(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        new = xs[1].dims if step.name == "dynamic_update_slice" else ys[0].dims
-        self._open(place, step.name, [d for d, (_, n) in zip(xs[0].dims, new, strict=True) if d[1] != n])
-
-    def _elementwise(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        for y in ys:
-            for x in xs:
-                if x.dims != y.dims and len(x.dims) == len(y.dims):
-                    pairs = zip(x.dims, y.dims, strict=True)
-                    self.differ(place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
-            self._noted(place, xs, y)
-
-    def _moved(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        for v, w, y in zip(step.eqn.invars, step.eqn.outvars, ys, strict=True):
-            if is_on_host(v.aval) != is_on_host(w.aval):
-                self.found.append(Offloaded(place, y))
-
-    def _transformed(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        self._open(place, step.name, xs[0].dims[-len(step.params["fft_lengths"]) :])
-
-    def _not_counted(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        self.uncounted.setdefault(step.name)
-        self._open(place, step.name, [d for x in xs for d in x.dims])
-
-    def _called_back(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
-        """Record a call of a Python function: one device makes it, and sends the results to all others."""
-        self._open(place, step.name, [d for x in (*xs, *ys) for d in x.dims])
-        self.found += [PerDevice(place, y) for y in ys]
+    def _without_rule(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
+        """Record what is not known along any axis."""
+        if step.name == "device_put":
+            for v, w, y in zip(step.eqn.invars, step.eqn.outvars, ys, strict=True):
+                if is_on_host(v.aval) != is_on_host(w.aval):
+                    self.found.append(Offloaded(place, y))
+            return
+        if step.name in _UNCOUNTED:
+            self.uncounted.setdefault(step.name)
+        # Of a call of a Python function, one device makes it, and sends the results to all others.
+        back = step.name in ("pure_callback", "io_callback")
+        self._open(place, step.name, [d for x in (*xs, *(ys if back else ())) for d in x.dims])
+        self.found += [PerDevice(place, y) for y in ys] if back else []
 
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
         names = frozenset(n for n, size in dims if n is not None and size > 1)
@@ -498,10 +444,37 @@ def _large(dims: Dims) -> list[int]:
     return [n for _, n in dims if n != 1]
 
 
-def _indexed(table: Value, at: Sequence[int], slices: Mapping[int, int]) -> int | None:
-    """Return the only axis of a table of which one element is looked up, if all others are complete; None otherwise."""
-    found = [i for i, (_, size) in enumerate(table.dims) if slices.get(i, 1) != size] or list(at[:1])
-    return found[0] if len(found) == 1 and found[0] in at and slices.get(found[0], 1) == 1 else None
+def _alone(f: int, rule: OperationRule, xs: Sequence[Value]) -> list[tuple[str | None, int]]:
+    """Return the dimensions of operands that are this factor."""
+    return [
+        d
+        for x, term in zip(xs, rule.operands, strict=False)
+        for d, own in zip(x.dims, term, strict=True)
+        if own == (f,)
+    ]
+
+
+def _either(dims: Sequence[tuple[str | None, int]]) -> tuple[str | None, int]:
+    return next((d for d in dims if d[0] is not None), dims[0])
+
+
+def _having(factors: Collection[int], rule: OperationRule, xs: Sequence[Value], ys: Sequence[Value]) -> list[Any]:
+    """Return the dimensions of operands and results that have some factors."""
+    pairs = [*zip(xs, rule.operands, strict=False), *zip(ys, rule.results, strict=False)]
+    return [d for x, term in pairs for d, own in zip(x.dims, term, strict=True) if not set(own).isdisjoint(factors)]
+
+
+def _flops_of(step: AxisStep, axes: Dims) -> int:
+    """Return the flops of a product: a multiplication and an addition for each pair that meets."""
+    if step.name != "conv_general_dilated":
+        return 2 * math.prod(n for _, n in axes)
+    params, numbers, sizes = step.params, step.params["dimension_numbers"], (step.shape_of(0), step.shape_of(1))
+    before = [low for low, _ in params["padding"]]
+    settings = (params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"])
+    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], *settings, strict=True)
+    met = [_flops.Window(*own).seen(sizes[0][i], sizes[1][j], step.shape[k]) for i, j, k, *own in places]
+    batch, feature = (step.shape[i] for i in numbers.out_spec[:2])
+    return 2 * batch * feature * sizes[1][numbers.rhs_spec[1]] * math.prod(met)
 
 
 def _torn(before: Dims, after: Dims, named: bool) -> list[tuple[str | None, int]]:
@@ -540,34 +513,8 @@ def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
     return None if any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in eqn.params.values()) else key
 
 
-_INSIDE = {"scan": _Events._scan, "while": _Events._while, "cond": _Events._cond}
-
-_LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "optimization_barrier", "name", MARK}
-_LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
-"""Primitives whose results are their operands in another layout."""
-
 _UNCOUNTED = {"shard_map", "pallas_call", "custom_partitioning"}
 """Primitives that may multiply, and whose flops are not known."""
 
-_SILENT = {"iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "stack"}
-"""Primitives that exchange nothing."""
-
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys((*ELEMENTWISE.split(), *COMPARISONS.split(), "bitcast_convert_type"), _Events._elementwise),
-    **dict.fromkeys(_ALONG, _Events._along),
-    **dict.fromkeys((f"reduce_{what}" for what in ("sum", "max", "min", "prod", "and", "or")), _Events._reduced),
-    **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Events._sliced),
-    **dict.fromkeys(_UNCOUNTED, _Events._not_counted),
-    **dict.fromkeys((f"reduce_window{what}" for what in ("", "_max", "_min", "_sum")), _Events._windowed),
-    **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _Events._windowed),
-    **dict.fromkeys(("pure_callback", "io_callback"), _Events._called_back),
-    "device_put": _Events._moved,
-    "dot_general": _Events._product,
-    "conv_general_dilated": _Events._convolved,
-    "fft": _Events._transformed,
-    "ragged_dot_general": _Events._grouped_product,
-    "gather": _Events._looked_up,
-    "scatter-add": _Events._updated,
-    "scatter": _Events._scattered,
-}
-"""For each primitive, the rule that records what devices exchange for it. Along all axes of others, it is not known."""
+_OTHERS = {*_UNCOUNTED, "device_put", "sharding_constraint", "mesh_cast", "reshard", "layout_constraint"}
+"""Primitives about which a rule does not say enough: they say where arrays lie."""

@@ -155,6 +155,8 @@ class AxisStep:
     """Its operands. Constants have axes of their own in each use."""
     results: Sequence[Axed] = ()
     bodies: Sequence[Any] = ()
+    rule: Any = None
+    """What it does to axes; None if it calls functions, or that is not known."""
 
     @property
     def name(self) -> str:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Literal
 
-from ..core.jax_versions import program_of, scan_operands
+from ..core.operation_rules import Inside, inside, rule_of
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
 from ._masks import facts_of, is_declared_role
-from ._rules import COMPARISONS, RULES, unknown
+from ._rules import COMPARISONS, RULES, results_by_rule, unknown
 from ._values import Axed, AxisStep, Facts, dtype_kind
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, JaxprEqn
+    from jax.extend.core import Jaxpr
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -59,16 +59,18 @@ class AxisWalk:
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
         name = step.name
-        if (rule := RULES.get(name)) is not None:
+        if (rule := rule_of(step.eqn)) is not None:
+            step.rule = rule
             step.operands = used = [x.used() if x.constant and x.dims else x for x in xs]
-            results = rule(self.axes, step, used)
+            results = results_by_rule(self.axes, step, rule, used)
             if results and _tells_facts(step, used, results[0]):
                 results[0].facts = facts_of(step, used, results)
-        elif (inside := INSIDE.get(name)) is not None:
-            results = inside(self, step, xs)
-        elif (called := _called(step.eqn)) is not None:
-            step.bodies = (self.run(called, xs, step),)
-            return step.bodies[0].results
+        elif name == "custom_linear_solve":
+            results = self._linear_solve(step, xs)
+        elif functions := inside(step.eqn):
+            results = self._inside(step, xs, functions)
+            if functions[0].how == "call":
+                return results
         else:
             results = unknown(step)
             if results:
@@ -106,35 +108,36 @@ class AxisWalk:
 
     # --- loops, branches and functions on each device ---
 
-    def _scan(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-        jaxpr = step.params["jaxpr"].jaxpr
-        constants, first, scanned = scan_operands(step.params, xs)
-        carry, scanned = [x.used() for x in first], [x.used() for x in scanned]
-        along = fresh(step.params["length"])
-        for x in scanned:
-            along = self.axes.unify(along, x.dims[0], step)
-        slices = [Axed(x.dims[1:], points=x.points) for x in scanned]
-        body = self.run(jaxpr, [*constants, *carry, *slices], step)
-        step.bodies = (body,)
-        carry = self._together(step, carry, body.results[: len(carry)])
-        return [*carry, *(Axed((along, *x.used().dims)) for x in body.results[len(carry) :])]
-
-    def _while(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-        params = step.params
-        tests, consts = params["cond_nconsts"], params["body_nconsts"]
-        of_test, of_body = xs[:tests], xs[tests : tests + consts]
-        carry = [x.used() for x in xs[tests + consts :]]
-        test = self.run(params["cond_jaxpr"].jaxpr, [*of_test, *carry], step)
-        body = self.run(params["body_jaxpr"].jaxpr, [*of_body, *carry], step)
-        step.bodies = (test, body)
-        return self._together(step, carry, body.results)
-
-    def _cond(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-        step.bodies = tuple(self.run(branch.jaxpr, xs[1:], step) for branch in step.params["branches"])
-        found = [x.used() for x in step.bodies[0].results]
-        for body in step.bodies[1:]:
-            found = self._together(step, found, body.results)
-        return [Axed(x.dims, points=x.points) for x in found]
+    def _inside(self, step: AxisStep, xs: Sequence[Axed], functions: Sequence[Inside]) -> list[Axed]:
+        """Follow the axes through the functions that an equation runs."""
+        used = functools.cache(lambda i: xs[i].used())
+        found: list[Axed] | None = None
+        for f in functions:
+            if f.how == "call":
+                step.bodies = (self.run(f.jaxpr, xs, step),)
+                return list(step.bodies[0].results)
+            last, carried = len(f.operands) - f.sliced, slice(f.first, f.first + f.carried)
+            given = [xs[i] if f.how != "device" and j < last and j not in range(carried.start, carried.stop) else used(i)
+                     for j, i in enumerate(f.operands)]  # fmt: skip
+            along: Axis = () if f.times is None else fresh(f.times)
+            for x in given[last:]:
+                along = self.axes.unify(along, x.dims[0], step)
+            given[last:] = [Axed(x.dims[1:], points=x.points) for x in given[last:]]
+            if f.how == "device":
+                given = [self._resized(x, v) for x, v in zip(given, f.jaxpr.invars, strict=True)]
+            body = self.run(f.jaxpr, given, step)
+            step.bodies = (*step.bodies, body)
+            if f.how == "loop":
+                carry = self._together(step, given[carried], body.results[: f.carried])
+                found = [*carry, *(Axed((along, *x.used().dims)) for x in body.results[f.carried :])]
+            elif f.how == "device":
+                pairs = zip(body.results, step.eqn.outvars, strict=True)
+                found = [self._resized(x.used(), v) for x, v in pairs]
+            elif f.how == "branch":
+                results = [x.used() for x in body.results]
+                found = results if found is None else self._together(step, found, results)
+        branch = functions[0].how == "branch"
+        return [Axed(x.dims, points=x.points) for x in found or ()] if branch else found or []
 
     def _together(self, step: AxisStep, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
         """Record that values are the same; where one has a role of an axis and the other the axis, return the axis."""
@@ -157,12 +160,6 @@ class AxisWalk:
         products = self.run(product.jaxpr, [*xs[:count], *found], step).results
         self._together(step, products, rights)
         return found
-
-    def _shard_map(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-        jaxpr = step.params["jaxpr"]
-        inside = [self._resized(x.used(), v) for x, v in zip(xs, jaxpr.invars, strict=True)]
-        step.bodies = (self.run(jaxpr, inside, step),)
-        return [self._resized(x.used(), v) for x, v in zip(step.bodies[0].results, step.eqn.outvars, strict=True)]
 
     def _resized(self, x: Axed, to: Any) -> Axed:
         """Return a value as it is on one device, or on all."""
@@ -197,26 +194,6 @@ def _tells_facts(step: AxisStep, xs: Sequence[Axed], result: Axed) -> bool:
     if name in _FACTS_BEGIN or (name in _OF_MASKS and (told or dtype_kind(step.eqn.invars[0]) == "b")):
         return True
     return bool(told) and (not result.dims or any([x.dims for x in told]))
-
-
-INSIDE = {
-    "scan": AxisWalk._scan,
-    "while": AxisWalk._while,
-    "cond": AxisWalk._cond,
-    "custom_linear_solve": AxisWalk._linear_solve,
-    "shard_map": AxisWalk._shard_map,
-}
-"""The primitives that run functions in another way than once with their operands."""
-
-
-def _called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return the function that an equation calls with its operands, such as in `jax.jit` or `jax.checkpoint`."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
-        if (found := eqn.params.get(key)) is not None:
-            jaxpr = getattr(found, "jaxpr", found)
-            fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
-            return jaxpr if fits else None
-    return program_of(eqn.params, eqn.invars)
 
 
 def _constant(v: Any) -> Axed:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.jax_versions import programs_in
+from ..core.operation_rules import rule_of
 from ..distribution.kept_shards import read_scope
 
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
-    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
-    "name not optimization_barrier or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
-    "stop_gradient sub tan tanh xor".split()
-)
-_LINEAR = frozenset("add add_any sub neg convert_element_type reduce_sum broadcast_in_dim reshape squeeze copy".split())
-"""What may be done with partial sums, besides products with numbers that are the same everywhere."""
 _CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call".split())
 _LOOPS = frozenset("scan while cond".split())
 _WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_erfc"}
@@ -130,7 +123,7 @@ class _ProgramPair:
         if not all(map(_same_number, all_operands, own_operands)):
             raise NeedsCompleteAxes(f"{_described(first)} gets a number that depends on the size of the axis.")
         inner = [[*programs_in(operation)] for operation in (first, second)]
-        if len(inner[0]) != len(inner[1]) or (partial and name not in _CALLS | _LINEAR | {"mul", "div"}):
+        if len(inner[0]) != len(inner[1]) or (partial and name not in _CALLS and not _may_be_linear(first)):
             raise refused
         found = [self.of_closed(x, y, partial if name in _CALLS else ()) for x, y in zip(*inner, strict=True)]
         if name in _CALLS:
@@ -161,14 +154,22 @@ def _refuse_own_derivative(operation: Any) -> None:
         raise NeedsCompleteAxes(f"{_described(operation)} has a derivative of its own.")
 
 
+def _may_be_linear(operation: Any) -> bool:
+    rule = rule_of(operation)
+    return operation.primitive.name in ("mul", "div") or (
+        rule is not None and rule.values in ("moved", "linear", "sum")
+    )
+
+
 def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bool:
     """Return whether an operation of partial sums, and of numbers that are the same everywhere, gives partial sums."""
-    name = operation.primitive.name
+    name, rule = operation.primitive.name, rule_of(operation)
     if not jnp.issubdtype(operation.outvars[0].aval.dtype, jnp.inexact):  # a conversion to integers rounds
         return False
     if name in ("mul", "div"):
         return partial == {0} or (name == "mul" and len(partial) == 1)
-    return all(i in partial or _is_zero(x) for i, x in enumerate(operands))
+    linear = rule is not None and rule.values in ("moved", "linear", "sum") and not rule.product
+    return linear and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
 
 
 def _is_by_groups(first: Any, second: Any, operands: Sequence[set[int]]) -> bool:
@@ -178,14 +179,35 @@ def _is_by_groups(first: Any, second: Any, operands: Sequence[set[int]]) -> bool
     return _parameters(first) == _parameters(second) and operands == places
 
 
+_OF_SHAPES = {"shape", "new_sizes", "limit_indices", "slice_sizes"}
+"""Parameters that are sizes of results, which are compared anyway."""
+
+
 def _keeps_shards(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
     """Return whether an operation gives shards of its results from shards of its operands."""
-    name, same = first.primitive.name, _parameters(first) == _parameters(second)
-    if name in _LOOPS or (name.startswith("custom_") and _is_known_function(first)):
-        return same
-    if name in _ELEMENTWISE:
-        return same and all(own == set[int]().union(*operands) for own in results)
-    return name in _ALONG_OTHERS and _ALONG_OTHERS[name](first, second, operands, results)
+    name = first.primitive.name
+    params = [{k: v for k, v in _parameters(x).items() if k not in _OF_SHAPES} for x in (first, second)]
+    if params[0] != params[1]:
+        return False
+    if (rule := rule_of(first)) is None:
+        return name in _LOOPS or (name.startswith("custom_") and _is_known_function(first))
+    # A factor is sharded if it is the first of a sharded dimension, since all others would not be contiguous.
+    pairs = [*zip(rule.operands, operands, strict=True), *zip(rule.results, results, strict=True)]
+    sharded = {term[i][0] for term, own in pairs for i in own if term[i]}
+    return sharded.isdisjoint(rule.uses) and all(
+        (dimension[:1] in [(f,) for f in sharded]) == (i in own) and sharded.isdisjoint(dimension[1:])
+        for term, own in pairs
+        for i, dimension in enumerate(term)
+    )
+
+
+def _adds_up(operation: Any, operands: Sequence[set[int]]) -> bool:
+    """Return whether an operation adds up the sharded axes, and has no other."""
+    rule = rule_of(operation)
+    if rule is None or rule.values != "sum":
+        return False
+    sharded = {f for term, own in zip(rule.operands, operands, strict=True) for i in own for f in term[i]}
+    return sharded <= {f for f, how in rule.summed.items() if how == "sum"}
 
 
 class _ComparedProgram:
@@ -244,113 +266,6 @@ class _Correspondence:
                 or (self._pairs[1].setdefault(y, x) is not x)
             ):
                 raise NeedsCompleteAxes("it uses other values for other sizes of it.")
-
-
-# --- operations that run along other axes ---
-
-Rule = Callable[[Any, Any, Sequence[set[int]], Sequence[set[int]]], bool]
-"""Tells whether an operation is right: from both programs, and where operands and results have sharded axes."""
-
-
-def _axes_of(key: str) -> Rule:
-    """Make the rule of operations along the axes that a parameter lists."""
-
-    def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-        axes = {*np.atleast_1d(first.params[key]).tolist()}
-        return _parameters(first) == _parameters(second) and all(axes.isdisjoint(own) for own in operands)
-
-    return rule
-
-
-def _full(part: Callable[[dict[str, Any], int], Any], whole: Callable[[int], Any]) -> Rule:
-    """Make the rule of operations that take a part of each axis, and must take all of a sharded one."""
-
-    def rule(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-        both = [(x.params, x.invars[0].aval.shape) for x in (first, second)]
-        return operands[0] == results[0] and all(
-            all(part(params, i) == whole(shape[i]) for params, shape in both)
-            if i in operands[0]
-            else part(first.params, i) == part(second.params, i)
-            for i in range(len(both[0][1]))
-        )
-
-    return rule
-
-
-def _reshapes(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-    """Return whether sharded axes stay, or are the outermost of the axes that they are merged with or split into."""
-
-    def groups(operation: Any) -> list[tuple[list[int], list[int]]]:
-        # Axes on both sides that hold the same elements: from the left, until the products of their sizes agree.
-        shapes = [list(x.aval.shape) for x in (operation.invars[0], operation.outvars[0])]
-        found, i, j = [], 0, 0
-        while i < len(shapes[0]) or j < len(shapes[1]):
-            one, other, m, n = [i], [j], *(s[k] if k < len(s) else 1 for s, k in zip(shapes, (i, j), strict=True))
-            i, j = i + 1, j + 1
-            while m != n:
-                if m < n:
-                    one, m, i = [*one, i], m * shapes[0][i], i + 1
-                else:
-                    other, n, j = [*other, j], n * shapes[1][j], j + 1
-            found.append((one, other))
-        return found
-
-    if any(0 in x.invars[0].aval.shape for x in (first, second)) or groups(first) != groups(second):
-        return False
-    sides = (first.invars[0].aval.shape, operands[0]), (first.outvars[0].aval.shape, results[0])
-    # An inner axis would give each device pieces from all over the merged one, which are no shard of it.
-    return all(
-        all(i not in own or all(shape[k] == 1 for k in side if k < i) for i in side)
-        for group in groups(first)
-        for side, (shape, own) in zip(group, sides, strict=True)
-    )
-
-
-def _product(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-    summed, _ = first.params["dimension_numbers"]
-    disjoint = all(own.isdisjoint(axes) for own, axes in zip(operands, summed, strict=True))
-    return disjoint and _parameters(first) == _parameters(second)
-
-
-def _adds_up(operation: Any, operands: Sequence[set[int]]) -> bool:
-    """Return whether an operation adds up the sharded axes, and has no other."""
-    if operation.primitive.name == "reduce_sum":
-        return operands[0] <= {*operation.params["axes"]}
-    if operation.primitive.name != "dot_general":
-        return False
-    summed, _ = operation.params["dimension_numbers"]
-    return all(own <= {*axes} for own, axes in zip(operands, summed, strict=True))
-
-
-_ALONG_OTHERS: dict[str, Rule] = {
-    "broadcast_in_dim": lambda a, b, operands, results: (
-        a.params["broadcast_dimensions"] == b.params["broadcast_dimensions"]
-        and {a.params["broadcast_dimensions"][i] for i in operands[0]} <= results[0]
-    ),
-    "dot_general": _product,
-    "transpose": lambda a, b, *_: a.params["permutation"] == b.params["permutation"],
-    "squeeze": lambda a, b, *_: a.params["dimensions"] == b.params["dimensions"],
-    "reshape": _reshapes,
-    "iota": lambda a, b, operands, results: a.params["dimension"] == b.params["dimension"] not in results[0],
-    "concatenate": lambda a, b, operands, results: a.params["dimension"] == b.params["dimension"] not in results[0],
-    "stack": lambda a, b, operands, results: a.params["axis"] == b.params["axis"] not in results[0],
-    "unstack": _axes_of("axis"),
-    "split": _axes_of("axis"),
-    "sort": _axes_of("dimension"),
-    "rev": _axes_of("dimensions"),
-    "slice": _full(
-        lambda p, i: (p["start_indices"][i], p["limit_indices"][i], p["strides"][i] if p["strides"] else 1),
-        lambda size: (0, size, 1),
-    ),
-    "dynamic_slice": _full(lambda p, i: p["slice_sizes"][i], lambda size: size),
-    "pad": _full(lambda p, i: tuple(p["padding_config"][i]), lambda size: (0, 0, 0)),
-    "top_k": lambda a, b, operands, results: (
-        a.params == b.params and a.params.get("axis", len(a.invars[0].aval.shape) - 1) not in operands[0]
-    ),
-    **{f"reduce_{how}": _axes_of("axes") for how in ("sum", "max", "min", "prod", "and", "or", "xor")},
-    **dict.fromkeys(("argmax", "argmin"), _axes_of("axes")),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _axes_of("axis")),
-}
 
 
 # --- operands ---

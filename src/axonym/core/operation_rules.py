@@ -1,0 +1,592 @@
+"""What an operation does to the axes of its operands: one rule for each primitive of JAX, from which all readers work.
+
+A *factor* is an axis, or a part of an axis that a reshape joins with others. A rule numbers the factors of an equation,
+says which of them each dimension of each operand and result has, major to minor, and what the operation does along
+those that it does not treat index by index. A dimension of size 1 has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from .jax_versions import program_of, scan_operands
+
+Dimension = tuple[int, ...]
+Term = tuple[Dimension, ...]
+
+
+class PartOf(NamedTuple):
+    """A factor whose elements are some of those of another one, or are made of them."""
+
+    part: int
+    whole: int
+    start: int | None = None
+    """The first of them; None if values decide, or if it is made of them otherwise, as windows and frequencies are."""
+    stride: int = 1
+
+
+class OperationRule(NamedTuple):
+    """What an operation does to axes."""
+
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+    sizes: Sequence[int]
+    """The size of each factor."""
+    uses: Mapping[int, str] = MappingProxyType({})
+    """What happens along the factors that do not simply pass: `sum`, `max` and so on (each device can begin alone);
+    `whole`, `near` (a halo), `scan`, `sort`, `part`, `index` (another operand says where), `torn` or `position`."""
+    parts: Sequence[PartOf] = ()
+    values: str = ""
+    """`moved` if results have the elements of the operand, `each` if each element is computed from those at its place,
+    `sum` if sums of results are the results of sums; nothing if there is no more to say."""
+    product: bool = False
+
+    @property
+    def summed(self) -> dict[int, str]:
+        return {f: how for f, how in self.uses.items() if how in REDUCED}
+
+    @property
+    def needed(self) -> set[int]:
+        """Return the factors along which devices need more than their shards."""
+        return {f for f, how in self.uses.items() if how not in REDUCED and how != "position"}
+
+
+REDUCED = frozenset("sum max min prod and or xor".split())
+
+
+class _Equation:
+    """An equation, and the factors of its rule so far."""
+
+    def __init__(self, eqn: Any):
+        self.params: dict[str, Any] = eqn.params
+        self.name: str = eqn.primitive.name
+        self.ins = [v.aval.shape for v in eqn.invars]
+        self.outs = [v.aval.shape for v in eqn.outvars]
+        self.invars = eqn.invars
+        self.sizes: list[int] = []
+
+    def new(self, size: int) -> Dimension:
+        if size == 1:
+            return ()
+        self.sizes.append(size)
+        return (len(self.sizes) - 1,)
+
+    def all_new(self, shape: Sequence[int]) -> Term:
+        return tuple([self.new(n) for n in shape])
+
+    def rule(self, operands: Sequence[Term], *results: Term, **more: Any) -> OperationRule:
+        rest = [self.all_new(shape) for shape in self.ins[len(operands) :]]
+        return OperationRule((*operands, *rest), results, self.sizes, **more)
+
+
+_Maker = Callable[[_Equation], OperationRule]
+
+
+def _factors(dims: Any) -> list[int]:
+    return [f for dim in dims for f in dim]
+
+
+def _as_dims(x: Any, rank: int = 0) -> tuple[int, ...]:
+    return tuple(i % rank if rank else i for i in (x if isinstance(x, (tuple, list)) else (x,)))
+
+
+# --- position for position ---
+
+
+def _each(values: str = "each", along: str = "", how: str = "whole", last: int = 0) -> _Maker:
+    """Make the rule of what treats operands position for position, but for axes that a parameter lists."""
+
+    def make(e: _Equation) -> OperationRule:
+        shape = max([*e.ins, *e.outs], key=lambda s: (len(s), math.prod(s)))
+        dims = e.all_new(shape)
+
+        def term(own: Sequence[int]) -> Term:
+            return tuple([d if n == m else e.new(n) for d, n, m in zip(dims, own, shape, strict=False)])
+
+        at = _as_dims(e.params.get(along, ()), len(shape)) if along else range(len(shape) - last, len(shape))
+        uses = dict.fromkeys(_factors(dims[i] for i in at), how)
+        return OperationRule(tuple(map(term, e.ins)), tuple(map(term, e.outs)), e.sizes, uses, values=values)
+
+    return make
+
+
+def _reduced(how: str, key: str = "axes") -> _Maker:
+    def make(e: _Equation) -> OperationRule:
+        dims, gone = e.all_new(e.ins[0]), _as_dims(e.params[key])
+        result = tuple([d for i, d in enumerate(dims) if i not in gone])
+        uses = dict.fromkeys(_factors(dims[i] for i in gone), how)
+        others = [dims if s == e.ins[0] else () for s in e.ins[1:]]
+        values = "sum" if how == "sum" else ""
+        return OperationRule((dims, *others), (result,) * len(e.outs), e.sizes, uses, values=values)
+
+    return make
+
+
+def _same(e: _Equation) -> OperationRule:
+    """Each result is an operand."""
+    dims = [e.all_new(s) for s in e.ins]
+    return OperationRule(tuple(dims), tuple(dims[: len(e.outs)]), e.sizes, values="moved")
+
+
+# --- layout ---
+
+
+def _permuted(e: _Equation) -> OperationRule:
+    dims = e.all_new(e.ins[0])
+    return e.rule([dims], tuple(dims[i] for i in e.params["permutation"]), values="moved")
+
+
+def _broadcast(e: _Equation) -> OperationRule:
+    dims, at = e.all_new(e.ins[0]), e.params["broadcast_dimensions"]
+    found = {j: d for j, d, n in zip(at, dims, e.ins[0], strict=True) if n == e.outs[0][j]}
+    return e.rule([dims], tuple([found.get(j) or e.new(n) for j, n in enumerate(e.outs[0])]), values="moved")
+
+
+def _squeezed(e: _Equation) -> OperationRule:
+    dims, gone = e.all_new(e.ins[0]), e.params["dimensions"]
+    return e.rule([dims], tuple([d for i, d in enumerate(dims) if i not in gone]), values="moved")
+
+
+def _reshaped(e: _Equation) -> OperationRule:
+    """Refine both shapes until they have the same factors; where sizes do not divide each other, axes are torn."""
+    shapes = e.ins[0], e.outs[0]
+    if 0 in shapes[0]:
+        return e.rule([e.all_new(shapes[0])], e.all_new(shapes[1]), values="moved")
+    found: tuple[list[Dimension], list[Dimension]] = ([()] * len(shapes[0]), [()] * len(shapes[1]))
+    uses, left = dict[int, str](), [[(i, n) for i, n in enumerate(s) if n != 1][::-1] for s in shapes]
+    while left[0] and left[1]:
+        (i, m), (j, n) = left[0].pop(), left[1].pop()
+        small, large = min(m, n), max(m, n)
+        if large % small == 0:
+            f = e.new(small)
+            found[0][i], found[1][j] = (*found[0][i], *f), (*found[1][j], *f)
+            if m != n:
+                left[m < n].append((j if m < n else i, large // small))
+            continue
+        # The rest of this group has no common factors: those that are found stay parts of their axes.
+        group, total = ([(i, m)], [(j, n)]), [m, n]
+        while total[0] != total[1]:
+            side = total[0] > total[1]
+            at = left[side].pop()
+            group[side].append(at)
+            total[side] *= at[1]
+        for side, own in enumerate(group):
+            for at, size in own:
+                f = e.new(size)
+                found[side][at] = (*found[side][at], *f)
+                uses |= dict.fromkeys(f, "torn")
+    return e.rule([tuple(found[0])], tuple(found[1]), uses=uses, values="moved")
+
+
+def _tiled(e: _Equation) -> OperationRule:
+    dims = e.all_new(e.ins[0])
+    result = tuple([d if r == 1 else (*e.new(r), *d) for r, d in zip(e.params["reps"], dims, strict=True)])
+    return e.rule([dims], result, values="moved")
+
+
+def _cut(e: _Equation) -> OperationRule:
+    starts, strides = e.params["start_indices"], e.params["strides"] or (1,) * len(e.ins[0])
+    return _parted(e, [*zip(starts, strides, strict=True)])
+
+
+def _parted(e: _Equation, places: Sequence[tuple[int | None, int]]) -> OperationRule:
+    """Make the rule of a result that has a part of each axis of the operand."""
+    dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
+    for d, n, m, (start, stride) in zip(dims, e.ins[0], e.outs[0], places, strict=True):
+        if n == m:
+            result.append(d)
+            continue
+        result.append(new := e.new(m))
+        uses |= dict.fromkeys(d, "part")
+        parts += [PartOf(new[0], d[0], start, stride)] if new and d else []
+    return e.rule([dims], tuple(result), uses=uses, parts=parts, values="moved")
+
+
+def _split(e: _Equation) -> OperationRule:
+    dims, at, parts, start = e.all_new(e.ins[0]), e.params["axis"], list[PartOf](), 0
+    results = []
+    for n in e.params["sizes"]:
+        new = dims[at] if n == e.ins[0][at] else e.new(n)
+        parts += [PartOf(new[0], dims[at][0], start)] if new and dims[at] and new != dims[at] else []
+        results.append((*dims[:at], new, *dims[at + 1 :]))
+        start += n
+    uses = dict.fromkeys(dims[at], "part") if len(results) > 1 else {}
+    return OperationRule((dims,), tuple(results), e.sizes, uses, parts, "moved")
+
+
+def _padded(e: _Equation) -> OperationRule:
+    dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
+    for d, m, (low, high, inside) in zip(dims, e.outs[0], e.params["padding_config"], strict=True):
+        if not (low or high or inside):
+            result.append(d)
+            continue
+        result.append(new := e.new(m))
+        uses |= dict.fromkeys(d, "part")
+        if new and d:
+            if low <= 0 and high <= 0 and not inside:
+                parts.append(PartOf(new[0], d[0], -low))
+            elif low >= 0 and high >= 0:
+                parts.append(PartOf(d[0], new[0], low, inside + 1))
+            else:
+                parts.append(PartOf(new[0], d[0]))
+    return e.rule([dims, ()], tuple(result), uses=uses, parts=parts, values="moved")
+
+
+def _joined(e: _Equation) -> OperationRule:
+    at, dims, start = e.params["dimension"], e.all_new(e.outs[0]), 0
+    operands, uses, parts = list[Term](), dict[int, str](), list[PartOf]()
+    for shape in e.ins:
+        own = dims[at] if shape[at] == e.outs[0][at] else e.new(shape[at])
+        operands.append((*dims[:at], own, *dims[at + 1 :]))
+        if own != dims[at]:
+            uses |= dict.fromkeys(own, "part")
+            parts += [PartOf(own[0], dims[at][0], start)] if own and dims[at] else []
+        start += shape[at]
+    return OperationRule(tuple(operands), (dims,), e.sizes, uses, parts, "moved")
+
+
+def _stacked(e: _Equation) -> OperationRule:
+    at, dims = e.params["axis"], e.all_new(e.ins[0])
+    return OperationRule((dims,) * len(e.ins), ((*dims[:at], e.new(len(e.ins)), *dims[at:]),), e.sizes, values="moved")
+
+
+def _unstacked(e: _Equation) -> OperationRule:
+    at, dims = e.params["axis"], e.all_new(e.ins[0])
+    result = (*dims[:at], *dims[at + 1 :])
+    return OperationRule((dims,), (result,) * len(e.outs), e.sizes, dict.fromkeys(dims[at], "part"), values="moved")
+
+
+def _updated(e: _Equation) -> OperationRule:
+    """`dynamic_update_slice`: the update is a part of the operand, also where it has its size."""
+    dims, update, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
+    for d, n, m, at in zip(dims, e.ins[0], e.ins[1], e.invars[2:], strict=True):
+        update.append(new := e.new(m))
+        uses |= dict.fromkeys(d, "part") if n != m else {}
+        parts += [PartOf(new[0], d[0], 0 if getattr(at, "val", None) == 0 else None)] if new and d else []
+    return e.rule([dims, tuple(update)], dims, uses=uses, parts=parts)
+
+
+# --- products ---
+
+
+def _product(e: _Equation) -> OperationRule:
+    return _multiplied(e, e.params["dimension_numbers"])
+
+
+def _multiplied(e: _Equation, numbers: Any, groups: Sequence[int] = ()) -> OperationRule:
+    (summed, batch), left = numbers, e.all_new(e.ins[0])
+    same = {j: left[i] for pair in (summed, batch) for i, j in zip(*pair, strict=True)}
+    right = tuple([same[j] if j in same else e.new(n) for j, n in enumerate(e.ins[1])])
+    free = [d for i, d in enumerate(left) if i not in (*summed[0], *batch[0])]
+    free += [d for j, d in enumerate(right) if j not in (*summed[1], *batch[1], *groups)]
+    uses = dict.fromkeys(_factors(left[i] for i in summed[0]), "sum")
+    result = (*(left[i] for i in batch[0]), *free)
+    return e.rule([left, right], result, uses=uses, values="sum", product=True)
+
+
+def _grouped_product(e: _Equation) -> OperationRule:
+    numbers = e.params["ragged_dot_dimension_numbers"]
+    groups = tuple(numbers.rhs_group_dimensions)
+    found = _multiplied(e, numbers.dot_dimension_numbers, groups)
+    left, right, sizes = found.operands
+    rows = dict.fromkeys(_factors(left[i] for i in numbers.lhs_ragged_dimensions), "grouped")
+    if groups:
+        terms, (result,) = (left, right, (*sizes[:-1], right[groups[0]])), found.results
+    else:
+        terms, result = found.operands, (sizes[-1], *found.results[0])
+    uses = {**rows, **found.uses, **dict.fromkeys(sizes[-1] if not groups else right[groups[0]], "grouped")}
+    return found._replace(operands=terms, results=(result,), uses=uses)
+
+
+def _convolved(e: _Equation) -> OperationRule:
+    numbers, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
+    (batch, channel, *spatial), (feature, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
+    (out_batch, out_feature, *places) = numbers.out_spec
+    left, right, out = ([()] * len(s) for s in (*e.ins, *e.outs))
+    # With groups, channels are (group, channel of a group): the features have the groups, the kernel the other part.
+    group = e.new(groups)
+    right[inner] = e.new(e.ins[1][inner])
+    left[channel] = (*group, *right[inner])
+    right[feature] = out[out_feature] = (*group, *e.new(e.ins[1][feature] // groups))
+    left[batch] = e.new(e.ins[0][batch])
+    one = e.params["batch_group_count"] == 1
+    out[out_batch] = left[batch] if one else e.new(e.outs[0][out_batch])
+    uses, parts = dict.fromkeys(right[inner], "sum"), list[PartOf]()
+    for i, j, k in zip(spatial, window, places, strict=True):
+        left[i], right[j], out[k] = e.new(e.ins[0][i]), e.new(e.ins[1][j]), e.new(e.outs[0][k])
+        uses |= dict.fromkeys((*left[i], *right[j], *out[k]), "near")
+        parts += [PartOf(out[k][0], left[i][0])] if left[i] and out[k] else []
+    if groups > 1 or not one:
+        uses |= dict.fromkeys((*left[channel], *out[out_feature], *out[out_batch]), "whole")
+    return e.rule([tuple(left), tuple(right)], tuple(out), uses=uses, parts=parts, product=True)
+
+
+# --- windows, look-ups, matrices ---
+
+
+def _windowed(e: _Equation) -> OperationRule:
+    """Windows, and collectives inside `shard_map`: an axis stays, or becomes one of another size."""
+    sizes = e.params.get("window_dimensions")
+    near = list(sizes) if sizes else [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)]
+    return _near(e, near)
+
+
+def _near(e: _Equation, windows: Sequence[int]) -> OperationRule:
+    dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
+    for d, n, m, w in zip(dims, e.ins[0], e.outs[0], windows, strict=True):
+        result.append(new := d if n == m else e.new(m))
+        uses |= dict.fromkeys(d, "near") if w > 1 else {}
+        parts += [PartOf(new[0], d[0])] if new and d and new != d else []
+    return e.rule([dims], *(tuple(result),) * len(e.outs), uses=uses, parts=parts)
+
+
+def _looked_up(e: _Equation) -> OperationRule:
+    numbers, (table, indices) = e.params["dimension_numbers"], e.ins[:2]
+    dims, rows = e.all_new(table), [e.new(n) for n in indices[:-1]]
+    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        rows[j] = dims[i]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    window, uses, parts = list[Dimension](), dict[int, str](), list[PartOf]()
+    for i, (n, m) in enumerate(zip(table, e.params["slice_sizes"], strict=True)):
+        if i in numbers.operand_batching_dims:
+            continue
+        if n != m or i in numbers.collapsed_slice_dims:
+            uses |= dict.fromkeys(dims[i], "index" if i in numbers.start_index_map else "part")
+        if i not in gone:
+            window.append(new := dims[i] if n == m else e.new(m))
+            parts += [PartOf(new[0], dims[i][0])] if new and dims[i] and new != dims[i] else []
+    left, right = iter(window), iter(rows)
+    result = tuple([next(left) if i in numbers.offset_dims else next(right) for i in range(len(e.outs[0]))])
+    return e.rule([dims, (*rows, e.new(indices[-1]))], result, uses=uses, parts=parts, values="moved")
+
+
+def _scattered(e: _Equation) -> OperationRule:
+    numbers, (table, indices, updates) = e.params["dimension_numbers"], e.ins
+    dims, rows = e.all_new(table), [e.new(n) for n in indices[:-1]]
+    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        rows[j] = dims[i]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window, left = iter([i for i in range(len(table)) if i not in gone]), iter(rows)
+    uses, parts, found = dict[int, str](), list[PartOf](), list[Dimension]()
+    full = set[int]()
+    for i, n in enumerate(updates):
+        if i not in numbers.update_window_dims:
+            found.append(next(left))
+        elif n == table[at := next(window)]:
+            found.append(dims[at])
+            full.add(at)
+        else:
+            found.append(new := e.new(n))
+            parts += [PartOf(new[0], dims[at][0])] if new and dims[at] else []
+    indexed = [i for i in numbers.scatter_dims_to_operand_dims if i not in full]
+    uses |= dict.fromkeys(_factors(dims[i] for i in indexed), "index")
+    if "add" in e.name:
+        uses |= dict.fromkeys([f for f in _factors(rows) if f not in _factors(dims)], "sum")
+    return e.rule([dims, (*rows, e.new(indices[-1])), tuple(found)], dims, uses=uses, parts=parts)
+
+
+def _best(e: _Equation) -> OperationRule:
+    dims = e.all_new(e.ins[0])
+    at = e.params.get("axis", e.params.get("reduction_dimension", len(dims) - 1)) % len(dims)
+    k = dims[at] if e.outs[0][at] == e.ins[0][at] else e.new(e.outs[0][at])
+    result = (*dims[:at], k, *dims[at + 1 :])
+    return e.rule([dims], *(result,) * len(e.outs), uses=dict.fromkeys(dims[at], "sort"))
+
+
+def _counted(e: _Equation) -> OperationRule:
+    dims = e.all_new(e.outs[0])
+    return e.rule([], dims, uses=dict.fromkeys(dims[e.params["dimension"]], "position"))
+
+
+def _frequencies(e: _Equation) -> OperationRule:
+    dims, result = e.all_new(e.ins[0]), e.all_new(e.outs[0])
+    last = len(dims) - len(e.params["fft_lengths"])
+    parts = [PartOf(new[0], d[0]) for d, new in zip(dims[last:], result[last:], strict=True) if d and new]
+    uses = dict.fromkeys(_factors(dims[last:]), "whole")
+    return e.rule([dims], (*dims[:last], *result[last:]), uses=uses, parts=parts)
+
+
+def _leading(e: _Equation) -> OperationRule:
+    """Results begin with the axes of the operand, as keys do."""
+    dims = e.all_new(e.ins[0]) if e.ins else ()
+    kept = [(*dims[: len(s)], *e.all_new(s[len(dims) :])) for s in e.outs]
+    new = dict.fromkeys(set(_factors(d for term in kept for d in term)) - set(_factors(dims)), "position")
+    return e.rule([dims] if e.ins else [], *kept, uses=new)
+
+
+def _as_first_of_shape(e: _Equation) -> OperationRule:
+    at = next((i for i, s in enumerate(e.ins) if s == e.outs[0]), None)
+    dims = [e.all_new(s) for s in e.ins]
+    result = e.all_new(e.outs[0]) if at is None else dims[at]
+    windows = e.params.get("window_dimensions", ())
+    near = [f for own in dims for d, w in zip(own, windows, strict=False) if w > 1 for f in d]
+    return OperationRule(tuple(dims), (result,), e.sizes, dict.fromkeys(near, "near"))
+
+
+def _unrelated(e: _Equation) -> OperationRule:
+    """Results have axes of their own, and depend on all of the operands."""
+    dims = [e.all_new(s) for s in e.ins]
+    uses = dict.fromkeys(_factors(d for own in dims for d in own), "whole")
+    return OperationRule(tuple(dims), tuple(map(e.all_new, e.outs)), e.sizes, uses)
+
+
+def _solved(e: _Equation) -> OperationRule:
+    """`triangular_solve`."""
+    b, left = e.all_new(e.ins[1]), e.params["left_side"]
+    solved, row = b[-2 if left else -1], e.new(e.ins[0][-1])
+    square = [row, solved] if e.params["transpose_a"] != left else [solved, row]
+    uses = dict.fromkeys((*solved, *row), "whole")
+    return OperationRule(((*b[:-2], *square), b), (b,), e.sizes, uses)
+
+
+def _factorized(*sides: str) -> _Maker:
+    """Matrices are factorized: each result has the rows or the columns, or neither, beside the axis of the values."""
+
+    def make(e: _Equation) -> OperationRule:
+        dims, values, results = e.all_new(e.ins[0]), dict[int, Dimension](), list[Term]()
+        (*batch, row, column), sizes = dims, e.ins[0][-2:]
+        for side, s in zip(sides, e.outs, strict=False):
+            new = [values[n] if n in values else values.setdefault(n, e.new(n)) for n in s[len(batch) :]]
+            if side == "row" and s[len(batch)] == sizes[0]:
+                new[0] = row
+            elif side == "column" and s[-1] == sizes[1]:
+                new[-1] = column
+            results.append((*batch, *new))
+        return OperationRule((dims,), tuple(results), e.sizes, dict.fromkeys((*row, *column), "whole"))
+
+    return make
+
+
+def _of(names: str, make: _Maker) -> dict[str, _Maker]:
+    return dict.fromkeys(names.split(), make)
+
+
+PRIMITIVES: dict[str, _Maker] = {
+    **_of(
+        """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos cosh
+        digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite lgamma
+        log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
+        regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+        sin sinh sqrt square tan tanh xor zeta log2 threefry2x32 random_fold_in random_clone mul_add fma eq ne lt le gt
+        ge eq_to le_to lt_to select_if_vmap""",
+        _each(),
+    ),
+    **_of("add add_any sub neg", _each("linear")),
+    **_of(
+        """convert_element_type copy copy_p reduce_precision optimization_barrier name stop_gradient sharding_constraint
+        mesh_cast reshard layout_constraint pvary pcast psum psum_invariant pmax pmin ppermute pbroadcast pcollective
+        all_reduce device_put cross_entropy_barrier nonbatchable named_axes exchanged""",
+        _same,
+    ),
+    **_of("cumsum cumprod cummax cummin cumlogsumexp", _each("", "axis", "scan")),
+    "sort": _each("moved", "dimension", "sort"),
+    "rev": _each("moved", "dimensions", "near"),
+    **_of("cholesky", _each("", last=2)),
+    **_of("lu_pivots_to_permutation", _each("", last=1)),
+    **{f"reduce_{how}": _reduced(how) for how in REDUCED},
+    **_of("argmax argmin", _reduced("sort")),
+    "reduce": _reduced("whole", "dimensions"),
+    "transpose": _permuted,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeezed,
+    "reshape": _reshaped,
+    "tile": _tiled,
+    "slice": _cut,
+    "dynamic_slice": lambda e: _parted(e, [(None, 1)] * len(e.ins[0])),
+    "split": _split,
+    "pad": _padded,
+    "concatenate": _joined,
+    "stack": _stacked,
+    "unstack": _unstacked,
+    "dynamic_update_slice": _updated,
+    "dot_general": _product,
+    "ragged_dot_general": _grouped_product,
+    "conv_general_dilated": _convolved,
+    **_of("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _windowed),
+    **_of("all_gather reduce_scatter all_gather_invariant", _windowed),
+    **_of("select_and_scatter_add select_and_gather_add maybe_set", _as_first_of_shape),
+    "gather": _looked_up,
+    **_of("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min", _scattered),
+    **_of("scatter-max scatter_max scatter-sub scatter_sub", _scattered),
+    **_of("top_k approx_top_k", _best),
+    "iota": _counted,
+    "fft": _frequencies,
+    **_of("bitcast_convert_type random_bits random_split random_seed random_unwrap random_wrap empty", _leading),
+    **_of("axis_index create_token after_all", _leading),
+    **_of("unvmap_any unvmap_all unvmap_max", _unrelated),
+    "triangular_solve": _solved,
+    "svd": _factorized("", "row", "column"),
+    "qr": _factorized("row", "column"),
+    "eigh": _factorized("row", ""),
+    "eig": _factorized("", "row", "row"),
+    "lu": _factorized("column", "", ""),
+}
+"""For each primitive, a function that makes the rule of an equation."""
+
+
+def rule_of(eqn: Any) -> OperationRule | None:
+    """Return the rule of an equation; None if its primitive has none, or calls functions."""
+    make = PRIMITIVES.get(eqn.primitive.name)
+    return None if make is None else make(_Equation(eqn))
+
+
+# --- functions inside of an equation ---
+
+
+class Inside(NamedTuple):
+    """A function that an equation runs."""
+
+    jaxpr: Any
+    how: str
+    """`call`, `loop`, `test` (of a loop), `branch`, `device`."""
+    operands: Sequence[int]
+    """The operand of the equation that each argument is."""
+    carried: int = 0
+    """How many results are the arguments of the next run: the first ones."""
+    first: int = 0
+    """The first carried argument."""
+    sliced: int = 0
+    """How many arguments, the last ones, are slices of the operands along their first axis, and so are the results
+    after the carried ones of the results of the equation."""
+    times: int | None = 1
+    """None if values decide."""
+
+
+def inside(eqn: Any) -> list[Inside]:
+    """Return the functions that an equation runs, which is all that a walk over a program has to know of it."""
+    name, params = eqn.primitive.name, eqn.params
+    count = len(eqn.invars)
+    if name == "scan":
+        consts, carry, scanned = scan_operands(params, range(count))
+        return [
+            Inside(params["jaxpr"].jaxpr, "loop", [*consts, *carry, *scanned], len(carry), len(consts), len(scanned),
+                   params["length"])
+        ]  # fmt: skip
+    if name == "while":
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = range(tests + consts, count)
+        return [
+            Inside(params["cond_jaxpr"].jaxpr, "test", [*range(tests), *carry], len(carry), tests, times=None),
+            Inside(params["body_jaxpr"].jaxpr, "loop", range(tests, count), len(carry), consts, times=None),
+        ]
+    if name == "cond":
+        return [Inside(branch.jaxpr, "branch", range(1, count)) for branch in params["branches"]]
+    if name == "shard_map":
+        return [Inside(params["jaxpr"], "device", range(count))]
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        if (found := params.get(key)) is not None:
+            jaxpr = getattr(found, "jaxpr", found)
+            fits = len(jaxpr.invars) == count and len(jaxpr.outvars) == len(eqn.outvars)
+            return [Inside(jaxpr, "call", range(count))] if fits else []
+    found = program_of(params, eqn.invars)
+    return [] if found is None else [Inside(found, "call", range(count))]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in inside(eqn):
+            yield from equations(body.jaxpr)
