@@ -131,8 +131,8 @@ def _made_varying(
     problems = []
     if lost := sorted(varies - used - of_size_one()):
         problems.append(
-            f"{_describe_result(leaf)} varies over {describe_axes(lost)}, but no axis of it is sharded over that, so "
-            f"there is no one value to return. Reduce it with `axonym.psum` or `axonym.pmean`, gather it with "
+            f"{_describe_result(leaf)} varies over {describe_axes(lost)}, but no axis of it is sharded over that, "
+            f"so there is no one value to return. Reduce it with `axonym.psum` or `axonym.pmean`, gather it with "
             "`axonym.all_gather(..., invariant=True)`, or say which axis is sharded: by the mapping, or by `out_specs`."
         )
     if not given and (copied := sorted(used - varies - of_size_one())):
