@@ -97,8 +97,8 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
         if len(ways) > 1:
             listed = " or ".join(f"sharded over {' and '.join(map(repr, w))}" if w else "replicated" for w in ways)
             problems.append(
-                f"{_describe_result(leaf)}: by the arguments, axis {name!r} of size {size} could be {listed}. Say which "
-                "with `out_specs`."
+                f"{_describe_result(leaf)}: by the arguments, axis {name!r} of size {size} could be {listed}. Say "
+                "which with `out_specs`."
             )
         axes = ways[0] if ways else mapped_axes(name, mapping)
         # Sizes do not show shardings over mesh axes of size one; if two axes could have them, either is correct.
