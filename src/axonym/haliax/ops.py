@@ -120,10 +120,12 @@ def einsum(
             equation = "-> " + " ".join("..." if s is ... else w for w, s in zip(words, order, strict=True))
             axis_aliases = {w: s for w, s in zip(words, order, strict=True) if s is not ...}
     elif before.strip().startswith("{"):
-        words = {w: name_of(axis_aliases.get(w, w)) for w in re.findall(r"\w+", before)}
-        kept = {name_of(axis_aliases.get(w, w)) for w in re.findall(r"\w+", after)}
-        arrays, names = _summed_alone(arrays, [n for n in words.values() if n not in kept])
-        gone = {w for w, n in words.items() if n not in kept and n not in names}
+        words, kept = (
+            {w: name_of(axis_aliases[w] if w in axis_aliases else w) for w in re.findall(r"\w+", text)}
+            for text in (before, after)
+        )
+        arrays, names = _summed_alone(arrays, [n for n in words.values() if n not in kept.values()])
+        gone = {w for w, n in words.items() if n not in (*kept.values(), *names)}
         equation = re.sub(r"\w+", lambda w: "" if w[0] in gone else w[0], equation)
         axis_aliases = {w: s for w, s in axis_aliases.items() if w not in gone}
     options |= axis_aliases

@@ -66,8 +66,8 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> jax.Array:
     """Return the product of two arrays, each rounded to integers. Derivatives of any order ignore the rounding."""
-    lhs_scale, short_lhs = _rounded(lhs, axes.lhs, axes.out)
-    rhs_scale, short_rhs = _rounded(rhs, axes.rhs, axes.out)
+    lhs_scale, short_lhs = _rounded_int8(lhs, axes.lhs, axes.out)
+    rhs_scale, short_rhs = _rounded_int8(rhs, axes.rhs, axes.out)
     y = multiply(axes, short_lhs, short_rhs, jnp.int32, like=like)
     scale = lhs_scale * rhs_scale
     return (y.astype(scale.dtype) * scale).astype(lhs.dtype)
@@ -86,7 +86,7 @@ def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[ja
 _product.defvjp(_forward, _backward)
 
 
-def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
+def _rounded_int8(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
     """Round an array to integers; return its scales, in the layout of the result, and the integers."""
     x = x.astype(jnp.float32)
     summed = tuple(i for i, n in enumerate(names) if n not in out)
