@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from ..sharding.meshes import current_mesh, set_mesh, with_devices
+from ..sharding.meshes import Between, arranged_devices, current_mesh, set_mesh, slices_along, with_devices
 from . import _compiling
 from ._arguments import ArgumentNames, arrays_of, step_name
 from ._by_names import by_names
@@ -56,6 +57,7 @@ def explain(
     mesh: AnyMesh | None = None,
     by: str = "compiled",
     topology: str | None = None,
+    between: Between = None,
     chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -74,7 +76,9 @@ def explain(
             the step and works out by name what each operation does under the mapping, on a mesh of any size. It takes a
             plain function, or one of `axonym.names.distribute`, that does not say how it is distributed; assumes that
             the mapping shards every array; and raises an error where names do not determine the communication.
-        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not exist here. Needs the extra `tpu-plan`.
+        topology: the TPUs to compile for, such as `"v5e:4x4"`, or `"v5e:4x4x2slices"` for two of them, which need not
+            exist here. Needs the extra `tpu-plan`.
+        between: the mesh axes that cross these slices, as in `make_mesh`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -91,7 +95,7 @@ def explain(
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")
-        mesh = _on_topology(current_mesh() if mesh is None else mesh, topology)
+        mesh = _on_topology(current_mesh() if mesh is None else mesh, topology, between)
         args, kwargs = _moved_to(mesh, (args, kwargs))
     if by == "names":
         storage, compute = mappings_of(fn, mapping)
@@ -166,8 +170,8 @@ def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str,
 # --- meshes ---
 
 
-def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
-    """Return a mesh with the axes of another one and the devices of a TPU topology, such as `v5e:4x4`."""
+def _on_topology(mesh: AnyMesh | None, topology: str, between: Between) -> Mesh:
+    """Return a mesh with the axes of another one and the devices of a TPU topology, placed as `make_mesh` does."""
     if mesh is None:
         raise ValueError(
             f"explain: a mesh is needed for the topology {topology!r}: pass `mesh`, which needs no devices."
@@ -181,8 +185,10 @@ def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
     if jax.default_backend() != "tpu":
         for name, value in _MACHINE.items():
             os.environ.setdefault(name, value)
+    name, _, count = re.sub(r"x(\d+)slices$", r" \1", topology).partition(" ")
+    several = {"num_slices": int(count)} if count else {}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **several).devices
     except (RuntimeError, NotImplementedError) as e:
         raise ValueError(f"explain: the TPU compiler cannot be asked for the topology {topology!r}: {e}") from e
     if len(devices) != mesh.size:
@@ -190,7 +196,10 @@ def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
             f"explain: the topology {topology!r} has {len(devices)} devices and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}. Make them equal."
         )
-    return _with_axes_of(mesh, devices)
+    if between is None and isinstance(mesh, Mesh):
+        between = slices_along(mesh) or None
+    grid = arranged_devices(mesh.shape, devices, between, "explain")
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _with_axes_of(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh:
