@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +79,8 @@ def explain(
             the mapping shards every array; and raises an error where names do not determine the communication.
         topology: the TPUs to compile for, such as `"v5e:4x4"`, or `"v5e:4x4x2slices"` for two of them, which need not
             exist here. Needs the extra `tpu-plan`.
-        between: the mesh axes that cross these slices, as in `make_mesh`.
+        between: the mesh axes that cross slices, as in `make_mesh`; by default, what the devices of the mesh say. If no
+            topology says how many slices there are, a name stands for as many as the axis has positions.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -101,7 +103,8 @@ def explain(
         storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
-        return by_names(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
+        report = by_names(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
+        return dataclasses.replace(report, between=_slices_along(around, between))
     with active(mesh, repeated=by == "partitioner"):
         args, kwargs = on_devices((args, kwargs))
         compiled_step = distributed(fn, mapping)
@@ -120,7 +123,7 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
-        return report_on(
+        report = report_on(
             step_name(fn),
             program,
             lowered,
@@ -133,6 +136,17 @@ def explain(
             chip,
             fn is compiled_step,
         )
+        return dataclasses.replace(report, between=_slices_along(current_mesh(), None if topology else between))
+
+
+def _slices_along(mesh: AnyMesh | None, between: Between) -> dict[str, int]:
+    """Return how many slices lie along mesh axes: as an argument says, or else the devices."""
+    if mesh is None or between is None:
+        return slices_along(mesh) if isinstance(mesh, Mesh) else {}
+    names = [between] if isinstance(between, str) else list(between)
+    if unknown := [n for n in names if n not in mesh.shape]:
+        raise ValueError(f"explain: between has {', '.join(unknown)}; the mesh axes are {', '.join(mesh.shape)}.")
+    return dict(between) if isinstance(between, Mapping) else {n: mesh.shape[n] for n in names}
 
 
 def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
