@@ -305,7 +305,7 @@ def _convolved(e: _Equation) -> OperationRule:
     numbers, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
     (batch, channel, *spatial), (feature, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
     (out_batch, out_feature, *places) = numbers.out_spec
-    left, right, out = ([()] * len(s) for s in (*e.ins, *e.outs))
+    left, right, out = (list[Dimension]([()] * len(s)) for s in (*e.ins, *e.outs))
     # With groups, channels are (group, channel of a group): the features have the groups, the kernel the other part.
     group = e.new(groups)
     right[inner] = e.new(e.ins[1][inner])
@@ -466,9 +466,9 @@ def _of(names: str, make: _Maker) -> dict[str, _Maker]:
 
 PRIMITIVES: dict[str, _Maker] = {
     **_of(
-        """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos cosh
-        digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite lgamma
-        log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
+        """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos
+        cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite
+        lgamma log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
         regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
         sin sinh sqrt square tan tanh xor zeta log2 threefry2x32 random_fold_in random_clone mul_add fma eq ne lt le gt
         ge eq_to le_to lt_to select_if_vmap""",

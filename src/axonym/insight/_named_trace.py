@@ -390,7 +390,7 @@ class _Events:
         for x, term in zip(reversed(xs[: len(rule.operands)]), reversed(rule.operands), strict=True):
             pairs = [(d, known.setdefault(own, d)) for own, d in zip(term, x.dims, strict=False) if own]
             if any(a != b for a, b in pairs):
-                self.differ(place, *(tuple(own) for own in zip(*pairs, strict=True)))
+                self.differ(place, tuple([own for own, _ in pairs]), tuple([other for _, other in pairs]))
 
     def _without_rule(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record what is not known along any axis."""

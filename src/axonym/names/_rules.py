@@ -97,7 +97,7 @@ class _Reading:
         """Return the axis of a factor that no operand has."""
         axes, step, size = self._axes, self._step, self._rule.sizes[f]
         if step.name == "concatenate":
-            return axes.joined([x.dims[at] for x in self._xs], [v.aval.shape[at] for v in step.eqn.invars])
+            return axes.joined([x.dims[at] for x in self._xs], [step.shape_of(i)[at] for i in range(len(self._xs))])
         if (part := self._parts.get(f)) is not None:
             whole = self._known[part.whole]
             if step.name == "fft":
@@ -305,9 +305,7 @@ def _points(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequence[Axed],
     if step.name == "concatenate":
         # The last axis of indices has a column for each axis that they index.
         at, told = step.params["dimension"], [x.points or () for x in xs]
-        fits = at == len(step.shape) - 1 and all(
-            len(p) == v.aval.shape[at] for p, v in zip(told, step.eqn.invars, strict=False)
-        )
+        fits = at == len(step.shape) - 1 and all(len(p) == step.shape_of(i)[at] for i, p in enumerate(told))
         return tuple(p for own in told for p in own) if fits else None
     if rule.values == "moved" and step.name not in _LOST:
         return xs[min(i, len(xs) - 1)].points if xs else None

@@ -117,8 +117,8 @@ class AxisWalk:
                 step.bodies = (self.run(f.jaxpr, xs, step),)
                 return list(step.bodies[0].results)
             last, carried = len(f.operands) - f.sliced, slice(f.first, f.first + f.carried)
-            given = [xs[i] if f.how != "device" and j < last and j not in range(carried.start, carried.stop) else used(i)
-                     for j, i in enumerate(f.operands)]  # fmt: skip
+            own = {*range(last)}.difference(range(carried.start, carried.stop)) if f.how != "device" else ()
+            given = [xs[i] if j in own else used(i) for j, i in enumerate(f.operands)]
             along: Axis = () if f.times is None else fresh(f.times)
             for x in given[last:]:
                 along = self.axes.unify(along, x.dims[0], step)
