@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..distribution.active_settings import Entry
+from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import AnyMesh
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
@@ -69,7 +69,7 @@ def explain(
         *args: its arguments, which may be abstract; keywords too. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
             it, or a parameter mapping and a compute mapping, for `fsdp`. `axonym.names.distribute` without mappings of
-            its own takes either.
+            its own takes either. For `by="names"`, the active mapping by default.
         mesh: the mesh; by default the active one. A mesh without devices takes this machine's, if there are enough.
         by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"` stops before code
             generation, which takes most of the time, so memory is not known; collectives and flops are the same. It is
@@ -172,9 +172,12 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
 def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
     if mapping is None:
+        stored, compute = active_parameter_mapping(), active_mapping()
+        mapping = (stored, compute) if stored else compute or None
+    if mapping is None:
         raise ValueError(
-            "explain: by='names' takes the function that is compiled, and its mapping as `mapping=`. Of "
-            "`axonym.names.distribute`, it takes a function without mappings."
+            "explain: by='names' takes the function that is compiled, or `axonym.names.distribute` of it without "
+            "mappings, and its mapping: pass `mapping=`, or activate it by `axonym.axis_mapping`."
         )
     distributed(fn, mapping)  # which raises the error
     storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
