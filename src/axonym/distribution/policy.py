@@ -141,7 +141,7 @@ def settle(
     mapping = {n: by.used(n) for n in names if n in by.compute}
     wanted: dict[str, list[Axes]] = {}
     for operand in operands:
-        for name, axes in _inherited(operand, names, sizes, by, successors).items():
+        for name, axes in _inherited_axes(operand, names, sizes, by, successors).items():
             if axes not in wanted.setdefault(name, []):
                 wanted[name].append(axes)
     seen = {n for operand in operands for n in operand.names}
@@ -149,7 +149,7 @@ def settle(
     for name in names:
         choices = wanted.get(name, [])
         if len(choices) > 1 and name not in mapping:
-            raise Undecided(_disagreement(what, name, choices, by))
+            raise Undecided(_describe_disagreement(what, name, choices, by))
         if len(choices) == 1:
             # A resized axis is replicated if its mesh axes no longer divide it.
             chosen[name] = choices[0] if sizes[name] % by.count(choices[0]) == 0 else ()
@@ -158,7 +158,7 @@ def settle(
             # move data. Where they disagree, and for a new axis, it decides.
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
             if sizes[name] % by.count(chosen[name]):
-                raise Undecided(_indivisible(what, name, sizes[name], chosen[name], by))
+                raise Undecided(_describe_indivisible(what, name, sizes[name], chosen[name], by))
     chosen = _each_to_one(what, chosen, mapping, by)
     return PlacedAxes(names, [chosen[n] for n in names])
 
@@ -170,12 +170,12 @@ def _each_to_one(what: str, chosen: dict[str, Axes], mapping: Mapping[str, Axes]
         if len(users) > 1:
             entitled = [n for n in users if axis in mapping.get(n, ())]
             if len(entitled) != 1:
-                raise Undecided(_collision(what, axis, users, by, bool(entitled)))
+                raise Undecided(_describe_collision(what, axis, users, by, bool(entitled)))
             chosen = {n: axes if n in entitled else tuple(a for a in axes if a != axis) for n, axes in chosen.items()}
     return chosen
 
 
-def _inherited(
+def _inherited_axes(
     operand: PlacedAxes, names: Names, sizes: Mapping[str, int], by: Mappings, successors: Successors
 ) -> Mapping[str, Axes]:
     """Return the mesh axes that one operand implies for each axis of the result."""
@@ -216,7 +216,7 @@ def exchange_columns(table: Names, indices: Names, indexed: str | None, by: Mapp
 # --- errors ---
 
 
-def _disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -> str:
+def _describe_disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -> str:
     return (
         f"{what}: the operands shard axis {name!r} over different mesh axes of "
         f"{errors.describe_shape(by.mesh)}, so the sharding of the result is ambiguous. Set it with "
@@ -225,7 +225,7 @@ def _disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -
     )
 
 
-def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_mapped: bool) -> str:
+def _describe_collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_mapped: bool) -> str:
     listed = " and ".join(repr(n) for n in users)
     wanted = None if both_mapped else axis
     return (
@@ -236,6 +236,6 @@ def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_ma
     )
 
 
-def _indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
+def _describe_indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
     problem = errors.indivisible(f"axis {name!r}", size, {a: by.mesh[a] for a in axes})
     return f"{what}: by the active mapping, {problem} Resize the axis, or map it to None."

@@ -107,7 +107,7 @@ def named_jit(
             )
         active["mapping"] = normalize_mapping(mapping, "named_jit")
     make = functools.partial(
-        _compiled,
+        _compile_named_jit,
         "named_jit",
         active=active,
         in_placement=in_placement,
@@ -197,12 +197,12 @@ def fsdp(
         active["parameter_mapping"] = normalize_mapping(parameters, "fsdp")
         placement = ParameterOrComputeMapping(active["parameter_mapping"], compute)
     make = functools.partial(
-        _compiled, "fsdp", active=active, in_placement=placement, out_placement=placement, **options
+        _compile_named_jit, "fsdp", active=active, in_placement=placement, out_placement=placement, **options
     )
     return make if fn is None else make(fn)
 
 
-def _compiled(
+def _compile_named_jit(
     what: str,
     fn: Callable[P, R],
     active: Mapping[str, Any],
