@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import os
+import random
 import shlex
 import sys
 import time
@@ -26,6 +27,8 @@ if __name__ == "__main__":
     hosts.supervise_if_distributed(sys.argv[1:])
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from training import (
     checkpoints,
     config as settings,
@@ -66,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with fail_together("The start") as agree:
                 agree_on(agree, settings="\n".join(settings.lines_of(config)))
                 prepared = Prepared(config, folder)
-                texts = f"with the number {prepared.corpus.fingerprint}"
+                order = data.Texts(prepared.corpus.train, config.batches.length, config.seed).order
+                texts = f"with the number {prepared.corpus.fingerprint}, in the order {order}"
                 agree_on(agree, mapping=prepared.strategy.as_text(), texts=texts)
                 if jax.process_count() > 1:
                     agree_on(agree, **prepared.programs())
@@ -183,12 +187,21 @@ class Training:
             fingerprint = self.prepared.corpus.fingerprint
             saved.remove_unfinished()
             saved.check_room(abstract)
-            latest = saved.latest() if self.config.resume else None
-            agree_on(agree, latest_checkpoints=str(latest))
+            name = self.config.accept
+            accepted = None if name is None else saved.folder / name
+            latest = accepted or (saved.latest() if self.config.resume else None)
+            known = self.files.number_of("run") if self.config.resume else None
+            agree_on(agree, latest_checkpoints=str(latest), numbers_of_the_run=str(known))
+        # Chosen by the first process, for all.
+        new = np.uint32(random.SystemRandom().randrange(1, 2**31))
+        saved.run = int(np.ravel(multihost_utils.process_allgather(new))[0]) if known is None else known
         if latest is not None:
-            self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.storage)
+            storage = self.prepared.strategy.storage
+            self.state, self.step, self.seen = saved.restore(latest, abstract, storage, accepts=accepted is not None)
+            if accepted is not None:
+                saved.set_aside(accepted, self.step)
             self.saved = self.step
-            if self.files.fingerprint() != fingerprint:
+            if self.files.number_of("text") != fingerprint:
                 warn("The text is another one than when the run was started, so it will not go on as it would have.")
         else:
             self.state = jax.block_until_ready(self.functions.start(jax.random.key(self.config.seed)))

@@ -39,12 +39,18 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
+        self.run = 0
+        """A number that tells this run from others; each of its checkpoints has it."""
         self._pending: tuple[Path, int, files.PendingCheckpoint] | None = None
         """The checkpoint that is being written, its path and its step."""
 
     def latest(self) -> Path | None:
-        """The latest checkpoint that is complete."""
-        found = files.latest_checkpoint(self.folder)
+        """The latest checkpoint. A later folder that is damaged is a problem, and not passed over."""
+        try:
+            found = files.latest_checkpoint(self.folder)
+        except ValueError as e:
+            text = in_a_line(e).removeprefix("latest_checkpoint: ")
+            raise Problem(f"{text} To go on from another one, name it: --accept step-...") from None
         return None if found is None else Path(found)
 
     def begin(self, state: Any, step: int, seen: int) -> None:
@@ -56,7 +62,7 @@ class Checkpoints:
             if _bytes_of(state) > shutil.disk_usage(self.folder).free:  # and Orbax would print much about it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with self._problems(path):
-            tree = {"state": state, "step": step, "seen": seen}
+            tree = {"state": state, "step": step, "seen": seen, "run": self.run}
             self._pending = path, step, files.save_checkpoint_async(path, tree)
 
     def save(self, state: Any, step: int, seen: int) -> tuple[Path, int] | None:
@@ -98,13 +104,18 @@ class Checkpoints:
                 for folder in (self.folder, self.folder.parent):  # deleted; Orbax may have made them again, empty
                     with contextlib.suppress(OSError):
                         folder.rmdir()
-            last = self.latest()
+            last = None
+            with contextlib.suppress(Problem):
+                last = self.latest()
             kept = "there is none before it" if last is None else f"{last} is complete"
             raise Problem(f"The checkpoint {path} could not be written, because {reason_of(e)}; {kept}.") from e
 
-    def restore(self, path: Path, abstract: T, storage: Mapping[str, Any]) -> tuple[T, int, int]:
-        """A state on the active mesh, the step, and how much of the text was seen."""
-        template = {"state": abstract, "step": 0, "seen": 0}
+    def restore(self, path: Path, abstract: T, storage: Mapping[str, Any], accepts: bool = False) -> tuple[T, int, int]:
+        """A state on the active mesh, the step, and how much of the text was seen.
+
+        A checkpoint that is not of this run, or not of the step in its name, has to be accepted.
+        """
+        template = {"state": abstract, "step": 0, "seen": 0, "run": 0}
         # The mapping shards named arrays; arrays without names, such as the key, are replicated.
         placement = MappingShardingRule(storage) | jax.P()
         try:
@@ -113,7 +124,26 @@ class Checkpoints:
             text = in_a_line(e)
             says = text.removeprefix(f"restore_checkpoint: {path} ")
             raise Problem(f"The checkpoint {path} {says if says != text else f'cannot be read: {text}'}") from e
-        return found["state"], found["step"], found["seen"]
+        step, run = found["step"], found["run"]
+        if not accepts:
+            hint = f"to go on from it all the same, add --accept {path.name}"
+            if run != self.run:
+                raise Problem(f"The checkpoint {path} is of the run {run}, and this is the run {self.run}; {hint}.")
+            if step != _step_of(path):
+                raise Problem(f"The checkpoint {path} is not of step {_step_of(path)}, but of step {step}; {hint}.")
+        self.run = run
+        return found["state"], step, found["seen"]
+
+    def set_aside(self, accepted: Path, step: int) -> None:
+        """Give what would be taken for later checkpoints names without a number, and the accepted one its own name."""
+        with fail_together("accept"):
+            if jax.process_index() == 0:
+                own = self.folder / f"step-{step:06d}"
+                if accepted != own and not own.exists():
+                    accepted.rename(own)
+                for path in self.folder.glob("step-*"):
+                    if re.fullmatch(r"step-[0-9]+", path.name) and _step_of(path) > step:
+                        path.rename(path.with_name(f"{path.name}.set-aside"))
 
     def remove_unfinished(self) -> None:
         """Delete what was left by a save that did not come to its end."""

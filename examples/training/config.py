@@ -163,6 +163,9 @@ class Config:
     """The folder of the run; by default the next free one of runs/1, runs/2, ..."""
     resume: bool = False
     """Go on with the run in --out, or with the latest one in runs/: with its settings, but for those given here."""
+    accept: str | None = None
+    """Go on from the checkpoint of this name, such as step-000100, whatever run or step it is of, and set later ones
+    aside."""
     export: File = None
     """Write the model to this safetensors file in the end."""
     model: ModelSizes = dataclasses.field(default_factory=ModelSizes)
@@ -173,7 +176,7 @@ class Config:
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
 
-_OF_THE_CALL = ("explain", "out", "resume", "export", "hosts")
+_OF_THE_CALL = ("explain", "out", "resume", "accept", "export", "hosts")
 """Settings that say what is done now, and so are not those of the run."""
 
 

@@ -168,6 +168,14 @@ class Texts:
         shift, order = _round(self.seed, round_, self.per_round, self.length)
         return int(order[place]) * self.length + shift
 
+    @functools.cached_property
+    def order(self) -> int:
+        """A number that tells the order of the pieces in the first rounds from others."""
+        rounds = [_round(self.seed, i, self.per_round, self.length) for i in range(2)]
+        return zlib.crc32(
+            repr([(int(shift), zlib.crc32(np.asarray(order, np.int64))) for shift, order in rounds]).encode()
+        )
+
     def batch(self, first: int, Batch: Axis, Pos: Axis, sharding: jax.sharding.Sharding) -> NamedArray:
         """The pieces from the `first` on. Each device gets its own part, and nothing else is put together."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,11 +29,14 @@ class Run:
         self.explanation, self.explanation_picture = folder / "explanation.md", folder / "explanation.png"
 
     def keep_settings(self, config: Config, fingerprint: int) -> None:
-        """Write down what the run was started with, and a number that tells its text from others."""
+        """Write down what the run was started with, and numbers that tell its text and itself from others."""
         path = self.folder / _SETTINGS
         unfinished = path.with_name(path.name + ".new")
         try:
-            unfinished.write_text(json.dumps(settings.as_json(config) | {"text": fingerprint}, indent=2) + "\n")
+            unfinished.write_text(
+                json.dumps(settings.as_json(config) | {"text": fingerprint, "run": self.checkpoints.run}, indent=2)
+                + "\n"
+            )
             os.replace(unfinished, path)
         except OSError as e:
             raise Problem(f"The settings of the run could not be written to {path}, because {reason_of(e)}.") from None
@@ -41,10 +45,11 @@ class Run:
         """Whether everything that is needed is still there, which somebody may have deleted."""
         return os.path.isfile(self.folder / _SETTINGS) and os.path.isdir(self.checkpoints.folder)
 
-    def fingerprint(self) -> int | None:
-        """The number of the text that the run was started with."""
+    def number_of(self, what: str) -> int | None:
+        """The number of the text that the run was started with, or of the run."""
         try:
-            return json.loads((self.folder / _SETTINGS).read_text()).get("text")
+            found = json.loads((self.folder / _SETTINGS).read_text()).get(what)
+            return found if type(found) is int else None
         except (OSError, ValueError, AttributeError):
             return None
 
@@ -78,6 +83,8 @@ def _next_free() -> Path:
 
 def to_resume(config: Config) -> Path:
     """The folder of the run to go on with."""
+    if config.accept is not None and re.fullmatch(r"step-[0-9]+", config.accept) is None:
+        raise Problem(f"--accept needs the name of a checkpoint, such as step-000100, and {config.accept} is none.")
     if config.out is not None:
         folder = config.out
     elif numbers := _numbers():

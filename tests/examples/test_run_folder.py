@@ -189,6 +189,31 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         cut,
         r"^train_lm.py: The checkpoint \S+step-000006 cannot be read: ValueError: DATA_LOSS: [^\n]*manifest\.ocdbt",
     ),
+    "the latest without its table": (
+        RESUMED,
+        lambda run: shutil.rmtree(run / "checkpoints" / "step-000006" / "about"),
+        r"step-000006 is no complete checkpoint: it has no about/; the last complete one is \S+step-000004\. .*--accept",
+    ),
+    "an empty folder that looks later": (
+        RESUMED,
+        lambda run: (run / "checkpoints" / "step-000009").mkdir(),
+        r"step-000009 is no complete checkpoint: it has no about/; the last complete one is \S+step-000006\. .*--accept",
+    ),
+    "a checkpoint under another name": (
+        RESUMED,
+        lambda run: (run / "checkpoints" / "step-000004").rename(run / "checkpoints" / "step-000200"),
+        r"step-000200 is not of step 200, but of step 4; to go on from it all the same, add --accept step-000200\.",
+    ),
+    "a checkpoint of another run": (
+        RESUMED,
+        settings(run=7),
+        r"step-000006 is of the run \d+, and this is the run 7; to go on from it all the same, add --accept step-000006",
+    ),
+    "to accept what is no checkpoint": (
+        (*RESUMED, "--accept", "latest"),
+        None,
+        r"--accept needs the name of a checkpoint, such as step-000100, and latest is none\.",
+    ),
     "stray things beside a run": (("--out", "RUN"), strays, "has a run already, up to step-000006: go on with it"),
     "stray things beside a damaged checkpoint": (
         RESUMED,
@@ -501,6 +526,26 @@ def test_stray_things_in_the_folder_are_left(
     assert (run / "metrics.jsonl.odd").read_bytes() == b"".join(odd)
     assert losses(run)[-1] == losses(finished)[-1] and len(rows(run)) == len(rows(finished)) + 1
     assert {path.name for path in saved.iterdir()} == {"step-backup", "step-000099", "step-", "notes-7", "step-000006"}
+
+
+def test_accepted_checkpoints(finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run goes on from what is accepted, whatever its name and run; later ones are set aside, and not in the way."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    folder = run / "checkpoints"
+    (folder / "step-000004").rename(folder / "step-000200")
+    shutil.rmtree(folder / "step-000006" / "about")
+    settings(run=7)(run)
+    other = json.loads((finished / "config.json").read_text())["run"]
+    assert train_lm.main(["--resume", "--out", str(run), "--accept", "step-000200"]) == 0
+    assert "Going on from step 4 to 6" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir())[-3:] == [
+        "step-000004",
+        "step-000006",
+        "step-000006.set-aside",
+    ]
+    assert json.loads((run / "config.json").read_text())["run"] == other
+    assert losses(run) == losses(finished)
 
 
 def test_a_folder_that_is_deleted_is_not_advised(

@@ -186,7 +186,8 @@ def check_hosts_that_differ(folder: Path) -> None:
     rank, steps = jax.process_index(), train_lm.steps
     own = folder / str(rank)  # hosts have files of their own under the same names
     own.mkdir()
-    for name in ("the step", "mapping", "texts"):
+    shuffled = mock.patch.object(train_lm.data.Texts, "order", rank)
+    for name in ("the step", "mapping", "texts", "order"):
         mapping = {"batch": "data"} | ({"mlp": None} if rank and name == "mapping" else {})
         (own / "mapping.json").write_text(json.dumps({"mesh": {"data": -1}, "mapping": mapping}))
         (own / "text.txt").write_text("0123456789" * 300 + str(rank if name == "texts" else 0))
@@ -194,9 +195,10 @@ def check_hosts_that_differ(folder: Path) -> None:
         arguments += ["--data", "text.txt", "--mapping", "mapping.json", "--steps", str(STEPS)]
         constant = functools.partial(steps.optax.adamw, eps=1e-7 * (1 + rank))
         changed = mock.patch.object(steps.optax, "adamw", constant) if name == "the step" else contextlib.nullcontext()
+        changed = shuffled if name == "order" else changed
         with changed, contextlib.chdir(own), contextlib.redirect_stderr(io.StringIO()) as said:
             assert train_lm.main(arguments) == 1
-        expected = f"train_lm.py: The start: {name} must be the same in every process, but differ: process 0: "
+        expected = f"train_lm.py: The start: {'texts' if name == 'order' else name} must be the same in every process, but differ: process 0: "
         assert said.getvalue().startswith(expected) and said.getvalue().count("\n") == 1, said.getvalue()
         assert "; process 1: " in said.getvalue()
         assert not list((folder / "run").glob("checkpoints/*"))

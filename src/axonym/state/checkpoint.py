@@ -32,7 +32,7 @@ from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement
 from ._checkpoint_entries import as_stored, key_of, restored_leaf, stored_entries
 from .checkpoint_saves import UNFINISHED, orbax_path, require_orbax
-from .file_checksums import as_folder, damage_of, listed_damage
+from .file_checksums import CHECKSUMS, as_folder, damage_of, listed_damage
 from .sharded_reading import shardings_of, stored_shape
 
 T = TypeVar("T")
@@ -175,7 +175,8 @@ def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the checkpoint whose name ends with the highest number, or None if there is none.
 
-    Checkpoints that were not finished do not count, nor does anything else in the folder.
+    Checkpoints that were not finished do not count, nor does anything else in the folder. A later folder that is empty
+    or has lost a part is an error, rather than a reason to take the one before it.
 
     Arguments:
         folder: the folder with the checkpoints.
@@ -189,13 +190,24 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """
     require_orbax("latest_checkpoint")
     found = _complete(as_folder(folder))
-    return str(max(found)[1]) if found else None
+    number, latest = max(found, default=(-1, None))
+    for other, child in _numbered(as_folder(folder)):
+        inside = {part.name for part in child.iterdir()} if other > number and child.is_dir() else {"another folder"}
+        if not inside or inside & {"about", "arrays", CHECKSUMS}:
+            before = "there is none before it" if latest is None else f"the last complete one is {latest}"
+            raise ValueError(f"latest_checkpoint: {child} is no complete checkpoint: it has no about/; {before}.")
+    return None if latest is None else str(latest)
 
 
 def _complete(folder: Any) -> list[tuple[int, Any]]:
     """Return the complete checkpoints in a folder whose names end with a number, each with that number."""
-    numbered = [(re.search(r"[0-9]+$", child.name), child) for child in folder.iterdir()] if folder.is_dir() else []
-    return [(int(number[0]), child) for number, child in numbered if number and _is_complete(child)]
+    return [(number, child) for number, child in _numbered(folder) if _is_complete(child)]
+
+
+def _numbered(folder: Any) -> list[tuple[int, Any]]:
+    """Return what has a name that ends with a number, and is not being written."""
+    found = [(re.search(r"[0-9]+$", child.name), child) for child in folder.iterdir()] if folder.is_dir() else []
+    return [(int(number[0]), child) for number, child in found if number and UNFINISHED not in child.name]
 
 
 def _is_complete(folder: Any) -> bool:
