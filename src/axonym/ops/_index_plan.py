@@ -21,6 +21,7 @@ from ..axis import Axis, Names, name_of
 from ..core import errors
 from ..core.extensions import extension
 from ..core.jax_versions import set_apart
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from . import _kernels
 from ._operands import as_positions, at_least_int32
@@ -375,14 +376,23 @@ class IndexLayout:
 
     def get(self, a: jax.Array, operands: Sequence[jax.Array], keywords: Mapping[str, Any]) -> jax.Array:
         """Return the selected elements, in the layout `out_names`."""
-        self._check(a, operands)
+        sizes = self._check(a, operands)
 
         def lookup(a, *operands):
             index = self._index(a.shape, operands)
             return a.at[index].get(**keywords) if keywords else a[index]
 
         found = (*self.shared, *self.inner_result)
+        # Padding would not match slices, and would break a promise that indices are in order, or unique.
+        pads = keywords.keys() <= {"mode", "fill_value"} and all(i.kind != "slice" for i in self.items.values())
+        operands = [
+            evenly_sharded("index", o, x, self.new, beside=[a, *operands], fill=0 if pads else None)
+            for o, x in zip(self.operands, operands, strict=True)
+        ]
         result = _kernels.map_over(lookup, self.shared, (self.names, *self.operands), found)(a, *operands)
+        result = evenly_sharded("index", found, result, self.new)
+        ends = [sizes[n] for n in found]
+        result = result if list(result.shape) == ends else jax.lax.slice(result, [0] * result.ndim, ends)
         return _kernels.transpose_to(result, found, self.out_names)
 
     def update(

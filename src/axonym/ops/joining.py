@@ -15,7 +15,7 @@ from jax.core import Tracer
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..core import errors
 from ..core.tree_spec import StaticLeaf
-from ..distribution.mesh_axes import replicate_uneven
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
 from ._operands import by_axis, check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
@@ -282,8 +282,9 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
             times = times.astype(jnp.int32)  # a small dtype may not hold their sum
         if not isinstance(repeats, int) and not isinstance(times, int):
             # On several mesh axes, XLA takes the wrong elements if the axis is sharded unevenly.
-            x = replicate_uneven("repeat", names, x, several=True)
-            times = replicate_uneven("repeat", repeats, times, several=True)
+            x, times = evenly_sharded("repeat", names, x), evenly_sharded("repeat", repeats, times, beside=[x])
+            found = jnp.repeat(x, times, axis=where, total_repeat_length=total)
+            return evenly_sharded("repeat", names, found, [names[where]])
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
 
     in_names = (names,) if isinstance(repeats, int) else (names, repeats)
