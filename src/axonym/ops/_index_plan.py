@@ -312,7 +312,9 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
         for i in backwards:
             taken = range(*bounds[i])
             bounds[i] = (taken[-1], taken[0] + 1, -taken.step)
-        a = strided_slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
+        # Whether a symbolic end comes before the start is not known here; JAX checks it.
+        ends: list[Any] = [e if jax.export.is_symbolic_dim(e) else max(b, e) for b, e, _ in bounds]
+        a = strided_slice(a, [b for b, _, _ in bounds], ends, [s for _, _, s in bounds])
         a = jax.lax.rev(a, backwards) if backwards else a
     if operands:
         starts: list[Any] = [np.int32(0)] * a.ndim
