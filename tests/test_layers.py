@@ -23,7 +23,7 @@ haliax scalax
 __init__
 _late_names debug insight precision testing
 names
-quantization
+optim quantization
 nn
 schedules state
 random
