@@ -25,6 +25,7 @@ import numpy as np
 from ..core.jax_versions import programs_in
 from ..core.operation_rules import rule_of
 from ..distribution.kept_shards import read_scope
+from ..distribution.on_shards import NeedsCompleteAxes
 
 _CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call".split())
 _LOOPS = frozenset("scan while cond".split())
@@ -32,10 +33,6 @@ _WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_
 """Functions with their own derivatives, which act on each element, or along the axes that they reduce."""
 _PACKAGES = f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
 _CHANGES_NO_VALUE = frozenset(("pcast", "pvary", "sharding_constraint"))
-
-
-class NeedsCompleteAxes(Exception):
-    """Raised with the reason why code cannot be computed from shards."""
 
 
 def check_computed_from_shards(
