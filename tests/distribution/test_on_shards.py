@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from axonym.core.jax_versions import varying_axes
-from axonym.core.operation_rules import PRIMITIVES, rule_of
 from axonym.distribution.on_shards import NeedsCompleteAxes, OnShards, Shard
 
 SIZES = {"a": 2, "b": 2}
@@ -76,7 +74,9 @@ def _ref(x: Any) -> Any:
 
 CASES: dict[str, Case] = {
     # position for position
-    "elementwise": Case(lambda x, y: jnp.sin(x) * y + jnp.where(x > 0, x, y) - jnp.clip(x, -1, 1), S, S, kept=["a,b|a,b"]),
+    "elementwise": Case(
+        lambda x, y: jnp.sin(x) * y + jnp.where(x > 0, x, y) - jnp.clip(x, -1, 1), S, S, kept=["a,b|a,b"]
+    ),
     "of a smaller one": Case(lambda x, y: x * y, S, (1, 8), kept=["a,b|,b", "a,|,"]),
     "integers": Case(lambda x: _ints(x) ^ (_ints(x) << 1), S, kept=["a,b"]),
     "one layout or another": Case(lambda x, y: x * y, S, S, kept=["a,|,b", "ab,|,"]),
@@ -145,7 +145,9 @@ CASES: dict[str, Case] = {
     "taken along": Case(lambda x, i: jnp.take_along_axis(x, _ints(i), 1), S, (4, 3), kept=["a,|a,"], refused=[",a|,"]),
     "rows added": Case(lambda x, y, i: x.at[_ints(i)].add(y), S, (8, 8), (8,), kept=[",|a,|a", ",b|a,b|a", ",b|,b|"]),
     "rows set": Case(lambda x, y: x.at[jnp.array([1, 3])].set(y), S, (2, 8), kept=[",b|,b"], refused=["a,|,"]),
-    "rows multiplied": Case(lambda x, y: x.at[jnp.array([1, 3])].mul(y, unique_indices=True), S, (2, 8), kept=[",b|,b"]),
+    "rows multiplied": Case(
+        lambda x, y: x.at[jnp.array([1, 3])].mul(y, unique_indices=True), S, (2, 8), kept=[",b|,b"]
+    ),
     "some of a row": Case(lambda x, y: x.at[jnp.array([1, 3]), 2:5].add(y), S, (2, 3), refused=[",a|,"]),
     "frequencies": Case(lambda x: jnp.real(jnp.fft.fft(x, axis=1)), S, refused=[",a"], draws=0),
     "cholesky": Case(
@@ -159,7 +161,9 @@ CASES: dict[str, Case] = {
     # positions
     "counted": Case(lambda x: x * jnp.arange(8.0)[None] + lax.broadcasted_iota(jnp.float32, S, 0), S, kept=["a,b"]),
     "random": Case(lambda x: x * jax.random.normal(KEY, x.shape), S, kept=["a,b"]),
-    "keys": Case(lambda x: x * jax.vmap(lambda k: jax.random.uniform(k, (8,)))(jax.random.split(KEY, 4)), S, kept=["a,b"]),
+    "keys": Case(
+        lambda x: x * jax.vmap(lambda k: jax.random.uniform(k, (8,)))(jax.random.split(KEY, 4)), S, kept=["a,b"]
+    ),
     "its size": Case(lambda x: x / x.shape[1], S, kept=["a,b"]),
     "a mask": Case(lambda x: jnp.where(jnp.arange(4)[:, None] >= jnp.arange(8)[None], x, 0), S, kept=["a,b"]),
     # functions

@@ -185,6 +185,8 @@ class OnShards:
         else:
             if own:
                 xs = [self.moved(eqn, x, tuple(() if own & {*a} else a for a in x.over)) for x in xs]
+            if name.startswith("debug_") and any(a.startswith("#") for x in xs for own in x.over for a in own):
+                return self._bound(eqn, xs, [])  # it shows what is here, and no value depends on it
             if name != "ragged_dot_general" and any((SIZES,) in x.over for x in xs):
                 raise NeedsCompleteAxes(f"{self._described(eqn)} uses the numbers of rows.")
             found = self._by_rule(eqn, xs)
@@ -366,13 +368,15 @@ def _ragged(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Multiply rows by the matrices of their groups: those of a device by the groups of the device."""
     numbers, (rows, matrices, sizes) = eqn.params["ragged_dot_dimension_numbers"], xs
     at, groups = {*numbers.lhs_ragged_dimensions}, {*numbers.rhs_group_dimensions}
-    cut = [{i for i, own in enumerate(x.over) if own} for x in xs]
+    if (SIZES,) in sizes.over and not any(rows.over):
+        rows = self.moved(eqn, rows, tuple([(ROWS,) if i in at else () for i in range(len(rows.over))]))
+    cut = [{i for i, own in enumerate(x.over) if own} for x in (rows, matrices, sizes)]
     if cut[0] == at and (SIZES,) in sizes.over and cut[2] == {0} and cut[1] in (groups, set()):
         if (GROUPS,) in matrices.over or self.count((GROUPS,)) == 1:
             rank = len(eqn.outvars[0].aval.shape)
             out = tuple([rows.over[min(at)] if i == 0 else () for i in range(rank)])
             if rank == len(rows.over) and min(at) == 0:
-                return self._bound(eqn, xs, [out])
+                return self._bound(eqn, [rows, matrices, sizes], [out])
     if (SIZES,) in sizes.over:
         raise self.needs(eqn, (ROWS,)) if not cut[0] else self.needs(eqn, (GROUPS,))
     rule = rule_of(eqn)

@@ -166,6 +166,7 @@ def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bo
     if name in ("mul", "div"):
         return partial == {0} or (name == "mul" and len(partial) == 1)
     linear = rule is not None and rule.values in ("moved", "linear", "sum") and not rule.product
+    linear = linear and "sort" not in rule.uses.values()
     return linear and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
 
 

@@ -114,7 +114,15 @@ def dot_product_attention(
         return exchange(
             what,
             lambda xs: dot_product_attention(
-                *xs[:3], KPos, Key, *xs[3:5], attention_dtype, precision, scaling_factor=xs[5], context=context
+                *xs[:3],
+                KPos=KPos,
+                Key=Key,
+                mask=xs[3],
+                bias=xs[4],
+                attention_dtype=attention_dtype,
+                precision=precision,
+                scaling_factor=xs[5],
+                context=context,
             ),
             (query, key, value, mask, bias, scaling_factor),
         )
