@@ -1,9 +1,9 @@
 """Say which axes a pipeline keeps sharded in code that is written for complete axes: its layers and its loss.
 
-A pipeline is one `shard_map`. Some axes can stay sharded inside: in most operations, each device computes its shard of
-the result from its shards of the operands, and a few operations, such as attention along a sequence, exchange what they
-need with other devices. A pipeline traces a layer twice, on complete axes and on shards, and compares the programs
-before it relies on that. The operations that exchange something run in a scope, by which the comparison finds them.
+A pipeline is one `shard_map`. Some axes can stay sharded inside. Layers are traced once, for complete axes, and run on
+shards: see `on_shards`. A few operations, such as attention along a sequence, exchange what they need with other
+devices by themselves, see `exchange`. A loss is traced twice, on complete axes and on shards, and the programs are
+compared; there, operations that exchange something run in a scope, by which the comparison finds them.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def dispatch(
 
     Arguments:
         fn: the function of the experts: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of
-            rows of each expert, as `MoELinear` does. There can be copies of rows among them, whose results are not
+            rows of each expert, as `MoELinear` does. Where rows or experts are sharded, it is traced for all of them,
+            and run on those of a device, so it must compute each row by itself, and use `sizes` in products by groups
+            only; anything else is an error that names its line. There can be copies of rows, whose results are not
             used.
         params: a tree of arrays that `fn` needs. Arrays with the axis of the experts are sharded as the experts are. A
             random key is the same in all rounds, and on all devices. Arrays that are not arguments cannot be used in

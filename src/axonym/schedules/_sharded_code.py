@@ -1,4 +1,4 @@
-"""Decide whether code written for complete axes computes the same from shards of them: layers, and losses.
+"""Decide whether a loss written for complete axes computes the same from shards of them.
 
 The code is traced twice, on complete axes and on their shards, which have other sizes. Both programs must have the same
 operations, with the same numbers. Operations on a sharded axis must be elementwise, or run along other axes: products
