@@ -46,6 +46,7 @@ _CALLED = {
     "fusion": ("calls",),
     "async-start": ("calls",),
     "call": ("to_apply",),
+    "call-start": ("to_apply",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
 
@@ -298,7 +299,7 @@ class HloProgram:
         """Return how often the body of a loop runs; None if that depends on values.
 
         Compilers for TPUs do not write it down, so it is computed for loops that count up from one constant to another
-        in steps of one, as loops of `jax.lax.scan` do.
+        in equal steps, as loops of `jax.lax.scan` do.
         """
         written = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if written:
@@ -317,7 +318,7 @@ class HloProgram:
         if count.opcode != "add" or self._place(body, count.operands[0]) != place:
             return None
         step = self._constant(body, count.operands[1])
-        return None if start is None or end is None or step != 1 else max(end - start, 0)
+        return None if start is None or end is None or not step or step < 0 else max(-(-(end - start) // step), 0)
 
     def _producer(self, around: dict[str, Instruction], name: str) -> Instruction:
         """Return the producer of an operand, skipping copies."""
@@ -367,6 +368,24 @@ class HloProgram:
             raise UnknownForm(f"the program has {unknown[0]!r}, which is not known here")
         if len(looks) != seen:
             raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
+        reached = self._reached()
+        for name, inside in self.computations.items():
+            missed = [i.opcode for i in inside.values() if i.opcode.removesuffix("-start") in known]
+            if missed and name not in reached:
+                raise UnknownForm(f"the program has {missed[0]!r} in {name!r}, and what runs that is not known here")
+
+    def _reached(self) -> set[str]:
+        """Return the computations that the entry runs."""
+        waiting = [self.entry]
+        reached = set(waiting)
+        for name in waiting:
+            for i in self.computations.get(name, {}).values():
+                called = [i.computation(attribute) for attribute in _CALLED.get(i.opcode, ())]
+                called += branches(i) if i.opcode == "conditional" else []
+                new = [c for c in called if c is not None and c not in reached]
+                waiting += new
+                reached |= {*new}
+        return reached
 
 
 class OwnPartitioning(NamedTuple):
