@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
 from jax.typing import ArrayLike
 
-from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
+from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, interned, name_of, selectors
 from .core import errors
 from .core.extensions import extend as extend, extension
 
@@ -100,7 +100,7 @@ class NamedArray(_Base):
             except (TypeError, ValueError):
                 if (unchecked := extension(NamedArray, "__unchecked__")) is None or not unchecked(array):
                     raise
-                names = tuple(sys.intern(name_of(s)) for s in selectors(axes))
+                names = tuple(interned(s) for s in selectors(axes))
         self.array = array
         self.names = names
 
@@ -471,7 +471,7 @@ def is_jax_array_like(x: object) -> bool:
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
-    names = errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
+    names = errors.distinct("NamedArray", tuple(interned(s) for s in found))
     if isinstance(array, NamedArray):
         raise TypeError(
             f"NamedArray: the array already has names, {describe_array(array)}. Use `rename` to change them."

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.source_lines import source
 from ..distribution.active_settings import Entry
+from . import _scopes
 from ._arguments import GivenArray, added_up
 from ._branches import NOTE
 from ._counted_exchanges import Account
@@ -14,6 +15,7 @@ from ._figures import Memory
 from ._named_events import NamedTrace, Sum
 from ._named_layout import Layout
 from ._parameters import kind_of, updated, used_by_names, with_parameters
+from ._text import array_said
 from .chips import Chip
 from .repeating import repeated_by_names
 from .report import Report
@@ -118,8 +120,8 @@ def _temporaries(trace: NamedTrace, layout: Layout) -> list[HeldArray]:
     found: dict[HeldArray, int] = {}
     for x, place in (*trace.kept, *([] if most is None else [most])):
         sizes = zip(x.base, layout.local(x.base), strict=True)
-        array = f"{x.short_dtype}[{', '.join(f'{n}={own}' if n else str(own) for (n, _), own in sizes)}]"
-        made = "kept by a loop" if most is None or x is not most[0] else str(place.operation or "a product")
+        array = array_said(x.short_dtype, [(n, own) for (n, _), own in sizes])
+        made = "kept by a loop" if most is None or x is not most[0] else _scopes.said_of(place.operation) or "a product"
         held = HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))
         found[held] = found.get(held, 0) + 1
     alike = (dataclasses.replace(x, count=n, bytes=n * x.bytes) for x, n in found.items())

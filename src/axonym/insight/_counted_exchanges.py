@@ -33,6 +33,7 @@ from ._named_events import (
     Value,
 )
 from ._named_layout import Layout, check_sizes
+from ._text import array_said
 from .chips import Chip
 from .collectives import Collective, sent_by
 
@@ -431,7 +432,6 @@ class Account:
         terms = () if operation is None else (*operation.operands, *operation.results)
         # In the order of the matching operand or result: transposes are part of products.
         known = next((t for t in ([a.name for a in term] for term in terms) if set(t) == set(local)), local)
-        shown = ", ".join(f"{n}={local[n]}" for n in known)
         names = tuple(n for n in x.names if set(axes) & {*layout.stored(n), *layout.used(n)})
         gathered = names if found.kind == "all-gather" else ()
         reason = operation and _scopes.reason(operation, found.kind, axes, place.phase, gathered)
@@ -443,12 +443,12 @@ class Account:
             along_all=True,
             times=place.times,
             branches=place.branches,
-            array=f"{x.short_dtype}[{shown}]",
+            array=array_said(x.short_dtype, [(n, local[n]) for n in known]),
             place=(0, 1),
             size=found.size // count if found.kind == "reduce-scatter" else found.size,
             sent=found.sent,
             phase=place.phase,
-            operation=None if operation is None else str(operation),
+            operation=_scopes.said_of(operation),
             named_axes=() if operation is None else operation.axes,
             gathered=gathered,
             moved=(),

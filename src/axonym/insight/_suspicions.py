@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
 from ._figures import Figures, needed_memory
 from ._parameters import carried_axes, without_numbers
-from ._text import described_axes
+from ._text import Said, described_axes
 from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
 from .collectives import Collective
 from .repeating import RepeatedWork
@@ -256,17 +255,18 @@ def _also_over(report: Figures, name: str, over: Sequence[str], sizes: Mapping[s
 
 def _shared_by(work: Sequence[RepeatedWork], mapping: Mapping[str, Any]) -> list[str]:
     """Return the axes of the first operands that a mapping shards, such as the batch."""
-    firsts = ((w.operation or "").partition("[")[2].partition(";")[0] for w in work)
-    return list(dict.fromkeys(n.strip() for first in firsts for n in first.split(",") if mapping.get(n.strip())))
+    firsts = (w.operation.of.operands[0] for w in work if isinstance(w.operation, Said))
+    return list(dict.fromkeys(a.name for first in firsts for a in first if mapping.get(a.name)))
 
 
 def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     """Return the axes of a repeated product that the mapping leaves: of its first operand, or else of its second."""
-    inside = (work.operation or "").partition("[")[2].rstrip("]")
-    terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
-    if work.phase == "backward" or len(terms) != 3:
+    if work.phase == "backward" or not isinstance(work.operation, Said):
         return []
-    first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
+    op = work.operation.of
+    if len(op.operands) != 2 or len(op.results) != 1:
+        return []
+    first, second = ([a.name for a in term if a in op.results[0]] for term in op.operands)
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 

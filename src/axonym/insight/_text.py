@@ -12,6 +12,27 @@ Section: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """The title, the header and the rows of a table."""
 
 
+class Said(str):
+    """A text, and what it was written from, so that no name is ever read back from text."""
+
+    __slots__ = ("of",)
+
+    of: Any
+
+    def __new__(cls, text: str, of: Any = None) -> Said:
+        found = super().__new__(cls, text)
+        found.of = of
+        return found
+
+
+def array_said(dtype: str, dims: Sequence[tuple[str | None, int]]) -> Said:
+    """Write an array with the names of its axes, as far as known."""
+    # A lifted function numbers the axes of its own arrays.
+    names = tuple(n for n, _ in dims if n is not None and " of held array " not in n)
+    text = f"{dtype}[{', '.join(f'{n}={size}' if n else str(size) for n, size in dims)}]"
+    return Said(text, (names, tuple(size for _, size in dims)))
+
+
 def parsed_bytes(given: int | str) -> int:
     """Read a number of bytes, such as `2048` or `"1.5 GiB"`."""
     if isinstance(given, int):
