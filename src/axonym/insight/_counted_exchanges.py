@@ -243,6 +243,7 @@ class Account:
         lies = None
         for part in sums:
             self._exchange(place, part.kind, part.axes, result, lies)
+            self.uncertain += (self.exchanges[-1].sent or 0) * place.kept_inside
             if part.kind == "reduce-scatter" and (self.trace.spliced or "vmap(" in place.scope):
                 # No operation of this library does it, so a compiler may add it up on all devices.
                 self.uncertain += self.exchanges[-1].total_sent or 0
