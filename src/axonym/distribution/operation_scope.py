@@ -69,6 +69,8 @@ class ScopedOperation:
     name: str
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
+    has_own_gradients: bool = False
+    """Whether its gradients are operations with scopes of their own. Otherwise they have its scope."""
 
     @property
     def axes(self) -> Axes:
@@ -102,7 +104,9 @@ def operations_in(scopes: str) -> list[ScopedOperation]:
     return [found for key in RECORD.findall(scopes) if (found := _records.get(key)) is not None]
 
 
-def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
+def operation_scope(
+    what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any], has_own_gradients: bool = False
+) -> str:
     """Return the scope of an operation, which describes it in profiles and compiled programs.
 
     An example is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]#0a3f5c7e9b1d`: the axes of each operand and
@@ -134,7 +138,7 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
 
     inputs = [term(names, jnp.shape(x)) for names, x in zip(in_names, arrays, strict=True)]
     results = [term(names, (None,) * len(names)) for names in layouts]
-    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results))
+    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results), has_own_gradients)
     key = hashlib.sha256(repr(record).encode()).hexdigest()[:12]
     _records[key] = record
     _records.move_to_end(key)

@@ -479,7 +479,7 @@ def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.Scop
         return tuple(dataclasses.replace(a, compute=layout.used(a.name), stored=layout.stored(a.name)) for a in axes)
 
     operands, results = (tuple(map(term, terms)) for terms in (operation.operands, operation.results))
-    return _scopes.ScopedOperation(operation.name, operands, results)
+    return dataclasses.replace(operation, operands=operands, results=results)
 
 
 def _within(place: Occurrence) -> str:

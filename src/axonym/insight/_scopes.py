@@ -102,11 +102,16 @@ def array(
         exchanged: by position, the mesh axes over which the array is gathered, and so not sharded.
     """
     if kind in ("all-reduce", "reduce-scatter"):  # it carries a result, or the gradient of an operand
-        likely = _matches(op.operands if when == "backward" else op.results, sizes, mesh, exchanged)
+        likely = _matches(op.operands if _is_of_gradient(op, when) else op.results, sizes, mesh, exchanged)
         if len(likely) == 1:
             return likely[0]
     found = _matches((*op.operands, *op.results), sizes, mesh, exchanged)
     return found[0] if len(found) == 1 else None
+
+
+def _is_of_gradient(op: ScopedOperation, when: str) -> bool:
+    """Return whether the scope of an operation may be that of its gradient."""
+    return when == "backward" and not op.has_own_gradients
 
 
 def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Mapping[str, int]) -> Array | None:
@@ -118,7 +123,7 @@ def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Ma
     def local(term: Term) -> int:
         return math.prod((a.size or 0) // math.prod(mesh.get(m, 1) for m in a.compute) for a in term)
 
-    terms = (*op.operands, *op.results) if when == "backward" else op.results
+    terms = (*op.operands, *op.results) if _is_of_gradient(op, when) else op.results
     found = {frozenset(a.name for a in term): Array(term, None) for term in terms if local(term) == elements}
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -186,8 +191,7 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     if own is not None and _covers(found := _sharded(op, over), over):
         return own.format(_said(found))
     if kind in ("all-reduce", "reduce-scatter"):
-        # Products in a step that is distributed by names have a scope of their own in the backward pass.
-        return (when == "backward" and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
+        return (_is_of_gradient(op, when) and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
     stored = _stored(op, over)
     if kind == "all-gather" and gathered:
         return _reason_of_gather(op, over, gathered, stored)
@@ -291,7 +295,7 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
 
     The results of its backward pass are the gradients of its operands.
     """
-    terms = op.operands if when == "backward" else op.results
+    terms = op.operands if _is_of_gradient(op, when) else op.results
     return op.name in _KEEPS_SHARDS and {a.name for term in terms for a in term}.issuperset(axes)
 
 

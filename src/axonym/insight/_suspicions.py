@@ -167,7 +167,10 @@ def _mesh_axes(report: Figures) -> _Check:
         work = [w for w in report.repeated if set(over) & set(w.axes)]
         axes = f"mesh {'axis' if len(over) == 1 else 'axes'} {described_axes(over)}"
         devices = math.prod(report.mesh[a] for a in over)
-        cause = f"Nothing uses the {axes}: {devices} devices along {'it' if len(over) == 1 else 'them'} hold the same."
+        unplaced = _not_placed(report, over)
+        although = f", over which the mapping shards {described_axes(unplaced)}" if unplaced else ""
+        along = "it" if len(over) == 1 else "them"
+        cause = f"Nothing uses the {axes}{although}: {devices} devices along {along} hold the same."
         advice = _axes_to_shard(report, work, *over) or f"a mesh without {described_axes(over)}."
         # Code per device may use the place of a device without sending anything.
         severity = "fix" if work or not report.flops else "look"
@@ -226,6 +229,8 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
     """
     if not over:
         return ""
+    if unplaced := _not_placed(report, over):
+        return _how_to_place(unplaced)
     having: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for x in report.placed:
@@ -244,6 +249,21 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
     names = list(dict.fromkeys([*made, *(rare or found)]))[: 2 if more_of else 4]
     few = [f"{' or '.join(names)} over {described_axes(over)}"] if names else []
     return f"shard {', or '.join([*few, *more_of])}." if few or more_of else ""
+
+
+def _not_placed(report: Figures, over: Sequence[str]) -> list[str]:
+    """Return the axes that a mapping shards over some mesh axes, along which arguments are replicated all the same.
+
+    A mapping says where results of operations lie. Arguments lie where they were made, or where a placement puts them.
+    """
+    both = {**report.parameter_mapping, **report.mapping}
+    known = ((n, {*x.replicated_over}.intersection(over)) for x in report.placed for n in x.axes if n is not None)
+    return list(dict.fromkeys(n for n, alike in known if alike.intersection(mesh_axes(both.get(n)))))
+
+
+def _how_to_place(names: Sequence[str]) -> str:
+    said = described_axes(names)
+    return f"in_placement=mapping of axonym.named_jit, or axonym.shard for arguments with {said}, where they are made."
 
 
 def _also_over(report: Figures, name: str, over: Sequence[str], sizes: Mapping[str, int]) -> str:
@@ -358,6 +378,9 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
 
 def _how_to_store(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], share: float) -> str:
     """Advise to shard replicated parameters, whose gradients are a share of the bytes sent."""
+    own = {n for x in arrays for n in x.axes}
+    if unplaced := [n for n in _not_placed(report, over) if n in own]:
+        return _how_to_place(unplaced)
     common = _free_in_all(report, arrays)
     if not common or not over:
         return ""
