@@ -81,4 +81,4 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
         raise Problem(f"--mapping plan finds no mapping: {why}. Choose another --mapping.") from None
     best = found.best
     strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute, **best.choices)
-    return Plan(strategy, f"{said}{found}", found.to_markdown())
+    return Plan(strategy, f"{said}{found}", str(found))
