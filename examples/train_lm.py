@@ -258,6 +258,7 @@ class Training:
             if evaluates or saves or self.step % look_every == 0 or interrupts.urgent():
                 waits = time.perf_counter()
                 jax.block_until_ready(measured)
+                hosts.stepped()
                 now = time.perf_counter()
                 seconds = None if began is None else (now - began) / len(pending)
                 if seconds is not None:

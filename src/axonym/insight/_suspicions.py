@@ -525,6 +525,18 @@ def _again(report: Figures) -> _Check:
     return found, "no loop sends the same parameter again" if report.collectives and told else ""
 
 
+def _across(report: Figures) -> _Check:
+    """Find parameters that are gathered from other slices, over a slow network, wherever they are used."""
+    gathers = [c for c in report.chosen("slices") if "gather" in c.kind and c.parameters]
+    if not gathers:
+        return (), "no parameter is gathered across slices" if report.between else ""
+    paths = some(list(dict.fromkeys(map(path_of, sorted(gathers, key=lambda c: -(c.total_sent or 0))))))
+    sent = describe_bytes(known_sent(gathers))
+    cause = f"Parameters are gathered across slices ({', '.join(report.between)}) at each use, {sent}: {paths}."
+    advice = "store them within a slice: let the slices lie along a mesh axis that the parameter mapping leaves out."
+    return [Suspicion("look", cause, advice=advice)], ""
+
+
 def _may_be_of_a_parameter(c: Collective) -> bool:
     return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
 
@@ -560,7 +572,7 @@ def _certain(report: Figures) -> _Check:
 
 
 CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _came_sharded, _lie_apart, _copies, _converted, _widened,
-    _donated, _kept, _reasons, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _across, _came_sharded, _lie_apart, _copies, _converted,
+    _widened, _donated, _kept, _reasons, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""

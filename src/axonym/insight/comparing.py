@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ..core.errors import describe_bytes
 from ..core.html import Html, Words, bar, code, element, folded, html, joined, over_of, table
 from ..distribution.mesh_axes import AnyMesh
+from ..sharding.meshes import Between
 from ._figures import needed_memory
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
 from ._text import described_axes, described_seconds, in_order, markdown_table, written_number
@@ -36,6 +37,7 @@ def compare(
     mesh: AnyMesh | None = None,
     by: str = "compiled",
     topology: str | None = None,
+    between: Between = None,
     chip: Chip | str | None = None,
 ) -> Comparison:
     """Explain a step under several mappings, and compare the reports in one table.
@@ -44,7 +46,7 @@ def compare(
         fn: the function. None if each entry of `mappings` is a step.
         args: its arguments, which may be abstract.
         mappings: by name, a `mapping` as in `explain`, or a step that is compiled already.
-        mesh, by, topology, chip: as in `explain`.
+        mesh, by, topology, between, chip: as in `explain`.
 
     >>> f = lambda x: axn.sum(x, "batch")
     >>> x = axn.ones({"batch": 8, "embed": 8})
@@ -56,13 +58,14 @@ def compare(
     if not mappings:
         raise ValueError("compare: there is nothing to compare, since `mappings` is empty.")
     reports = {}
+    where: dict[str, Any] = {"mesh": mesh, "by": by, "topology": topology, "between": between, "chip": chip}
     for name, mapping in mappings.items():
         if callable(mapping):
-            reports[name] = explain(mapping, *args, mesh=mesh, by=by, topology=topology, chip=chip)
+            reports[name] = explain(mapping, *args, **where)
         elif fn is None:
             raise TypeError(f"compare: without a step, each entry is a step, but {name!r} is a mapping.")
         else:
-            reports[name] = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, topology=topology, chip=chip)
+            reports[name] = explain(fn, *args, mapping=mapping, **where)
     return Comparison(reports)
 
 

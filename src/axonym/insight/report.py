@@ -121,6 +121,8 @@ class Report(Figures, Page):
             yield "arguments in several copies", aligned(rows)
 
     def _figures(self) -> Iterable[str]:
+        if self.between:
+            yield self._across_slices()
         if self.memory is not None:
             m = self.memory
             aliased = f", of which {describe_bytes(m.aliased)} in place of arguments" if m.aliased else ""
@@ -151,6 +153,23 @@ class Report(Figures, Page):
         if self.bounds is not None and self.bounds.named():
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
+
+    def _across_slices(self) -> str:
+        """Say what each device sends to other slices, and what stays within."""
+        sent: dict[str, list[Collective]] = {}
+        for c in self.chosen(over="slices"):
+            is_gradient = c.phase == "backward" and "gather" not in c.kind
+            what = ("gradients" if is_gradient else "parameters") if c.parameters else ""
+            sent.setdefault(f"{what or 'other arrays'} ({phase_of(c.phase)})", []).append(c)
+        each = [
+            f"{describe_bytes(known_sent(cs))} of {what}, {counted(sum(c.times or 0 for c in cs), 'time')}"
+            for what, cs in sent.items()
+        ]
+        within = known_sent(self.collectives) - known_sent([c for cs in sent.values() for c in cs])
+        return (
+            f"across slices ({', '.join(self.between)}), from each device: {'; '.join(each) or 'nothing'}; "
+            f"within slices: {describe_bytes(within)}"
+        )
 
 
 def _lines(found: Sequence[Collective], total: int) -> list[str]:

@@ -106,6 +106,8 @@ class NamedProgram:
         self.body = body
         """The steps of the program: one for each equation, with the steps of the functions that it calls."""
         self._walk = walk
+        self.given_names = walk.given
+        """The names of each argument's axes, also of those of size 1."""
         self._names = NameReader()
         self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
 
