@@ -112,6 +112,11 @@ class Prepared:
         self.mesh = strategies.make_mesh(self.strategy)
         if config.hosts.elastic and self.plan is None and -1 not in self.strategy.mesh.values():
             raise Problem("--elastic needs a mesh that fits fewer devices: let --mesh have -1 for one of the sizes.")
+        if config.hosts.elastic and isinstance(self.strategy.between, dict):
+            axes = ", ".join(self.strategy.between)
+            raise Problem(
+                f"--elastic needs mesh axes that fit fewer slices: let between be names, {axes}, not numbers."
+            )
         policy = Policy.parse(config.precision)
         self.functions = steps.make_functions(config.model, config.optimizer, policy, self.strategy)
         strategies.check(self.strategy, self.mesh, self.functions.abstract.model, self.tokens)

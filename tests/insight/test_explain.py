@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import itertools
 import json
 import math
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -288,3 +290,38 @@ def test_what_is_reported_on_is_called_as_elsewhere(function: str) -> None:
     found = operator.attrgetter(function)(axn.insight)
     assert next(name for name in inspect.signature(found).parameters if name != "self") == "fn"
     assert next(iter(inspect.signature(axn.named_jit).parameters)) == "fn"
+
+
+def test_other_threads_compile_meanwhile(mesh: Any) -> None:
+    """Also functions of the name of the step, whose compilation is not ended, nor the process."""
+    done, failed = threading.Event(), []
+
+    def compile_steps() -> None:
+        for i in itertools.count():
+
+            def step(x: Any, i: int = i) -> Any:
+                return jnp.tanh(x @ x) + i
+
+            try:
+                jax.jit(step).lower(jax.ShapeDtypeStruct((4, 4), "float32")).compile()
+            except Exception as error:
+                failed.append(error)
+            if done.is_set():
+                return
+
+    others = [threading.Thread(target=compile_steps) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    try:
+        for i in range(20):
+
+            def step(x: Any, i: int = i) -> Any:
+                return axn.sum(x * i, "batch")
+
+            report = axn.insight.explain(step, batch(), mapping={"batch": "data"}, mesh=mesh, by="partitioner")
+            assert report.count("all-reduce") == 1
+    finally:
+        done.set()
+        for thread in others:
+            thread.join()
+    assert not failed

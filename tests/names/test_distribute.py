@@ -362,7 +362,7 @@ def test_axes_that_the_mesh_does_not_divide() -> None:
         with pytest.raises(ValueError, match=r"6 is not a multiple of 8.*map it elsewhere\.\n"):
             made()(x, w)
         with pytest.raises(ValueError, match="Raw arrays are not stored padded"):
-            made(uneven="pad")
+            made(uneven="pad")  # pyright: ignore[reportArgumentType]
         with pytest.warns(UserWarning, match="'batch' is replicated"):
             assert made(uneven="replicate")(x, w).sharding.is_fully_replicated
         with axn.axis_mapping({"mlp": "data"}, uneven="replicate"), pytest.warns(UserWarning, match="is replicated"):

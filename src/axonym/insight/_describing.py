@@ -36,6 +36,8 @@ class Exchange:
     """The mesh axes along which the devices of a group differ; None if the mesh is not known."""
     devices: int
     """The number of devices in a group."""
+    slices: int | None
+    """How many slices the devices of a group are in, if the program says it."""
     along_all: bool
     """False if a group has only some of the devices along these mesh axes."""
     times: int | None
@@ -61,6 +63,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             kind=kind,
             axes=exchange.axes,
             devices=exchange.devices,
+            slices=exchange.slices,
             along_all=exchange.along_all,
             times=exchange.times,
             branches=exchange.branches,

@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
 from ..distribution.axis_marks import MARK
-from ._axes import Axes, Axis, AxisFactor, Meeting, find, last_base, leaves
+from ._axes import Axes, Axis, AxisFactor, Dims, Meeting, find, last_base, leaves
 from ._values import Axed, AxisStep, Factors, Facts, Mask, Order, dtype_kind
 
 LARGE = 100.0
@@ -49,6 +54,53 @@ def _varies(xs: Sequence[Axed], known: Sequence[Facts]) -> Factors | None:
 
 def _along(x: Axed) -> Axis:
     return tuple(f for axis in x.dims for f in axis)
+
+
+# --- values of constants ---
+
+
+def is_readable(value: Any) -> bool:
+    """Return whether the elements of a constant are here, and few enough to look at."""
+    if value is None or isinstance(value, Tracer) or np.size(value) > 2**22:
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def facts_of_value(dims: Dims, value: Any) -> Facts | None:
+    """Return the facts about a constant with elements: whether it is a mask, one number, or counts positions."""
+    dtype: Any = getattr(value, "dtype", None)
+    if not is_readable(value) or not any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
+        return None
+    x = np.asarray(value)
+    low, high = (x.min().item(), x.max().item()) if x.size else (0, 0)
+    if low == high:
+        return Facts(value=float(low), varies=())
+    if x.ndim == 1 and jnp.issubdtype(x.dtype, np.integer):
+        return Facts(position=(dims[0][0], int(low)), varies=dims[0]) if (np.diff(x) == 1).all() else None
+    # A mask has two values, one of which says that a position is kept.
+    kinds = {(0, 1): ("kept" if x.dtype.kind == "b" else "one", high)}
+    kind, kept = kinds.get((low, high), ("bias", 0) if high == 0 and low <= -LARGE else ("", 0))
+    kind, kept = ("penalty", 0) if low == 0 and high >= LARGE else (kind, kept)
+    if not kind or not ((x == low) | (x == high)).all():
+        return None
+    keeps = x == kept
+    along = [i for i in range(x.ndim) if (keeps != keeps.take([0], i)).any()]
+    varies = tuple(f for i in along for f in dims[i])
+    return Facts(mask=_mask_of(kind, keeps, along, dims, varies), varies=varies)
+
+
+def _mask_of(kind: str, keeps: np.ndarray, along: Sequence[int], dims: Dims, varies: Factors) -> Mask:
+    """Return the mask that keeps these positions, with their order if it varies along two axes."""
+    if len(along) == 2:
+        (i, j), others = along, tuple(k for k in range(keeps.ndim) if k not in along)
+        there: Any = keeps.any(others)
+        distance = np.arange(keeps.shape[i])[:, None] - np.arange(keeps.shape[j])
+        for high, low, ahead in ((dims[i][0], dims[j][0], distance), (dims[j][0], dims[i][0], -distance)):
+            least = int(ahead[there].min())
+            covers = bool(there[ahead >= least].all())
+            if covers or (least >= 0 and ahead[there].max() > 0):
+                return Mask(kind, varies, Order(high, low, least), True, covers)
+    return Mask(kind, varies)
 
 
 # --- one rule for each kind of primitive ---

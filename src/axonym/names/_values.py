@@ -116,7 +116,7 @@ class Pointer:
 class Axed:
     """The axes of an array in a program."""
 
-    __slots__ = ("constant", "dims", "facts", "points")
+    __slots__ = ("constant", "dims", "facts", "points", "terms", "transposed_from")
 
     def __init__(
         self, dims: Dims, constant: bool = False, points: tuple[Pointer, ...] | None = None, facts: Facts | None = None
@@ -128,6 +128,10 @@ class Axed:
         """The axes that it indexes: one, or one for each position along its last axis."""
         self.facts = facts
         """Facts about its elements."""
+        self.terms: tuple[Axed, ...] = (self,)
+        """The values of which it is the sum, or the latest of them."""
+        self.transposed_from: Axed | None = None
+        """The value that it is the transpose of."""
 
     def settle(self) -> None:
         """Let the axes be made of the factors that stand for their own, so that the axes of other arrays are equal."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack
 
 import jax
@@ -176,7 +176,7 @@ def _mixed_up(what: str, program: NamedProgram) -> str:
 class _Distributed:
     """A program under the active mappings, while it is traced."""
 
-    def __init__(self, what: str, program: NamedProgram, own: Collection[str] = ()):
+    def __init__(self, what: str, program: NamedProgram, own: Set[str] = frozenset()):
         self._what, self._own = what, own
         self._program = program
         values = [*program.body.arguments, *(x for step in steps_of(program.body) for x in step.results)]

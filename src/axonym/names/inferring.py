@@ -38,7 +38,7 @@ class MixUp:
     kind: str
     """`names` if two names meet. Otherwise two roles of one axis are mixed up: see `str` of it."""
     operation: str
-    """The primitive that treats them as one."""
+    """The primitive that treats them as one; empty if no operation does."""
     source: Source | None
     """The user's line."""
 
@@ -56,6 +56,7 @@ _TEXTS = {
     "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
     "crossed": "two roles of {a} are exchanged in {operation}",
     "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
+    "sizes": "{a} and {b} have two sizes",
     "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
@@ -140,8 +141,10 @@ class NamedProgram:
         return self._tree(self.traced.returned, self.body.results)
 
     def _mix_up(self, m: Meeting) -> MixUp:
-        names, sources = zip(*((self._names.factor(f) or "?", f.source) for f in (m.left, m.right)), strict=True)
-        return MixUp(names, sources, m.kind, m.at.name, source_of(m.at))
+        two, pair = m.kind == "sizes", (m.left, m.right)
+        a, b = (self._names.axis((f,)) or "?" for f in pair)
+        left, right = (f"size {f.size} by {f.source}" if two else f.source for f in pair)
+        return MixUp((a, b), (left, right), m.kind, "" if two else m.at.name, None if two else source_of(m.at))
 
     def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
@@ -358,11 +361,13 @@ def _walked(
     walk, jaxpr = AxisWalk(separate, renames), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
     arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    owners = [path.partition("/")[0] for path in traced.paths]  # none in a report, whose named arrays may have any size
+    walk.axes.check_given((of, [f for axis in x.dims for f in axis]) for of, x in zip(owners, arguments, strict=False))
     # A walk makes many objects and drops none, so to look for garbage would double its time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        body = walk.run(jaxpr, arguments)
+        body = walk.run(jaxpr, arguments, constants=traced.jaxpr.consts)
     finally:
         if collects:
             gc.enable()
