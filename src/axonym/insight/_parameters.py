@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ..core.source_lines import Source, source
+from ..core.source_lines import Frame, Source, source
+from ..distribution.operation_scope import ScopedOperation
 from . import _scopes
 from ._arguments import GivenArray
-from ._lowered import Product
-from ._named_events import NamedTrace, Use
 from ._text import Said, described_axes
 from .collectives import Collective
 
@@ -32,30 +31,14 @@ def updated(given: Iterable[GivenArray], results: Collection[Kind]) -> Iterator[
     return (x for x in given if kind_of(x.axes, x.sizes) in results)
 
 
-def used_by(products: Iterable[Product], found: Callable[[int], GivenArray | None]) -> dict[Place, list[GivenArray]]:
-    """Return the arguments that each operation uses; `found` gives the argument with a number."""
+def used_by(
+    operations: Iterable[tuple[ScopedOperation | None, Sequence[Frame], Iterable[GivenArray | None]]],
+) -> dict[Place, list[GivenArray]]:
+    """Return the arguments that each operation uses, from the operations, their lines and their operands."""
     uses: dict[Place, list[GivenArray]] = {}
-    for product in products:
-        operation = _scopes.operation(product.scope)
-        place = _scopes.said_of(operation), source(product.frames)
-        arrays = [found(n) for n in product.arguments if n is not None]
+    for operation, frames, arrays in operations:
+        place = _scopes.said_of(operation), source(frames)
         uses.setdefault(place, []).extend(x for x in arrays if x is not None)
-    return uses
-
-
-def used_by_names(trace: NamedTrace, given: Sequence[GivenArray]) -> dict[Place, list[GivenArray]]:
-    """Return the arguments that each operation of a traced step uses."""
-    known = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}
-    uses: dict[Place, list[GivenArray]] = {}
-    for event in trace.events:
-        if not isinstance(event, Use):
-            continue
-        place, origin = event.place, event.operand.origin
-        while origin not in known and origin in trace.slices:  # in a loop over layers
-            origin = trace.slices[origin]
-        if origin in known:
-            key = _scopes.said_of(place.operation), source(place.frames)
-            uses.setdefault(key, []).append(known[origin])
     return uses
 
 

@@ -167,7 +167,11 @@ class MappingPlan(Page):
             header.insert(1, "choices")
         rows = []
         for p, others in self._by_mapping()[:8]:
-            verified = "-" if p.verified is None else _agreement(p)
+            verified = "-"
+            if p.verified is not None:
+                true = p.verified.total_sent()
+                agrees, known = true == p.sent, "not known" if true is None else describe_bytes(true)
+                verified = "agrees" if agrees else f"sends {known}"
             own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
             flops = "not known" if p.flops is None else written_number(p.flops)
             mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
@@ -457,15 +461,6 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
     gap = "" if sign == "=" else " "
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
-
-
-def _agreement(p: PlannedMapping) -> str:
-    """Compare the partitioner's result with the prediction from names."""
-    assert p.verified is not None
-    true = p.verified.total_sent()
-    if true == p.sent:
-        return "agrees"
-    return "sends " + ("not known" if true is None else describe_bytes(true))
 
 
 # --- the page ---
