@@ -143,9 +143,9 @@ def test_what_is_explained_is_the_step_that_trains(planned: Planned) -> None:
         assert f"train on the mesh {mesh} (cpu, by='compiled')" in text
         assert "memory of each device: " in text and "least times on v5e: compute " in text
         assert re.search(r"sums over \w+, which is sharded over (data|model)", text)
-    assert (out / "explanation.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "explanation.html").read_text("utf-8").startswith("<!DOCTYPE html>")
     verdict = re.search(r"^.* binds.* A step takes at least \S+ \w+ on v5e", said, re.MULTILINE)
-    assert verdict is not None and said.index(verdict[0]) < said.index("checked, and fine:")
+    assert verdict is not None and said.index(verdict[0]) < said.index("### checked, and fine")
     assert said.index("memory of each device") < said.index("Training from step 0 to 6")
 
 

@@ -102,6 +102,26 @@ class TestWithTheCompiler:
         with pytest.raises((NotImplementedError, ValueError, AssertionError)):  # for slices, the last one
             jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
 
+    @pytest.mark.parametrize(
+        ("sizes", "stored"),
+        [
+            ({"replica": 2, "data": 16}, "data"),
+            ({"replica": 2, "data": 16}, ("replica", "data")),
+            ({"data": 32}, "data"),
+        ],
+    )
+    def test_slices_exchange_what_names_say(self, sizes: dict[str, int], stored: Any) -> None:
+        w, x = jax.eval_shape(lambda: (axn.ones({"embed": 512, "mlp": 1024}), axn.ones({"batch": 256, "embed": 512})))
+        step = jax.grad(lambda w, x: (axn.dot(x, w, axis="embed") ** 2).mean().scalar())
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        where: dict[str, Any] = {"mapping": ({"embed": stored}, {"batch": tuple(sizes)}), "mesh": mesh}
+        between = {next(iter(sizes)): 2}
+        names = explain(step, w, x, by="names", between=between, **where)
+        compiled = explain(step, w, x, topology="v5e:4x4x2slices", between=between, **where)
+        assert compiled.between == between and compiled.total_sent("slices") == names.total_sent("slices") == 2**17
+        assert {c.slices for c in compiled.collectives} == {1, 2}
+        assert all(c.axes == (next(iter(between)),) for c in compiled.chosen("slices"))
+
     def test_arguments_that_are_placed(self) -> None:
         mesh = axn.make_mesh(MESH)
         x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("data")))

@@ -133,7 +133,7 @@ class Figures:
 
     def _sent_to_other_slices(self, c: Collective) -> int | None:
         """Return the bytes that a device sends to other slices each time, if devices exchange within slices first."""
-        slices = math.prod(self.between.get(a, 1) for a in c.axes or self.between)
+        slices = c.slices or math.prod(self.between.get(a, 1) for a in c.axes or self.between)
         if slices == 1 or c.sent is None or c.axes is None:
             return None if slices > 1 else 0
         slices = min(slices, c.devices)

@@ -123,6 +123,8 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
+        around = mesh if isinstance(mesh, Mesh) else current_mesh()
+        crossing = _slices_along(around and with_devices(around), None if topology else between)
         report = report_on(
             step_name(fn),
             program,
@@ -135,8 +137,9 @@ def explain(
             compiled_step,
             chip,
             fn is compiled_step,
+            crossing,
         )
-        return dataclasses.replace(report, between=_slices_along(current_mesh(), None if topology else between))
+        return dataclasses.replace(report, between=crossing)
 
 
 def _slices_along(mesh: AnyMesh | None, between: Between) -> dict[str, int]:

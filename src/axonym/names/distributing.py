@@ -356,7 +356,8 @@ class _Distributed:
         if any(n is None for layout in layouts for n in layout):
             return None
         arrays: list[Any] = [v.aval for v in step.eqn.invars]
-        return operation_scope(PRODUCTS[step.name], names, (out_names,), arrays)  # pyright: ignore[reportArgumentType]
+        what = PRODUCTS[step.name]
+        return operation_scope(what, names, (out_names,), arrays, has_own_gradients=True)  # pyright: ignore
 
     def _fft(self, step: AxisStep, x: Axed | None) -> JaxprEqn:
         """Return a Fourier transform in which each device transforms its own rows, which XLA would all-gather."""
