@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import axonym as axn
-from axonym.insight import Report, explain
+from axonym.insight import Collective, HeldArray, PlacedArgument, RepeatedWork, Report, explain
 
 MESH = {"data": 4, "model": 2}
 
@@ -95,3 +98,15 @@ def test_a_gradient_of_a_distributed_step_has_its_own_axes(sizes: tuple[int, int
             f"f32[embed={embed}, mlp={mlp // 2}]",
             f"f32[mlp={mlp // 2}, embed={embed}]",
         ]
+
+
+def test_the_page_has_the_keys_of_the_records() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "insight.md").read_text()
+    table = text.partition("## The records of a report")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    keys = {key for cell, _ in rows for key in re.findall(r"`(\w+)`", cell)}
+    assert keys == {f.name for f in dataclasses.fields(Report)}
+    records = [Collective, RepeatedWork, PlacedArgument, HeldArray]
+    for record, (_, said) in zip(records, rows, strict=False):
+        kind, *fields = re.findall(r"`(\w+)`", said)
+        assert kind == record.__name__ and {*fields} <= {f.name for f in dataclasses.fields(record)}
