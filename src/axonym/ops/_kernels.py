@@ -29,7 +29,7 @@ from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_with
 from ..core import errors
 from ..core.jax_versions import INLINE, is_staged
 from ..distribution import active_settings, output_sharding
-from ..distribution.active_settings import ACTIVE, Entry, active_mapping, is_mapped
+from ..distribution.active_settings import ACTIVE, Entry, Settings, active_mapping, intern_settings, is_mapped
 from ..distribution.axis_marks import is_marking, marked, marked_results
 from ..distribution.kept_shards import is_shard_of
 from ..distribution.mesh_axes import (
@@ -63,21 +63,33 @@ class Kernel:
     Arguments:
         call: the function.
         names: the axes of its result, or a tuple of them for several.
-        shared: the same function compiled for any names, for calls in which names decide nothing: see `shared`.
+        shared: the same function compiled for any names, for operations that run at once: see `shared`.
+        numbers: the number that stands there for each name.
     """
 
-    __slots__ = ("call", "names", "shared")
+    __slots__ = ("_shared_under", "call", "names", "numbers", "shared")
 
-    def __init__(self, call: Callable[..., Any], names: Any, shared: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        names: Any,
+        shared: Callable[..., Any] | None = None,
+        numbers: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.call = call
         self.names = names
         self.shared = shared
+        self.numbers = numbers
+        self._shared_under: tuple[Settings | None, Callable[..., Any] | None] = None, shared
 
     def apply(self, *arrays: Any) -> Any:
         """Call the function, and name the axes of its result or results."""
         # Apart from finding the kernel, this is all the Python code of an eager operation: every frame counts here.
         shared = self.shared
-        if shared is not None and (not active_settings.activated or ACTIVE.value is None):
+        if shared is not None and active_settings.activated and (settings := ACTIVE.value) is not None:
+            known, shared = self._shared_under
+            shared = shared if known is settings else self._call_under(settings)
+        if shared is not None:
             for x in arrays:
                 if type(x) not in _concrete and _is_staged(x):
                     break
@@ -100,6 +112,26 @@ class Kernel:
         except Exception:
             refuse_padded(arrays)
             raise
+
+    def _call_under(self, settings: Settings) -> Callable[..., Any] | None:
+        """Return the shared function under what settings say of these names; None if the surroundings count, too."""
+        call = None
+        if not (settings.environment or settings.kept or settings.mapped or settings.marked):
+            compute, stored = (
+                {number: mapping[name] for name, number in self.numbers.items() if name in mapping}
+                for mapping in (settings.mapping, settings.parameter_mapping)
+            )
+            if settings.mapping and not compute:
+                compute = {"#": None}  # there is a mapping, by which each new array is replicated
+            own = intern_settings(mapping=compute, parameter_mapping=stored, uneven=settings.uneven)
+            call = functools.partial(_call_with_settings, own, self.shared)
+        self._shared_under = settings, call
+        return call
+
+
+def _call_with_settings(settings: Settings | None, fn: Callable[..., Any], *arrays: Any) -> Any:
+    with ACTIVE(settings):
+        return fn(*arrays)
 
 
 _concrete: set[type] = {int, float}
@@ -145,11 +177,12 @@ def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
 def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Kernel]]:
     """Decorate a builder as `cached` does, and let kernels that differ only in names share one compiled function.
 
-    Without an active mapping, names only determine which axes are the same. So the builder is called with numbers for
-    the names, "#0" for the first that occurs, and that kernel runs where operations run at once: on arrays, also under
-    `jax.grad` and `jax.vmap` outside of jit. It makes the same checks. If it raises an error, the kernel of the actual
-    names is called, which raises it in the user's terms. That kernel also runs where an operation becomes part of a
-    program, because its scope contains the names: see `operation_scope`.
+    Names only determine which axes are the same, and what the active mapping says of each. So the builder is called
+    with numbers for the names, "#0" for the first that occurs, and that kernel runs where operations run at once: on
+    arrays, also under `jax.grad` and `jax.vmap` outside of jit. There, the mapping has these numbers for names, and
+    nothing of other names, so what it says of these compiles nothing anew. The kernel makes the same checks. If it
+    raises an error, the kernel of the actual names is called, which raises it in the user's terms. That kernel also
+    runs where an operation becomes part of a program, because its scope contains the names: see `operation_scope`.
 
     Use it for builders that only compare names. Builders that sort names, or parse a text with names, use `cached`.
 
@@ -178,7 +211,7 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
                 except (TypeError, ValueError, KeyError, UnknownAxes):
                     pass  # the builder refuses these arguments, and does so again below, or it invents names
                 else:
-                    return Kernel(functools.partial(_call, own, key), names, kernel.call)
+                    return Kernel(functools.partial(_call, own, key), names, kernel.call, numbers)
             return own(*key)
 
         return lookup
