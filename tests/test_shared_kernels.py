@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 import axonym as axn
@@ -213,7 +214,7 @@ def test_what_a_mapping_says_of_other_axes_compiles_nothing(entry: str | None, m
 
     def loss(w: axn.NamedArray, x: axn.NamedArray) -> axn.NamedArray:
         y = axn.exp(axn.dot(x, w, axis=w.names[0]))
-        assert isinstance(y.array, jax.core.Tracer) or (_spec(y) + (None,))[0] == entry
+        assert isinstance(y.array, Tracer) or (_spec(y) + (None,))[0] == entry
         return axn.sum(y + 1.0)
 
     names = [("a", "b"), ("c", "d"), ("e", "f")]

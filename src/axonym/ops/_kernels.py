@@ -31,6 +31,7 @@ from ..core.jax_versions import INLINE, is_staged
 from ..distribution import active_settings, output_sharding
 from ..distribution.active_settings import ACTIVE, Entry, Settings, active_mapping, intern_settings, is_mapped
 from ..distribution.axis_marks import is_marking, marked, marked_results
+from ..distribution.fsdp_ops import run_gathering_parameters
 from ..distribution.kept_shards import is_shard_of
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -55,6 +56,9 @@ CACHE_SIZE = 8192
 GATHERING = {"dot"}
 """The operations that gather parameters themselves. Tracing an operation makes its kernel, which adds its name here, so
 the set is complete for a report by names of what was traced. Raw products are called `dot`, and have no kernel."""
+
+BY_INDEX: set[str] = set()
+"""The operations that treat every index of every axis by itself, which are found in the same way."""
 
 
 class Kernel:
@@ -116,7 +120,9 @@ class Kernel:
     def _call_under(self, settings: Settings) -> Callable[..., Any] | None:
         """Return the shared function under what settings say of these names; None if the surroundings count, too."""
         call = None
-        if not (settings.environment or settings.kept or settings.mapped or settings.marked):
+        if self.shared is not None and not (
+            settings.environment or settings.kept or settings.mapped or settings.marked
+        ):
             compute, stored = (
                 {number: mapping[name] for name, number in self.numbers.items() if name in mapping}
                 for mapping in (settings.mapping, settings.parameter_mapping)
@@ -298,6 +304,7 @@ def make_kernel(
     in_names: Sequence[Names],
     out_names: Any,
     *,
+    by_index: bool = False,
     native: bool = False,
     mesh_aware: bool = False,
     same_sizes: bool = True,
@@ -314,6 +321,9 @@ def make_kernel(
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
+        by_index: whether `fn` treats every index of every axis by itself, as elementwise functions do, and its results
+            all have the same axes, which are not constants. JAX infers their sharding, and parameters in their storage
+            sharding are gathered per device, if there are several operands with axes.
         native: see `axonym.distribution.output_sharding.call_with_output_sharding`.
         mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
         same_sizes: whether an axis must have one size in all operands.
@@ -325,6 +335,11 @@ def make_kernel(
             from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
+    if by_index:
+        native, layout = True, names_of_results(out_names)[0]
+        BY_INDEX.add(what)
+        if gathers := sum(map(bool, in_names)) > 1:
+            per_device = functools.partial(run_gathering_parameters, fn, in_names, layout)
     if gathers:
         GATHERING.add(what)
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
