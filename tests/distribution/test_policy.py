@@ -116,7 +116,7 @@ def test_another_policy_is_one_function(monkeypatch: pytest.MonkeyPatch, auto_me
 @pytest.mark.parametrize("mapping", [{"a": "data"}, {"d": "model"}, {"a": "data", "d": "model"}], ids=str)
 @pytest.mark.parametrize("names", [("abc", "cd"), ("acb", "acd"), ("ab", "bc", "cd")], ids=str)
 def test_gradients_do_not_ask_a_policy_for_products(names: Any, mapping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in reports by name nor on Explicit mesh axes: under another policy, both send what they send under ours."""
+    """Neither in reports by name nor on Explicit mesh axes: under another policy, both send the same."""
     arrays = [axn.ones({n: SIZES[n] for n in own}) for own in names]
     kept = [n for n in "abd" if n in "".join(names)]
 
