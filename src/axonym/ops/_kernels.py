@@ -84,20 +84,20 @@ class Kernel:
         self.names = names
         self.shared = shared
         self.numbers = numbers
-        self._shared_under: tuple[Settings | None, Callable[..., Any] | None] = None, shared
+        self._shared_under: tuple[Settings | None, Callable[..., Any]] = None, call
 
     def apply(self, *arrays: Any) -> Any:
         """Call the function, and name the axes of its result or results."""
         # Apart from finding the kernel, this is all the Python code of an eager operation: every frame counts here.
         shared = self.shared
-        if shared is not None and active_settings.activated and (settings := ACTIVE.value) is not None:
-            known, shared = self._shared_under
-            shared = shared if known is settings else self._call_under(settings)
         if shared is not None:
             for x in arrays:
                 if type(x) not in _concrete and _is_staged(x):
                     break
             else:
+                if active_settings.activated and (settings := ACTIVE.value) is not None:
+                    known, under = self._shared_under
+                    shared = under if known is settings else self._call_under(settings, shared)
                 try:
                     result = shared(*arrays)
                 except (FloatingPointError, jax.errors.JaxRuntimeError):
@@ -117,12 +117,10 @@ class Kernel:
             refuse_padded(arrays)
             raise
 
-    def _call_under(self, settings: Settings) -> Callable[..., Any] | None:
-        """Return the shared function under what settings say of these names; None if the surroundings count, too."""
-        call = None
-        if self.shared is not None and not (
-            settings.environment or settings.kept or settings.mapped or settings.marked
-        ):
+    def _call_under(self, settings: Settings, shared: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the shared function under what settings say of these names; `call` if the surroundings count, too."""
+        call = self.call
+        if not (settings.environment or settings.kept or settings.mapped or settings.marked):
             compute, stored = (
                 {number: mapping[name] for name, number in self.numbers.items() if name in mapping}
                 for mapping in (settings.mapping, settings.parameter_mapping)
@@ -130,7 +128,7 @@ class Kernel:
             if settings.mapping and not compute:
                 compute = {"#": None}  # there is a mapping, by which each new array is replicated
             own = intern_settings(mapping=compute, parameter_mapping=stored, uneven=settings.uneven)
-            call = functools.partial(_call_with_settings, own, self.shared)
+            call = functools.partial(_call_with_settings, own, shared)
         self._shared_under = settings, call
         return call
 
