@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, Ended, counting, free_port, run, slices, training
+from tests.processes import ROOT, Ended, counting, free_port, of_another_machine, run, slices, training
 
 _Hosts = training.train_lm.hosts._Hosts
 
@@ -37,13 +37,19 @@ def flags(folder: Path, devices: int) -> list[str]:
     return [*flags, "--samples", "0", "--evaluate-every", "1000", "--simulated-devices", str(devices)]
 
 
-def train(folder: Path, count: int, meanwhile: Callable[[Processes], None], *more: str) -> Ended:
+def train(
+    folder: Path,
+    count: int,
+    meanwhile: Callable[[Processes], None],
+    *more: str,
+    prefixes: list[list[str]] | None = None,
+) -> Ended:
     """Start the script on several hosts, and do something to them while they train."""
     same = [*flags(folder, 8 // count), "--distributed", "--host-timeout", "5", *more]
     same += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
     commands = [[str(SCRIPT), *same, "--process-index", str(i)] for i in range(count)]
     quick = [{"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}] * count
-    return run(commands, folder, LIMIT, environments=quick, meanwhile=meanwhile)
+    return run(commands, folder, LIMIT, environments=quick, meanwhile=meanwhile, prefixes=prefixes)
 
 
 def said(ended: Ended, host: int) -> list[str]:
@@ -81,7 +87,7 @@ def process(out: Path, host: int) -> int:
 
 def latest(out: Path) -> int:
     """Return the step of the latest complete checkpoint."""
-    paths = out.glob("checkpoints/step-??????/_CHECKPOINT_METADATA")  # not unfinished ones
+    paths = out.glob("checkpoints/step-??????/checksums.json")  # not unfinished ones
     steps = [int(path.parent.name.removeprefix("step-")) for path in paths]
     return max(steps, default=0)
 
@@ -92,7 +98,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def kill(processes: Processes) -> None:
-        unfinished = "checkpoints/*.orbax-checkpoint-tmp"
+        unfinished = "checkpoints/*.orbax-checkpoint-tmp*"
         wait_for(lambda: latest(out) >= 4 and (any(out.glob(unfinished)) or latest(out) >= 8))
         processes[0].kill()  # in a save, which is no failure to write a checkpoint
 
@@ -115,6 +121,29 @@ def test_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.oldest
+def test_two_machines_of_which_one_is_lost(tmp_path: Path) -> None:
+    """Machines with boot ids of their own: they train, one is lost, the other goes on; and both resume."""
+    out, mapping = tmp_path / "run", tmp_path / "mapping.json"
+    compute, storage = {"batch": ["replica", "data"]}, {"embed": "data"}
+    content = {"mesh": {"replica": -1, "data": 4}, "mapping": compute, "parameter_mapping": storage}
+    mapping.write_text(json.dumps(content | {"between": "replica"}))
+    prefixes = [[], of_another_machine(tmp_path)]
+
+    def kill(processes: Processes) -> None:
+        wait_for(lambda: latest(out) >= 4)
+        os.kill(process(out, 1), signal.SIGKILL)
+
+    ended = train(tmp_path, 2, kill, "--elastic", "--mapping", str(mapping), prefixes=prefixes)
+    assert ended.statuses == [0, 128 + signal.SIGKILL], ended.printed
+    for count in (2, 1):
+        assert f"on the mesh replica={count}, data=4: " in ended.printed[0]
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
+    ended = train(tmp_path, 2, lambda processes: None, "--resume", "--steps", str(STEPS + 2), prefixes=prefixes)
+    assert ended.statuses == [0, 0] and "on the mesh replica=2, data=4: " in ended.printed[0], ended.printed
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 3))
+
+
+@pytest.mark.oldest
 def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: Path) -> None:
     """To the last bit, from the checkpoint before the one that was being written while training went on."""
     out = tmp_path / "run"
@@ -124,11 +153,11 @@ def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: P
 
         def are_in_a_save() -> bool:
             assert None in [p.poll() for p in processes], "training has ended before a save was seen"
-            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp")):
+            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp*")):
                 return False
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp")) and max(losses(tmp_path)) > latest(out):
+            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp*")) and max(losses(tmp_path)) > latest(out):
                 return True
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)

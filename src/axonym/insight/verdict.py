@@ -1,6 +1,6 @@
 """Judge a step: its limiting resource, its costliest transfers, suspicions with advice, and checks that passed.
 
-Text, Markdown, rich and pages show the words that are made here and in `_suspicions`.
+Texts and pages show the words that are made here and in `_suspicions`.
 """
 
 from __future__ import annotations
