@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from typing import Any
 
 import jax
@@ -259,7 +260,7 @@ def test_what_is_printed_can_be_run() -> None:
         with jax.set_mesh(names["mesh"]):
             value, _ = names["step"](*jax.tree.map(lambda x: jax.numpy.ones(x.shape, x.dtype), (weights(), batch())))
         assert math.isfinite(value)
-    assert found.best.code() in str(found)
+    assert textwrap.indent(found.best.code(), "    ") in str(found)
 
 
 def test_what_names_do_not_tell_is_left_out_and_said() -> None:

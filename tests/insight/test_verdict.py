@@ -52,8 +52,9 @@ def test_all_forms_say_the_same_words() -> None:
     report = BUGS["the heads of another model"].report()
     text, page = str(report), html.unescape(re.sub("<[^>]*>", "", report.to_html()))
     words = [report.verdict.binds, report.verdict.explanation]
+    words += [str(finding) for finding in report.verdict.suspicious]
     words += [line for _, lines in report.verdict.sections() for line in lines]
-    assert len(words) >= 7
+    assert len(words) >= 7 and text.splitlines()[2].startswith("- fix: The mapping shards kv_heads over model")
     for word in words:
         assert word in text, word
     for word in (report.verdict.binds, report.verdict.explanation, *report.verdict.fine):

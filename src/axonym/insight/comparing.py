@@ -123,7 +123,7 @@ class Comparison(Page):
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
-                parts.append("\n".join([f"{self.change(first, other)}\n", *(f"- {line}" for line in lines)]))
+                parts.append("\n".join([f"{self.change(first, other)}\n", *lines]))
         return "\n\n".join(parts)
 
     def _page(self, source: bool) -> tuple[str, Html]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ class MappingPlan(Page):
         )
         notes.append("times are estimates, and `at least` and memory lower bounds: measure the first few")
         header, *rows = self._table()
-        cautions, code = (f"caution: {c}" for c in self.cautions), f"```python\n{self.best.code()}\n```"
+        cautions, code = (f"caution: {c}" for c in self.cautions), textwrap.indent(self.best.code(), "    ")
         parts = [self._title(), *cautions, markdown_table(header, rows), self.why(), code]
         return "\n\n".join([*filter(None, parts), "\n".join(f"- note: {n}" for n in notes)])
 

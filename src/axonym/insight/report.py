@@ -71,8 +71,12 @@ class Report(Figures, Page):
         return verdict_of(self)
 
     def __str__(self) -> str:
-        parts = [*self._head()]
-        for title, lines in (*self.verdict.sections(), *self._sections()):
+        verdict = self.verdict
+        faults = [f"- {found}" for found in verdict.suspicious if found.severity != "note"]
+        title = f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
+        nothing = "Nothing to fix or to look at was found." if verdict.fine else ""
+        parts = [title, *filter(None, ["\n".join(faults) or nothing]), f"{verdict.binds} {verdict.explanation}".strip()]
+        for title, lines in (*verdict.sections(), *self._sections()):
             parts.append("\n".join([f"### {title}\n", *(f"- {line}" for line in lines)]))
         parts.append("\n".join(f"- {line}" for line in (*self._figures(), *(f"note: {n}" for n in self.notes))))
         return "\n\n".join(parts)
@@ -82,11 +86,6 @@ class Report(Figures, Page):
 
     def _headline(self) -> tuple[str, str]:
         return self.verdict.binds, self.verdict.explanation
-
-    def _head(self) -> Iterator[str]:
-        yield f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
-        verdict = self.verdict
-        yield f"{verdict.binds} {verdict.explanation}".strip()
 
     def _sections(self) -> Iterator[Section]:
         """Yield the bytes sent over each set of mesh axes, copies, and the arrays in memory at the peak, in lines."""
