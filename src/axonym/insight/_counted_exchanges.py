@@ -223,9 +223,11 @@ class Account:
         sizes = [size for _, size in result.base]
         try:
             target = self._must_lie(event)
-            final, sums = policy.add_up(
-                parts, _placed(result.base, layout.used), sizes, layout, target, bool(event.flops)
-            )
+            lying = _placed(result.base, layout.used)
+            if event.flops and place.phase != "backward":
+                final, sums = policy.add_up(parts, lying, sizes, layout)
+            else:
+                final, sums = policy.sums_of_jax(parts, lying, target, bool(event.flops))
         except Undecided as undecided:
             self._leave_open(str(undecided), place)
             return

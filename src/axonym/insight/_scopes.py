@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..distribution.mesh_axes import Axes
 from ..distribution.operation_scope import NamedAxis, ScopedOperation, Term, operations_in
-from ..ops import elementwise
 from ..ops._blocks import SCOPE
+from ..ops._kernels import BY_INDEX
 from ._text import Said, described_axes
 
 
@@ -296,7 +296,7 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
     The results of its backward pass are the gradients of its operands.
     """
     terms = op.operands if _is_of_gradient(op, when) else op.results
-    return op.name in _KEEPS_SHARDS and {a.name for term in terms for a in term}.issuperset(axes)
+    return op.name in {"dot", *BY_INDEX} and {a.name for term in terms for a in term}.issuperset(axes)
 
 
 def _exchanged(kind: str, reason: str, names: str) -> dict[tuple[str, str], str]:
@@ -314,10 +314,6 @@ _EXCHANGED = {
     **_exchanged("reduce-scatter", "adds up the gradients of elements of {}", "interp regrid"),
 }
 """Why an operation that exchanges blocks itself needs a collective, by its name and the kind of the collective."""
-
-_KEEPS_SHARDS = {"dot", "where"}.union(
-    name for name, value in vars(elementwise).items() if getattr(value, "__module__", "") == elementwise.__name__
-)
 
 
 def exchanges(scope: str) -> bool:
