@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..core.source_lines import Frame
+from ..distribution.operation_scope import RECORD
 from ._branches import Branches
 
 COLLECTIVES = frozenset(
@@ -49,9 +50,6 @@ _CALLED = {
     "call-start": ("to_apply",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
-
-_NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
-"""Matches the scope of a named operation: see `_scopes`."""
 
 
 class UnknownForm(ValueError):
@@ -218,10 +216,10 @@ class HloProgram:
         """
         found = instruction
         for _ in range(64):
-            if _NAMED.search(found.scope):
+            if RECORD.search(found.scope):
                 return found
             inside = self.computations[found.computation("calls") or ""] if found.opcode == "fusion" else {}
-            named = [i for i in inside.values() if _NAMED.search(i.scope)]
+            named = [i for i in inside.values() if RECORD.search(i.scope)]
             if named:
                 return named[-1]
             if not self._passes_on(found) or not found.operands:
@@ -247,7 +245,7 @@ class HloProgram:
         if update.opcode != "dynamic-update-slice":
             return None
         found = inside[update.operands[1]]
-        while not _NAMED.search(found.scope):
+        while not RECORD.search(found.scope):
             if found.opcode == "parameter" and inside is not outside:  # it stands for an operand of the fusion
                 inside, found = outside, outside[fusion.operands[int(found.value)]]
             elif found.opcode in _PASSING_ON:
