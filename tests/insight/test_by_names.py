@@ -626,8 +626,23 @@ def test_an_array_that_is_sharded_without_names_is_refused() -> None:
 
 
 def test_a_compiled_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes the function that is compiled"):
+    with pytest.raises(ValueError, match=r"takes the function that is compiled.*pass `mapping=`"):
         axn.insight.explain(axn.named_jit(lambda x: x, {}), X, by="names")
+    with axn.axis_mapping({"batch": "data"}), pytest.raises(ValueError, match="mappings of its own"):
+        axn.insight.explain(axn.named_jit(lambda x: x, {}), X, by="names")
+
+
+def test_the_active_mapping_is_taken() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ w).sum()
+
+    step = axn.names.distribute(jax.grad(loss), names=("embed mlp", "batch embed"))
+    args = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
+    mesh = cases.mesh_of(data=8)
+    given = axn.insight.explain(step, *args, mapping={"batch": "data"}, mesh=mesh, by="names")
+    with axn.axis_mapping({"batch": "data"}):
+        found = axn.insight.explain(step, *args, mesh=mesh, by="names")
+    assert found.collectives == given.collectives != ()
 
 
 SIZES = dict.fromkeys(("batch", "features", "hidden"), 16) | {"pos": 8, "embed": 32, "mlp": 64, "vocab": 128}

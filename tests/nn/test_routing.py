@@ -419,6 +419,8 @@ def test_losses_of_routers() -> None:
     np.testing.assert_allclose(nn.router_z_loss(logits, Experts).array, wanted, rtol=1e-5)
     even = nn.load_balancing_loss(axn.full((Tokens, Experts), 1 / 8), axn.arange(Tokens) % 8, Experts)
     np.testing.assert_allclose(even.array, 1, rtol=1e-6)
+    with jax.enable_x64(True):
+        assert nn.load_balancing_loss(probabilities, chosen, Experts).dtype == jnp.float32
 
 
 def test_a_mixture_with_its_router(mesh: Mesh) -> None:

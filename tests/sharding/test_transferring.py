@@ -146,7 +146,7 @@ def test_joining_pieces_takes_no_more_than_is_counted(spec: P, auto_mesh: Mesh) 
         sharding=NamedSharding(mesh, _copies.flat(mesh)),
     )
     with jax.set_mesh(mesh):
-        program = _copies._tiling(target, grid, 1).lower([piece] * math.prod(grid)).compile()
+        program = _copies._program_that_tiles(target, grid, 1).lower([piece] * math.prod(grid)).compile()
     memory = program.memory_analysis()
     assert route.tiled and memory.temp_size_in_bytes + memory.argument_size_in_bytes <= route.in_flight
 

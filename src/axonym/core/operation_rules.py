@@ -554,6 +554,8 @@ class Inside(NamedTuple):
     after the carried ones of the results of the equation."""
     times: int | None = 1
     """None if values decide."""
+    constants: Sequence[Any] = ()
+    """The values of the constants of a called function."""
 
 
 def inside(eqn: Any) -> list[Inside]:
@@ -581,7 +583,8 @@ def inside(eqn: Any) -> list[Inside]:
         if (found := params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == count and len(jaxpr.outvars) == len(eqn.outvars)
-            return [Inside(jaxpr, "call", range(count))] if fits else []
+            constants = getattr(found, "consts", ())
+            return [Inside(jaxpr, "call", range(count), constants=constants)] if fits else []
     found = program_of(params, eqn.invars)
     return [] if found is None else [Inside(found, "call", range(count))]
 

@@ -445,7 +445,8 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
     NamedArray(float32[], 1.)
     """
     experts = one_axis("load_balancing_loss", "experts", experts)
-    share = mean(one_hot(expert, experts), expert.names)
+    dtype = jnp.promote_types(probabilities.dtype, jnp.float32)
+    share = mean(one_hot(expert, experts, dtype=dtype), expert.names)
     rows = tuple(n for n in probabilities.names if n != experts.name)
     return experts.size * dot(share, mean(probabilities, rows), axis=experts)
 
