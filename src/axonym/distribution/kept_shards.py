@@ -22,7 +22,7 @@ from ..core.tree_spec import flatten_arrays
 from ..named_array import NamedArray, wrap
 from .active_settings import activate_here, active_settings
 from .mesh_axes import Axes, mapped_axes, shard_count
-from .on_shards import Exchange, Layout, exchange_p
+from .on_shards import Layout, ShardExchange, exchange_p
 
 
 class KeptShards(NamedTuple):
@@ -79,7 +79,7 @@ def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> Named
         return [y.rearrange(out.names).array]
 
     before = [((),) * x.ndim if n is None else layout(n) for n, x in zip(spec.names, arrays, strict=True)]
-    found = Exchange(what, of_shards, before, [layout(out.names)])
+    found = ShardExchange(what, of_shards, before, [layout(out.names)])
     (y,) = exchange_p.bind(*arrays, exchange=found, avals=(ShapedArray(out.array.shape, out.array.dtype),))
     return wrap(y, out.names)
 

@@ -630,7 +630,7 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
+class ShardExchange:
     """An operation that exchanges shards by itself."""
 
     what: str
@@ -639,12 +639,12 @@ class Exchange:
     """The layouts of its operands."""
     after: Sequence[Layout]
 
-    def of_mapped(self, dims: Sequence[int | None]) -> Exchange:
+    def of_mapped(self, dims: Sequence[int | None]) -> ShardExchange:
         """Return the operation for operands of which some have a first axis more."""
         fn = self.of_shards
         each = [None if d is None else 0 for d in dims]
         before = [own if d is None else ((), *own) for own, d in zip(self.before, dims, strict=True)]
-        return Exchange(
+        return ShardExchange(
             self.what,
             lambda xs: jax.vmap(lambda *ys: fn(list(ys)), each)(*xs),
             before,
@@ -653,7 +653,7 @@ class Exchange:
 
 
 def _exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
-    exchange: Exchange = eqn.params["exchange"]
+    exchange: ShardExchange = eqn.params["exchange"]
     if any(a.startswith("#") for x in xs for own in x.over for a in own):
         raise self.needs(eqn, (ROWS,))
     with _within(eqn):
@@ -677,7 +677,7 @@ exchange_p.multiple_results = True
 exchange_p.def_abstract_eval(lambda *xs, avals, exchange: list(avals))
 
 
-def _mapped_exchange(xs: Sequence[Any], dims: Sequence[int | None], *, avals: Any, exchange: Exchange) -> Any:
+def _mapped_exchange(xs: Sequence[Any], dims: Sequence[int | None], *, avals: Any, exchange: ShardExchange) -> Any:
     size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
     first = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims, strict=True)]
     more = tuple(ShapedArray((size, *a.shape), a.dtype) for a in avals)
