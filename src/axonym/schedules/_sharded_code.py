@@ -115,6 +115,8 @@ class _ProgramPair:
         """Compare an operation in both programs; return which of its results are partial sums."""
         (first, all_operands), (second, own_operands) = whole, shards
         name, refused = first.primitive.name, NeedsCompleteAxes(f"{_described(first)} needs all of a sharded axis.")
+        if "callback" in name:  # Python may close over a size
+            raise NeedsCompleteAxes(f"{_described(first)} calls Python, which has no shards.")
         if name != second.primitive.name or len(all_operands) != len(own_operands):
             raise refused
         if not all(map(_same_number, all_operands, own_operands)):
@@ -165,9 +167,9 @@ def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bo
         return False
     if name in ("mul", "div"):
         return partial == {0} or (name == "mul" and len(partial) == 1)
-    linear = rule is not None and rule.values in ("moved", "linear", "sum") and not rule.product
-    linear = linear and "sort" not in rule.uses.values()
-    return linear and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
+    if rule is None or rule.values not in ("moved", "linear", "sum") or "sort" in rule.uses.values():
+        return False
+    return not rule.product and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
 
 
 def _is_by_groups(first: Any, second: Any, operands: Sequence[set[int]]) -> bool:
