@@ -296,7 +296,6 @@ USED_BY_OTHERS = {
     "axonym.state.lazy_loading": "decorates the methods that load layers",
     "axonym.state.stacked_from_state_dict": "loads `axonym.nn.Stacked`",
     "axonym.state.stacked_to_state_dict": "saves `axonym.nn.Stacked`",
-    "axonym.named_array.extend": "gives arrays the methods of `axonym.haliax`: tests/haliax",
     "axonym.sharding.current_annotations": "`axonym.scalax` has it under a name of its own",
     **dict.fromkeys(
         ("axonym.sharding.leaves_of", "axonym.sharding.resolve", "axonym.sharding.shard_quietly"),

@@ -34,7 +34,8 @@ tree
 ops
 sharding
 core.function_cache
-core.tree_spec distribution typing
+distribution typing
+core.tree_spec
 named_array
 axis
 core

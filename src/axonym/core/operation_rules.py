@@ -329,9 +329,10 @@ def _convolved(e: _Equation) -> OperationRule:
 
 def _windowed(e: _Equation) -> OperationRule:
     """Windows, and collectives inside `shard_map`: an axis stays, or becomes one of another size."""
-    sizes = e.params.get("window_dimensions")
-    near = list(sizes) if sizes else [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)]
-    return _near(e, near)
+    if sizes := e.params.get("window_dimensions"):
+        # Padding on one side, cut on the other, moves elements without changing the size.
+        return _near(e, [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)])
+    return _near(e, [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)])
 
 
 def _near(e: _Equation, windows: Sequence[int]) -> OperationRule:
@@ -553,6 +554,8 @@ class Inside(NamedTuple):
     after the carried ones of the results of the equation."""
     times: int | None = 1
     """None if values decide."""
+    constants: Sequence[Any] = ()
+    """The values of the constants of a called function."""
 
 
 def inside(eqn: Any) -> list[Inside]:
@@ -580,7 +583,8 @@ def inside(eqn: Any) -> list[Inside]:
         if (found := params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == count and len(jaxpr.outvars) == len(eqn.outvars)
-            return [Inside(jaxpr, "call", range(count))] if fits else []
+            constants = getattr(found, "consts", ())
+            return [Inside(jaxpr, "call", range(count), constants=constants)] if fits else []
     found = program_of(params, eqn.invars)
     return [] if found is None else [Inside(found, "call", range(count))]
 

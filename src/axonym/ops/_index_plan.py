@@ -19,7 +19,6 @@ from jax.core import Tracer
 
 from ..axis import Axis, Names, name_of
 from ..core import errors
-from ..core.extensions import extension
 from ..core.jax_versions import set_apart
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from . import _kernels
@@ -152,8 +151,7 @@ def make_plan(
         if operand is not None:
             operands.append(operand)
 
-    pairs = _as_mapping(x, key)
-    for name, index in pairs:
+    for name, index in _as_mapping(x, key):
         size = shape[x.names.index(name)]
         if isinstance(index, slice):
             start, stop, step = _slice_bounds(name, index, size)
@@ -171,19 +169,11 @@ def make_plan(
             else:
                 add(name, "dynamic at", None, np.int32(position))
         else:
-            array, names = _index_array(name, _as_extended(x, pairs, name, index), size)
+            array, names = _index_array(name, index, size)
             if in_range and isinstance(array, np.ndarray):
                 _check_in_range(name, array, size)
             add(name, "gather" if names else "dynamic at", names or None, array)
     return tuple(items), operands
-
-
-def _as_extended(x: NamedArray, pairs: list[tuple[str, Any]], name: str, index: Any) -> Any:
-    """Return a raw index array with the name that an extension gives its axis, and anything else as it is."""
-    if not isinstance(index, jax.Array) or index.ndim != 1 or index.dtype == bool:
-        return index
-    named = extension(NamedArray, "__named__")
-    return index if named is None else named(x, [n for n, _ in pairs], name, index)
 
 
 def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:

@@ -27,7 +27,6 @@ from ..named_array import NamedArray
 from ..nn.embedding import Embedding
 from ..nn.linear import Linear, check_input
 from ..ops.contraction import dot
-from ..ops.indexing import take
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..sharding.shard import shard_quietly
 from ..state.module import ModuleWithStateDictSerialization
@@ -125,7 +124,7 @@ class SmallEmbedding(ModuleWithStateDictSerialization):
         {'pos': 2, 'embed': 4}
         """
         scale = Embedding(self.scale, self.Vocab, ()).embed(input_ids)  # NaN for tokens that are out of range
-        found = take(self.weight, self.Vocab.name, input_ids).astype(scale.dtype) * scale
+        found = self.weight[self.Vocab.name, input_ids].astype(scale.dtype) * scale
         return shard_quietly(found * self.active_scale, None, "SmallEmbedding.embed")
 
     @named_call
