@@ -24,7 +24,11 @@ Matrix = tuple[AxisSelection, AxisSelection] | None
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """The axes of one parameter as an optimizer of matrices sees them."""
+    """The axes of one parameter as an optimizer of matrices sees them.
+
+    >>> print(axn.optim.Role("w", {"layers": 2, "embed": 4, "mlp": 8}, rows=("embed",), columns=("mlp",)))
+    embed=4 x mlp=8   each of layers=2
+    """
 
     path: str
     sizes: Mapping[str, int]
@@ -37,7 +41,11 @@ class Role:
 
     @property
     def batch(self) -> Names:
-        """Return the axes along which each index has its own matrix."""
+        """Return the axes along which each index has its own matrix.
+
+        >>> axn.optim.Role("w", {"layers": 2, "embed": 4, "mlp": 8}, rows=("embed",), columns=("mlp",)).batch
+        ('layers',)
+        """
         return tuple(n for n in self.sizes if n not in (*self.rows, *self.columns))
 
     def __str__(self) -> str:
@@ -49,7 +57,11 @@ class Role:
 
 
 class Roles(tuple[Role, ...]):
-    """The roles of all parameters of a model, in the order of its leaves; printed as a table."""
+    """The roles of all parameters of a model, in the order of its leaves; printed as a table.
+
+    >>> axn.optim.Roles([axn.optim.Role("w", {"embed": 4, "mlp": 8}, rows=("embed",), columns=("mlp",))])
+    w  embed=4 x mlp=8
+    """
 
     def __str__(self) -> str:
         width = max((len(role.path) for role in self), default=0)
