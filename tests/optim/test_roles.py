@@ -55,6 +55,7 @@ def test_an_axis_on_both_sides_is_stored_under_two_names() -> None:
 def test_told() -> None:
     tree = {"w": axn.ones({"embed": 4, "mlp": 8}), "positions": axn.ones({"pos": 2, "embed": 4})}
     found = axn.optim.roles(tree, matrix={"^w$": ("embed", "mlp"), "positions": None})
+    assert isinstance(found, axn.optim.Roles) and isinstance(found[0], axn.optim.Role)
     assert str(found) == "positions  no matrix: matrix= says so\nw          embed=4 x mlp=8"
 
 

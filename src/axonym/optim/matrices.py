@@ -226,7 +226,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The polynomial that Muon applies to singular values: its fifth power moves them all near one."""
 
 
-class MuonState(NamedTuple):
+class _MuonState(NamedTuple):
     """The state of `muon` for matrices."""
 
     step: Any
@@ -280,7 +280,7 @@ def muon(
         return wrap(scale * _orthogonalized(x.array, steps), x.names)
 
     def init(params: Any) -> Any:
-        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        return _MuonState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
@@ -290,7 +290,7 @@ def muon(
         if nesterov:
             now = optax.tree.bias_correction(updates, beta, count)
             ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        return ahead, MuonState(count, mu)
+        return ahead, _MuonState(count, mu)
 
     exchange = on_matrices(scaled, over=over, storage=storage, batch=batch, matrix=matrix)
     of_matrices = optax.chain(optax.GradientTransformation(init, update), exchange)
