@@ -87,7 +87,7 @@ def process(out: Path, host: int) -> int:
 
 def latest(out: Path) -> int:
     """Return the step of the latest complete checkpoint."""
-    paths = out.glob("checkpoints/step-??????/_CHECKPOINT_METADATA")  # not unfinished ones
+    paths = out.glob("checkpoints/step-??????/checksums.json")  # not unfinished ones
     steps = [int(path.parent.name.removeprefix("step-")) for path in paths]
     return max(steps, default=0)
 
@@ -98,7 +98,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def kill(processes: Processes) -> None:
-        unfinished = "checkpoints/*.orbax-checkpoint-tmp"
+        unfinished = "checkpoints/*.orbax-checkpoint-tmp*"
         wait_for(lambda: latest(out) >= 4 and (any(out.glob(unfinished)) or latest(out) >= 8))
         processes[0].kill()  # in a save, which is no failure to write a checkpoint
 
@@ -153,11 +153,11 @@ def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: P
 
         def are_in_a_save() -> bool:
             assert None in [p.poll() for p in processes], "training has ended before a save was seen"
-            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp")):
+            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp*")):
                 return False
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp")) and max(losses(tmp_path)) > latest(out):
+            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp*")) and max(losses(tmp_path)) > latest(out):
                 return True
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
