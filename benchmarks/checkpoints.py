@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 
 import axonym as axn
-from axonym.state import _checkpoint_writing, checkpoint, restore_checkpoint, save_checkpoint, save_checkpoint_async
+from axonym.state import checkpoint, checkpoint_saves, restore_checkpoint, save_checkpoint, save_checkpoint_async
 
 from .harness import Row, timed_row
 
@@ -50,8 +50,9 @@ def rows() -> list[Row]:
         jax.block_until_ready(restore_checkpoint(saved, model, {"rows": "data"}, mesh=mesh))
 
     def without(fn: Callable[[], Any]) -> Callable[[], Any]:
-        unwritten = mock.patch.object(_checkpoint_writing, "write_checksums", lambda folder: None)
-        return unwritten(mock.patch.object(checkpoint, "damage_of", lambda *_: None)(fn))
+        unwritten = mock.patch.object(checkpoint_saves, "write_checksums", lambda folder: None)
+        of_process = mock.patch.object(checkpoint_saves, "write_checksums_of_process", lambda folder, process: None)
+        return of_process(unwritten(mock.patch.object(checkpoint, "damage_of", lambda *_: None)(fn)))
 
     def until_saved() -> float:
         start = time.perf_counter()

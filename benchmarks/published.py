@@ -7,6 +7,7 @@ each run in `published_runs.toml`. What `axonym.insight.plan` counts in a transf
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -229,11 +230,13 @@ def measured(run: Run, model: Transformer) -> float:
 def times(run: Run, model: Transformer) -> tuple[float, float]:
     """The bound and the estimate of a run, on the best placement."""
     topology, placements = placed(run)
-    parts = parts_of(run, model)
-    keys = {(x.kind, x.axes) for p in parts for x in p.sent}
-    found = []
+    parts, found = parts_of(run, model), []
     for placement in placements:
-        rates = {key: cost_model.rate_of(key[0], topology.route(placement, key[1]), topology.chip) for key in keys}
+
+        @functools.cache
+        def rates(kind: str, axes: tuple[str, ...], placement: Placement = placement) -> cost_model.Rate:
+            return cost_model.rate_of(kind, topology.route(placement, axes), topology.chip)
+
         least = cost_model.bound(parts, rates, topology.chip)
         found.append((float(cost_model.estimate(parts, rates, topology.chip).seconds), float(least)))
     seconds, least = min(found)
@@ -274,6 +277,8 @@ def regret(run: Run, model: Transformer) -> float:
 
 # --- what `plan` counts ---
 
+PLANNED = "v5p:8x8x8", "v5p:16x16x16"
+"""The topologies for which a step is planned."""
 COUNTED = "llama3.1-8b", "llama2-70b", "llama3.1-70b", "llama3.1-405b"
 
 
@@ -362,7 +367,7 @@ def rows() -> list[Row]:
         for what, ratio, bar in (("flops", flops, 0.01), ("bytes", sent, 0.05)):
             what = f"{what} of {name} by names, over the closed form"
             rows.append(row(what, f"{ratio:.4f}", f"bar: {bar:.0%}", abs(ratio - 1), bar))
-    return [*rows, *map(_planning, ("v5p:8x8x8", "v5p:16x16x16"))]
+    return [*rows, *map(_planning, PLANNED)]
 
 
 def _planning(chips: str) -> Row:

@@ -112,6 +112,11 @@ class Prepared:
         self.mesh = strategies.make_mesh(self.strategy)
         if config.hosts.elastic and self.plan is None and -1 not in self.strategy.mesh.values():
             raise Problem("--elastic needs a mesh that fits fewer devices: let --mesh have -1 for one of the sizes.")
+        if config.hosts.elastic and isinstance(self.strategy.between, dict):
+            axes = ", ".join(self.strategy.between)
+            raise Problem(
+                f"--elastic needs mesh axes that fit fewer slices: let between be names, {axes}, not numbers."
+            )
         policy = Policy.parse(config.precision)
         self.functions = steps.make_functions(config.model, config.optimizer, policy, self.strategy)
         strategies.check(self.strategy, self.mesh, self.functions.abstract.model, self.tokens)
@@ -233,8 +238,8 @@ class Training:
         with fail_together("The explanation of a step"):
             report = insight.explain(self.functions.train, self.state, tokens, chip=devices.chip(self.config.chip))
         self.reporter.say(f"\n{report}")
-        self.try_to("keep the explanation", self.files.explanation.write_text, report.to_markdown() + "\n", "utf-8")
-        self.try_to("draw the explanation", pictures.save_explanation, self.files.explanation_picture, report)
+        self.try_to("keep the explanation", self.files.explanation.write_text, f"{report}\n", "utf-8")
+        self.try_to("draw the explanation", report.save, self.files.explanation_page)
 
     def train_until(self, total: int, interrupts: Interrupts) -> None:
         """Take steps; evaluate, write samples and save where it is due."""
@@ -258,6 +263,7 @@ class Training:
             if evaluates or saves or self.step % look_every == 0 or interrupts.urgent():
                 waits = time.perf_counter()
                 jax.block_until_ready(measured)
+                hosts.stepped()
                 now = time.perf_counter()
                 seconds = None if began is None else (now - began) / len(pending)
                 if seconds is not None:

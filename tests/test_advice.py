@@ -263,6 +263,11 @@ TABLE = [
         lambda: untyped.segment_sum(X, INTEGERS, 4),
         lambda axis: axn.segment_sum(X, INTEGERS, axis).shape == {"new": 4, "embed": 3},
     ),
+    Advice(
+        "x.sum({…})",
+        lambda: axn.dot(X, axn.ones({"mlp": 2}), axis="embed"),
+        lambda x: axn.dot(x, axn.ones({"mlp": 2}), axis=()).shape == {"batch": 4, "mlp": 2},
+    ),
     # Named arrays.
     Advice(
         "x.shape[name]", lambda: untyped.ones({"embed": 3}).shape[0], lambda size: size == 3, names={"name": "embed"}

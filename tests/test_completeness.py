@@ -189,9 +189,13 @@ FAMILIES: dict[str, Family] = {
         {"the module of its name in tests/nn/": _used_in("nn/test_*.py")},
         {
             "check_input", "static_spec", "as_truth_values", "SequenceSharding", "attend_along_sequence",
-            "fused_attention",
+            "fused_attention", "stored_inputs",
         },
         "axonym.nn",
+    ),
+    "optim": Family(
+        "axonym.optim.*", "src/axonym/optim/__init__.py",
+        {"tests/optim/": _used_in("optim/test_*.py")}, {"roles_of_leaves", "axes_of_stacks"}, "axonym.optim",
     ),
 }  # fmt: skip
 
@@ -296,7 +300,6 @@ USED_BY_OTHERS = {
     "axonym.state.lazy_loading": "decorates the methods that load layers",
     "axonym.state.stacked_from_state_dict": "loads `axonym.nn.Stacked`",
     "axonym.state.stacked_to_state_dict": "saves `axonym.nn.Stacked`",
-    "axonym.named_array.extend": "gives arrays the methods of `axonym.haliax`: tests/haliax",
     "axonym.sharding.current_annotations": "`axonym.scalax` has it under a name of its own",
     **dict.fromkeys(
         ("axonym.sharding.leaves_of", "axonym.sharding.resolve", "axonym.sharding.shard_quietly"),

@@ -135,7 +135,7 @@ class Hidden:
             TypeError,
             "expected an array, got list. Lists go through `axonym.named`",
         ),
-        (lambda: axn.NamedArray(None, "a"), TypeError, "expected an array, got NoneType"),
+        (lambda: axn.NamedArray(type, "a"), TypeError, "expected an array, got type"),
         (lambda: axn.NamedArray(Hidden(), "a"), TypeError, "expected an array, got Hidden"),
         (lambda: x.resolve_axis("embd"), ValueError, "no axis 'embd' in (batch=2, embed=3). Did you mean 'embed'?"),
         (

@@ -8,6 +8,8 @@ checkpoint before it is complete.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -48,9 +50,11 @@ class Checkpoints:
     def begin(self, state: Any, step: int, seen: int) -> None:
         """Begin to write a checkpoint, while training goes on; `finish` completes it."""
         path = self.folder / f"step-{step:06d}"
-        with fail_together("save"):  # or those that see the folder would wait for the others
+        with self._problems(path), fail_together("save"):  # or those that see the folder would wait for the others
             if not self.folder.is_dir():
                 raise FolderDeleted(f"The checkpoint {path} could not be written, because the folder was deleted.")
+            if _bytes_of(state) > shutil.disk_usage(self.folder).free:  # and Orbax would print much about it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with self._problems(path):
             tree = {"state": state, "step": step, "seen": seen}
             self._pending = path, step, files.save_checkpoint_async(path, tree)
@@ -85,6 +89,8 @@ class Checkpoints:
     def _problems(self, path: Path) -> Iterator[None]:
         try:
             yield
+        except FolderDeleted:
+            raise
         except Exception as e:  # file systems, Orbax and TensorStore each have errors of their own
             if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
                 raise  # a device or another process is lost, which is no matter of files
@@ -117,8 +123,7 @@ class Checkpoints:
 
     def check_room(self, abstract: Any) -> None:
         """Raise a problem now, rather than later, if there is no room for a checkpoint."""
-        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
-        free = shutil.disk_usage(self.folder).free
+        needed, free = _bytes_of(abstract), shutil.disk_usage(self.folder).free
         if free < needed:
             raise Problem(
                 f"The disk is full: a checkpoint takes {needed / 1e6:,.1f} MB, and {self.folder} has room for "
@@ -136,9 +141,13 @@ def export(model: Any, path: Path) -> None:
         raise Problem(f"The model could not be written to {path}, because {reason_of(e)}.") from e
 
 
+def _bytes_of(state: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
 def _is_complete(path: Path) -> bool:
     """Whether a folder is one of our checkpoints: other things in the folder are left alone."""
-    return re.fullmatch(r"step-[0-9]+", path.name) is not None and (path / "_CHECKPOINT_METADATA").is_file()
+    return re.fullmatch(r"step-[0-9]+", path.name) is not None and (path / "checksums.json").is_file()
 
 
 def _step_of(path: Path) -> int:

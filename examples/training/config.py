@@ -147,8 +147,8 @@ class Config:
     mapping: Annotated[str, arg(metavar="MAPPING")] = "fsdp+tensor"
     """How devices share the work: data, fsdp, tensor, fsdp+tensor, sequence, context, pipeline, pipeline+fsdp, expert,
     or a JSON or TOML file that has `mesh`, `mapping` and, if parameters are stored otherwise, `parameter_mapping`, and
-    maybe `remat`, full, mlp, none or offload, and `accumulate`, a number of microbatches; or plan, for those with which
-    a step takes least time, as far as names tell."""
+    maybe `remat`, full, mlp, none or offload, `accumulate`, a number of microbatches, and `between`, the mesh axes that
+    cross machines; or plan, for those with which a step takes least time, as far as names tell."""
     mesh: Annotated[str, arg(metavar="SIZES")] = "auto"
     """The sizes of the mesh axes, such as data=4,model=2; -1 is what the others leave."""
     chip: Annotated[str, arg(metavar="CHIP")] = "auto"

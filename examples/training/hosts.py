@@ -4,14 +4,15 @@ JAX cannot continue without one of its processes, and may abort the others. So t
 train: it starts one that does, and watches it. These supervisors communicate by files in the folder of the run, which
 all hosts share: each writes its own once a second. A host is lost when its process is killed, or when it has not
 written for a while. Then the others end their processes, and with `--elastic` they agree on who is left, and start new
-ones. A host that was lost comes back with the same command: it waits until the others have
-saved a checkpoint, and all go on from there.
+ones. A host that was lost comes back with the same command: it waits until the others have saved a checkpoint, and all
+go on from there. So does a healthy host that is one too many for the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -36,6 +37,8 @@ _LOOK, _BEAT = 0.25, 1.0
 """Seconds from one look at the process and the other hosts to the next, and from one sign of life to the next."""
 _SLOW = 10.0
 """After so many seconds without a sign of life of its process, a host is named."""
+_OWN_WORDS = 100.0
+"""So many seconds more a process has that lives and waits: it says itself who is missing, or JAX ends it."""
 RESTART = 75
 """The exit status of a process that has saved a checkpoint, so that a host can come back."""
 
@@ -56,12 +59,30 @@ def restart_is_wanted() -> bool:
 
 
 def connected(index: int, count: int, token: int) -> None:
-    """Tell the supervisor, if there is one, which process this is; and end when the supervisor does."""
+    """Tell the supervisor, if there is one, which process this is."""
     if is_supervised():
-        channel = socket.socket(fileno=int(os.environ[_CHANNEL]))
-        channel.sendall(json.dumps([index, count, token]).encode() + b"\n")
-        for work in (_end_with_supervisor, _give_signs_of_life):
-            threading.Thread(target=work, args=(channel,), daemon=True).start()
+        _tell([index, count, token])
+
+
+@functools.cache  # once
+def stepped() -> None:
+    """Tell the supervisor that the first step is done."""
+    if is_supervised():
+        _tell("stepped")
+
+
+def _tell(what: Any) -> None:
+    with contextlib.suppress(OSError):
+        _to_supervisor().sendall(json.dumps(what).encode() + b"\n")
+
+
+@functools.cache
+def _to_supervisor() -> socket.socket:
+    """Return the way to the supervisor. From the first call on, it gets signs of life, and this ends when it does."""
+    channel = socket.socket(fileno=int(os.environ[_CHANNEL]))
+    for work in (_end_with_supervisor, _give_signs_of_life):
+        threading.Thread(target=work, args=(channel,), daemon=True).start()
+    return channel
 
 
 def _end_with_supervisor(channel: socket.socket) -> None:
@@ -74,8 +95,8 @@ def _end_with_supervisor(channel: socket.socket) -> None:
 def _give_signs_of_life(channel: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
-            time.sleep(_BEAT)
             channel.sendall(json.dumps(pace.pace()).encode() + b"\n")
+            time.sleep(_BEAT)
 
 
 # --- in the supervisor ---
@@ -86,6 +107,8 @@ def supervise_if_distributed(arguments: Sequence[str]) -> None:
 
     This comes before imports that take seconds, so it looks for a few flags by itself.
     """
+    if is_supervised():
+        _to_supervisor()
     if is_supervised() or os.name != "posix":
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -96,6 +119,7 @@ def supervise_if_distributed(arguments: Sequence[str]) -> None:
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process-index", type=int)
     parser.add_argument("--host-timeout", type=float, default=30.0)
+    parser.add_argument("--start-timeout", type=int, default=300)
     flags = [re.sub("^--[a-z_]+", lambda found: found[0].replace("_", "-"), argument) for argument in arguments]
     try:
         options, _ = parser.parse_known_args(flags)
@@ -115,6 +139,8 @@ class _Hosts:
         self.lost: dict[int, str] = {}
         """Why a host is lost. It stays so until it is started again, with another id."""
         self.told: dict[int, dict[str, Any]] = {}
+        self.last_signs: dict[int, float] = {}
+        """When the latest sign of life came from each member that was lost since the latest step."""
         self._id = secrets.token_hex(8)
         self._heard = dict.fromkeys(self.members, time.monotonic())
         self._beat, self._written = 0, 0.0
@@ -148,8 +174,9 @@ class _Hosts:
         for i in range(self.count):
             found = None if i == self.index else _read(self.folder / f"{i}.json")
             if found is not None and found != self.told.get(i):
-                if found["id"] != self.id_of(i):
-                    self.lost.pop(i, None)  # it was started again
+                if i in self.told and found["id"] != self.id_of(i):  # it was started again
+                    self.lost.pop(i, None)
+                    self._note_last_sign(i)
                 self.told[i], self._heard[i] = found, now
         for i in self.others():
             told = self.told.get(i, {})
@@ -159,6 +186,17 @@ class _Hosts:
                 self.lost.setdefault(i, told["why"])
             elif self.state(i) != "ended" and now > self._heard[i] + self.timeout:
                 self.lost.setdefault(i, f"it gave no sign of life for {self.timeout:g} seconds")
+            if i in self.lost:
+                self._note_last_sign(i)
+
+    def _note_last_sign(self, i: int) -> None:
+        if i in self.members:
+            self.last_signs.setdefault(i, self._heard[i])
+
+    def started_again(self) -> list[int]:
+        """Return the members whose processes were started again while this one trains: the earlier ones are dead."""
+        told = [(i, self.told[i]) for i in self.others() if i in self.told]
+        return [i for i, one in told if one["process"] == 0 and one["generation"] > self.generation]
 
     def others(self) -> list[int]:
         return [i for i in self.members if i != self.index]
@@ -188,7 +226,7 @@ class _Hosts:
         return _read(path)
 
     def waiting(self, generation: int) -> list[int]:
-        """Return the hosts that wait for the plan of a generation, also those that come back."""
+        """Return the hosts that wait for the plan of a generation, also those that come back or were too many."""
         now = time.monotonic()
         alive = [i for i in range(self.count) if i == self.index or now < self._heard[i] + self.timeout]
         alive = [i for i in alive if i not in self.lost and self.state(i) == "waits"]
@@ -199,7 +237,7 @@ class _Hosts:
         return max(m for m in range(1, n + 1) if self.count % m == 0)
 
     def more_could_run(self) -> bool:
-        """Return whether hosts wait to come back, and enough of them."""
+        """Return whether so many hosts wait that more can train."""
         return self.most(len({*self.members, *self.waiting(self.generation + 1)})) > len(self.members)
 
     def go_on_as(self, members: Sequence[int]) -> None:
@@ -247,7 +285,7 @@ class _Supervisor:
         self.slow: set[tuple[int, str]] = set()
         """The hosts that were named as slow, and what is slow there."""
         self.pid = 0
-        """The number of the latest process of this host."""
+        """The number of the latest process of this host; 0 if it has none that trains, or trained a moment ago."""
 
     def run(self) -> int:
         """Run processes until training ends; the exit status."""
@@ -256,16 +294,19 @@ class _Supervisor:
         while True:
             if self.hosts is not None:  # another start than the first one of all
                 self.announce(self.hosts)
-                plan = self.agree(self.hosts) if self.options.elastic else None
-                if plan is None:
-                    return 1
+                plan = self.agree(self.hosts) if self.options.elastic else 1
+                if isinstance(plan, int):
+                    return plan
                 hosts: list[int] = plan["hosts"]
+                self.hosts.go_on_as(hosts)
                 if self.hosts.index not in hosts:
-                    _say(f"Training goes on without this host: with {len(hosts)}, which divides {self.hosts.count}.")
-                    return 0
+                    how_many = f"{len(hosts)} of {self.hosts.count} hosts"
+                    _say(f"Training goes on with {how_many}, and this one waits until it is needed, or more can train.")
+                    self.hosts.last_signs.clear()
+                    self.pid = 0
+                    continue
                 if self.hosts.index == hosts[0]:
                     _say(f"Training goes on from the latest checkpoint on {len(hosts)} of {self.hosts.count} hosts.")
-                self.hosts.go_on_as(hosts)
                 more = ["--coordinator", plan["coordinator"], "--processes", str(len(hosts))]
                 more += ["--process-index", str(hosts.index(self.hosts.index))]
                 if (self.options.out / "config.json").is_file():
@@ -304,8 +345,9 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
         self.held: list[bytes] = []
-        self.pid, self.is_asked = self.worker.pid, False
-        self.heard: float | None = None
+        self.pid, self.is_asked, self.is_connected = self.worker.pid, False, False
+        self.began = self.heard = time.monotonic()
+        self.unread = b""
         self.pace: pace.Pace = {}
         self.slow = set()
         self.printer = threading.Thread(target=_print, args=(self.worker.stderr, self.held), daemon=True)
@@ -322,7 +364,11 @@ class _Supervisor:
         stuck: float | None = None
         while True:
             status = self.worker.poll()
-            self.hosts = self.hosts or self.connected()
+            self.hear()
+            if status is None and self.never_connects():
+                if self.hosts is not None:
+                    self.hosts.tell("lost", self.pid, "its process has not connected")
+                return 1
             if self.hosts is None:
                 if status is not None:
                     return status
@@ -343,7 +389,9 @@ class _Supervisor:
                 _say(f"The process of this host, {hosts.name(hosts.index)}, was ended by signal {-(status or 0)}.")
             if state in ("lost", "ended"):
                 return status
-            if any(i in hosts.lost for i in hosts.members):
+            for i in (again := hosts.started_again()):
+                _say(f"Host {hosts.name(i)} was lost: it has been started again.")
+            if again or any(i in hosts.lost for i in hosts.members):
                 return None
             failed = [i for i in hosts.members if hosts.state(i) == "failed"]
             if failed:  # the others end as well, or one of them will be found to be lost
@@ -355,26 +403,47 @@ class _Supervisor:
                     return status or 1
             time.sleep(_LOOK)
 
-    def connected(self) -> _Hosts | None:
-        """Return the hosts once the process knows them."""
-        try:
-            index, count, token = json.loads(self.channel.recv(1000).splitlines()[0])
-        except (BlockingIOError, IndexError, ValueError):  # not yet, or it has ended
-            return None
-        self.heard = time.monotonic()
-        hosts = _Hosts(self.options.out / "hosts" / str(token), index, count, self.options.host_timeout)
-        hosts.remove_earlier()
-        return hosts
+    def hear(self) -> None:
+        """Take what the process says: who it is, how fast, and that its first step is done."""
+        with contextlib.suppress(OSError):
+            while said := self.channel.recv(2**16):
+                self.unread += said
+        *lines, self.unread = self.unread.split(b"\n")
+        for said in map(json.loads, lines):
+            self.heard = time.monotonic()
+            if isinstance(said, dict):
+                self.pace = said
+            elif isinstance(said, list):
+                self.is_connected = True
+                if self.hosts is None:
+                    index, count, token = said
+                    folder = self.options.out / "hosts" / str(token)
+                    self.hosts = _Hosts(folder, index, count, self.options.host_timeout)
+                    self.hosts.remove_earlier()
+            elif self.hosts is not None and (signs := self.hosts.last_signs):
+                passed, names = self.heard - min(signs.values()), ", ".join(map(self.hosts.name, signs))
+                _say(f"The next step was done {passed:.1f} s after the last sign of life of host {names}.")
+                signs.clear()
 
     def silent_for(self) -> int:
-        """For how many seconds the process gave no sign of life since its first one; 0 if these are few."""
-        now = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):
-            if said := self.channel.recv(2**16):
-                self.heard = now
-                found = json.loads(said.splitlines()[-1])
-                self.pace = found if isinstance(found, dict) else {}  # a process that was started again says who it is
-        return 0 if self.heard is None or now < self.heard + _SLOW else int(now - self.heard)
+        """For how many seconds the process gave no sign of life; 0 if these are few."""
+        silent = time.monotonic() - self.heard
+        return 0 if silent < _SLOW else int(silent)
+
+    def never_connects(self) -> bool:
+        """Whether to wait no longer until the process is connected; this says which one it is."""
+        if self.is_connected:
+            return False
+        silent, limit = self.silent_for(), self.options.start_timeout
+        who = f"The process of this host, {self.pid} on {socket.gethostname()},"
+        if silent and self.hosts is None and not self.slow:
+            self.slow.add((0, ""))
+            _say(f"{who} gave no sign of life for {silent} seconds, and is not connected.")
+        late = time.monotonic() > self.began + (limit if silent else 2 * limit + _OWN_WORDS)
+        if late:
+            why = f"it gave no sign of life for {silent} seconds" if silent else "it waits"
+            _say(f"{who} has not connected within {limit} seconds: {why}.")
+        return late
 
     def name_slow(self, hosts: _Hosts) -> None:
         told = {i: hosts.told[i] for i in hosts.members if i in hosts.told}
@@ -392,8 +461,8 @@ class _Supervisor:
                 _say(f"Host {hosts.name(i)} was lost: {why}.")
                 self.announced[i] = hosts.id_of(i)
 
-    def agree(self, hosts: _Hosts) -> dict[str, Any] | None:
-        """Wait for the plan of those that go on; None if they count this one as lost, or end without it."""
+    def agree(self, hosts: _Hosts) -> dict[str, Any] | int:
+        """Wait for the plan of those that go on; an exit status if they count this one as lost, or end without it."""
         hosts.generation += 1
         comes_back = self.pid == 0
         while True:
@@ -401,13 +470,14 @@ class _Supervisor:
             hosts.listen()
             self.announce(hosts)
             if hosts.index in hosts.lost:
-                return None
-            if comes_back and all(hosts.state(i) in ("ended", "failed") for i in hosts.members):
-                _say("Training has ended without this host.")
-                return None
-            if comes_back and set(hosts.others()) <= set(hosts.lost):
+                return 1
+            states = [hosts.state(i) for i in hosts.others() if i not in hosts.lost]
+            if comes_back and not states:
                 _say("This host sees none that trains. Start it again when one does, or start all of them.")
-                return None
+                return 1
+            if comes_back and all(state in ("ended", "failed") for state in states):
+                _say("Training has ended without this host.")
+                return int("failed" in states)
             address, lock = _address(self.options.coordinator), self.options.out / "lock.json"
             if (plan := hosts.plan(address, lock, comes_back)) is not None:
                 return plan

@@ -40,7 +40,9 @@ class Plan:
         """The strategy as a file that `--mapping` reads."""
         chosen = self.strategy
         parts = {"mesh": chosen.mesh, "mapping": chosen.compute, "parameter_mapping": chosen.storage}
-        return json.dumps({**parts, "remat": chosen.remat, "accumulate": chosen.accumulate}, indent=2) + "\n"
+        more = {"remat": chosen.remat, "accumulate": chosen.accumulate}
+        more |= {} if chosen.between is None else {"between": chosen.between}
+        return json.dumps({**parts, **more}, indent=2) + "\n"
 
     def keep(self, path: Path) -> None:
         """Write the strategy to such a file."""
@@ -80,5 +82,6 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
         why = str(e).split(". ")[0].rstrip(".")  # what follows is what was not considered
         raise Problem(f"--mapping plan finds no mapping: {why}. Choose another --mapping.") from None
     best = found.best
-    strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute, **best.choices)
-    return Plan(strategy, f"{said}{found}", found.to_markdown())
+    storage = best.storage or best.compute
+    strategy = Strategy("plan", best.mesh, best.compute, storage, between=best.between, **best.choices)
+    return Plan(strategy, f"{said}{found}", str(found))

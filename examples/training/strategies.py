@@ -41,6 +41,8 @@ class Strategy:
     """What the backward pass computes again, one of `llama.REMAT`."""
     accumulate: int = 1
     """How many microbatches follow one another, where there are no stages."""
+    between: str | list[str] | dict[str, int] | None = None
+    """Which mesh axes cross slices, as in `axn.make_mesh`."""
 
     def as_text(self) -> str:
         """What must be the same in every process."""
@@ -111,7 +113,7 @@ def describe(strategy: Strategy, mesh: jax.sharding.Mesh) -> str:
 def make_mesh(strategy: Strategy) -> jax.sharding.Mesh:
     """The mesh over all devices."""
     try:
-        mesh = axn.make_mesh(dict(strategy.mesh))
+        mesh = axn.make_mesh(dict(strategy.mesh), between=strategy.between)
     except ValueError as e:
         raise Problem(f"The mesh of mapping {strategy.name!r} does not fit the devices: {_without_name(e)}") from None
     if mesh.size != jax.device_count():
@@ -183,18 +185,23 @@ def read(path: Path) -> Strategy:
         )
     except (ValueError, RecursionError) as e:
         raise Problem(f"The mapping in {path} is not valid {path.suffix[1:].upper()}: {e}.") from None
-    parts, more = ("mesh", "mapping", "parameter_mapping"), ("remat", "accumulate")
+    parts, more = ("mesh", "mapping", "parameter_mapping"), ("remat", "accumulate", "between")
     if not isinstance(found, dict) or not {"mesh", "mapping"} <= set(found) <= {*parts, *more}:
         has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
         raise Problem(
-            f"A file with a mapping has mesh, mapping and maybe parameter_mapping, remat or accumulate; {path} has "
-            f"{has or 'none'}."
+            "A file with a mapping has mesh, mapping and maybe parameter_mapping, remat, accumulate or between; "
+            f"{path} has {has or 'none'}."
         )
-    remat, accumulate = (found.pop(part, default) for part, default in zip(more, ("full", 1), strict=True))
+    remat, accumulate, between = (found.pop(part, x) for part, x in zip(more, ("full", 1, None), strict=True))
     if not isinstance(remat, str) or remat not in llama.REMAT:
         raise Problem(f"In {path}, remat must be one of {', '.join(llama.REMAT)}, got {remat!r}.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise Problem(f"In {path}, accumulate must be a number from 1, got {accumulate!r}.")
+    if not _is_between(between):
+        raise Problem(
+            f"In {path}, between must be a mesh axis, a list of them, or how many slices lie along each, such as "
+            f'{{"data": 2}}, got {between!r:.40}.'
+        )
     for part in found:
         if not isinstance(found[part], dict) or not found[part]:
             raise Problem(f"In {path}, {part} must be a table, such as {_EXAMPLES[part]}.")
@@ -209,7 +216,14 @@ def read(path: Path) -> Strategy:
             if len(set(over)) < len(over):
                 raise Problem(f"In {path}, {part} sends axis {axis!r} to a mesh axis twice, {entry!r}.")
     storage = found.get("parameter_mapping", found["mapping"])
-    return Strategy(str(path), found["mesh"], found["mapping"], storage, remat=remat, accumulate=accumulate)
+    return Strategy(
+        str(path), found["mesh"], found["mapping"], storage, remat=remat, accumulate=accumulate, between=between
+    )
+
+
+def _is_between(x: Any) -> bool:
+    counts = isinstance(x, dict) and all(type(n) is int for n in x.values())
+    return x is None or isinstance(x, str) or counts or (isinstance(x, list) and all(isinstance(a, str) for a in x))
 
 
 _EXAMPLES = {"mesh": '{"data": -1}', "mapping": '{"batch": "data"}', "parameter_mapping": '{"embed": "data"}'}

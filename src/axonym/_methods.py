@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import MethodType, ModuleType
-from typing import Any, Protocol, TypeVar, cast
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.extensions import EXTENSIONS, extension
 from .core.jax_versions import called_by_grad
 from .named_array import NamedArray, NamedOrNumeric, describe_array, is_named_array
 from .ops import (
@@ -38,7 +37,6 @@ from .typing.annotations import annotate
 from .typing.matching import matches_axes
 
 R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
 _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
@@ -67,55 +65,16 @@ def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
 
 def _operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
-        try:
-            return operation(self, other) if _operand(other) else NotImplemented
-        except TypeError:
-            return _refused(operation, self, other)
+        return operation(self, other) if _operand(other) else NotImplemented
 
     return operator
 
 
 def _reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
-        try:
-            return operation(other, self) if _operand(other) else NotImplemented
-        except TypeError:
-            return _refused(operation, other, self)
+        return operation(other, self) if _operand(other) else NotImplemented
 
     return operator
-
-
-def _refused(operation: Callable[..., R], a: Any, b: Any) -> R:
-    """Compute an operation on operands that it does not take as an extension says, or raise the error again."""
-    compute = extension(NamedArray, "__refused__")
-    if compute is None:
-        raise  # called while the error is handled
-    return compute(operation, a, b)
-
-
-class _Extended:
-    """A function as a method. Where a package extends classes, its own method computes what the function refuses."""
-
-    def __init__(self, function: Callable[..., Any]):
-        functools.update_wrapper(self, function)
-        self._function = function
-
-    def __get__(self, array: NamedArray | None, owner: Any = None) -> Any:
-        if array is None:
-            return self._function
-        return MethodType(self if EXTENSIONS else self._function, array)
-
-    def __call__(self, array: NamedArray, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._function(array, *args, **kwargs)
-        except (IndexError, TypeError, ValueError):
-            if (compute := extension(NamedArray, self._function.__name__)) is None:
-                raise
-        return compute(array, *args, **kwargs)
-
-
-def _extended(function: F) -> F:
-    return cast(F, _Extended(function))
 
 
 def _matmul(self: NamedArray, other: Any) -> Any:
@@ -134,8 +93,8 @@ class Methods:
     __class_getitem__ = classmethod(annotate)
 
     # --- axes and layout ---
-    rename = _extended(shaping.rename)
-    rearrange = _extended(rearranging.rearrange)
+    rename = shaping.rename
+    rearrange = rearranging.rearrange
     broadcast_to = broadcasting.broadcast_to
     broadcast_axis = broadcasting.broadcast_axis
     flatten_axes = shaping.flatten_axes
@@ -148,7 +107,7 @@ class Methods:
     # --- parts ---
     __getitem__ = indexing.index
     at: _Property[updating.Indexer] = property(updating.Indexer)  # pyright: ignore[reportAssignmentType]
-    slice = _extended(indexing.slice)
+    slice = indexing.slice
     take = indexing.take
 
     # --- reductions ---
@@ -165,7 +124,7 @@ class Methods:
     ptp = reductions.ptp
     std = reductions.std
     sum = reductions.sum
-    var = _extended(reductions.var)
+    var = reductions.var
     trace = diagonals.trace
 
     # --- elements ---
@@ -176,7 +135,7 @@ class Methods:
     dot = contraction.dot
     round = elementwise.round
     sort = sorting.sort
-    argsort = _extended(sorting.argsort)
+    argsort = sorting.argsort
     real: _Property[NamedArray] = property(elementwise.real)  # pyright: ignore[reportAssignmentType]
     imag: _Property[NamedArray] = property(elementwise.imag)  # pyright: ignore[reportAssignmentType]
 
@@ -219,16 +178,10 @@ class Methods:
 
     # Methods rather than assignments: type checkers would give these names the types that they have on `object`.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            return elementwise.equal(self, other) if _comparable(other) else NotImplemented
-        except TypeError:
-            return _refused(elementwise.equal, self, other)
+        return elementwise.equal(self, other) if _comparable(other) else NotImplemented
 
     def __ne__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            return elementwise.not_equal(self, other) if _comparable(other) else NotImplemented
-        except TypeError:
-            return _refused(elementwise.not_equal, self, other)
+        return elementwise.not_equal(self, other) if _comparable(other) else NotImplemented
 
     def __round__(self: Any, decimals: int | None = None) -> NamedArray:
         return elementwise.round(self, decimals or 0)

@@ -10,6 +10,7 @@ operators are listed in `axonym._methods`: a method *is* the function of the sam
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import json
 import math
@@ -25,9 +26,8 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
 from jax.typing import ArrayLike
 
-from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
+from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, interned, name_of, selectors
 from .core import errors
-from .core.extensions import extend as extend, extension
 
 if TYPE_CHECKING:
     from ._methods import Methods as _Base
@@ -37,6 +37,10 @@ else:
         """A stand-in for `axonym._methods.Methods`, whose entries are set on `NamedArray` on import."""
 
         __slots__ = ()
+
+
+SHAPE_CHECKS: contextvars.ContextVar[bool] = contextvars.ContextVar("axonym.shape_checks", default=True)
+"""Whether `NamedArray(array, axes)` compares the axes with the array."""
 
 
 class Shape(dict[str, int]):
@@ -58,8 +62,6 @@ class Shape(dict[str, int]):
         raise TypeError(f"A shape is not called: `x.shape[name]` is a size. The axes are {', '.join(self.keys())}.")
 
     def __iter__(self) -> Iterator[str]:
-        if (names := extension(Shape, "__iter__")) is not None:
-            return names(self)
         raise TypeError(
             f"Iterating over the shape {errors.describe_shape(self)} is ambiguous: `x.names` are the names, and "
             "`x.shape.values()` the sizes. Axes with sizes, `x.axes`, are what most operations take."
@@ -98,9 +100,9 @@ class NamedArray(_Base):
             try:
                 array, names = _checked(array, axes)
             except (TypeError, ValueError):
-                if (unchecked := extension(NamedArray, "__unchecked__")) is None or not unchecked(array):
+                if SHAPE_CHECKS.get() and type(array) not in (type(None), object):  # which have no shape
                     raise
-                names = tuple(sys.intern(name_of(s)) for s in selectors(axes))
+                names = tuple(interned(s) for s in selectors(axes))
         self.array = array
         self.names = names
 
@@ -109,8 +111,6 @@ class NamedArray(_Base):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):  # a property has failed: raise its own error
                 return object.__getattribute__(self, name)
-            if (method := extension(NamedArray, name)) is not None:
-                return functools.partial(method, self)
             from .core import foreign_names
 
             hint = foreign_names.of_array(name, self.names)
@@ -291,11 +291,10 @@ class NamedArray(_Base):
         return np.asarray(self.array).tobytes(order)
 
     def __bool__(self) -> bool:
-        if self.names and (of_one := extension(NamedArray, "__bool__")) is not None:
-            return of_one(self)
-        element = self._only_element(
-            "a truth value", " `x.all()` and `x.any()` reduce all of them, and `axonym.where(x, a, b)` chooses by each."
-        )
+        element = self.array
+        if not isinstance(element, (jax.Array, np.ndarray)) or element.size != 1:
+            reduced = " `x.all()` and `x.any()` reduce all of them, and `axonym.where(x, a, b)` chooses by each."
+            element = self._only_element("a truth value", reduced)
         try:
             return bool(element)
         except jax.errors.TracerBoolConversionError as error:
@@ -471,7 +470,7 @@ def is_jax_array_like(x: object) -> bool:
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
-    names = errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
+    names = errors.distinct("NamedArray", tuple(interned(s) for s in found))
     if isinstance(array, NamedArray):
         raise TypeError(
             f"NamedArray: the array already has names, {describe_array(array)}. Use `rename` to change them."

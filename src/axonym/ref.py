@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from jax.tree_util import register_dataclass
 
 from .axis import Axis, AxisSelector, Names
 from .core import errors
-from .core.extensions import extension
 from .distribution.mesh_axes import explicit_mesh
 from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan
@@ -67,13 +66,6 @@ class NamedRef:
         self.memory = memory
         self.view = view
         self.names = tuple(n for n, e in zip(memory, view, strict=True) if e.size is not None)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if (attribute := extension(NamedRef, name)) is not None:
-                return attribute(self)
-            raise AttributeError(f"'NamedRef' object has no attribute {name!r}", name=name, obj=self)
 
     # --- properties ---
 

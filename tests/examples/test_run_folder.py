@@ -355,7 +355,17 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "a part of a mapping": (
         (*NEW, "--mapping", "RUN/m.json"),
         content("m.json", '{"mesh": {"data": 8}}'),
-        "has mesh, mapping and maybe parameter_mapping, remat or accumulate; .*m.json has mesh",
+        "has mesh, mapping and maybe parameter_mapping, remat, accumulate or between; .*m.json has mesh",
+    ),
+    "between an unknown mesh axis": (
+        (*NEW, "--mapping", "RUN/m.toml"),
+        content("m.toml", 'between = "x"\nmesh = {data = 8}\nmapping = {batch = "data"}'),
+        "does not fit the devices: between has x; the mesh axes are data",
+    ),
+    "between no mesh axes": (
+        (*NEW, "--mapping", "RUN/m.toml"),
+        content("m.toml", 'between = {data = "all"}\nmesh = {data = 8}\nmapping = {batch = "data"}'),
+        r"between must be a mesh axis, a list of them, or how many .* such as \{\"data\": 2\}, got \{'data': 'all'\}",
     ),
     "no TOML": ((*NEW, "--mapping", "RUN/m.toml"), content("m.toml", "mesh = "), "in .*m.toml is not valid TOML"),
     # Sizes.
@@ -413,6 +423,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "no time": ((*NEW, "--host-timeout", "0"), None, "--host-timeout must be more than 0, got 0"),
     # Texts.
     "an unknown precision": ((*NEW, "--precision", "float7"), None, "--precision 'float7' is not understood"),
+    "a precision that is no word": ((*NEW, "--precision", ","), None, "--precision ',' is not understood"),
     "a NUL in a precision": ((*NEW, "--precision", "a\0"), None, "--precision must be text"),
     "half a character": ((*NEW, "--prompt", "a\ud800"), None, r"--prompt must be text, got 'a\\ud800'"),
     "half a character in a path": ((*NEW, "--data", "a\udcff"), None, r"--data must be text, got 'a\\udcff'"),

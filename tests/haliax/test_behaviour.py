@@ -36,29 +36,15 @@ def test_a_condition_without_axes_is_a_scalar() -> None:
 RAW = np.arange(4)
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda r, n: r + n,
-        lambda r, n: n + r,
-        lambda r, n: hax.add(r, n),
-        lambda r, n: hax.add(n, r),
-    ],
-)
+@pytest.mark.parametrize("compute", [hax.add, lambda r, n: hax.add(n, r)])
 def test_a_raw_array_and_a_named_one_without_axes(compute: Any) -> None:
     for raw in (jnp.asarray(RAW), RAW):
         result = compute(raw, hax.named(2, ()))
         assert isinstance(result, (jax.Array, np.ndarray)) and result.tolist() == [2, 3, 4, 5]
     assert hax.maximum(RAW, hax.named(2, ())).tolist() == [2, 2, 2, 3]
-    assert (jnp.asarray(RAW) > hax.named(2, ())).tolist() == [False, False, False, True]
-    with pytest.raises(TypeError, match="an operand has no axis names"):
-        compute(jnp.asarray(RAW), hax.ones(W))
-
-
-def test_the_truth_of_one_element() -> None:
-    assert bool(hax.ones(hax.Axis("one", 1))) and not hax.zeros({"a": 1, "b": 1})
-    with pytest.raises(ValueError, match="ambiguous"):
-        bool(hax.ones(D))
+    for refused in (lambda: compute(jnp.asarray(RAW), hax.ones(W)), lambda: jnp.asarray(RAW) + hax.named(2, ())):
+        with pytest.raises(TypeError, match="an operand has no axis names"):
+            refused()
 
 
 # --- abstract arrays, meshes ---
@@ -156,7 +142,7 @@ def test_uniform_broadcasts_its_bounds_before_it_draws(monkeypatch: pytest.Monke
 
 # --- orders ---
 
-OF_W, OF_WZ = hax.named([0, 1, 1, 0], W), hax.zeros((W, Z), dtype=int)
+OF_WZ = hax.zeros((W, Z), dtype=int)
 
 
 @pytest.mark.parametrize(
@@ -164,26 +150,13 @@ OF_W, OF_WZ = hax.named([0, 1, 1, 0], W), hax.zeros((W, Z), dtype=int)
     [
         (lambda: hax.tril(X, "d", "h"), "wdh"),
         (lambda: hax.triu(X, "h", "d"), "whd"),
-        (lambda: X["d", OF_W], "wh"),
-        (lambda: X["d", OF_WZ], "wzh"),
-        (lambda: X["h", OF_WZ], "dwz"),
-        (lambda: hax.index(X, {"h": OF_WZ}), "dwz"),
         (lambda: X["d", hax.zeros(Z, dtype=int), "w", hax.zeros(Z, dtype=int)], "zh"),
         (lambda: X["d", hax.zeros(Z, dtype=int), "h", 0], "zw"),
-        (lambda: X["h", hax.dslice(0, 2), "d", hax.dslice(0, 1)], "dhw"),
-        (lambda: X["w", hax.dslice(0, 2), "d", hax.dslice(0, 1)], "dwh"),
         (lambda: X["h", 1:], "dhw"),
-        (lambda: X.take("h", OF_WZ), "zdw"),
-        (lambda: X["w", jnp.array([0, 3])], "dh"),  # one element for each index of `d`, which has this size
-        (lambda: X["w", jnp.array([0, 3, 1])], "dh"),
-        (lambda: X["d", 0, "w", jnp.array([0, 3])], "wh"),
-        (lambda: X["w", jnp.arange(5)], "dhw"),
         (lambda: X["w", [0, 3]], "dhw"),
         (lambda: hax.take(X, "h", OF_WZ), "zdw"),
         (lambda: hax.rearrange(X, "{d h} -> ... h d ..."), "hdw"),
         (lambda: hax.rearrange(X, "a b c -> ... b ... a"), "hwd"),
-        (lambda: X.rearrange("{d h} -> ... h d ..."), "hdw"),
-        (lambda: X.rearrange("a b c -> c b a", q=2), "whd"),
         (lambda: hax.rearrange(X, "a ... c -> c ... a ..."), "wdh"),
         (lambda: hax.rearrange(X, "a b c -> b ... (z: a) ..."), "hzw"),
         (lambda: hax.rearrange(X, "{d w} -> ... (z: d w) ..."), "zh"),
@@ -197,23 +170,9 @@ def test_orders(compute: Any, names: str) -> None:
     assert "".join(compute().names) == names
 
 
-def test_raw_index_arrays_are_matched_by_size() -> None:
+def test_raw_index_arrays_pick_along_their_axis() -> None:
     index = jnp.array([3, 0])
-    assert X["w", index].tolist() == X["w", hax.named(index, D)].tolist() == [[3, 7, 11], [12, 16, 20]]
-    updated = X.at["w", index, "h", 0].set(hax.named([-1, -2], D))
-    assert updated.array[:, 0].tolist() == [[0, 1, 2, -1], [-2, 13, 14, 15]]
-    assert X.take("w", index).tolist() == hax.take(X, "w", index).tolist() == X["w", [3, 0]].tolist()
-
-
-def test_methods_take_what_the_functions_take() -> None:
-    assert X.rename({"d": "q", "absent": "r"}).names == ("q", "h", "w")
-    assert X["d", 0, "h", 0].slice("w", start=3, length=2).tolist() == [2, 3]
-    assert X.argsort(None).tolist() == list(range(24))
-    of_haliax: Any = X.var  # which takes these by position
-    assert of_haliax("d", jnp.float32, 1).tolist() == X.var("d", dtype=jnp.float32, ddof=1).tolist()
-    assert list(X.shape) == ["d", "h", "w"] and {**X.shape} == {"d": 2, "h": 3, "w": 4}
-    with pytest.raises(ValueError, match="rename: cannot rename d to"):
-        X.rename({"d": hax.Axis("q", 5)})
+    assert X.take("w", index).tolist() == hax.take(X, "w", index).tolist() == X["w", index].tolist()
 
 
 # --- errors, dtypes, layers ---

@@ -329,6 +329,22 @@ def test_orders_with_two_ellipses(order: Any, expected: str) -> None:
     assert "".join(hax.dot(x, hax.ones({"e": 1}), axis="e", out_axes=order).names) == expected
 
 
+def test_axes_that_one_operand_alone_has_are_summed_there() -> None:
+    x, w = hax.ones({"a": 2, "b": 3}), hax.ones({"c": 4})
+    for found in (
+        hax.dot(x, w, axis="b"),
+        hax.dot(x, w, axis=hax.Axis("b", 3)),
+        hax.einsum("{b} -> ", x, w),
+        hax.einsum("{B c} -> c", x, w, B="b"),
+    ):
+        assert found.shape == {"a": 2, "c": 4} and np.all(np.asarray(found.array) == 3)
+    assert hax.dot(x, x, w, axis=("b", "c")).tolist() == [12, 12]
+    with pytest.raises(ValueError, match="no operand has axis 'd'"):
+        hax.dot(x, w, axis="d")
+    with pytest.raises(ValueError, match=r"^dot: only operand 0 has axis 'b'"):
+        x.dot(w, axis="b")
+
+
 def test_sizes_that_an_expression_does_not_use() -> None:
     x = hax.ones({"a": 4, "b": 3})
     assert hax.rearrange(x, "a b -> b a", q=3).names == ("b", "a")

@@ -578,6 +578,7 @@ def causal(x: Any) -> Any:
             "which is no gradient",
         ),
         ("argmax", lambda x: axn.argmax(x, "batch"), {"batch": "data"}, "argmax along batch"),
+        ("shift", lambda x: jax.lax.pad(x.array, 0.0, [(1, -1, 0), (0, 0, 0)]), {"batch": "data"}, "pad along batch"),
         ("placement", lambda x: axn.shard(x, {"batch": None}), {"batch": "data"}, "without a mesh, which it asks for"),
         ("constraint", lambda x: jax.lax.with_sharding_constraint(x, P("model")), {"batch": "data"}, "asks for"),
         (
@@ -602,6 +603,21 @@ def test_what_names_do_not_tell_is_refused(what: str, function: Any, mapping: An
         axn.insight.explain(function, x, mapping=mapping, by="names")
 
 
+LOCAL = {
+    "xor": lambda x: jax.lax.reduce_xor(x.array.astype(jnp.int32), (1,)),
+    "cholesky": lambda x: jnp.linalg.cholesky(x.array[:, :, None] * jnp.eye(8)[None]),
+    "tile": lambda x: jax.lax.tile(x.array, (1, 2)),
+    "split": lambda x: jax.vmap(jax.random.split)(jax.random.wrap_key_data(x.array[:, :2].astype(jnp.uint32))),
+}
+
+
+@pytest.mark.parametrize("what", LOCAL)
+def test_what_runs_along_other_axes_exchanges_nothing(what: str) -> None:
+    x = jax.eval_shape(lambda: axn.ones({"batch": 8, "embed": 8}))
+    early, true = both((LOCAL[what], x), {"batch": "data"})
+    assert sent(early) == sent(true) == {}
+
+
 def test_an_array_that_is_sharded_without_names_is_refused() -> None:
     mesh = cases.mesh_of(data=8)
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, P("data")))
@@ -610,8 +626,23 @@ def test_an_array_that_is_sharded_without_names_is_refused() -> None:
 
 
 def test_a_compiled_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes the function that is compiled"):
+    with pytest.raises(ValueError, match=r"takes the function that is compiled.*pass `mapping=`"):
         axn.insight.explain(axn.named_jit(lambda x: x, {}), X, by="names")
+    with axn.axis_mapping({"batch": "data"}), pytest.raises(ValueError, match="mappings of its own"):
+        axn.insight.explain(axn.named_jit(lambda x: x, {}), X, by="names")
+
+
+def test_the_active_mapping_is_taken() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ w).sum()
+
+    step = axn.names.distribute(jax.grad(loss), names=("embed mlp", "batch embed"))
+    args = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
+    mesh = cases.mesh_of(data=8)
+    given = axn.insight.explain(step, *args, mapping={"batch": "data"}, mesh=mesh, by="names")
+    with axn.axis_mapping({"batch": "data"}):
+        found = axn.insight.explain(step, *args, mesh=mesh, by="names")
+    assert found.collectives == given.collectives != ()
 
 
 SIZES = dict.fromkeys(("batch", "features", "hidden"), 16) | {"pos": 8, "embed": 32, "mlp": 64, "vocab": 128}

@@ -15,6 +15,7 @@ REFUSED = {
     "that returns a tuple: the step, then its arguments": [CASE + "s", *MESH],
     "--mesh is the size of each mesh axis": [CASE, "--mesh", "data=0"],
     "neither the name of a mapping in the file nor JSON": [CASE, *MESH, "--mapping", "fdsp"],
+    "between has pod; the mesh axes are data, model": [CASE, *MESH, "--mapping", "fsdp", "--between", "pod"],
 }
 
 
@@ -25,11 +26,12 @@ def run(arguments: list[list[str]]) -> subprocess.CompletedProcess[str]:
 
 
 def test_explains_on_more_devices_than_there_are() -> None:
-    done = run([[CASE, *MESH, "--mapping", "fsdp", "--chip", "v5p", "--json"]])
+    done = run([[CASE, *MESH, "--mapping", "fsdp", "--chip", "v5p", "--between", "model", "--json"]])
     text, _, status = done.stdout.rpartition("status ")
     assert status.strip() == "0", done.stderr
     report = json.loads(text)
     assert report["mesh"] == {"data": 16, "model": 2} and report["bounds"]["chip"] == "v5p"
+    assert report["between"] == {"model": 2}
     kinds = [c["kind"] for c in report["collectives"] if c["axes"] == ["data"]]
     assert sorted(kinds) == ["all-gather"] * 2 + ["all-reduce"] + ["reduce-scatter"] * 2
 

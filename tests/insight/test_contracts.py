@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import axonym as axn
-from axonym.insight import BrokenContract, Contract, blame, compare, contract
+from axonym.insight import BrokenContract, Contract, blame, compare, contract, explain, never
 from tests.insight import cases
 
 Batch, Embed, Mlp, Vocab = axn.make_axes(batch=16, embed=32, mlp=48, vocab=80)
@@ -215,9 +215,10 @@ def test_a_comparison_says_what_differs() -> None:
         for line in lines
     )
     assert any(line.startswith("- 1 x") and "all-reduce over data, backward" in line for line in lines)
-    text, markdown = str(found), found.to_markdown()
+    text = str(found)
     assert "fsdp, compared with replicated:" in text and "sent over data" in text
-    assert markdown.startswith("|  | sent over data | sent over model | collectives | flops | at least | bottleneck |")
+    columns = ["", "sent over data", "sent over model", "collectives", "flops", "at least", "bottleneck"]
+    assert [cell.strip() for cell in text.splitlines()[0].split("|")[1:-1]] == columns
 
 
 def test_what_is_compared() -> None:
@@ -239,3 +240,40 @@ def test_each_broken_rule_says_two_ways_to_mend_it() -> None:
     assert len(lines) == 3 and all(re.search(r"\. Either .*; or .*\.$", line) for line in lines)
     for line in lines[:2]:  # which line of code, which array, how many bytes
         assert "test_contracts.py:" in line and re.search(r"f32\[\w+=\d+", line) and re.search(r"[\d.]+ KiB", line)
+
+
+@pytest.mark.parametrize("by", ["names", "partitioner"])
+def test_what_crosses_slices(by: str) -> None:
+    """Of parameters stored within a slice, only gradients cross; stored over all slices, they do at each use."""
+    weights = 4 * (32 * 48 + 48 * 32 + 32 * 80)
+    hybrid: Any = {"mesh": axn.make_mesh({"replica": 2, "data": 4}), "between": "replica"}
+    hybrid["mapping"] = {"embed": "data"}, {"batch": ("replica", "data")}
+    flat: Any = {"mesh": axn.make_mesh({"data": 8}), "between": {"data": 2}}
+    flat["mapping"] = {"embed": "data"}, {"batch": "data"}
+    report = explain(clean, *arguments(), by=by, **hybrid)
+    assert report.total_sent("slices", "all-gather") == 0 and report.between == {"replica": 2}
+    sent = report.total_sent("slices", phase="backward")
+    assert sent == weights / 4 == report.total_sent("replica", phase="backward")
+    said = "across slices (replica), from each device: 1 B of other arrays (forward), 1 time; 5.5 KiB of gradients"
+    assert f"{said} (backward), 3 times; within slices: 33 KiB" in str(report)
+    assert "no parameter is gathered across slices" in str(report.verdict)
+    report = explain(clean, *arguments(), by=by, **flat)
+    assert report.total_sent("slices", phase="backward") == weights / 8
+    assert report.total_sent("slices", "all-gather", "forward") == weights / 8
+    (found,) = (s for s in report.verdict.suspicious if "across slices" in s.cause)
+    assert found.cause == "Parameters are gathered across slices (data) at each use, 2.8 KiB: w/head, w/up, w/down."
+    assert explain(clean, *arguments(), by=by, **flat | {"between": None}).total_sent("slices") == 0
+    with pytest.raises(ValueError, match="between has pod; the mesh axes are data"):
+        explain(clean, *arguments(), by=by, **flat | {"between": "pod"})
+
+
+def test_what_may_never_cross() -> None:
+    mesh, mapping = axn.make_mesh({"replica": 2, "data": 4}), ({"embed": "data"}, {"batch": ("replica", "data")})
+    never("slices", "recomputed", mapping=mapping, mesh=mesh, between="replica").check(clean, *arguments())
+    never("data", "recomputed", mapping=mapping, mesh=mesh).check(clean, *arguments())
+    flat: Any = {"mapping": ({"embed": "data"}, {"batch": "data"}), "mesh": axn.make_mesh({"data": 8})}
+    said = r"step: sends over slices \(data\) in the forward pass: all-gather over data of .*stored sharded over data"
+    with pytest.raises(BrokenContract, match=said):
+        never(over="slices", phase="forward", between={"data": 2}, **flat).check(clean, *arguments())
+    with pytest.raises(ValueError, match="contract: the mesh has no axis 'slice', but"):
+        never(over="slice", **flat).check(clean, *arguments())

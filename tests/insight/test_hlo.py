@@ -6,6 +6,7 @@ import pytest
 
 from axonym.insight._hlo import HloProgram, HloShape, Instruction, UnknownForm
 from axonym.insight._hlo_devices import groups
+from axonym.insight._of_programs import _exchange_of_slices
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 
@@ -120,6 +121,39 @@ def test_sizes_of_types() -> None:
 
 # --- as compilers for TPUs write it ---
 
+OF_SLICES = """HloModule jit_f, is_scheduled=true, num_partitions=16
+
+ENTRY %main (p: f32[16,4]) -> f32[32,4] {
+  %p = f32[16,4]{1,0} parameter(0), metadata={op_name="w"}
+  %token = token[] after-all()
+  %send = (f32[16,4]{1,0:T(8,128)}, u32[], token[]) send(%p, %token), channel_id=3, is_host_transfer=true, ATTRIBUTES
+  %recv = (f32[32,4]{1,0:T(8,128)}, u32[], token[]) recv(%token), channel_id=2, is_host_transfer=true, ATTRIBUTES
+  %send-done = token[] send-done(%send), channel_id=3, is_host_transfer=true
+  %recv-done = (f32[32,4]{1,0}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
+  ROOT %found = f32[32,4]{1,0} get-tuple-element(%recv-done), index=0
+}
+""".replace(
+    "ATTRIBUTES",
+    'frontend_attributes={_xla_host_transfer_rendezvous="all-gather.2_0",_xla_megascale_target="{1,2}x{0:15}",'
+    '_xla_megascale_transfer_type="ALL_GATHER"}',
+)
+
+
+def test_what_slices_of_tpus_send_each_other() -> None:
+    """The text is for one slice; each device sends to those at its place in the others."""
+    program = HloProgram(OF_SLICES, 32)
+    assert program.devices_of_text == 16
+    (visit,) = [v for v in program.visits() if v.instruction.opcode == "send"]
+    found = _exchange_of_slices(program, visit, {"replica": 2})
+    ((producer, operand, result),) = found.carried
+    assert (found.kind, found.axes, found.devices, found.slices, found.times) == ("all-gather", ("replica",), 2, 2, 1)
+    assert (producer.scope, str(operand), str(result)) == ("w", "f32[16,4]", "f32[32,4]")
+    other = HloProgram(OF_SLICES.replace("ALL_GATHER", "SOMEHOW"), 32)
+    (visit,) = [v for v in other.visits() if v.instruction.opcode == "send"]
+    with pytest.raises(UnknownForm, match="slices exchange data in the way 'somehow'"):
+        _exchange_of_slices(other, visit, {})
+
+
 LOOP = HEAD + (
     "%part (p.0: f32[4]) -> f32[8] {\n"
     "  %p.0 = f32[4]{0} parameter(0)\n"
@@ -165,7 +199,8 @@ LOOP = HEAD + (
         ("constant(2)", "constant(0)", 5),
         ("constant(2)", "constant(9)", 0),
         ("direction=LT", "direction=NE", None),
-        ("constant(1)", "constant(2)", None),
+        ("constant(1)", "constant(2)", 2),
+        ("constant(1)", "constant(0)", None),
         ("add(%i, %one)", "add(%one, %i)", None),
         ("%start = s32[]{:T(128)} constant(2)", "%start = s32[]{:T(128)} custom-call()", None),
         ("tuple(%added, %x)", "tuple(%i, %x)", None),
@@ -183,3 +218,23 @@ def test_an_asynchronous_collective_is_visited_once() -> None:
     for chain, count in (("3", 1), ("4", 2)):
         visits = HloProgram(LOOP.replace("CHAIN", chain), 2).visits()
         assert sum(v.instruction.opcode == "all-gather" for v in visits) == count
+
+
+def test_collectives_on_sparse_cores_are_visited() -> None:
+    """A call there starts without operands, and gets them by an update."""
+    text = LOOP.replace("CHAIN", "3").replace(
+        "  %second = f32[8]{0} fusion(%x), kind=kCustom, calls=%again\n",
+        '  %begun = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%called\n'
+        "  %given.1 = ((f32[4]), f32[8]) call-update(%begun, %x)\n"
+        "  %done = f32[8]{0} call-done(%given.1)\n",
+    )
+    called = text[text.index("%again") : text.index("%body")].replace("%again", "%called")
+    text = text.replace(text[text.index("%again") : text.index("%body")], called.replace('chain_id="3"', ""))
+    found = [v for v in HloProgram(text, 2).visits() if v.instruction.opcode == "all-gather"]
+    assert [(v.computation, v.times) for v in found] == [("part", 3), ("called", 3)]
+
+
+def test_a_collective_that_nothing_known_runs_is_refused() -> None:
+    text = LOOP.replace("CHAIN", "3").replace("fusion(%x), kind=kCustom, calls=%again", "launch(%x), body=%again")
+    with pytest.raises(UnknownForm, match="the program has 'all-gather' in 'again', and what runs that is not known"):
+        HloProgram(text, 2)

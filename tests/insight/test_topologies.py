@@ -13,8 +13,9 @@ import pytest
 
 import axonym as axn
 from axonym import nn
-from axonym.insight import compare, explain
+from axonym.insight import compare, explain, explaining
 from axonym.nn.attention import Causal, dot_product_attention
+from axonym.sharding import slices_along
 from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
 from tests.insight import cases
@@ -77,6 +78,49 @@ class TestWithTheCompiler:
         if name == "expert":
             assert {c.reason for c in found} == {"sends rows to experts, which is sharded over expert, or results back"}
             assert not any("experts" in c.gathered for c in report.collectives)
+
+    @pytest.mark.parametrize(
+        ("topology", "sizes", "between", "along"),
+        [
+            ("v5e:4x4x2slices", {"replica": 2, "data": 16}, None, {"replica": 2}),
+            ("v5e:4x4x2slices", {"data": 4, "model": 8}, "model", {"model": 2}),
+            ("v5p:2x2x4x4slices", {"data": 8, "model": 8}, {"data": 2, "model": 2}, {"data": 2, "model": 2}),
+            ("v6e:4x4x4slices", {"data": 8, "model": 8}, ("model", "data"), {"model": 4}),
+            # `jax.make_mesh` refuses these on one slice.
+            ("v6e:4x4", {"data": 8, "model": 2}, None, {}),
+            ("v5p:4x4x4", {"data": 8, "model": 8}, "data", {}),
+            ("v5p:2x2x4", {"data": 2, "model": 2, "x": 4}, None, {}),
+        ],
+    )
+    def test_meshes(self, topology: str, sizes: dict[str, int], between: Any, along: dict[str, int]) -> None:
+        abstract = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        on_topology = explaining._on_topology(abstract, topology, between)
+        devices = sorted(on_topology.devices.flat, key=lambda device: device.id)
+        mesh = axn.make_mesh(sizes, devices=devices, between=between)
+        assert dict(mesh.shape) == sizes and slices_along(mesh) == slices_along(on_topology) == along
+        assert len({device.id for device in mesh.devices.flat}) == mesh.size
+        with pytest.raises((NotImplementedError, ValueError, AssertionError)):  # for slices, the last one
+            jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+
+    @pytest.mark.parametrize(
+        ("sizes", "stored"),
+        [
+            ({"replica": 2, "data": 16}, "data"),
+            ({"replica": 2, "data": 16}, ("replica", "data")),
+            ({"data": 32}, "data"),
+        ],
+    )
+    def test_slices_exchange_what_names_say(self, sizes: dict[str, int], stored: Any) -> None:
+        w, x = jax.eval_shape(lambda: (axn.ones({"embed": 512, "mlp": 1024}), axn.ones({"batch": 256, "embed": 512})))
+        step = jax.grad(lambda w, x: (axn.dot(x, w, axis="embed") ** 2).mean().scalar())
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        where: dict[str, Any] = {"mapping": ({"embed": stored}, {"batch": tuple(sizes)}), "mesh": mesh}
+        between = {next(iter(sizes)): 2}
+        names = explain(step, w, x, by="names", between=between, **where)
+        compiled = explain(step, w, x, topology="v5e:4x4x2slices", between=between, **where)
+        assert compiled.between == between and compiled.total_sent("slices") == names.total_sent("slices") == 2**17
+        assert {c.slices for c in compiled.collectives} == {1, 2}
+        assert all(c.axes == (next(iter(between)),) for c in compiled.chosen("slices"))
 
     def test_arguments_that_are_placed(self) -> None:
         mesh = axn.make_mesh(MESH)

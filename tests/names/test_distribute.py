@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -84,6 +85,9 @@ def check(
         given: the names that `distribute` gets.
     """
     sizes, compute, stored = MAPPINGS[mapping]
+    known = " ".join([*jax.tree.leaves(names), *(own for _, own in batch)]).split()
+    compute = {axis: to for axis, to in compute.items() if axis in known}
+    stored = None if stored is None else {axis: to for axis, to in stored.items() if axis in known}
     own = specs(names, stored or compute)
     constrained: Any = jax.lax.with_sharding_constraint
     by_hand = train_step(
@@ -331,14 +335,38 @@ def test_what_is_not_sharded_is_said() -> None:
     with jax.set_mesh(mesh_of(DATA)):
         with pytest.warns(UserWarning, match=r"(?s)1 axis has no name.*size 6: axis 1 of w"):
             axn.names.distribute(f, {"batch": "data"}, names=("batch embed", None))(x, w)
-        with pytest.warns(UserWarning, match="'bach' of the mapping names no axis of the program .*'batch'"):
+        with pytest.raises(ValueError, match=r"'bach' of the mapping names no axis .*Did you mean 'batch'\?"):
             axn.names.distribute(f, {"bach": "data"}, names=("batch embed", "embed mlp"))(x, w)
+        with pytest.raises(ValueError, match="'vocab' of the mapping names no axis"):
+            axn.names.distribute(f, {"batch": "data"}, {"vocab": "data"}, names=("batch embed", "embed mlp"))(x, w)
+        step = axn.names.distribute(f, names=("batch embed", "embed mlp"))
+        with axn.axis_mapping({"batch": "data", "vocab": "data"}):  # which is for other functions too
+            assert step(x, w).sharding.spec == P("data")
+        with axn.axis_mapping({"bach": "data"}), pytest.warns(UserWarning, match="'bach' .*Did you mean 'batch'"):
+            step(x, w)
+        one = axn.names.distribute(f, {"batch": "data", "mlp": None}, names=("batch embed", "embed mlp"))(x[:1], w)
+        assert one.shape == (1, 6)  # a name that is given names its axis, whatever its size
         with pytest.raises(ValueError, match=r"x \(batch=8, embed=4\): axis 'embed' of size 4 .*over data=8"):
             axn.names.distribute(f, {"embed": "data"}, names=("batch embed", "embed mlp"))(x, w)
         with pytest.raises(ValueError, match=r"mesh axis 'dta'.*'data'"):
             axn.names.distribute(f, {"batch": "dta"}, names=("batch embed", "embed mlp"))(x, w)
     with pytest.warns(UserWarning, match="no mesh is active"):
         axn.names.distribute(f, {"batch": "data"}, names=("batch embed", "embed mlp"))(x, w)
+
+
+def test_axes_that_the_mesh_does_not_divide() -> None:
+    x, w = jnp.ones((6, 4)), jnp.ones((4, 6))
+    f, names = lambda x, w: x @ w, ("batch embed", "embed mlp")
+    made = functools.partial(axn.names.distribute, f, {"batch": "data"}, names=names)
+    with jax.set_mesh(mesh_of(DATA)):
+        with pytest.raises(ValueError, match=r"6 is not a multiple of 8.*map it elsewhere\.\n"):
+            made()(x, w)
+        with pytest.raises(ValueError, match="Raw arrays are not stored padded"):
+            made(uneven="pad")  # pyright: ignore[reportArgumentType]
+        with pytest.warns(UserWarning, match="'batch' is replicated"):
+            assert made(uneven="replicate")(x, w).sharding.is_fully_replicated
+        with axn.axis_mapping({"mlp": "data"}, uneven="replicate"), pytest.warns(UserWarning, match="is replicated"):
+            assert axn.names.distribute(f, names=names)(x, w).shape == (6, 6)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen
 
@@ -319,3 +321,125 @@ def test_a_reshape_in_place_of_a_transpose() -> None:
     assert kinds(merge, abstract(2, 2, 8, 4), names=("batch heads pos dim",)) == ["torn"]
     assert kinds(lambda x: merge(x.swapaxes(1, 2)), abstract(2, 2, 8, 4), names=("batch heads pos dim",)) == []
     assert kinds(lambda x: x.reshape(3, 4, 2).reshape(12, 2), abstract(3, 8), names=("batch embed",)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names", "exchanged"),
+    [
+        ((2, 3, 4, 5), (2, 5, 4, 3), "batch height width chan", ("height", "chan")),
+        ((2, 4, 3, 7), (2, 3, 4, 7), "batch height width chan", ("height", "width")),
+        ((2, 6, 12), (2, 3, 6, 4), "batch pos heads*head_dim", ("pos", "heads*head_dim")),
+        ((2, 5, 12), (2, 3, 5, 4), "batch pos heads*head_dim", ("pos", "heads*head_dim")),
+    ],
+)
+def test_a_torn_axis_is_named(before: Any, after: Any, names: str, exchanged: tuple[str, str]) -> None:
+    """Axes that stay where they are, or are only split, are not the ones whose elements are mixed."""
+    found = axn.names.infer(lambda x: x.reshape(after), abstract(*before), names=(names,)).mix_ups
+    assert [(m.kind, m.names) for m in found] == [("torn", exchanged)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        ((2, 8, 4), (2, 4, 8), "batch time chan"),  # two steps of time are stacked
+        ((8, 4, 2), (4, 16), "time heads dim"),
+        ((2, 6, 12), (2, 6, 3, 4), "batch pos hidden"),
+        ((2, 6, 12), (12, 3, 4), "batch pos hidden"),
+        ((64, 128), (256, 32), "rows columns"),  # blocks of numbers that are quantized together
+        ((2, 8, 8, 3), (2, 4, 2, 4, 2, 3), "batch height width chan"),
+    ],
+)
+def test_reshapes_that_exchange_nothing(before: Any, after: Any, names: str) -> None:
+    assert kinds(lambda x: x.reshape(after), abstract(*before), names=(names,)) == []
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 4)])
+def test_what_is_flattened_keeps_the_order_of_its_parts(sizes: tuple[int, int, int]) -> None:
+    chan, height, width = sizes
+    image, flat = abstract(2, chan, height, width), abstract(2, math.prod(sizes))
+    named, joined = "batch chan height width", "batch height*width*chan"
+    turned = lambda x, y: x + y.reshape(2, height, width, chan).transpose(0, 3, 1, 2)
+    assert kinds(turned, image, flat, names=(named, joined)) == []
+    assert kinds(lambda x, y: x + y.reshape(x.shape), image, flat, names=(named, joined)) != []
+    project = lambda x, w: x.reshape(2, -1) @ w
+    weight = abstract(math.prod(sizes), 6)
+    assert kinds(project, image, weight, names=(named, "chan*height*width out")) == []
+    assert kinds(project, image, weight, names=(named, "height*width*chan out")) == ["names"]
+
+
+@pytest.mark.parametrize("heads", [3, 6])
+def test_heads_are_split_before_they_are_transposed(heads: int) -> None:
+    def split(turn: bool) -> Callable[..., jax.Array]:
+        def run(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+            q = x @ w
+            q = q.reshape(2, 6, heads, 4).swapaxes(1, 2) if turn else q.reshape(2, heads, 6, 4)
+            return q + bias[:, None]
+
+        return run
+
+    args = abstract(2, 6, 8), abstract(8, heads * 4), abstract(heads, 4)
+    for names in ("heads*head_dim", "hidden"):
+        given = "batch pos embed", f"embed {names}", "heads head_dim"
+        assert kinds(split(True), *args, names=given) == []
+        assert kinds(split(False), *args, names=given) != []
+
+
+def test_a_name_that_is_given_is_never_replaced() -> None:
+    recurrent = lambda h, r, o: h @ r + h @ o
+    args, names = (abstract(2, N), PAIRS, PAIRS), ("batch hidden", "hidden hidden", "hidden classes")
+    program = axn.names.infer(recurrent, *args, names=names)
+    assert [m.names for m in program.mix_ups] == [("hidden'", "classes")]
+    assert program.arguments[0][2] == ("hidden", "classes")
+    assert kinds(recurrent, *args, names=(*names[:2], "hidden hidden")) == []
+
+
+def test_one_name_with_two_sizes() -> None:
+    f = lambda x, y: (x.sum(), y.sum())
+    (found,) = axn.names.infer(f, abstract(3), abstract(5), names=("batch", "batch")).mix_ups
+    assert (found.kind, found.names, found.source) == ("sizes", ("batch", "batch"), None)
+    assert str(found) == "'batch' (size 3 by names= at 'x') and 'batch' (size 5 by names= at 'y') have two sizes"
+    # Kernels of one model may have several widths.
+    params = {"a": abstract(3), "b": abstract(5)}
+    assert axn.names.infer(lambda p: p["a"].sum(), params, names=({"a": "width", "b": "width"},)).mix_ups == ()
+
+
+def test_a_bias_that_is_made_symmetric() -> None:
+    clean = self_attention(lambda s, z: s + (z + z.T) / 2)
+    also = self_attention(lambda s, z: s + z + z.T)
+    wrong = self_attention(lambda s, z: s + z.T)
+    names = "batch pos embed", None, "pos pos'"
+    assert kinds(clean, X, W, PAIRS, names=names) == kinds(also, X, W, PAIRS, names=names) == []
+    assert kinds(wrong, X, W, PAIRS, names=names) == ["side"]
+
+
+MADE_OUTSIDE: dict[str, Callable[[Any], Callable[[jax.Array], jax.Array]]] = {
+    "booleans": lambda m: lambda s: jnp.where(m, s, HIDDEN),
+    "numbers": lambda m: (lambda one: lambda s: s - 1e9 * (1 - one))(jnp.asarray(m, jnp.float32)),
+    "bias": lambda m: (lambda bias: lambda s: s + bias)(jnp.where(m, 0, -jnp.inf).astype(jnp.bfloat16)),
+    "penalty": lambda m: (lambda penalty: lambda s: s - penalty)(jnp.where(m, 0.0, 1e9)),
+    "on the device": lambda m: (lambda m, low: lambda s: jnp.where(m, s, low))(jnp.asarray(m), jnp.float32(-1e9)),
+    "of all positions": lambda m: lambda s: jnp.where(np.pad(m, (0, 2), "edge")[:N, :N], s, HIDDEN),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("how", MADE_OUTSIDE)
+def test_masks_made_outside_the_function(how: str, wrap: Any) -> None:
+    causal = np.tril(np.ones((N, N), bool))
+    names = "batch pos embed", None
+    assert kinds(wrap(self_attention(MADE_OUTSIDE[how](causal))), X, W, names=names) == []
+    assert kinds(wrap(self_attention(MADE_OUTSIDE[how](causal.T))), X, W, names=names) == ["future"]
+    nothing = np.arange(N)[:, None] > np.zeros(N)  # queries, not keys
+    assert kinds(wrap(self_attention(MADE_OUTSIDE[how](nothing))), X, W, names=names) == ["mask"]
+    random = np.random.default_rng(0).random((N, N)) > 0.5
+    for kept in (random | np.eye(N, dtype=bool), np.eye(N, dtype=bool), np.ones((N, N), bool)):
+        assert kinds(wrap(self_attention(MADE_OUTSIDE[how](kept))), X, W, names=names) == []
+
+
+def test_positions_made_outside_the_function() -> None:
+    positions = np.arange(N)
+    order = lambda p: p[:, None] >= p[None, :]
+    clean = self_attention(lambda s: jnp.where(order(jnp.asarray(positions)), s, HIDDEN))
+    wrong = self_attention(lambda s: jnp.where(order(jnp.asarray(positions)).T, s, HIDDEN))
+    assert kinds(clean, X, W, names=("batch pos embed", None)) == []
+    assert kinds(wrong, X, W, names=("batch pos embed", None)) == ["future"]

@@ -204,6 +204,52 @@ def test_inside_another_shard_map(auto_mesh: Mesh) -> None:
     assert_named(axn.to_host(found), plain("causal")[0][1], **CLOSE)
 
 
+BOTH = ("all_to_all", "ring")
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("way", [BOTH, ("all_to_all", "all_gather")], ids=["ring", "all_gather"])
+def test_heads_are_exchanged_over_one_mesh_axis_and_keys_travel_along_another(
+    name: str, way: Any, auto_mesh: Mesh, explicit_mesh: Mesh
+) -> None:
+    mask, bias = MASKS[name]
+    mesh = explicit_mesh if (list(MASKS).index(name) + (way == BOTH)) % 2 else auto_mesh
+    over = ("data", "model")
+    with jax.set_mesh(mesh), axn.axis_mapping({"pos": over, "key_pos": over}):
+        operands = axn.shard((Q, K, V))
+        found = jax.block_until_ready(values_and_gradients(mask, way)(operands, bias))
+    assert_close(found, plain(name))
+    assert spec(found[0][1]) == (None, over, None, None, None)
+
+
+def test_heads_and_ring_inside_another_shard_map_and_on_one_device(auto_mesh: Mesh) -> None:
+    """In the order of the mapping, also where the mesh has another one; the window reaches over few shards."""
+    over = ("model", "data")
+    for name in ("causal", "a window"):
+        here = functools.partial(attend, mask=MASKS[name][0], context=BOTH)
+        mapped = axn.shard_map(here, mesh=auto_mesh, mapping={"pos": over, "key_pos": over})
+        found = jax.block_until_ready(jax.jit(mapped)(Q, K, V))
+        assert_named(axn.to_host(found), plain(name)[0][1], **CLOSE)
+        assert_named(here(Q, K, V), plain(name)[0][1], **CLOSE)
+
+
+@pytest.mark.parametrize("mask", [None, Causal("pos"), Causal("pos", window=7)], ids=["all", "causal", "window"])
+def test_bytes_of_heads_and_ring(mask: Any) -> None:
+    """Of value and gradient: a shard has `1 / b` of the heads of `b` shards, so each hop moves as many bytes."""
+    mesh, a = axn.make_mesh({"ring": 4, "heads_over": 2}), 4
+    k = draw(KPos, Axis("heads", 2), Size)  # too few heads for eight devices
+    q, over = k.rename({"key_pos": "pos"}), ("ring", "heads_over")
+    shard = q.size * 4 // 8
+    with jax.set_mesh(mesh), axn.axis_mapping({"pos": over, "key_pos": over}):
+        found = executed(compiled(axn.shard((q, k, k * 2)), mask, BOTH))
+    zigzag = 0 if mask is None or mask.window else 2 * 2
+    hops = a - 1 if mask is None or mask.window is None else 2  # 7 positions reach into two further shards of 4
+    assert found == {
+        "all-to-all": (8, 8 * shard),
+        "collective-permute": (6 * hops + 2 + 4 * zigzag, (6 * hops + 2 + 2 * zigzag) * shard),
+    }
+
+
 # --- what moves ---
 
 
@@ -299,6 +345,10 @@ def test_cache_of_sharded_positions(mesh: Mesh) -> None:
     [
         (lambda: attend(Q, K, V, mask=None, context="rign"), "no such context; .* Did you mean 'ring'"),
         (lambda: attend(Q, K, V, mask=Causal("p"), context="ring"), "causal in 'p', which is not an axis"),
+        (lambda: attend(Q, K, V, mask=None, context=("ring", "all_to_all")),
+         r"choose one of .*, \('all_to_all', 'ring'\), \('all_to_all', 'all_gather'\)"),
+        (lambda: attend(Q, K, V, mask=None, context=BOTH),
+         r"over one mesh axis, data, and this needs two.*: map the positions to \('ring', 'data'\), or use 'all_to"),
         (lambda: attend(Q["pos", :6], K["key_pos", :6], V["key_pos", :6], mask=None, context="ring"),
          r"axis 'pos' of size 6 is sharded over \(data=4\), which does not divide it"),
         (lambda: attend(Q["heads", :4], K["heads", :4], V["heads", :4], mask=None, context="all_to_all"),

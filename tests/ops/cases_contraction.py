@@ -67,7 +67,7 @@ DOT = [
     _dot("outer", (f("pos"), f("batch")), "p,b->bp", ("batch", "pos"), axis=(), out_axes=("batch", ...)),
     _dot("elementwise", (X, f("embed", "batch", "pos")), "bpe,ebp->bpe", ("batch", "pos", "embed"), axis=()),
     _dot("one operand", (X,), "bpe->ep", ("embed", "pos"), axis="batch", out_axes=("embed", "pos")),
-    _dot("in one of two", (X, f("heads", "batch")), "bpe,hb->bh", ("batch", "heads"), axis=("embed", "pos")),
+    _dot("in one of two", (X, f("heads", "batch")), "bpe,hb->", (), axis=None),
     _dot("three", (X, W, f("heads", "y")), "bpe,eh,hy->bpy", ("batch", "pos", "y"), axis=("embed", "heads")),
     _dot(
         "four",
@@ -132,8 +132,8 @@ DOT = [
     Case(
         "dot",
         (X, W),
-        lambda x, w: (axn.dot("embed", x, w), axn.dot(("embed", "pos"), x, w), x.dot(w, axis="embed")),
-        lambda x, w: (x @ w, (x @ w).sum(1), x @ w),
+        lambda x, w: (axn.dot("embed", x, w), axn.dot(("embed", "pos"), x, w, x), x.dot(w, axis="embed")),
+        lambda x, w: (x @ w, np.einsum("bpe,eh->bh", x * x, w), x @ w),
         "ways of writing",
         names=(("batch", "pos", "heads"), ("batch", "heads"), ("batch", "pos", "heads")),
         **LIGHT,

@@ -1,4 +1,4 @@
-"""Reductions of segments, whose numbers are an array; those out of range belong to no segment."""
+"""Reductions of segments, whose numbers are an array; elements with -1 belong to no segment."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ def _mean(x: Any, axis: Any) -> Any:
 
 def _cases(name: str, empty: float, reduce: Callable[..., Any]) -> list[Case]:
     op, operands = public_name(name), (f("batch", "pos", "embed"), of("int", "pos", "batch"))
+
+    def in_range(s: axn.NamedArray) -> axn.NamedArray:
+        return axn.where(s < NODE.size, axn.maximum(s, -1), -1)
+
     return [
         Case(
             name,
             operands,
-            lambda x, s: op(x, s, NODE, axis="pos"),
+            lambda x, s: op(x, in_range(s), NODE, axis="pos"),
             lambda x, s: _members(s.T, empty, reduce, (1,))(x),
             "batches",
             names=("batch", "node", "embed"),
@@ -39,7 +43,7 @@ def _cases(name: str, empty: float, reduce: Callable[..., Any]) -> list[Case]:
         Case(
             name,
             operands,
-            lambda x, s: op(x, s, NODE),
+            lambda x, s: op(x, in_range(s), NODE),
             lambda x, s: _members(s.T, empty, reduce, (0, 1))(x),
             "several axes",
             names=("node", "embed"),

@@ -41,6 +41,21 @@ DOTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "dot: no operand has axis 'embd', 'zz'; the operands are (batch, embed) and (embed, mlp). Did you mean",
     ),
+    (
+        lambda: axn.dot(X, W.rename({"embed": "embd"}), axis="embed"),
+        ValueError,
+        "dot: only operand 0 has axis 'embed'; the operands are (batch, embed) and (embd, mlp). Did you mean 'embd'?",
+    ),
+    (
+        lambda: axn.dot(X, W, X, axis=("embed", "mlp")),
+        ValueError,
+        "dot: only operand 1 has axis 'mlp'; the operands are (batch, embed) and (embed, mlp) and (batch, embed). To",
+    ),
+    (
+        lambda: axn.einsum("{a mlp} -> mlp", X, W.rename({"embed": "embd"}), a="embed"),
+        ValueError,
+        "only operand 0 has axis 'embed'; the operands are (batch, embed) and (embd, mlp). Did you mean 'embd'?",
+    ),
     (lambda: axn.dot(X, W, axis=0), TypeError, "An axis is selected by an Axis or its name"),  # pyright: ignore
     (
         lambda: axn.dot(X, W, axis=axn.Axis("embed", 4)),
@@ -195,7 +210,7 @@ def test_result_dtype_does_not_depend_on_which_operands_have_the_axis(dtype: str
     for result in (
         axn.dot(x, axis="embed"),
         axn.dot(x, w, axis="embed"),
-        axn.dot(x, w, axis="batch"),
+        axn.dot(x, w, x, axis="batch"),
         axn.dot(x, w, axis=()),
     ):
         assert result.dtype == dtype
@@ -205,7 +220,7 @@ def test_result_dtype_does_not_depend_on_which_operands_have_the_axis(dtype: str
 
 def test_what_is_accumulated_does_not_overflow() -> None:
     x = axn.full({"batch": 3}, 100, jnp.int8)
-    for other, axis, expected in ((x, "batch", 30_000), (axn.full({"y": 1}, 100, jnp.int8), "batch", 30_000)):
+    for other, axis, expected in ((x, "batch", 30_000), (axn.full({"y": 1}, 100, jnp.int8), None, 30_000)):
         result = axn.dot(x, other, axis=axis, preferred_element_type=jnp.int32)
         assert result.dtype == "int32" and np.all(np.asarray(result.array) == expected)
     assert axn.dot(x, x, axis=(), preferred_element_type="int32").tolist() == [10_000] * 3
@@ -237,7 +252,7 @@ def test_one_call_for_many_operands_takes_the_cheap_order() -> None:
 def test_more_axes_than_letters() -> None:
     names = [f"n{i}" for i in range(30)]
     arrays = [axn.full({n: 1, "x": 2}, 2.0) for n in names[:28]] + [axn.ones({names[28]: 1, names[29]: 1})]
-    result = axn.dot(*arrays, axis=[*names, "x"])
+    result = axn.dot(*arrays, axis=None)
     assert result.item() == 2 * 2.0**28
 
 

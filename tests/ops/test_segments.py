@@ -51,6 +51,20 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
         call()
 
 
+@pytest.mark.parametrize("wrong", [-2, 8])
+def test_numbers_out_of_range(wrong: int) -> None:
+    """An error outside jit, also in a gradient there; in jit they belong to no segment, as -1 does everywhere."""
+    s = axn.where(S == 3, wrong, S)
+    for reduce in (axn.segment_sum, axn.segment_mean, axn.segment_prod, axn.segment_max, axn.segment_min):
+        message = rf"^{reduce.__name__}: {wrong} out of range for axis 'node' of size 8: a segment lies in 0..7. -1"
+        with pytest.raises(IndexError, match=message):
+            reduce(X, s, NODE)
+        with pytest.raises(IndexError, match=message):
+            jax.grad(lambda x, reduce=reduce: reduce(x, s, NODE).sum().scalar())(X)
+        expected = reduce(X, axn.where(S == 3, -1, S), NODE)
+        np.testing.assert_array_equal(jax.jit(reduce, static_argnums=2)(X, s, NODE).array, expected.array)
+
+
 def test_small_dtypes_do_not_overflow() -> None:
     zero = axn.zeros({"edge": 1000}, dtype=jnp.uint8)
     for dtype in (jnp.bfloat16, jnp.int8):

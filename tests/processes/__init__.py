@@ -12,14 +12,18 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 8
@@ -67,6 +71,20 @@ def slices(count: int) -> list[dict[str, str]]:
     return [found | {"MEGASCALE_SLICE_ID": str(i)} for i in range(count)]
 
 
+def of_another_machine(folder: Path) -> list[str]:
+    """Return what starts a command so that it sees another boot id, by which JAX tells machines from each other.
+
+    The test is skipped where that is not allowed.
+    """
+    boot_id = folder / "boot_id"
+    boot_id.write_text(f"{uuid.uuid4()}\n")
+    script = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
+    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, str(boot_id)]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("files cannot be mounted in a namespace here")
+    return prefix
+
+
 def run(
     commands: Sequence[Sequence[str]],
     folder: Path,
@@ -74,6 +92,7 @@ def run(
     alone: float | None = None,
     environments: Sequence[Mapping[str, str]] | None = None,
     meanwhile: Callable[[list[subprocess.Popen[bytes]]], None] = lambda processes: None,
+    prefixes: Sequence[Sequence[str]] | None = None,
 ) -> Ended:
     """Run Python once with each list of arguments, all at the same time.
 
@@ -84,6 +103,7 @@ def run(
         alone: the same, counted from the failure of one of them; by default `limit`.
         environments: variables for each process, in addition to those of this one.
         meanwhile: what to do while they run.
+        prefixes: what starts each.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), str(ROOT)) if p)
@@ -92,11 +112,12 @@ def run(
     start = time.monotonic()
     stop = start + limit
     try:
-        for command, log, more in zip(commands, logs, environments or [{}] * len(logs), strict=True):
+        each = zip(commands, logs, environments or [{}] * len(logs), prefixes or [()] * len(logs), strict=True)
+        for command, log, more, prefix in each:
             with log.open("wb") as output:  # a file, because an unread pipe may fill up
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-X", "faulthandler", *command],
+                        [*prefix, sys.executable, "-X", "faulthandler", *command],
                         stdout=output,
                         stderr=output,
                         env=environment | dict(more),
@@ -125,12 +146,19 @@ def names(*modules: ModuleType) -> list[str]:
     return [f"{m.__name__}.{name}" for m in modules for name in vars(m) if name.startswith("check_")]
 
 
-def outcomes(*checks: str, count: int, folder: Path, devices: int = DEVICES, limit: float = 180) -> dict[str, str]:
+def outcomes(
+    *checks: str,
+    count: int,
+    folder: Path,
+    devices: int = DEVICES,
+    limit: float = 180,
+    prefixes: Sequence[Sequence[str]] | None = None,
+) -> dict[str, str]:
     """Run checks in several processes; return the errors of each, or an empty string."""
     command = ["-W", "error", "-m", "tests.processes", str(devices // count), str(folder), *checks]
     job = free_port(*CLUSTER_PORTS) - CLUSTER_PORTS[0]
     environments = [cluster(i, count, job) for i in range(count)]
-    ended = run([command] * count, folder, limit, alone=5, environments=environments)
+    ended = run([command] * count, folder, limit, alone=5, environments=environments, prefixes=prefixes)
     found: dict[str, str] = {}
     for i in range(count):
         report = folder / f"report-{i}.jsonl"

@@ -35,11 +35,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--start-timeout", type=int, default=300)
     parser.add_argument("--slow", type=int, help="the number of a process that does more before a step")
     options, _ = parser.parse_known_args()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
-    connect_processes(options.coordinator, options.processes, options.process_index)
+    where = options.coordinator, options.processes, options.process_index
+    connect_processes(*where, initialization_timeout=options.start_timeout)
     token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
     hosts.connected(jax.process_index(), jax.process_count(), int(token))
     steps: Path = options.out / "steps.txt"
@@ -56,6 +58,7 @@ def main() -> None:
             time.sleep(0.3 if is_slow else 0.1)
             before = time.perf_counter() - start
             total = int(multihost_utils.process_allgather(np.ones(())).sum())
+            hosts.stepped()
             pace.took(time.perf_counter() - start, before)
             if options.slow is not None:
                 probe.measure_next()
@@ -64,6 +67,8 @@ def main() -> None:
                     print(step, total, file=file)
             if in_any_process(hosts.restart_is_wanted()):
                 sys.exit(hosts.RESTART)
+            if in_any_process((options.out / "stop").exists()):
+                break
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, Ended, counting, free_port, run, slices, training
+from tests.processes import ROOT, Ended, counting, free_port, of_another_machine, run, slices, training
 
 _Hosts = training.train_lm.hosts._Hosts
 
 Processes = list[Popen[bytes]]
 STEPS = 12
 IS_SLOW = re.compile(r"Host \d+ \(.*\) is slow: ")
+WENT_ON = re.compile(r"The next step was done \d+\.\d s after the last sign of life of host (.*)\.")
 LIMIT = 400
 SCRIPT = Path(training.train_lm.__file__)
 HOST = socket.gethostname()
@@ -36,23 +37,31 @@ def flags(folder: Path, devices: int) -> list[str]:
     return [*flags, "--samples", "0", "--evaluate-every", "1000", "--simulated-devices", str(devices)]
 
 
-def train(folder: Path, count: int, meanwhile: Callable[[Processes], None], *more: str) -> Ended:
+def train(
+    folder: Path,
+    count: int,
+    meanwhile: Callable[[Processes], None],
+    *more: str,
+    prefixes: list[list[str]] | None = None,
+) -> Ended:
     """Start the script on several hosts, and do something to them while they train."""
     same = [*flags(folder, 8 // count), "--distributed", "--host-timeout", "5", *more]
     same += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
     commands = [[str(SCRIPT), *same, "--process-index", str(i)] for i in range(count)]
     quick = [{"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}] * count
-    return run(commands, folder, LIMIT, environments=quick, meanwhile=meanwhile)
+    return run(commands, folder, LIMIT, environments=quick, meanwhile=meanwhile, prefixes=prefixes)
 
 
 def said(ended: Ended, host: int) -> list[str]:
-    """Return the output of a supervisor and its process without progress lines; it would include a traceback.
+    """Return the output of a supervisor and its process without progress lines and times; with a traceback, if any.
 
     Where many processes run at once, any of them may be slow.
     """
     lines = ended.printed[host].splitlines()
     found = [line for line in lines if line.startswith(("train_lm.py: ", "Trace", "Fatal"))]
-    return [line.removeprefix("train_lm.py: ") for line in found if not IS_SLOW.search(line)]
+    return [
+        line.removeprefix("train_lm.py: ") for line in found if not IS_SLOW.search(line) and not WENT_ON.search(line)
+    ]
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -78,7 +87,7 @@ def process(out: Path, host: int) -> int:
 
 def latest(out: Path) -> int:
     """Return the step of the latest complete checkpoint."""
-    paths = out.glob("checkpoints/step-??????/_CHECKPOINT_METADATA")  # not unfinished ones
+    paths = out.glob("checkpoints/step-??????/checksums.json")  # not unfinished ones
     steps = [int(path.parent.name.removeprefix("step-")) for path in paths]
     return max(steps, default=0)
 
@@ -89,7 +98,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def kill(processes: Processes) -> None:
-        unfinished = "checkpoints/*.orbax-checkpoint-tmp"
+        unfinished = "checkpoints/*.orbax-checkpoint-tmp*"
         wait_for(lambda: latest(out) >= 4 and (any(out.glob(unfinished)) or latest(out) >= 8))
         processes[0].kill()  # in a save, which is no failure to write a checkpoint
 
@@ -99,6 +108,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
         f"Host 0 ({HOST}) was lost: it gave no sign of life for 5 seconds.",
         "Training goes on from the latest checkpoint on 1 of 2 hosts.",
     ]
+    assert WENT_ON.findall(ended.printed[1]) == [f"0 ({HOST})"]
     assert not any("could not be written" in printed for printed in ended.printed)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
@@ -111,6 +121,29 @@ def test_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.oldest
+def test_two_machines_of_which_one_is_lost(tmp_path: Path) -> None:
+    """Machines with boot ids of their own: they train, one is lost, the other goes on; and both resume."""
+    out, mapping = tmp_path / "run", tmp_path / "mapping.json"
+    compute, storage = {"batch": ["replica", "data"]}, {"embed": "data"}
+    content = {"mesh": {"replica": -1, "data": 4}, "mapping": compute, "parameter_mapping": storage}
+    mapping.write_text(json.dumps(content | {"between": "replica"}))
+    prefixes = [[], of_another_machine(tmp_path)]
+
+    def kill(processes: Processes) -> None:
+        wait_for(lambda: latest(out) >= 4)
+        os.kill(process(out, 1), signal.SIGKILL)
+
+    ended = train(tmp_path, 2, kill, "--elastic", "--mapping", str(mapping), prefixes=prefixes)
+    assert ended.statuses == [0, 128 + signal.SIGKILL], ended.printed
+    for count in (2, 1):
+        assert f"on the mesh replica={count}, data=4: " in ended.printed[0]
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
+    ended = train(tmp_path, 2, lambda processes: None, "--resume", "--steps", str(STEPS + 2), prefixes=prefixes)
+    assert ended.statuses == [0, 0] and "on the mesh replica=2, data=4: " in ended.printed[0], ended.printed
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 3))
+
+
+@pytest.mark.oldest
 def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: Path) -> None:
     """To the last bit, from the checkpoint before the one that was being written while training went on."""
     out = tmp_path / "run"
@@ -120,11 +153,11 @@ def test_hosts_that_are_killed_in_a_save_resume_with_the_same_losses(tmp_path: P
 
         def are_in_a_save() -> bool:
             assert None in [p.poll() for p in processes], "training has ended before a save was seen"
-            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp")):
+            if latest(out) == 0 or not any(out.glob("checkpoints/*.orbax-checkpoint-tmp*")):
                 return False
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp")) and max(losses(tmp_path)) > latest(out):
+            if any(out.glob("checkpoints/*.orbax-checkpoint-tmp*")) and max(losses(tmp_path)) > latest(out):
                 return True
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
@@ -194,7 +227,7 @@ def test_the_others_end(tmp_path: Path) -> None:
 
 LOST: dict[str, tuple[list[list[int]], list[int]]] = {
     # The hosts that are lost together, in turn; and how many continue each time.
-    "one, and another": ([[2], [0]], [4, 2, 1]),
+    "one, and another": ([[2], [0]], [4, 2, 2]),
     "two at once": ([[0, 3]], [4, 2]),
 }
 
@@ -202,7 +235,10 @@ LOST: dict[str, tuple[list[list[int]], list[int]]] = {
 @pytest.mark.oldest
 @pytest.mark.parametrize(("lost", "counts"), LOST.values(), ids=list(LOST))
 def test_four_hosts_of_which_some_are_lost(lost: list[list[int]], counts: list[int], tmp_path: Path) -> None:
-    """Those go on whose number divides the one in the beginning; of steps, none is left out or done twice."""
+    """Those go on whose number divides the one in the beginning; of steps, none is left out or done twice.
+
+    A healthy host that is one too many waits, and takes the place of the next that is lost.
+    """
     out = tmp_path / "run"
 
     def kill(processes: Processes) -> None:
@@ -216,14 +252,79 @@ def test_four_hosts_of_which_some_are_lost(lost: list[list[int]], counts: list[i
     assert ended.statuses == [128 + signal.SIGKILL if i in gone else 0 for i in range(4)], ended.printed
     counted = steps(out)
     assert [step for step, _ in counted] == list(range(1, counting.STEPS + 1))
-    assert list(dict.fromkeys(n for _, n in counted)) == counts
+    assert list(dict.fromkeys(n for _, n in counted)) == list(dict.fromkeys(counts))
     for host in gone:
         assert f"Host {host} ({HOST}) was lost: its process was ended by signal 9." in said(ended, 1)
-    if counts[-1] == 1:
+    if len(lost) == 2:
         assert said(ended, 3) == [
             f"Host 2 ({HOST}) was lost: its process was ended by signal 9.",
-            "Training goes on without this host: with 2, which divides 4.",
+            "Training goes on with 2 of 4 hosts, and this one waits until it is needed, or more can train.",
+            f"Host 0 ({HOST}) was lost: its process was ended by signal 9.",
         ]
+
+
+@pytest.mark.oldest
+def test_the_pool_grows_and_a_host_is_known_by_its_new_identity(tmp_path: Path) -> None:
+    """One that was one too many trains again when the lost one is back, and a host that is killed and started again
+    within the timeout is known to be another process."""
+    out = tmp_path / "run"
+    again: Processes = []
+
+    def start_again(processes: Processes, host: int) -> None:
+        with (tmp_path / f"again-{host}.txt").open("wb") as output:
+            again.append(Popen(processes[host].args, stdout=output, stderr=output, env=os.environ | PATHS))  # pyright: ignore
+
+    def grown(times: int) -> bool:
+        return [n for n, _ in itertools.groupby(n for _, n in steps(out))].count(4) == times
+
+    def lose_and_start(processes: Processes) -> None:
+        wait_for(lambda: steps(out))
+        os.kill(process(out, 2), signal.SIGKILL)
+        processes[2].wait()
+        wait_for(lambda: any(n == 2 for _, n in steps(out)))
+        start_again(processes, 2)
+        wait_for(lambda: grown(2))
+        trains = process(out, 1)
+        processes[1].kill()
+        os.kill(trains, signal.SIGKILL)
+        processes[1].wait()
+        start_again(processes, 1)
+        at = len(steps(out))
+        wait_for(lambda: len(steps(out)) > at + 3)
+        out.joinpath("stop").touch()
+        wait_for(lambda: None not in [p.poll() for p in again])
+
+    ended = count(tmp_path, 4, lose_and_start, "--elastic", "--host-timeout", "100", "--steps", "10000")
+    assert ended.statuses == [0, -signal.SIGKILL, 128 + signal.SIGKILL, 0], ended.printed
+    assert [p.wait() for p in again] == [0, 0]
+    counted = steps(out)
+    assert [step for step, _ in counted] == list(range(1, len(counted) + 1))
+    assert [n for n, _ in itertools.groupby(n for _, n in counted)] == [4, 2, 4]
+    assert said(ended, 3) == [
+        f"Host 2 ({HOST}) was lost: its process was ended by signal 9.",
+        "Training goes on with 2 of 4 hosts, and this one waits until it is needed, or more can train.",
+        f"Host 1 ({HOST}) was lost: it has been started again.",
+    ]
+    assert WENT_ON.findall(ended.printed[0]) == [f"2 ({HOST})", f"1 ({HOST})"]
+
+
+@pytest.mark.oldest
+def test_a_process_that_stops_before_it_connects(tmp_path: Path) -> None:
+    """Its supervisor says which one it is, and ends."""
+
+    def stop(processes: Processes) -> None:
+        children = Path(f"/proc/{processes[1].pid}/task/{processes[1].pid}/children")
+        os.kill(int(wait_for(children.read_text).split()[0]), signal.SIGSTOP)
+
+    ended = count(tmp_path, 2, stop, "--start-timeout", "12")
+    assert ended.statuses == [1, 1] and ended.seconds < 100, ended.printed
+    assert "process 1 of 2 did not start within 12 s." in ended.printed[0]
+    first, second = said(ended, 1)
+    who = rf"The process of this host, \d+ on {re.escape(HOST)},"
+    assert re.fullmatch(rf"{who} gave no sign of life for 1\d seconds, and is not connected\.", first)
+    assert re.fullmatch(
+        rf"{who} has not connected within 12 seconds: it gave no sign of life for 1\d seconds\.", second
+    )
 
 
 def test_who_goes_on(tmp_path: Path) -> None:
@@ -309,7 +410,7 @@ def test_a_lost_host_comes_back(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def printed(text: str) -> bool:
-        return text in (tmp_path / "printed-1.txt").read_text()
+        return all(text in (tmp_path / f"printed-{i}.txt").read_text() for i in range(2))
 
     def stop_and_lose(processes: Processes) -> None:
         wait_for(lambda: printed(" s before each step"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from axonym.state import save_checkpoint
-from tests.processes import checks, faults, loading, names, outcomes, schedules, training
+from tests.processes import checks, faults, loading, machines, names, of_another_machine, outcomes, schedules, training
 
 FILES_OF_THE_EXAMPLE = ("bytes_of_the_text", "files_of_the_example")
 """The checks of the training example that read and write, which four processes run, too."""
@@ -34,6 +34,11 @@ def test_checks(count: int, tmp_path: Path) -> None:
     found = outcomes(*chosen, count=count, folder=tmp_path, limit=900)
     assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)
     checks.restored(tmp_path / "check_checkpoint_for_other_processes" / "of-several")
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    found = outcomes(*names(machines), count=2, folder=tmp_path, prefixes=[(), of_another_machine(tmp_path)])
+    assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)
 
 
 def test_every_mapping_is_checked() -> None:

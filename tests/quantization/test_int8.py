@@ -40,6 +40,20 @@ def test_values_and_gradients() -> None:
     np.testing.assert_allclose(of_x.array, rounded(g, 1) @ rounded(weight, 0), rtol=1e-4, atol=1e-5)
 
 
+def test_second_derivatives() -> None:
+    """They pass through the rounding, as for gradient penalties."""
+
+    def penalty(dot_general: Any, weight: axn.NamedArray) -> jax.Array:
+        def output(x: axn.NamedArray) -> jax.Array:
+            return axn.sum(axn.dot(x, weight, axis=Embed, dot_general=dot_general) ** 2).scalar()
+
+        return axn.sum(jax.grad(output)(X) ** 2).scalar()
+
+    weight = axn.random.normal(jax.random.key(1), (Embed, Mlp))
+    exact, found = (jax.grad(penalty, 1)(d, weight) for d in (jax.lax.dot_general, OP))
+    assert_named(found, exact, atol=0.02 * float(jnp.abs(exact.array).max()))
+
+
 def test_a_product_needs_no_promotion() -> None:
     layer = Linear.init(Embed, Mlp, key=jax.random.key(1), dot_general=OP)
     gradient = jax.grad(lambda layer: axn.sum(layer(X)).scalar())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -67,23 +68,18 @@ def assert_restored(path: Path, mesh: Mesh, verify: bool = True) -> None:
 
 
 def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
-    path, rng, restored = copied / "step-2", random.Random(0), set()
+    path, rng = copied / "step-2", random.Random(0)
     files = files_of(path)
     for file in files:
         name = file.relative_to(path).as_posix()
         for _ in range(10):
             content = flip(file, rng.randrange(file.stat().st_size), rng.randrange(8))
             try:
-                if name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+                with pytest.raises(ValueError, match=rf"^restore_checkpoint: {path} is damaged: {name} differs"):
                     assert_restored(path, auto_mesh)
-                    restored.add(name)
-                else:
-                    with pytest.raises(ValueError, match=rf"^restore_checkpoint: {path} is damaged: {name} differs"):
-                        assert_restored(path, auto_mesh)
             finally:
                 file.write_bytes(content)
-    # How many files there are depends on the version of Orbax, which may also not write the second of these two.
-    assert len(files) > 9 and restored == {"_CHECKPOINT_METADATA", "commit_success.txt"} & {f.name for f in files}
+    assert len(files) > 6  # how many there are depends on the version of Orbax
     assert_restored(path, auto_mesh)
 
 
@@ -148,7 +144,9 @@ def test_lost_checksums(copied: Path, auto_mesh: Mesh) -> None:
         verify(path)
     assert_restored(path, auto_mesh, verify=False)
     (path / "about" / "metadata").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"^restore_checkpoint: \S+ cannot be read: UnicodeDecodeError: [^\n]*\.$"):
+    with pytest.raises(
+        ValueError, match=r"^restore_checkpoint: \S+ cannot be read: about/metadata is no table of arrays\.$"
+    ):
         assert_restored(path, auto_mesh, verify=False)
 
 
@@ -213,3 +211,56 @@ def test_command(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"{bad} is damaged: about/metadata differs from what was written.",
         f"{copied / 'step-3'} is not a complete checkpoint.",
     ]
+
+
+def mutated(content: Any, rng: random.Random) -> Any:
+    """Change something in a JSON value: a type, a key, a length, a number."""
+    if rng.random() < 0.2 or not isinstance(content, (dict, list)) or not content:
+        return rng.choice([None, True, -1, 0, 2**70, 1.5, "", "x", [], {}, [0], [None], {"a": 1}, "../x"])
+    found: Any = content.copy()
+    key = rng.choice([*content]) if isinstance(content, dict) else rng.randrange(len(content))
+    kind = rng.random()
+    if kind < 0.2:
+        del found[key]
+    elif kind < 0.3 and isinstance(found, list):
+        found.append(found[key])
+    elif kind < 0.3:
+        found["x"] = found[key]
+    else:
+        found[key] = mutated(found[key], rng)
+    return found
+
+
+ONE_LINE = re.compile(r"^restore_checkpoint: \S+ (is damaged|cannot be read): [^\n]*$")
+
+
+@pytest.mark.parametrize("name", ["checksums.json", "about/metadata", "arrays/_METADATA"])
+def test_files_that_were_altered_with_a_right_checksum(name: str, copied: Path) -> None:
+    """A file that the library cannot have written is named in one line, whatever is in it."""
+    path, rng = copied / "step-2", random.Random(name)
+    before, template = (path / name).read_bytes(), jax.eval_shape(state) | {"step": 0}
+    refused = 0
+    for _ in range(150):
+        changed = mutated(json.loads(before), rng)
+        if name == "checksums.json":
+            if isinstance(changed, dict) and "files" in changed:
+                changed["sum"] = file_checksums._sum_of(changed["files"])
+            (path / name).write_text(json.dumps(changed))
+        else:
+            (path / name).write_text(json.dumps(changed))
+            file_checksums.write_checksums(path)
+        try:
+            restore_checkpoint(path, template)
+        except ValueError as e:
+            refused += 1
+            fits = str(e).startswith(
+                "restore_checkpoint: the checkpoint does not fit the tree"
+            )  # a right entry, changed
+            assert fits or ONE_LINE.match(str(e)), e
+    assert refused > 50
+    for content in ("", "[" * 10**5, "\xff", "NaN"):
+        (path / name).write_text(content, "latin-1")
+        if name != "checksums.json":
+            file_checksums.write_checksums(path)
+        with pytest.raises(ValueError, match=ONE_LINE.pattern):
+            restore_checkpoint(path, template)

@@ -305,7 +305,7 @@ def _convolved(e: _Equation) -> OperationRule:
     numbers, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
     (batch, channel, *spatial), (feature, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
     (out_batch, out_feature, *places) = numbers.out_spec
-    left, right, out = ([()] * len(s) for s in (*e.ins, *e.outs))
+    left, right, out = (list[Dimension]([()] * len(s)) for s in (*e.ins, *e.outs))
     # With groups, channels are (group, channel of a group): the features have the groups, the kernel the other part.
     group = e.new(groups)
     right[inner] = e.new(e.ins[1][inner])
@@ -329,9 +329,10 @@ def _convolved(e: _Equation) -> OperationRule:
 
 def _windowed(e: _Equation) -> OperationRule:
     """Windows, and collectives inside `shard_map`: an axis stays, or becomes one of another size."""
-    sizes = e.params.get("window_dimensions")
-    near = list(sizes) if sizes else [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)]
-    return _near(e, near)
+    if sizes := e.params.get("window_dimensions"):
+        # Padding on one side, cut on the other, moves elements without changing the size.
+        return _near(e, [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)])
+    return _near(e, [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)])
 
 
 def _near(e: _Equation, windows: Sequence[int]) -> OperationRule:
@@ -466,9 +467,9 @@ def _of(names: str, make: _Maker) -> dict[str, _Maker]:
 
 PRIMITIVES: dict[str, _Maker] = {
     **_of(
-        """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos cosh
-        digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite lgamma
-        log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
+        """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos
+        cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite
+        lgamma log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
         regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
         sin sinh sqrt square tan tanh xor zeta log2 threefry2x32 random_fold_in random_clone mul_add fma eq ne lt le gt
         ge eq_to le_to lt_to select_if_vmap""",
@@ -553,6 +554,8 @@ class Inside(NamedTuple):
     after the carried ones of the results of the equation."""
     times: int | None = 1
     """None if values decide."""
+    constants: Sequence[Any] = ()
+    """The values of the constants of a called function."""
 
 
 def inside(eqn: Any) -> list[Inside]:
@@ -580,7 +583,8 @@ def inside(eqn: Any) -> list[Inside]:
         if (found := params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
             fits = len(jaxpr.invars) == count and len(jaxpr.outvars) == len(eqn.outvars)
-            return [Inside(jaxpr, "call", range(count))] if fits else []
+            constants = getattr(found, "consts", ())
+            return [Inside(jaxpr, "call", range(count), constants=constants)] if fits else []
     found = program_of(params, eqn.invars)
     return [] if found is None else [Inside(found, "call", range(count))]
 

@@ -78,7 +78,7 @@ class PartitionedOperation:
                 return results
             around = set(axes_of_type(mesh, AxisType.Manual))
             kept = [around.union(*(shardings.get(f, ()) for f in itertools.chain(*term))) for term in self.rule.results]
-            return tuple(_invariant(x, axes) for x, axes in zip(results, kept, strict=True))
+            return tuple(_made_invariant(x, axes) for x, axes in zip(results, kept, strict=True))
 
         return per_shard
 
@@ -122,9 +122,9 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
         shardings = derived_shardings(
             rule,
             mesh.shape,
-            [(terms[i], _entries(everything[i], mesh)) for i in (*order, *range(len(order), len(terms)))],
+            [(terms[i], _partitioner_entries(everything[i], mesh)) for i in (*order, *range(len(order), len(terms)))],
         )
-        of_operands = [_entries(x, mesh) for x in operands]
+        of_operands = [_partitioner_entries(x, mesh) for x in operands]
         shardings = inferred_shardings(operation.what, rule, mesh.shape, operation.infer, shardings, of_operands)
         placed = [NamedSharding(mesh, spec_of_term(term, shardings)) for term in terms]
         here = all_manual(mesh)
@@ -172,7 +172,7 @@ def all_manual(mesh: AnyMesh) -> AbstractMesh:
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
 
-def _invariant(x: Any, kept: set[str]) -> Any:
+def _made_invariant(x: Any, kept: set[str]) -> Any:
     """Make the type of a result that is the same on all devices invariant, except over some mesh axes."""
     axes = tuple(sorted(varying_axes(x) - kept))
     if not axes:
@@ -192,7 +192,7 @@ def _mesh_by_arrays(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> M
     return Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names)
 
 
-def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
+def _partitioner_entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
     """Return how the partitioner shards an array, one entry for each dimension.
 
     Some of its own shardings are not entries, such as one over half a mesh axis. Those dimensions count as replicated.

@@ -116,7 +116,7 @@ def by_string(
                     terms.record(dimension[0], size, f"{place} {x}")
             into.append(tuple(dimension for _, dimension in bound))
     for group, size in groups:
-        _complete(expression, terms, group, size)
+        _complete_group_sizes(expression, terms, group, size)
     return terms
 
 
@@ -124,7 +124,7 @@ _Bound = list[tuple[parsing.Element, Dimension]]
 """For each dimension of an array, the element of the string that stands for it, and its factors."""
 
 
-def _dimension(element: parsing.Element) -> Dimension:
+def _make_dimension(element: parsing.Element) -> Dimension:
     assert not isinstance(element, parsing.Dots)
     return (element.name,) if isinstance(element, parsing.Name) else tuple(m.name for m in element.members)
 
@@ -134,9 +134,9 @@ def _bound_by_position(expression: parsing.Expression, term: parsing.Term, x: Na
     if others < 0 or (others and term.dots is None):
         count = len(term.elements) - (term.dots is not None)
         at_least = "at least " if term.dots is not None else ""
-        _fail(expression, term, f"{at_least}{count} dimension{'s' * (count != 1)} here, but {place} is {x}.")
+        _fail_at_term(expression, term, f"{at_least}{count} dimension{'s' * (count != 1)} here, but {place} is {x}.")
     found = [
-        [(e, (f"...{i}",)) for i in range(others)] if isinstance(e, parsing.Dots) else [(e, _dimension(e))]
+        [(e, (f"...{i}",)) for i in range(others)] if isinstance(e, parsing.Dots) else [(e, _make_dimension(e))]
         for e in term.elements
     ]
     return list(itertools.chain.from_iterable(found))
@@ -157,8 +157,8 @@ def _bound_by_name(expression: parsing.Expression, term: parsing.Term, x: NamedS
     others = [n for n in x.names if n not in known]
     if others and term.dots is None:
         listed = errors.quoted(others)
-        _fail(expression, term, f"{place} {x} has {listed} as well. Name them, or add `...` for all others.")
-    return [(known[n], _dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
+        _fail_at_term(expression, term, f"{place} {x} has {listed} as well. Name them, or add `...` for all others.")
+    return [(known[n], _make_dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
 
 
 def _name_group(
@@ -173,7 +173,9 @@ def _name_group(
         expression.fail(group, f"{group.name.name!r} is an axis here, and a factor elsewhere.")
 
 
-def _complete(expression: parsing.Expression, terms: PartitioningTerms, group: parsing.Group, size: int) -> None:
+def _complete_group_sizes(
+    expression: parsing.Expression, terms: PartitioningTerms, group: parsing.Group, size: int
+) -> None:
     """Check the sizes of a group, or compute the missing one."""
     members = [m.name for m in group.members]
     missing = [m for m in members if m not in terms.sizes]
@@ -187,6 +189,6 @@ def _complete(expression: parsing.Expression, terms: PartitioningTerms, group: p
         terms.sizes[missing[0]] = size // known
 
 
-def _fail(expression: parsing.Expression, term: parsing.Term, message: str) -> NoReturn:
+def _fail_at_term(expression: parsing.Expression, term: parsing.Term, message: str) -> NoReturn:
     """Raise an error that points at a term, even if it has no words."""
     expression.fail(parsing.Place(term.start, max(term.stop, term.start + 1)), message)

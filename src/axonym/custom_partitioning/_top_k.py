@@ -140,7 +140,7 @@ def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, ax
 def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names) -> _kernels.Kernel:
     out_names = replaced(_WHAT, names, axis, (new,))
     in_names, position = (names, *limit_names), names.index(axis)
-    found_names = replaced(_WHAT, names, axis, _found(axis))
+    found_names = replaced(_WHAT, names, axis, _axis_of_results(axis))
 
     def positional(x, *limits):
         if limits:
@@ -166,14 +166,14 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
 
     def candidates(*arrays):
         operands = (wrap(a, n) for a, n in zip(arrays, in_names, strict=True))
-        return tuple(found.array for found in _operation(axis)(*operands, k=k))
+        return tuple(found.array for found in _make_top_k_operation(axis)(*operands, k=k))
 
     def unsharded(x, *limits):
         values, places = jax.lax.top_k(x, k, axis=position)
-        return _limited(values, found_names, position, limits, limit_names), places
+        return _limited_values(values, found_names, position, limits, limit_names), places
 
     def at(places, x, *limits):
-        return _limited(jnp.take_along_axis(x, places, position), found_names, position, limits, limit_names)
+        return _limited_values(jnp.take_along_axis(x, places, position), found_names, position, limits, limit_names)
 
     @jax.custom_jvp
     def differentiable(values, places, *arrays):
@@ -193,26 +193,26 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
     return _kernels.make_kernel(_WHAT, positional, in_names, (out_names,) * 2, mesh_aware=True)
 
 
-def _found(axis: str) -> Names:
+def _axis_of_results(axis: str) -> Names:
     """Return the name of the axis in results, which must differ from the axis of the operands."""
     return private("the result", (axis,))
 
 
 @functools.lru_cache(maxsize=256)
-def _operation(axis: str) -> Partitioned:
+def _make_top_k_operation(axis: str) -> Partitioned:
     """Make the operation for an axis of this name."""
-    (found,) = _found(axis)
+    (found,) = _axis_of_results(axis)
 
     def top_k(array: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
         values, places = best(array, axis, k)
         names, position = values.names, values.names.index(axis)
-        limited = _limited(values.array, names, position, [x.array for x in limits], [x.names for x in limits])
+        limited = _limited_values(values.array, names, position, [x.array for x in limits], [x.names for x in limits])
         return wrap(limited, names).rename({axis: found}), places.rename({axis: found})
 
     return partitioned(reduced=axis)(top_k)
 
 
-def _limited(
+def _limited_values(
     values: jax.Array, names: Names, position: int, limits: Sequence[jax.Array], limit_names: Sequence[Names]
 ) -> jax.Array:
     """Replace the values beyond `k`, if `k` is an operand."""

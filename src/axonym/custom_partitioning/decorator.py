@@ -122,16 +122,16 @@ def partitioned(
     reduced: vocab=8
     """
     if fn is None or isinstance(fn, str):
-        return lambda decorated: Partitioned(_checked(decorated), fn, reduced, replicated, permuted, sizes)
+        return lambda decorated: Partitioned(_checked_function(decorated), fn, reduced, replicated, permuted, sizes)
     if sizes:
         listed = ", ".join(sizes)
         raise TypeError(
             f"partitioned: sizes are for the factors of a string, and there is no string, but {listed} is given."
         )
-    return Partitioned(_checked(fn), None, reduced, replicated, permuted, sizes)
+    return Partitioned(_checked_function(fn), None, reduced, replicated, permuted, sizes)
 
 
-def _checked(fn: Any) -> Callable[..., Any]:
+def _checked_function(fn: Any) -> Callable[..., Any]:
     if not callable(fn):
         raise TypeError(f"partitioned: expected a function, got {type(fn).__name__}.")
     return fn
@@ -180,7 +180,7 @@ class Partitioned:
         >>> total(axn.shard(axn.arange(axn.Axis("x", 4)), {"x": "data"}, axn.make_mesh({"data": 2})))
         NamedArray(int32[], 6)
         """
-        self._per_shard = _checked(fn)
+        self._per_shard = _checked_function(fn)
         self._plans.clear()
         return fn
 
@@ -204,7 +204,7 @@ class Partitioned:
         ...     jax.jit(total)(axn.shard(axn.arange(axn.Axis("x", 4)), {"x": "data"}))
         NamedArray(int32[], 6)
         """
-        self._infer = _checked(fn)
+        self._infer = _checked_function(fn)
         self._plans.clear()
         return fn
 
@@ -222,7 +222,7 @@ class Partitioned:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         plan, arrays = self._planned(args, options)
-        return plan.results.spec.unflatten(_run(plan, arrays))
+        return plan.results.spec.unflatten(_run_operation(plan, arrays))
 
     def _planned(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_PlannedOperation, list[Any]]:
         try:
@@ -274,7 +274,9 @@ class Partitioned:
             )
 
         known = [n for names in spec.names for n in names or ()]
-        shapes = _traced(what, unsharded, abstract, known + (words(self._expression) if self._expression else []))
+        shapes = _trace_result_types(
+            what, unsharded, abstract, known + (words(self._expression) if self._expression else [])
+        )
         results.dtypes = [x.dtype for x in shapes]
         described = [NamedShape(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
         found = [NamedShape(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
@@ -283,7 +285,7 @@ class Partitioned:
             around = current_mesh()
             mesh = NO_MESH if around is None else all_manual(around)
             with suppress(NameError):  # it uses the axis of a mesh that is not active yet
-                _traced(f"{what}, per shard", operation.make_per_shard(mesh, {}), abstract, (), mesh)
+                _trace_result_types(f"{what}, per shard", operation.make_per_shard(mesh, {}), abstract, (), mesh)
         by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
         return _PlannedOperation(operation, results, by_partitioner)
 
@@ -317,7 +319,7 @@ class _PlannedOperation:
     by_partitioner: Callable[..., Arrays]
 
 
-def _traced(
+def _trace_result_types(
     what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = NO_MESH
 ) -> Sequence[Any]:
     """Trace a function of unsharded arrays, and return the types of its results."""
@@ -342,7 +344,7 @@ def _traced(
 # --- running ---
 
 
-def _run(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
+def _run_operation(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     operation = plan.operation
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes and set(around.manual_axes) == set(around.axis_names):
@@ -461,19 +463,21 @@ def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...],
     """Convert a result of the per-shard function to the layout and dtype of the unsharded result."""
     expected = f"{dtype}{list(shape) if names is None else errors.describe_axes(names, shape)}"
     if isinstance(x, NamedArray) != (names is not None) or (names is not None and set(x.names) != set(names)):
-        raise ValueError(f"{what}: expected {expected}, got {_described(x)}.")
+        raise ValueError(f"{what}: expected {expected}, got {_describe_operand(x)}.")
     array = jnp.asarray(x) if names is None else transpose_to(jnp.asarray(x.array), x.names, names)
     if jnp.shape(array) != shape:
         hint = " A shard has the size of the axis in the operands, divided by the devices that it is sharded over."
-        raise ValueError(f"{what}: expected {expected}, got {_described(x)}.{hint}")
+        raise ValueError(f"{what}: expected {expected}, got {_describe_operand(x)}.{hint}")
     if array.dtype != dtype:
         if not jax.typeof(array).weak_type:
-            raise ValueError(f"{what}: expected {expected}, got {_described(x)}. Both functions must give one dtype.")
+            raise ValueError(
+                f"{what}: expected {expected}, got {_describe_operand(x)}. Both functions must give one dtype."
+            )
         array = array.astype(dtype)
     return array
 
 
-def _described(x: Any) -> str:
+def _describe_operand(x: Any) -> str:
     if isinstance(x, NamedArray):
         return f"the named array {describe_array(x)}"
     return f"the raw array {jnp.result_type(x)}{list(jnp.shape(x))}"

@@ -64,7 +64,7 @@ class PartitioningRule:
     @functools.cached_property
     def reduced(self) -> frozenset[str]:
         """Return the factors that only operands have and that may be sharded: Shardy's reduction factors."""
-        return frozenset(_factors(self.operands)) - set(_factors(self.results)) - self.replicated - self.permuted
+        return frozenset(_factors_of(self.operands)) - set(_factors_of(self.results)) - self.replicated - self.permuted
 
     def __str__(self) -> str:
         """Show the rule in the notation of its string, and its factors by kind."""
@@ -130,7 +130,7 @@ def derived_shardings(
                     break
                 if factor not in chosen:
                     axes: Axes = ()
-                    while left and left[0] not in taken and _divides(rule, factor, (*axes, left[0]), mesh):
+                    while left and left[0] not in taken and _divides_factor(rule, factor, (*axes, left[0]), mesh):
                         axes = (*axes, left.pop(0))
                     if axes:
                         chosen[factor] = axes
@@ -138,10 +138,10 @@ def derived_shardings(
                 left = [a for a in left if a not in chosen.get(factor, ())]
                 if not _used_up(rule, factor, chosen, mesh):
                     break
-    return _contiguous(rule, chosen, mesh)
+    return _contiguous_shardings(rule, chosen, mesh)
 
 
-def _divides(rule: PartitioningRule, factor: str, axes: Axes, mesh: Mapping[str, int]) -> bool:
+def _divides_factor(rule: PartitioningRule, factor: str, axes: Axes, mesh: Mapping[str, int]) -> bool:
     return rule.sizes[factor] % math.prod(mesh[a] for a in axes) == 0
 
 
@@ -150,7 +150,7 @@ def _used_up(rule: PartitioningRule, factor: str, chosen: Shardings, mesh: Mappi
     return math.prod(mesh[a] for a in chosen.get(factor, ())) == rule.sizes[factor]
 
 
-def _contiguous(rule: PartitioningRule, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Shardings:
+def _contiguous_shardings(rule: PartitioningRule, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Shardings:
     """Drop the shardings for which the shard of a device would not be contiguous in a dimension.
 
     A factor that can be sharded where it is alone in a dimension may not be if it follows another one.
@@ -160,7 +160,7 @@ def _contiguous(rule: PartitioningRule, chosen: dict[str, Axes], mesh: Mapping[s
             for major, minor in itertools.pairwise(dimension):
                 if minor in chosen and not _used_up(rule, major, chosen, mesh):
                     # From the start: without this sharding, others that relied on it may not be contiguous any more.
-                    return _contiguous(rule, {f: a for f, a in chosen.items() if f != minor}, mesh)
+                    return _contiguous_shardings(rule, {f: a for f, a in chosen.items() if f != minor}, mesh)
     return chosen
 
 
@@ -197,10 +197,10 @@ def inferred_shardings(
                 f"{what}: axis {factor!r} must be replicated. One that only operands have can be sharded if it is "
                 "listed in `reduced`."
             )
-        if not _divides(rule, factor, axes, mesh):
+        if not _divides_factor(rule, factor, axes, mesh):
             over = errors.describe_shape({a: mesh[a] for a in axes})
             raise ValueError(f"{what}: axis {factor!r} of size {rule.sizes[factor]} cannot be sharded over {over}.")
-    return _contiguous(rule, chosen, mesh)
+    return _contiguous_shardings(rule, chosen, mesh)
 
 
 def spec_of_term(term: Term, shardings: Shardings) -> PartitionSpec:
@@ -249,8 +249,8 @@ def make_rule(
 
     The arguments are as for `PartitioningRule`, but `replicated` are only factors that operands and results have.
     """
-    into, out = set(_factors(operands)), set(_factors(results))
-    known = list(dict.fromkeys((*_factors(operands), *_factors(results))))
+    into, out = set(_factors_of(operands)), set(_factors_of(results))
+    known = list(dict.fromkeys((*_factors_of(operands), *_factors_of(results))))
     for option, factors in (("reduced", reduced), ("replicated", replicated), ("permuted", permuted)):
         if missing := [f for f in factors if f not in known]:
             raise ValueError(
@@ -270,5 +270,5 @@ def make_rule(
     )
 
 
-def _factors(terms: Sequence[Term]) -> list[str]:
+def _factors_of(terms: Sequence[Term]) -> list[str]:
     return [f for term in terms for dimension in term for f in dimension]

@@ -24,7 +24,7 @@ Entry = str | tuple[str, ...] | None
 """The mesh axis or axes that an axis is sharded over; None if it is replicated."""
 
 
-def _empty() -> Mapping[str, Any]:
+def _empty_mapping() -> Mapping[str, Any]:
     return MappingProxyType({})
 
 
@@ -32,11 +32,11 @@ def _empty() -> Mapping[str, Any]:
 class Settings:
     """The active settings, as one immutable value. Made by `intern_settings`."""
 
-    mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty)
+    mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty_mapping)
     """The active mapping."""
-    parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty)
+    parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty_mapping)
     """The mapping that parameters are stored by: see `axonym.fsdp`."""
-    annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty)
+    annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty_mapping)
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
     uneven: str | None = None
     """The treatment of axes that their mesh axes do not divide: see `axonym.axis_mapping`."""
@@ -132,7 +132,7 @@ def activate(settings: Settings | None) -> contextlib.AbstractContextManager[Non
         {name: None if s is None else getattr(s, name) or None for name in _OF_SURROUNDINGS}
         for s in (settings, ACTIVE.value)
     )
-    return _activate(settings if before == here else changed(settings, **here))
+    return _settings_block(settings if before == here else changed(settings, **here))
 
 
 _OF_SURROUNDINGS = ("environment", "kept", "mapped", "marked")
@@ -140,10 +140,10 @@ _OF_SURROUNDINGS = ("environment", "kept", "mapped", "marked")
 
 def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
     """Activate single settings, such as an axis environment or that a function is mapped, in a with-block."""
-    return _activate(changed(ACTIVE.value, **parts))
+    return _settings_block(changed(ACTIVE.value, **parts))
 
 
-def _activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
+def _settings_block(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     global activated
     activated = activated or settings is not None
     return ACTIVE(settings)

@@ -83,7 +83,7 @@ def call_with_output_sharding(
         around = None if native or not is_mapped() else explicit_mesh(arrays, sharded=False)
         return fn(*arrays) if around is None else _call_mapped(fn, arrays, around)
     several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors, summed)
-    if native and not several and _agree(out_names, specs[0], _placed(in_names, arrays)):
+    if native and not several and _operands_agree(out_names, specs[0], _placed_operands(in_names, arrays)):
         return fn(*arrays)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     placed = jax.sharding.auto_axes(
@@ -120,15 +120,15 @@ def infer_output_specs(
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
     each = zip(out_names, shapes, strict=True) if several else ((out_names, shapes),)
-    operands = _placed(in_names, arrays)
+    operands = _placed_operands(in_names, arrays)
     return several, [infer_output_spec(what, names, s.shape, operands, mesh, successors, summed) for names, s in each]
 
 
-def _placed(in_names: Sequence[Names], arrays: Sequence[Any]) -> list[tuple[Names, tuple[Entry, ...]]]:
+def _placed_operands(in_names: Sequence[Names], arrays: Sequence[Any]) -> list[tuple[Names, tuple[Entry, ...]]]:
     return [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
 
 
-def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:
+def _operands_agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:
     """Return whether each operand is sharded like the output, and no new axis of the output is sharded."""
     want = dict(zip(out_names, spec, strict=True))
     pairs = [(n, e) for names, entries in operands for n, e in zip(names, entries, strict=True)]

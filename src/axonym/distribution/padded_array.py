@@ -74,14 +74,14 @@ class PaddedArray:
         return _WAY_OUT.format(shape=self.shape, stored=getattr(self.array, "shape", None))
 
 
-def _refuse(self: PaddedArray, *_: Any, **__: Any) -> NoReturn:
+def _refuse_use(self: PaddedArray, *_: Any, **__: Any) -> NoReturn:
     raise TypeError(self.way_out())
 
 
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
 _OTHERS = "lt le gt ge neg pos abs invert getitem iter len bool int float complex index array jax_array"
 for _name in [*_OPERATORS.split(), *(f"r{n}" for n in _OPERATORS.split()), *_OTHERS.split()]:
-    setattr(PaddedArray, f"__{_name}__", _refuse)
+    setattr(PaddedArray, f"__{_name}__", _refuse_use)
 
 jax.tree_util.register_dataclass(PaddedArray, data_fields=["array"], meta_fields=["sizes"])
 

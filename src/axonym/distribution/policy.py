@@ -15,8 +15,8 @@ do not ask either: a contraction sums over an axis that only one operand has bef
 `jnp.sum`), and a convolution gathers its weight by `fsdp_ops.in_compute_sharding`, which does not ask `gathered_over`.
 
 On Explicit mesh axes, the decision says where the result lies, and JAX adds up partial sums to get there. FSDP's
-operations add them up as `sums` says. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather,
-which JAX makes: `add_up` returns it for the report by names only.
+operations add them up as `sums` says. JAX makes gradients and reductions, and asks nobody how: `sums_of_jax` says so to
+the report by names. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather.
 
 A policy keeps one law: if operands lie where the mapping puts their names, results do. Reports by name assume it.
 """
@@ -65,24 +65,27 @@ def combine(
 
 
 def add_up(
-    parts: Sequence[Axes],
-    result: PlacedAxes,
-    sizes: Sequence[int],
-    by: Mappings,
-    stored: PlacedAxes | None = None,
-    at_once: bool = True,
+    parts: Sequence[Axes], result: PlacedAxes, sizes: Sequence[int], by: Mappings
 ) -> tuple[PlacedAxes, Sequence[PartialSum]]:
-    """Decide where a sum lies if devices have parts of it, and how the parts are added up.
+    """Decide where a product lies if devices have parts of its sum, and how the parts are added up.
 
     A policy that shards the sum would use its sizes and the mappings; this one leaves it as the parts lie.
-
-    With `stored` (gradients), or without `at_once` (reductions), only reports by name ask: Explicit mesh axes leave
-    these sums to JAX. So another policy for products returns them as they are here.
 
     Arguments:
         parts: for each axis that is summed over, the mesh axes that it is sharded over.
         result: the axes of the sum, as the parts lie.
         sizes: the sizes of these axes.
+    """
+    return sums_of_jax(parts, result)
+
+
+def sums_of_jax(
+    parts: Sequence[Axes], result: PlacedAxes, stored: PlacedAxes | None = None, at_once: bool = True
+) -> tuple[PlacedAxes, Sequence[PartialSum]]:
+    """Return where a sum lies that JAX adds up, and how: reductions, and gradients whatever the policy for products is.
+
+    Arguments:
+        parts, result: as for `add_up`.
         stored: where the sum must lie in the end if it is the gradient of a parameter.
         at_once: whether all axes are summed in one step, as products are. Others sum one axis after another.
     """
@@ -141,7 +144,7 @@ def settle(
     mapping = {n: by.used(n) for n in names if n in by.compute}
     wanted: dict[str, list[Axes]] = {}
     for operand in operands:
-        for name, axes in _inherited(operand, names, sizes, by, successors).items():
+        for name, axes in _inherited_axes(operand, names, sizes, by, successors).items():
             if axes not in wanted.setdefault(name, []):
                 wanted[name].append(axes)
     seen = {n for operand in operands for n in operand.names}
@@ -149,7 +152,7 @@ def settle(
     for name in names:
         choices = wanted.get(name, [])
         if len(choices) > 1 and name not in mapping:
-            raise Undecided(_disagreement(what, name, choices, by))
+            raise Undecided(_describe_disagreement(what, name, choices, by))
         if len(choices) == 1:
             # A resized axis is replicated if its mesh axes no longer divide it.
             chosen[name] = choices[0] if sizes[name] % by.count(choices[0]) == 0 else ()
@@ -158,7 +161,7 @@ def settle(
             # move data. Where they disagree, and for a new axis, it decides.
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
             if sizes[name] % by.count(chosen[name]):
-                raise Undecided(_indivisible(what, name, sizes[name], chosen[name], by))
+                raise Undecided(_describe_indivisible(what, name, sizes[name], chosen[name], by))
     chosen = _each_to_one(what, chosen, mapping, by)
     return PlacedAxes(names, [chosen[n] for n in names])
 
@@ -170,12 +173,12 @@ def _each_to_one(what: str, chosen: dict[str, Axes], mapping: Mapping[str, Axes]
         if len(users) > 1:
             entitled = [n for n in users if axis in mapping.get(n, ())]
             if len(entitled) != 1:
-                raise Undecided(_collision(what, axis, users, by, bool(entitled)))
+                raise Undecided(_describe_collision(what, axis, users, by, bool(entitled)))
             chosen = {n: axes if n in entitled else tuple(a for a in axes if a != axis) for n, axes in chosen.items()}
     return chosen
 
 
-def _inherited(
+def _inherited_axes(
     operand: PlacedAxes, names: Names, sizes: Mapping[str, int], by: Mappings, successors: Successors
 ) -> Mapping[str, Axes]:
     """Return the mesh axes that one operand implies for each axis of the result."""
@@ -216,7 +219,7 @@ def exchange_columns(table: Names, indices: Names, indexed: str | None, by: Mapp
 # --- errors ---
 
 
-def _disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -> str:
+def _describe_disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -> str:
     return (
         f"{what}: the operands shard axis {name!r} over different mesh axes of "
         f"{errors.describe_shape(by.mesh)}, so the sharding of the result is ambiguous. Set it with "
@@ -225,7 +228,7 @@ def _disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -
     )
 
 
-def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_mapped: bool) -> str:
+def _describe_collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_mapped: bool) -> str:
     listed = " and ".join(repr(n) for n in users)
     wanted = None if both_mapped else axis
     return (
@@ -236,6 +239,6 @@ def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_ma
     )
 
 
-def _indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
+def _describe_indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
     problem = errors.indivisible(f"axis {name!r}", size, {a: by.mesh[a] for a in axes})
     return f"{what}: by the active mapping, {problem} Resize the axis, or map it to None."

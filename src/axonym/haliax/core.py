@@ -5,9 +5,8 @@ from __future__ import annotations
 # ruff: noqa: I001
 # fmt: off
 import contextlib
-import contextvars
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,11 +18,11 @@ from .. import (
     broadcast_axis as broadcast_axis, broadcast_to as broadcast_to, conj, flatten as flatten,
     flatten_axes as flatten_axes, index as index, is_named_array as is_named_array, named as named, prod,
     rearrange as _rearrange, rename as _rename, slice as _slice, split as split, top_k as _top_k, unbind as unbind,
-    unflatten_axis as unflatten_axis, updated_slice as _updated_slice, var,
+    unflatten_axis as unflatten_axis, updated_slice as _updated_slice,
 )
-from ..named_array import extend, raw
+from ..named_array import SHAPE_CHECKS as _CHECKS
 from ..axis import (
-    axis_name as axis_name, axis_size, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
+    axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
     selects_axis as selects_axis,
 )
 from ..typing import (
@@ -33,7 +32,7 @@ from ..typing import (
 )
 from ._signatures import with_parameters as _with_parameters
 from .axis import axis_name as _name, dslice as dslice, eliminate_axes as eliminate_axes
-from .ops import argsort, order_of, roll as roll
+from .ops import order_of, roll as roll
 from .types import (
     GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, PrecisionLike as PrecisionLike,
     Scalar as Scalar,
@@ -48,8 +47,6 @@ NamedArrayMeta = type(NamedArray)
 
 ravel = flatten
 top_k = _with_parameters(_top_k, array="arr")
-
-_CHECKS = contextvars.ContextVar("shape_checks", default=True)
 
 
 @contextlib.contextmanager
@@ -240,78 +237,16 @@ def flatten_all_axes_but(
     return rearrange(flat, (axis_name, ...)) if reorder_to_front else flat, restore
 
 
-# --- what named arrays do in code that imports this package ---
+# --- names that named arrays get, and nothing that they have changes ---
 
 
-def _refused(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """Compute an operation on a raw array and a named one without axes, which is a number; refuse anything else."""
-    (named_one,) = found if len(found := [x for x in (a, b) if isinstance(x, NamedArray)]) == 1 else (None,)
-    if named_one is None or named_one.names:
-        raise  # the error of the operation is being handled
-    return operation(raw(a), raw(b))
-
-
-def _truth_value(array: NamedArray) -> bool:
-    return bool(array.array)
-
-
-def _arranged(array: NamedArray, slices: Any, result: NamedArray) -> NamedArray:
-    """Put the axes of index arrays where NumPy puts them: in place of the indexed axes, or first if these are apart."""
-    pairs = slices.items() if isinstance(slices, Mapping) else zip(slices[::2], slices[1::2], strict=True)
-    given = {_name(axis): i for axis, i in pairs}
-    arrays = {n: axes for n, i in given.items() if (axes := _index_axes(array, given, n, i))}
-    from_arrays = {a.name for axes in arrays.values() for a in axes}
-    kept = [n for n in array.names if n not in from_arrays and (n not in given or n in result.names)]
-    if not from_arrays or not from_arrays.union(kept) >= {*result.names}:
-        return result
-    shared = [(a,) for a in array.axes if a.name in from_arrays and a.name not in given]
-    # The largest array keeps its order, and each other one adds the axes that only it has in front.
-    moved: tuple[str, ...] = ()
-    for axes in sorted([*arrays.values(), *shared], key=axis_size, reverse=True):
-        moved = (*(a.name for a in axes if a.name not in moved), *moved)
-    places = [i for i, n in enumerate(array.names) if n not in kept]
-    before = [n for n in array.names[: places[0]] if n in kept] if places[-1] - places[0] < len(places) else []
-    return _rearrange(result, (*before, *moved, *(n for n in kept if n not in before)))
-
-
-def _index_axes(array: NamedArray, indexed: Collection[str], name: str, index: Any) -> tuple[Axis, ...]:
-    """Return the axes of an index array; a slice whose start may be traced counts as one."""
-    if isinstance(index, dslice):
-        return (Axis(name, index.size),)
-    if isinstance(index, jax.Array) and index.ndim == 1:
-        index = _named_index(array, indexed, name, index)
-    return index.axes if isinstance(index, NamedArray) else ()
-
-
-def _named_index(array: NamedArray, indexed: Collection[str], name: str, index: jax.Array) -> NamedArray:
-    """Name the axis of a raw index array: the first axis of its size that is not indexed, or else the one that is."""
-    size = index.shape[0]
-    return named(index, next((a.name for a in array.axes if a.size == size and a.name not in indexed), name))
-
-
-extend(
-    __package__ or "",
-    NamedArray,
-    {
-        "argsort": argsort,
-        "conjugate": conj,
-        "product": prod,
-        "ravel": flatten,
-        "rearrange": rearrange,
-        "rename": rename,
-        "slice": slice,
-        "take": take,
-        "tree_flatten": tree_flatten,
-        "updated_slice": updated_slice,
-        "var": lambda array, axis=None, dtype=None, ddof=0, **kw: var(array, axis, dtype=dtype, ddof=ddof, **kw),
-        "__arranged__": _arranged,
-        "__bool__": _truth_value,
-        "__named__": _named_index,
-        "__refused__": _refused,
-        "__unchecked__": lambda array: not (_CHECKS.get() and hasattr(array, "shape")),  # which placeholders lack
-    },
-)
-extend(__package__ or "", NamedRef, {"named_shape": lambda ref: ref.shape})
 _SCALAR = named(np.zeros(()), ())  # computes nothing, which would start JAX's backend
-extend(__package__ or "", type(_SCALAR.shape), {"__iter__": lambda shape: iter(shape.keys())})
-extend(__package__ or "", type(_SCALAR.at[...]), {"mul": lambda part, *args, **kwargs: part.multiply(*args, **kwargs)})
+for _cls, _attributes in (
+    (NamedArray, {"conjugate": conj, "product": prod, "ravel": flatten}),
+    (NamedArray, {"tree_flatten": tree_flatten, "updated_slice": updated_slice}),
+    (type(_SCALAR.at[...]), {"mul": type(_SCALAR.at[...]).multiply}),
+    (NamedRef, {"named_shape": NamedRef.shape}),
+):
+    for _attribute, _value in _attributes.items():
+        if not hasattr(_cls, _attribute):
+            setattr(_cls, _attribute, _value)

@@ -24,12 +24,14 @@ from .. import (
     roll as _roll, searchsorted as searchsorted, shard as _shard, stack as _stack, trace as trace, tril as _tril,
     triu as _triu, unique as unique, unpackbits as unpackbits, where as _where, zeros as _zeros,
 )
+from ..axis import name_of
 from ..fft import fftfreq as _fftfreq, rfftfreq as _rfftfreq
 from ..named_array import raw
 from ..sharding import Placement, current_mapping
 from ..typing import AxisSelector, NamedOrNumeric
 from ._signatures import with_parameters
 from .partitioning import auto_sharded, get_pspec_for_manual_mesh
+from .util import ensure_tuple
 # fmt: on
 
 raw_array_or_scalar = raw
@@ -66,7 +68,19 @@ def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -
 def dot(*arrays: NamedArray | AxisSelector, out_sharding: Placement = None, **kwargs: Any) -> NamedArray:
     if "axis" not in kwargs:
         warnings.warn("dot: `axis` is a keyword argument now.", DeprecationWarning, stacklevel=2)
+    elif kwargs["axis"] is not None:
+        arrays, kwargs["axis"] = _summed_alone(arrays, [name_of(s) for s in ensure_tuple(kwargs["axis"])])
     return _placed(_dot(*arrays, **kwargs), out_sharding)
+
+
+def _summed_alone(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Sum over the axes to contract that one of several operands has, and return the others; Axonym refuses them."""
+    named = [x for x in arrays if isinstance(x, NamedArray)]
+    alone = {n for n in names if sum(n in x.names for x in named) == 1 < len(named)}
+    return tuple(
+        x.sum(own, dtype=x.dtype) if isinstance(x, NamedArray) and (own := tuple(alone.intersection(x.names))) else x
+        for x in arrays
+    ), tuple(n for n in names if n not in alone)
 
 
 def _placed(result: NamedArray, out_sharding: Placement) -> NamedArray:
@@ -105,6 +119,15 @@ def einsum(
             words = [f"a{i}" for i in range(len(order))]
             equation = "-> " + " ".join("..." if s is ... else w for w, s in zip(words, order, strict=True))
             axis_aliases = {w: s for w, s in zip(words, order, strict=True) if s is not ...}
+    elif before.strip().startswith("{"):
+        words, kept = (
+            {w: name_of(axis_aliases[w] if w in axis_aliases else w) for w in re.findall(r"\w+", text)}
+            for text in (before, after)
+        )
+        arrays, names = _summed_alone(arrays, [n for n in words.values() if n not in kept.values()])
+        gone = {w for w, n in words.items() if n not in (*kept.values(), *names)}
+        equation = re.sub(r"\w+", lambda w: "" if w[0] in gone else w[0], equation)
+        axis_aliases = {w: s for w, s in axis_aliases.items() if w not in gone}
     options |= axis_aliases
     try:
         result = _einsum(equation, *arrays, **options)

@@ -16,7 +16,7 @@ from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
 from .collectives import Collective as Collective
 from .comparing import Comparison as Comparison, compare as compare
-from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
+from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract, never as never
 from .cost_model import Bounds as Bounds, Estimate as Estimate
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, (step, *args) = _case(options.case)
         mappings = {text: _mapping(module, text) for text in options.mapping or ()}
         settings: dict[str, Any] = {"mesh": make_mesh(sizes), "by": options.by, "chip": options.chip}
+        settings["between"] = options.between.split(",") if options.between else None
         if options.topology:
             settings |= {"by": "compiled", "topology": options.topology}
         if len(mappings) > 1:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as e:
         print(e, file=sys.stderr)
         return 2
-    written = {"html": "to_html", "markdown": "to_markdown", "json": "to_json"}
+    written = {"html": "to_html", "json": "to_json"}
     form = next((method for name, method in written.items() if getattr(options, name)), "__str__")
     print(getattr(found, form)())
     return 0
@@ -65,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         "--by", choices=TIERS, default="partitioner", help="how the report is made; %(default)s by default"
     )
     parser.add_argument("--topology", help="TPUs to compile for with their own compiler, as in v5e:4x4")
+    parser.add_argument("--between", metavar="AXIS,...", help="the mesh axes that cross slices")
     parser.add_argument("--chip", choices=CHIPS, help="the chip to give lower bounds on time for")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--html", action="store_true", help="write a page for a browser")
-    form.add_argument("--markdown", action="store_true", help="write Markdown")
     form.add_argument("--json", action="store_true", help="write JSON")
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import pathlib
 import tempfile
@@ -16,7 +15,6 @@ import jax
 from ._hlo import UnknownForm
 
 _LOCK = threading.Lock()
-_NUMBERS = itertools.count()
 
 
 @contextlib.contextmanager
@@ -78,31 +76,45 @@ def partitioned(lowered: Any, options: dict[str, Any] | None = None) -> str:
     except (ImportError, AttributeError):
         return compiled(lowered, options).as_text()
 
-    wanted = str(_attributes(lowered)["sym_name"]).strip('"')
-    found: list[str] = []
-
-    def keep(module: bytes) -> None:
-        text = read(module).to_string()
-        if text.split(maxsplit=2)[1].rstrip(",") == wanted:
-            found.append(text)
-            raise _Enough
-
-    # The hook is global to the process. Other compilations pass through it meanwhile, but if another thread compiles a
-    # function of the same name, that compilation fails.
+    # The hook is global to the process: compilations of all threads pass through it meanwhile. It ends this thread's.
     with _LOCK:
-        name = f"axonym_insight_{next(_NUMBERS)}"
-        stage = PipelineStage.POST_SCHEDULER
-        register_hlo_module_transformation(keep, name=name, stage=stage, platforms="cpu")
+        register_hlo_module_transformation(
+            _end_if_wanted, name=_HOOK, stage=PipelineStage.POST_SCHEDULER, platforms="cpu"
+        )
+        _HERE.wanted, _HERE.read, _HERE.text = str(_attributes(lowered)["sym_name"]).strip('"'), read, ""
         try:
             with own_lines():
                 done = lowered.compile(compiler_options=options)
         except Exception:  # whatever jaxlib makes of `_Enough`, which ended the compilation
-            if not found:
+            if not _HERE.text:
                 raise
-            return found[0]
+            return _HERE.text
         finally:
-            clear_hlo_module_transformation(name, stage, platforms="cpu")
+            _HERE.wanted = ""
+            clear_hlo_module_transformation(_HOOK, PipelineStage.POST_SCHEDULER, platforms="cpu")
     return done.as_text()  # it was compiled before, and came from JAX's cache
+
+
+class _Here(threading.local):
+    """What one thread compiles: the name of the program to end, how to read programs, and the text of that program."""
+
+    wanted, text = "", ""
+    read: Any = None
+
+
+_HERE, _HOOK = _Here(), "axonym_insight"
+
+
+def _end_if_wanted(module: bytes) -> None:
+    """Keep the text of a program and end its compilation, if it is the one that this thread wants.
+
+    A hook must not be collected: jaxlib may be about to call it in another thread when it is cleared.
+    """
+    if _HERE.wanted:
+        text = _HERE.read(module).to_string()
+        if text.split(maxsplit=2)[1].rstrip(",") == _HERE.wanted:
+            _HERE.text = text
+            raise _Enough
 
 
 def device_count(lowered: Any) -> int:

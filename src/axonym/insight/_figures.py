@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -96,6 +97,8 @@ class Figures:
     """The dtypes before and after, and the first of these products."""
     temporaries: tuple[HeldArray, ...] = ()
     """By names: the temporaries that are counted, the largest first. Otherwise the timeline has those at the peak."""
+    between: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The mesh axes that cross slices, and how many slices lie along each."""
 
     def total_sent(
         self, over: str | None = None, kind: str | None = None, phase: str | None = None, least: bool = False
@@ -105,7 +108,8 @@ class Figures:
         It is an estimate if the step has conditionals: each branch is taken to run equally often.
 
         Arguments:
-            over: only collectives along this mesh axis, alone or with others.
+            over: only collectives along this mesh axis, alone or with others; or `"slices"`, for the bytes that go to
+                other slices, as `between` of `explain` says.
             kind: only collectives of this kind.
             phase: only collectives of this phase.
             least: whether each conditional takes the branch that sends least, as in bounds on time.
@@ -113,12 +117,31 @@ class Figures:
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").total_sent()
         0
         """
-        chosen = [
-            c
-            for c in self.collectives
-            if (over is None or over in (c.axes or ())) and kind in (None, c.kind) and phase in (None, c.phase)
-        ]
-        return total_sent(chosen, least)
+        return total_sent(self.chosen(over, kind, phase), least)
+
+    def chosen(self, over: str | None = None, kind: str | None = None, phase: str | None = None) -> list[Collective]:
+        """Return the collectives that `total_sent` adds up; over slices, with the bytes that go to other slices.
+
+        >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").chosen()
+        []
+        """
+        of_kind = [c for c in self.collectives if kind in (None, c.kind) and phase in (None, c.phase)]
+        if over == "slices" and over not in self.mesh:
+            crossing = ((c, self._sent_to_other_slices(c)) for c in of_kind)
+            return [dataclasses.replace(c, sent=sent) for c, sent in crossing if sent != 0]
+        return [c for c in of_kind if over is None or over in (c.axes or ())]
+
+    def _sent_to_other_slices(self, c: Collective) -> int | None:
+        """Return the bytes that a device sends to other slices each time, if devices exchange within slices first."""
+        slices = c.slices or math.prod(self.between.get(a, 1) for a in c.axes or self.between)
+        if slices == 1 or c.sent is None or c.axes is None:
+            return None if slices > 1 else 0
+        slices = min(slices, c.devices)
+        if c.kind in ("all-gather", "all-reduce", "reduce-scatter"):
+            return -(-c.sent * (slices - 1) // (c.devices - 1))
+        if "all-to-all" in c.kind:
+            return -(-c.sent * c.devices * (slices - 1) // (slices * (c.devices - 1)))
+        return c.sent
 
     def count(self, kind: str | None = None) -> int | None:
         """Return how many collectives run in a call, one with several arrays once; None if values decide.

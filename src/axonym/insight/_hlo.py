@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..core.source_lines import Frame
+from ..distribution.operation_scope import RECORD
 from ._branches import Branches
 
 COLLECTIVES = frozenset(
@@ -33,6 +34,9 @@ _EXCHANGES = re.compile(r"= .*? ((?:all|collective|ragged|reduce)-[a-z-]+|send|r
 `reduce-precision` and the ends of asynchronous collectives."""
 _NOT_COLLECTIVE = re.compile(r"reduce-(window|precision)|.*-(done|update)")
 
+_MEGASCALE = "_xla_megascale_transfer_type"
+"""The attribute of what one slice of TPUs sends to others, and receives."""
+
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 
 _PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "convert", "reshape"})
@@ -43,11 +47,9 @@ _CALLED = {
     "fusion": ("calls",),
     "async-start": ("calls",),
     "call": ("to_apply",),
+    "call-start": ("to_apply",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
-
-_NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
-"""Matches the scope of a named operation: see `_scopes`."""
 
 
 class UnknownForm(ValueError):
@@ -163,6 +165,19 @@ class HloProgram:
         """Return the numbers of the parameters whose memory results may reuse."""
         return frozenset(int(n) for n in re.findall(r"\}: \((\d+), \{", self.text.partition("\n")[0]))
 
+    @functools.cached_property
+    def devices_of_text(self) -> int:
+        """Return how many devices the text is for: those of one slice, if the program runs on several."""
+        found = re.search(r"num_partitions=(\d+)", self.text.partition("\n")[0])
+        return int(found[1]) if found and _MEGASCALE in self.text else self.devices
+
+    def received(self, visit: Visit) -> Visit:
+        """Return the instruction that receives what others send with one; itself if there is none beside it."""
+        key = re.search(r"_rendezvous=\"[^\"]*\"", visit.instruction.attributes)
+        beside = self.computations[visit.computation].values()
+        found = [i for i in beside if i.opcode == "recv" and key and key[0] in i.attributes]
+        return dataclasses.replace(visit, instruction=found[0]) if found else visit
+
     def parameters(self) -> list[Instruction]:
         """Return the parameters of the program, in order."""
         found = (i for i in self.computations[self.entry].values() if i.opcode == "parameter")
@@ -201,10 +216,10 @@ class HloProgram:
         """
         found = instruction
         for _ in range(64):
-            if _NAMED.search(found.scope):
+            if RECORD.search(found.scope):
                 return found
             inside = self.computations[found.computation("calls") or ""] if found.opcode == "fusion" else {}
-            named = [i for i in inside.values() if _NAMED.search(i.scope)]
+            named = [i for i in inside.values() if RECORD.search(i.scope)]
             if named:
                 return named[-1]
             if not self._passes_on(found) or not found.operands:
@@ -230,7 +245,7 @@ class HloProgram:
         if update.opcode != "dynamic-update-slice":
             return None
         found = inside[update.operands[1]]
-        while not _NAMED.search(found.scope):
+        while not RECORD.search(found.scope):
             if found.opcode == "parameter" and inside is not outside:  # it stands for an operand of the fusion
                 inside, found = outside, outside[fusion.operands[int(found.value)]]
             elif found.opcode in _PASSING_ON:
@@ -282,7 +297,7 @@ class HloProgram:
         """Return how often the body of a loop runs; None if that depends on values.
 
         Compilers for TPUs do not write it down, so it is computed for loops that count up from one constant to another
-        in steps of one, as loops of `jax.lax.scan` do.
+        in equal steps, as loops of `jax.lax.scan` do.
         """
         written = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if written:
@@ -301,7 +316,7 @@ class HloProgram:
         if count.opcode != "add" or self._place(body, count.operands[0]) != place:
             return None
         step = self._constant(body, count.operands[1])
-        return None if start is None or end is None or step != 1 else max(end - start, 0)
+        return None if start is None or end is None or not step or step < 0 else max(-(-(end - start) // step), 0)
 
     def _producer(self, around: dict[str, Instruction], name: str) -> Instruction:
         """Return the producer of an operand, skipping copies."""
@@ -341,15 +356,34 @@ class HloProgram:
         if not self.entry:
             raise UnknownForm("the text of the program has no entry computation")
         # A report must not miss a collective, so the text is also searched for anything that looks like one.
-        seen = sum(
-            i.opcode.removesuffix("-start") in COLLECTIVES for c in self.computations.values() for i in c.values()
-        )
+        every = [i for c in self.computations.values() for i in c.values()]
+        crossing = {i.opcode for i in every if i.opcode in ("send", "recv") and _MEGASCALE in i.attributes}
+        known = COLLECTIVES | crossing
+        seen = sum(i.opcode.removesuffix("-start") in known for i in every)
         stripped = re.sub(r"metadata=\{.*", "", self.text)
         looks = [word for word in _EXCHANGES.findall(stripped) if not _NOT_COLLECTIVE.fullmatch(word)]
-        if unknown := [w for w in looks if w.removesuffix("-start") not in COLLECTIVES]:
+        if unknown := [w for w in looks if w.removesuffix("-start") not in known]:
             raise UnknownForm(f"the program has {unknown[0]!r}, which is not known here")
         if len(looks) != seen:
             raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
+        reached = self._reached()
+        for name, inside in self.computations.items():
+            missed = [i.opcode for i in inside.values() if i.opcode.removesuffix("-start") in known]
+            if missed and name not in reached:
+                raise UnknownForm(f"the program has {missed[0]!r} in {name!r}, and what runs that is not known here")
+
+    def _reached(self) -> set[str]:
+        """Return the computations that the entry runs."""
+        waiting = [self.entry]
+        reached = set(waiting)
+        for name in waiting:
+            for i in self.computations.get(name, {}).values():
+                called = [i.computation(attribute) for attribute in _CALLED.get(i.opcode, ())]
+                called += branches(i) if i.opcode == "conditional" else []
+                new = [c for c in called if c is not None and c not in reached]
+                waiting += new
+                reached |= {*new}
+        return reached
 
 
 class OwnPartitioning(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,16 +91,18 @@ def report_on(
     compiled_step: Any,
     chip: Chip | None,
     donates: bool,
+    between: Mapping[str, int],
 ) -> Report:
     """Report on a compiled program; `donates` says whether the step says itself which arguments it donates."""
-    collectives, count, custom_calls = _visited(program, Constraints(lowered), mesh, platform)
+    collectives, count, custom_calls = _visited(program, Constraints(lowered), mesh, platform, between)
     notes = [*_notes(collectives, count, custom_calls, mesh)]
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
     shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
     mappings, found = _mappings(compiled_step), read_step(lowered, mesh or {})
     kept = [names.find(scope) for scope, _ in shards]
-    uses = used_by(found.products, lambda n: kept[n] if n < len(kept) else None)
+    operands = ([kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products)
+    uses = used_by((_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, operands, strict=True))
     late = {x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted}
     sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
     kinds = _kinds_of(lowered.out_info)
@@ -131,7 +135,11 @@ def report_on(
 
 
 def _visited(
-    program: HloProgram, constraints: Constraints, mesh: dict[str, int] | None, platform: str
+    program: HloProgram,
+    constraints: Constraints,
+    mesh: dict[str, int] | None,
+    platform: str,
+    between: Mapping[str, int],
 ) -> tuple[list[Collective], _Count, set[str]]:
     """Go through a program; return its collectives, its products, and the custom calls that may compute."""
     collectives, count, custom_calls = list[Collective](), _Count(program, platform), set[str]()
@@ -139,7 +147,9 @@ def _visited(
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
+            collectives += describe(_exchange(program, visit, kind, mesh, between), constraints, mesh or {})
+        elif kind == "send":
+            collectives += describe(_exchange_of_slices(program, visit, between), constraints, mesh or {})
         elif kind in ("dot", "convolution"):
             count.add(visit)
         elif kind == "custom-call":
@@ -235,17 +245,46 @@ def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) ->
         return None
 
 
-def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Exchange:
+def _exchange_of_slices(program: HloProgram, visit: Visit, between: Mapping[str, int]) -> Exchange:
+    """Read what a slice sends to others, each device to those at its place in other slices."""
+    found = re.search(r'_transfer_type="([A-Z_]*)"', visit.instruction.attributes)
+    kind = "" if found is None else found[1].lower().replace("_", "-")
+    if kind not in COLLECTIVES:
+        raise UnknownForm(f"slices exchange data in the way {kind!r}")
+    received = program.received(visit)
+    origin = functools.partial(_origin, program)
+    return Exchange(
+        kind=kind,
+        axes=tuple(between),
+        devices=math.prod(between.values()),
+        slices=math.prod(between.values()),
+        along_all=False,
+        times=visit.times,
+        branches=visit.branches,
+        origin=origin(visit.instruction),
+        carried=[(origin(program.operands(visit)[0][0]), visit.instruction.shapes[0], received.instruction.shapes[0])],
+        pieces=1,
+        users=lambda: map(origin, program.users(received)),
+    )
+
+
+def _origin(program: HloProgram, of: Instruction) -> Origin:
+    return Origin(of.scope, functools.partial(program.frames, of))
+
+
+def _exchange(
+    program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None, between: Mapping[str, int]
+) -> Exchange:
     """Read the arrays that a collective carries."""
     instruction = visit.instruction
-    found = groups(instruction, program.devices)
+    found = groups(instruction, program.devices_of_text)
     pairs = kind == "collective-permute"
     count = 2 if pairs else max(map(len, found))
-    axes, along_all = (None, True) if mesh is None else along(found, mesh, pairs)
-
-    def origin(of: Instruction) -> Origin:
-        return Origin(of.scope, functools.partial(program.frames, of))
-
+    of_a_slice = program.devices_of_text < program.devices
+    within = {a: n // between.get(a, 1) for a, n in (mesh or {}).items()} if of_a_slice else mesh
+    axes, along_all = (None, True) if mesh is None or within is None else along(found, within, pairs)
+    along_all = along_all and not (of_a_slice and axes is not None and any(a in between for a in axes))
+    origin = functools.partial(_origin, program)
     carried = [(origin(producer), shape) for producer, shapes in program.operands(visit) for shape in shapes]
     results = _result_shapes(instruction, len(carried))
     pieces = 1
@@ -257,6 +296,7 @@ def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int]
         kind=kind,
         axes=axes,
         devices=count,
+        slices=1 if of_a_slice else None,
         along_all=along_all,
         times=visit.times,
         branches=visit.branches,

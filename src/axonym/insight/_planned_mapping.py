@@ -76,6 +76,18 @@ class PlannedMapping:
         """
         return (dict(self.storage), dict(self.compute)) if self.storage else dict(self.compute)
 
+    @property
+    def between(self) -> str | list[str] | None:
+        """Return the mesh axes that cross slices or islands, as `make_mesh` takes them.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> print(axn.insight.plan(step, w, x, chips=2).best.between)
+        None
+        """
+        axes = [] if self.topology is None or self.placed is None else self.topology.between(self.placed)
+        return axes if len(axes) > 1 else axes[0] if axes else None
+
     def code(self) -> str:
         """Return the mesh and the mappings as Python.
 
@@ -86,7 +98,8 @@ class PlannedMapping:
         compute = {'batch': 'data'}
         step = axn.named_jit(step, compute, in_placement=compute)
         """
-        lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r})", f"compute = {dict(self.compute)!r}"]
+        across = "" if self.between is None else f", between={self.between!r}"
+        lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r}{across})", f"compute = {dict(self.compute)!r}"]
         if where := self.place():
             lines.insert(1, f"# {where}")
         if self.choices:

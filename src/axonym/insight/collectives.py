@@ -66,6 +66,8 @@ class Collective:
     """The scopes around it, as JAX writes them."""
     parameters: tuple[str, ...] = ()
     """The paths of the arguments of which it carries one, or the gradient of one; empty if it is none, or not known."""
+    slices: int | None = None
+    """How many slices the devices that exchange data are in, if the program says it."""
     converted: str | None = None
     """The smaller dtype to which the step converts the array after a placement gathers it, if it does."""
 

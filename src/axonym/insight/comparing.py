@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 from ..core.errors import describe_bytes
 from ..core.html import Html, Words, bar, code, element, folded, html, joined, over_of, table
 from ..distribution.mesh_axes import AnyMesh
+from ..sharding.meshes import Between
 from ._figures import needed_memory
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
-from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
+from ._text import described_axes, described_seconds, in_order, markdown_table, written_number
 from ._transfer_groups import known_sent
 from .chips import Chip
 from .collectives import Collective
@@ -36,6 +37,7 @@ def compare(
     mesh: AnyMesh | None = None,
     by: str = "compiled",
     topology: str | None = None,
+    between: Between = None,
     chip: Chip | str | None = None,
 ) -> Comparison:
     """Explain a step under several mappings, and compare the reports in one table.
@@ -44,7 +46,7 @@ def compare(
         fn: the function. None if each entry of `mappings` is a step.
         args: its arguments, which may be abstract.
         mappings: by name, a `mapping` as in `explain`, or a step that is compiled already.
-        mesh, by, topology, chip: as in `explain`.
+        mesh, by, topology, between, chip: as in `explain`.
 
     >>> f = lambda x: axn.sum(x, "batch")
     >>> x = axn.ones({"batch": 8, "embed": 8})
@@ -56,13 +58,14 @@ def compare(
     if not mappings:
         raise ValueError("compare: there is nothing to compare, since `mappings` is empty.")
     reports = {}
+    where: dict[str, Any] = {"mesh": mesh, "by": by, "topology": topology, "between": between, "chip": chip}
     for name, mapping in mappings.items():
         if callable(mapping):
-            reports[name] = explain(mapping, *args, mesh=mesh, by=by, topology=topology, chip=chip)
+            reports[name] = explain(mapping, *args, **where)
         elif fn is None:
             raise TypeError(f"compare: without a step, each entry is a step, but {name!r} is a mapping.")
         else:
-            reports[name] = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, topology=topology, chip=chip)
+            reports[name] = explain(fn, *args, mapping=mapping, **where)
     return Comparison(reports)
 
 
@@ -72,9 +75,10 @@ class Comparison(Page):
 
     >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
     >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {"batch": None}}, by="partitioner"))
-       collectives  flops
-    a  0            0
-    b  0            0
+    |     | collectives | flops |
+    | --- | ----------- | ----- |
+    | a   | 0           | 0     |
+    | b   | 0           | 0     |
     """
 
     reports: Mapping[str, Report]
@@ -113,28 +117,14 @@ class Comparison(Page):
             said.append("keeps {} instead of {}".format(*held))
         return f"{second}, compared with {first}: {', and '.join(said)}."
 
-    def to_markdown(self) -> str:
-        """Return the table in Markdown.
-
-        >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
-        >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}}, by="partitioner").to_markdown())
-        |  | collectives | flops |
-        | --- | --- | --- |
-        | a | 0 | 0 |
-        """
-        header, *rows = self._table()
-        return markdown_table(header, rows)
-
     def __str__(self) -> str:
-        parts = ["\n".join(aligned(self._table()))]
+        header, *rows = self._table()
+        parts = [markdown_table(header, rows)]
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
-                parts.append("\n".join([self.change(first, other), *(f"  {line}" for line in lines)]))
+                parts.append("\n".join([f"{self.change(first, other)}\n", *lines]))
         return "\n\n".join(parts)
-
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
 
     def _page(self, source: bool) -> tuple[str, Html]:
         headline, changes = self._headline()

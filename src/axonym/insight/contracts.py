@@ -16,7 +16,7 @@ from ..core.function_cache import FunctionCache
 from ..core.tree_spec import flatten_arrays
 from ..distribution import active_settings
 from ..distribution.mesh_axes import AnyMesh
-from ..sharding.meshes import current_mesh
+from ..sharding.meshes import Between, current_mesh
 from ._figures import Memory
 from ._text import parsed_bytes
 from .collectives import Collective
@@ -73,6 +73,28 @@ def contract(
     )
 
 
+def never(
+    over: str,
+    phase: str | None = None,
+    *,
+    mapping: Mappings = None,
+    mesh: AnyMesh | None = None,
+    between: Between = None,
+) -> Contract:
+    """Make a contract that nothing is sent over a mesh axis, or to other slices.
+
+    Arguments:
+        over: a mesh axis, or `"slices"`.
+        phase: `"forward"`, `"backward"` or `"recomputed"`, if it is only about this one.
+        mapping, mesh, between: as in `explain`.
+
+    >>> rule = axn.insight.never(over="slices", phase="forward")
+    >>> rule.check(lambda x: x * 2, axn.ones({"batch": 8})).total_sent("slices")
+    0
+    """
+    return Contract({}, (), False, None, mapping, mesh, between, (over, phase))
+
+
 @dataclasses.dataclass
 class Contract:
     """Limits on a step, made by `contract`.
@@ -87,6 +109,9 @@ class Contract:
     max_memory: int | None
     mapping: Mappings = None
     mesh: AnyMesh | None = None
+    between: Between = None
+    never: tuple[str, str | None] | None = None
+    """Over what nothing may be sent, and in which phase."""
     _found: list[str] | None = dataclasses.field(default=None, init=False, repr=False)
     """In a with-block, the violations found so far."""
     _checked: int = dataclasses.field(default=0, init=False, repr=False)
@@ -108,7 +133,8 @@ class Contract:
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         by = quickest_exact() if self.max_memory is None else "compiled"
-        report = explain(fn, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
+        where: dict[str, Any] = {"mapping": self.mapping, "mesh": self.mesh, "between": self.between}
+        report = explain(fn, *args, by=by, **where, **kwargs)
         broken = self.broken(report)
         self._checked += 1
         if self._found is not None:
@@ -126,6 +152,7 @@ class Contract:
         <lambda>: a device holds 64 B, but may hold 8 B: 32 B of arguments, 32 B of results and 0 B of temporaries.
         """
         found = [*self._too_much_sent(report), *self._gathers(report), *self._unscattered(report)]
+        found += [] if self.never is None else self._sent_nevertheless(report, *self.never)
         if self.max_memory is not None:
             if report.memory is None:
                 raise ValueError("contract: the report has no memory figures; a report with by='compiled' has them.")
@@ -191,6 +218,20 @@ class Contract:
                     f"{_remedies_for_sending(largest[0], axis)}"
                 )
         return found
+
+    def _sent_nevertheless(self, report: Report, over: str, phase: str | None) -> list[str]:
+        """Return one message for each collective that the contract excludes."""
+        if over not in report.mesh and over != "slices":
+            raise ValueError(
+                f"contract: the mesh has no axis {over!r}, but {errors.describe_shape(report.mesh)}."
+                f"{errors.suggestion(over, report.mesh)}"
+            )
+        where = f"slices ({', '.join(report.between)})" if over == "slices" else over
+        in_phase = f" in the {phase} pass" if phase else ""
+        return [
+            f"sends over {where}{in_phase}: {c}. {_remedies_for_sending(c, ' and '.join(c.axes or (over,)))}"
+            for c in report.chosen(over, phase=phase)
+        ]
 
     def _gathers(self, report: Report) -> list[str]:
         found = []

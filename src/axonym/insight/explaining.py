@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,13 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..distribution.active_settings import Entry
+from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import AnyMesh
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from ..sharding.meshes import current_mesh, set_mesh, with_devices
+from ..sharding.meshes import Between, arranged_devices, current_mesh, set_mesh, slices_along, with_devices
 from . import _compiling
 from ._arguments import ArgumentNames, arrays_of, step_name
 from ._by_names import by_names
@@ -56,6 +58,7 @@ def explain(
     mesh: AnyMesh | None = None,
     by: str = "compiled",
     topology: str | None = None,
+    between: Between = None,
     chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -66,7 +69,7 @@ def explain(
         *args: its arguments, which may be abstract; keywords too. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
             it, or a parameter mapping and a compute mapping, for `fsdp`. `axonym.names.distribute` without mappings of
-            its own takes either.
+            its own takes either. For `by="names"`, the active mapping by default.
         mesh: the mesh; by default the active one. A mesh without devices takes this machine's, if there are enough.
         by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"` stops before code
             generation, which takes most of the time, so memory is not known; collectives and flops are the same. It is
@@ -74,7 +77,10 @@ def explain(
             the step and works out by name what each operation does under the mapping, on a mesh of any size. It takes a
             plain function, or one of `axonym.names.distribute`, that does not say how it is distributed; assumes that
             the mapping shards every array; and raises an error where names do not determine the communication.
-        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not exist here. Needs the extra `tpu-plan`.
+        topology: the TPUs to compile for, such as `"v5e:4x4"`, or `"v5e:4x4x2slices"` for two of them, which need not
+            exist here. Needs the extra `tpu-plan`.
+        between: the mesh axes that cross slices, as in `make_mesh`; by default, what the devices of the mesh say. If no
+            topology says how many slices there are, a name stands for as many as the axis has positions.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -91,13 +97,14 @@ def explain(
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")
-        mesh = _on_topology(current_mesh() if mesh is None else mesh, topology)
+        mesh = _on_topology(current_mesh() if mesh is None else mesh, topology, between)
         args, kwargs = _moved_to(mesh, (args, kwargs))
     if by == "names":
         storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
-        return by_names(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
+        report = by_names(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
+        return dataclasses.replace(report, between=_slices_along(around, between))
     with active(mesh, repeated=by == "partitioner"):
         args, kwargs = on_devices((args, kwargs))
         compiled_step = distributed(fn, mapping)
@@ -116,7 +123,9 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
-        return report_on(
+        around = mesh if isinstance(mesh, Mesh) else current_mesh()
+        crossing = _slices_along(around and with_devices(around), None if topology else between)
+        report = report_on(
             step_name(fn),
             program,
             lowered,
@@ -128,7 +137,19 @@ def explain(
             compiled_step,
             chip,
             fn is compiled_step,
+            crossing,
         )
+        return dataclasses.replace(report, between=crossing)
+
+
+def _slices_along(mesh: AnyMesh | None, between: Between) -> dict[str, int]:
+    """Return how many slices lie along mesh axes: as an argument says, or else the devices."""
+    if mesh is None or between is None:
+        return slices_along(mesh) if isinstance(mesh, Mesh) else {}
+    names = [between] if isinstance(between, str) else list(between)
+    if unknown := [n for n in names if n not in mesh.shape]:
+        raise ValueError(f"explain: between has {', '.join(unknown)}; the mesh axes are {', '.join(mesh.shape)}.")
+    return dict(between) if isinstance(between, Mapping) else {n: mesh.shape[n] for n in names}
 
 
 def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
@@ -154,9 +175,12 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
 def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
     if mapping is None:
+        stored, compute = active_parameter_mapping(), active_mapping()
+        mapping = (stored, compute) if stored else compute or None
+    if mapping is None:
         raise ValueError(
-            "explain: by='names' takes the function that is compiled, and its mapping as `mapping=`. Of "
-            "`axonym.names.distribute`, it takes a function without mappings."
+            "explain: by='names' takes the function that is compiled, or `axonym.names.distribute` of it without "
+            "mappings, and its mapping: pass `mapping=`, or activate it by `axonym.axis_mapping`."
         )
     distributed(fn, mapping)  # which raises the error
     storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
@@ -166,8 +190,8 @@ def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str,
 # --- meshes ---
 
 
-def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
-    """Return a mesh with the axes of another one and the devices of a TPU topology, such as `v5e:4x4`."""
+def _on_topology(mesh: AnyMesh | None, topology: str, between: Between) -> Mesh:
+    """Return a mesh with the axes of another one and the devices of a TPU topology, placed as `make_mesh` does."""
     if mesh is None:
         raise ValueError(
             f"explain: a mesh is needed for the topology {topology!r}: pass `mesh`, which needs no devices."
@@ -181,8 +205,10 @@ def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
     if jax.default_backend() != "tpu":
         for name, value in _MACHINE.items():
             os.environ.setdefault(name, value)
+    name, _, count = re.sub(r"x(\d+)slices$", r" \1", topology).partition(" ")
+    several = {"num_slices": int(count)} if count else {}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **several).devices
     except (RuntimeError, NotImplementedError) as e:
         raise ValueError(f"explain: the TPU compiler cannot be asked for the topology {topology!r}: {e}") from e
     if len(devices) != mesh.size:
@@ -190,7 +216,10 @@ def _on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
             f"explain: the topology {topology!r} has {len(devices)} devices and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}. Make them equal."
         )
-    return _with_axes_of(mesh, devices)
+    if between is None and isinstance(mesh, Mesh):
+        between = slices_along(mesh) or None
+    grid = arranged_devices(mesh.shape, devices, between, "explain")
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _with_axes_of(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh:

@@ -142,6 +142,15 @@ class Torus:
         levels = [self._inside(counts, apart)] if counts else []
         return (*levels, *_network(self.chip, self.chip.network, slices, math.prod(counts.values())))
 
+    def between(self, placed: Placement) -> list[str]:
+        """Return the mesh axes that cross slices, as `make_mesh` takes them.
+
+        >>> torus = axn.insight.Torus("v5e", (4, 4), slices=2)
+        >>> torus.between(torus.placements({"data": 8, "model": 4})[0])
+        ['data']
+        """
+        return [a for a in placed.mesh if any(dim == _SLICES and n > 1 for dim, n, _ in placed.spans.get(a, ()))]
+
     def _inside(self, counts: Mapping[int, int], apart: Mapping[int, int]) -> Level:
         """Return the level within a slice: along each dimension, some chips at a distance from each other."""
         chip, inside = self.chip, math.prod(counts.values())
@@ -212,17 +221,31 @@ class Islands:
         >>> [level.count for level in islands.route(placed, ["model"])]
         [8, 2]
         """
-        chip, inside, distance, count = self.chip, 1, 1, 1
-        size = min(self.size, self.chips)
-        for a, n in reversed(tuple(placed.mesh.items())):
-            if a in axes:
-                inside, count = inside * (1 if size % distance else math.gcd(n, size // distance)), count * n
-            distance *= n
+        chip, within = self.chip, self._within(placed)
+        inside, count = (math.prod(sizes[a] for a in axes if a in sizes) for sizes in (within, placed.mesh))
         levels = []
         if inside > 1:
             hops = (inside - 1) * chip.reached.hop
             levels.append(_switched(chip, "links", inside, 1 / chip.link, 1 / chip.link, hops, chip.reached.links))
         return (*levels, *_network(chip, self.network, count // inside, inside))
+
+    def between(self, placed: Placement) -> list[str]:
+        """Return the mesh axes that cross islands, as `make_mesh` takes them.
+
+        >>> islands = axn.insight.Islands("h100", 64)
+        >>> islands.between(islands.placements({"data": 8, "model": 8})[0])
+        ['data']
+        """
+        within = self._within(placed)
+        return [a for a, n in placed.mesh.items() if within[a] < n]
+
+    def _within(self, placed: Placement) -> dict[str, int]:
+        """Return how many positions of each mesh axis are in one island, the innermost axis first."""
+        found, distance, size = {}, 1, min(self.size, self.chips)
+        for a, n in reversed(tuple(placed.mesh.items())):
+            found[a] = 1 if size % distance else math.gcd(n, size // distance)
+            distance *= n
+        return found
 
 
 Topology: TypeAlias = Torus | Islands

@@ -116,7 +116,7 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
     An axis that is replicated in the arguments may have been sharded since, by the mapping.
     """
     environment = active_environment()
-    by_mapping = () if environment.sharded_over(name) else _mapped(name)
+    by_mapping = () if environment.sharded_over(name) else _manual_mapped_axes(name)
     found = []
     for argument in environment.found(name):
         axes = argument.axes or by_mapping
@@ -132,10 +132,10 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
 
 def declared(name: str) -> list[Axes]:
     """Return the possible shardings of an axis of any size: from the arguments, else from the mapping."""
-    return active_environment().sharded_over(name) or [axes for axes in [_mapped(name)] if axes]
+    return active_environment().sharded_over(name) or [axes for axes in [_manual_mapped_axes(name)] if axes]
 
 
-def _mapped(name: str) -> Axes:
+def _manual_mapped_axes(name: str) -> Axes:
     """Return the manual mesh axes over which the mapping shards an axis."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(a for a in mapped_axes(name) if a in manual)
@@ -157,7 +157,7 @@ def without_trivial(axes: Axes) -> Axes:
 def axes_meant(what: str, over: AnyAxis) -> Axes:
     """Return the mesh axes over which a collective communicates, given as logical or mesh axes."""
     given = over if isinstance(over, Sequence) and not isinstance(over, str) else [over]
-    return _manual(what, over, tuple(dict.fromkeys(a for word in given for a in _meaning(what, word))))
+    return _manual_axes_of(what, over, tuple(dict.fromkeys(a for word in given for a in _axes_of_word(what, word))))
 
 
 def axes_of_sharded(what: str, name: str) -> Axes | None:
@@ -168,7 +168,7 @@ def axes_of_sharded(what: str, name: str) -> Axes | None:
     found = _sharded_over(what, name)
     if not found and _may_be_replicated(name):
         return ()
-    return _manual(what, name, found) if found else None
+    return _manual_axes_of(what, name, found) if found else None
 
 
 def sharded_here() -> dict[str, Axes]:
@@ -178,12 +178,12 @@ def sharded_here() -> dict[str, Axes]:
     return found | {n: mesh_axes(e) for n, e in mapping.items() if e is not None and n not in found}
 
 
-def _meaning(what: str, word: Any) -> Axes:
+def _axes_of_word(what: str, word: Any) -> Axes:
     mesh = jax.sharding.get_abstract_mesh()
     if isinstance(word, MeshAxis):
         if word not in mesh.shape:
             _require_inside(what, mesh)
-            raise ValueError(f"{what}: no mesh axis {str(word)!r}.{_known(mesh)}")
+            raise ValueError(f"{what}: no mesh axis {str(word)!r}.{_describe_known_axes(mesh)}")
         return (str(word),)
     if not isinstance(word, (str, Axis)):
         raise TypeError(f"{what}: an axis is given by an Axis, a name or a MeshAxis, got {type(word).__name__}.")
@@ -195,7 +195,7 @@ def _meaning(what: str, word: Any) -> Axes:
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
     is_axis = bool(environment.found(name)) or name in active_mapping()
     if is_mesh_axis and is_axis and logical != (name,):
-        means = f"sharded over {_listed(logical)}" if logical else "replicated"
+        means = f"sharded over {_quoted_list(logical)}" if logical else "replicated"
         raise ValueError(
             f"{what}: {name!r} could be the logical axis, which is {means}, or the mesh axis. Say which: "
             f"`axonym.MeshAxis({name!r})` is the mesh axis, and an Axis, as `x.resolve_axis({name!r})` gives, the "
@@ -208,7 +208,7 @@ def _meaning(what: str, word: Any) -> Axes:
     if not environment.any_sharding:
         _require_inside(what, mesh)
     raise ValueError(
-        f"{what}: {name!r} is neither a mesh axis nor an axis that is sharded here.{_known(mesh)}"
+        f"{what}: {name!r} is neither a mesh axis nor an axis that is sharded here.{_describe_known_axes(mesh)}"
         + errors.suggestion(name, (*sharded_here(), *(p.name for p in environment.argument_axes), *mesh.shape))
     )
 
@@ -223,7 +223,7 @@ def _sharded_over(what: str, name: str) -> Axes:
     """Return the mesh axes of a logical axis: from the arguments, or from the mapping if it is replicated there."""
     found = active_environment().sharded_over(name)
     if len(found) > 1:
-        ways = " and ".join(map(_listed, found))
+        ways = " and ".join(map(_quoted_list, found))
         raise ValueError(
             f"{what}: the arguments shard axis {name!r} in several ways, over {ways}. Say which one is meant by its "
             "mesh axis."
@@ -231,7 +231,7 @@ def _sharded_over(what: str, name: str) -> Axes:
     return found[0] if found else mapped_axes(name)
 
 
-def _manual(what: str, over: AnyAxis, axes: Axes) -> Axes:
+def _manual_axes_of(what: str, over: AnyAxis, axes: Axes) -> Axes:
     """Keep the manual mesh axes; raise an error if none is manual."""
     if not axes and active_environment().any_sharding:
         return axes
@@ -239,12 +239,12 @@ def _manual(what: str, over: AnyAxis, axes: Axes) -> Axes:
     _require_inside(what, mesh)
     unknown = [a for a in axes if a not in mesh.shape]
     if unknown:
-        raise ValueError(f"{what}: no mesh axis {_listed(unknown)}.{_known(mesh)}")
+        raise ValueError(f"{what}: no mesh axis {_quoted_list(unknown)}.{_describe_known_axes(mesh)}")
     found = tuple(a for a in axes if a in mesh.manual_axes)
     if axes and not found:
         raise ValueError(
-            f"{what}: {over!r} means mesh axis {_listed(axes)}, which is left to the partitioner here: "
-            f"`axis_names` of the shard_map is {_listed(mesh.manual_axes)}."
+            f"{what}: {over!r} means mesh axis {_quoted_list(axes)}, which is left to the partitioner here: "
+            f"`axis_names` of the shard_map is {_quoted_list(mesh.manual_axes)}."
         )
     return found
 
@@ -256,7 +256,7 @@ def _require_inside(what: str, mesh: AbstractMesh) -> None:
         )
 
 
-def _known(mesh: AbstractMesh) -> str:
+def _describe_known_axes(mesh: AbstractMesh) -> str:
     sharded = ", ".join(f"{n} over {' and '.join(axes)}" for n, axes in sharded_here().items())
     text = f" The mesh is {errors.describe_shape(mesh.shape)}; sharded are {sharded or 'no axes'}."
     if sharded or not mesh.manual_axes:
@@ -267,7 +267,7 @@ def _known(mesh: AbstractMesh) -> str:
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quoted_list(names: Iterable[str]) -> str:
     return ", ".join(repr(str(n)) for n in names)
 
 

@@ -32,7 +32,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
         if len(ways) > 1:
             raise ValueError(
                 f"{what}: by its size, axis {name!r} of {describe_array(x)} may be sharded over "
-                f"{' or over '.join(map(_listed, ways))}. Say which with `over`."
+                f"{' or over '.join(map(_all_quoted, ways))}. Say which with `over`."
             )
         return tuple(a for a in ways[0] if a in axes)
     wanted = set(without_trivial(axes))
@@ -46,11 +46,11 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
     if sharded:
         now = without_trivial(sharded[0].now)
         if gone := [a for a in axes if a in wanted - set(now)]:
-            why = f"is sharded over {_listed(now)} here, and not over {_listed(gone)}"
+            why = f"is sharded over {_all_quoted(now)} here, and not over {_all_quoted(gone)}"
         else:
             why = (
-                f"is sharded over {_listed(now)}, in this order, and shards are gathered from the minor mesh axis on. "
-                f"Gather over {now[-1]!r} first, or over all of these at once"
+                f"is sharded over {_all_quoted(now)}, in this order, and shards are gathered from the minor mesh "
+                f"axis on. Gather over {now[-1]!r} first, or over all of these at once"
             )
         raise ValueError(f"{what}: axis {name!r} of {describe_array(x)} {why}.")
     return _all_or_none(what, x, name, axes)
@@ -78,8 +78,8 @@ def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
         )
     left = without_trivial(f.at_most[len(f.now) :])
     raise ValueError(
-        f"{what}: axis {name!r} of {describe_array(x)} is to be sharded over {_listed(left)}, in this order. Shard it "
-        f"over {left[0]!r} first, or over all of these at once; if it is another axis, rename it."
+        f"{what}: axis {name!r} of {describe_array(x)} is to be sharded over {_all_quoted(left)}, in this order. Shard "
+        f"it over {left[0]!r} first, or over all of these at once; if it is another axis, rename it."
     )
 
 
@@ -95,11 +95,11 @@ def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     if not ways:
         return axes
     raise ValueError(
-        f"{what}: axis {name!r} is sharded over {_listed(ways[0])}, in this order, and the size of "
+        f"{what}: axis {name!r} is sharded over {_all_quoted(ways[0])}, in this order, and the size of "
         f"{describe_array(x)} does not tell how it is sharded here. Go over all of these at once; if it is another "
         "axis, rename it."
     )
 
 
-def _listed(axes: Iterable[str]) -> str:
+def _all_quoted(axes: Iterable[str]) -> str:
     return " and ".join(map(repr, axes))

@@ -90,15 +90,15 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
     if leaf.names is None:
         return PartitionSpec(*(None,) * len(leaf.shape)), []
     if len(leaf.names) != len(leaf.shape):
-        return PartitionSpec(), [f"{_path(leaf)}: {errors.wrong_rank(leaf.names, leaf.shape)}"]
+        return PartitionSpec(), [f"{_result_path(leaf)}: {errors.wrong_rank(leaf.names, leaf.shape)}"]
     entries, problems, taken = [], [], set()
     for name, size in zip(leaf.names, leaf.shape, strict=True):
-        ways = _ways(environment, name, size)
+        ways = _possible_axes(environment, name, size)
         if len(ways) > 1:
             listed = " or ".join(f"sharded over {' and '.join(map(repr, w))}" if w else "replicated" for w in ways)
             problems.append(
-                f"{_described(leaf)}: by the arguments, axis {name!r} of size {size} could be {listed}. Say which with "
-                "`out_specs`."
+                f"{_describe_result(leaf)}: by the arguments, axis {name!r} of size {size} could be {listed}. Say "
+                "which with `out_specs`."
             )
         axes = ways[0] if ways else mapped_axes(name, mapping)
         # Sizes do not show shardings over mesh axes of size one; if two axes could have them, either is correct.
@@ -108,7 +108,7 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
     return PartitionSpec(*entries), problems
 
 
-def _ways(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
+def _possible_axes(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
     """Return the possible shardings of an axis with this size."""
     found = []
     for _, now, at_most in possible_shardings(name, size):
@@ -131,14 +131,14 @@ def _made_varying(
     problems = []
     if lost := sorted(varies - used - of_size_one()):
         problems.append(
-            f"{_described(leaf)} varies over {describe_axes(lost)}, but no axis of it is sharded over that, so there "
-            f"is no one value to return. Reduce it with `axonym.psum` or `axonym.pmean`, gather it with "
+            f"{_describe_result(leaf)} varies over {describe_axes(lost)}, but no axis of it is sharded over that, "
+            f"so there is no one value to return. Reduce it with `axonym.psum` or `axonym.pmean`, gather it with "
             "`axonym.all_gather(..., invariant=True)`, or say which axis is sharded: by the mapping, or by `out_specs`."
         )
     if not given and (copied := sorted(used - varies - of_size_one())):
         names = [n for n, entry in zip(leaf.names or (), spec, strict=True) if set(mesh_axes(entry)) & set(copied)]
         problems.append(
-            f"{_described(leaf)} is the same on all devices of {describe_axes(copied)}, so sharding axis "
+            f"{_describe_result(leaf)} is the same on all devices of {describe_axes(copied)}, so sharding axis "
             f"{errors.quoted(names)} over that would make copies of one shard. If they are meant, use "
             "`axonym.pvary`; if the axis is replicated, rename it, or say so with a PartitionSpec in `out_specs`."
         )
@@ -150,11 +150,11 @@ def _made_varying(
     return wrap_like(value, leaf.value), []
 
 
-def _path(leaf: Leaf) -> str:
+def _result_path(leaf: Leaf) -> str:
     return f"result {leaf.path!r}" if leaf.keys else "the result"
 
 
-def _described(leaf: Leaf) -> str:
+def _describe_result(leaf: Leaf) -> str:
     assert leaf.shape is not None
     axes = errors.describe_axes(leaf.names, leaf.shape) if leaf.names is not None else f"of shape {leaf.shape}"
-    return f"{_path(leaf)} {axes}"
+    return f"{_result_path(leaf)} {axes}"

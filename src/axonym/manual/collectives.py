@@ -57,7 +57,7 @@ class _Reduction(Protocol):
     def __call__(self, x: T, axis: AnyAxis) -> T: ...
 
 
-def _reduction(
+def _make_reduction(
     name: str, fn: Callable[..., Any], summary: str, consequence: str, example: str, shown: str
 ) -> _Reduction:
     def op(x, axis):
@@ -94,8 +94,10 @@ _ADDED = (
     "devices.)"
 )
 
-psum = _reduction("psum", jax.lax.psum, "Sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12.")
-pmean = _reduction(
+psum = _make_reduction(
+    "psum", jax.lax.psum, "Sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12."
+)
+pmean = _make_reduction(
     "pmean",
     jax.lax.pmean,
     "Average over devices.",
@@ -104,7 +106,7 @@ pmean = _reduction(
     'axn.pmean(axn.mean(x, "batch"), "batch")',
     "3.",
 )
-pmax = _reduction(
+pmax = _make_reduction(
     "pmax",
     jax.lax.pmax,
     "Take the largest value over devices.",
@@ -112,7 +114,7 @@ pmax = _reduction(
     'axn.pmax(axn.max(x, "batch"), "batch")',
     "5.",
 )
-pmin = _reduction(
+pmin = _make_reduction(
     "pmin",
     jax.lax.pmin,
     "Take the smallest value over devices.",
@@ -149,7 +151,7 @@ def all_gather(
         return x
     axes = gather_order(what, x, name, axes, over is not None)
     require_varying(what, x, axes, f"axis {name!r} would be repeated.")
-    varies = _varies(x.array, axes, invariant)
+    varies = _varying_word(x.array, axes, invariant)
     return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=varies), x.names)
 
 
@@ -383,7 +385,7 @@ def _gathered_along_new_axis(
     if not axes:
         return wrap(x.array[None], (name, *x.names))
     require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-    varies = _varies(x.array, axes, invariant)
+    varies = _varying_word(x.array, axes, invariant)
     return wrap(jax.lax.all_gather(x.array, axes, axis=0, to=varies), (name, *x.names))
 
 
@@ -423,7 +425,7 @@ def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None
         )
 
 
-def _varies(x: jax.Array, axes: Axes, invariant: bool) -> str:
+def _varying_word(x: jax.Array, axes: Axes, invariant: bool) -> str:
     # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
     # share of it.
     return "invarying" if invariant and {*axes} <= varying_axes(x) else "varying"

@@ -138,7 +138,7 @@ class _Call:
         arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
         leaves, structure = self._resolve(arguments, labels[: len(args)], mesh, manual)
         environment = _environment_of(leaves, mesh, self.check_vma)
-        arrays, spec = _flattened(leaves, structure)
+        arrays, spec = _flattened_leaves(leaves, structure)
         # The body fills both; JAX reads the specs afterwards.
         out_specs: list[PartitionSpec] = []
         results: list[TreeSpec] = []
@@ -150,12 +150,12 @@ class _Call:
                 try:
                     result = self.fn(*positional, **{name: given[name] for name in kwargs})
                 except (TypeError, ValueError) as error:
-                    _explain(error, self.what)
+                    _explain_varying(error, self.what)
                     raise
                 found, out_structure = place_results(
                     result, self.out_specs, environment, manual, f"{self.what}, results"
                 )
-            outputs, out_spec = _flattened(found, out_structure)
+            outputs, out_spec = _flattened_leaves(found, out_structure)
             results[:] = [out_spec]
             out_specs[:] = [leaf.spec for leaf in found if leaf.spec is not None]
             return outputs
@@ -240,7 +240,7 @@ class _Call:
 # --- leaves and arrays ---
 
 
-def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeSpec]:
+def _flattened_leaves(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeSpec]:
     """Return the raw arrays of the leaves that have a spec, and the rest of their tree."""
     arrays, slots = [], []
     for leaf in leaves:
@@ -287,7 +287,7 @@ def _check_not_sharded(leaf: Leaf, manual: Collection[str], what: str) -> None:
 # --- messages ---
 
 
-def _explain(error: Exception, what: str) -> None:
+def _explain_varying(error: Exception, what: str) -> None:
     """Explain JAX's error about device-varying values by name."""
     text = str(error)
     if "varying" not in text or getattr(error, "__notes__", None):

@@ -15,6 +15,7 @@ their own whose base is that axis. A role may meet its base, and two roles that 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -137,6 +138,15 @@ def _set_kids(x: AxisFactor, kids: tuple[AxisFactor, ...]) -> None:
         find(kid).wholes += (x,)
 
 
+def _are_in_other_order(left: Sequence[AxisFactor], right: Sequence[AxisFactor]) -> bool:
+    """Return whether two axes have a part of a named axis at different strides."""
+    if any(f.base is not None or f.size == 0 for f in (*left, *right)):
+        return False
+    strides = [{f: math.prod(g.size for g in axis[i + 1 :]) for i, f in enumerate(axis)} for axis in (left, right)]
+    shared = [f for f in left if f in strides[1] and strides[0][f] != strides[1][f]]
+    return any(f.name is not None or any(find(w).name is not None for w in f.wholes) for f in shared)
+
+
 class Axes:
     """The relations between the factors of a program."""
 
@@ -168,6 +178,32 @@ class Axes:
             base = self.axis(name[:-1], size, source)[0] if name.endswith("'") and len(name) > 1 else None
             known = self.named[name, size] = AxisFactor(size, name, source, base)
         return (known,)
+
+    def check_given(self, arguments: Iterable[tuple[str, Sequence[AxisFactor]]]) -> None:
+        """Record names that have two sizes in two arguments, and split axes such as `heads*head_dim` into known ones.
+
+        Arguments:
+            arguments: the name of each argument, with the factors of its axes.
+        """
+        owners: dict[str, dict[str, list[AxisFactor]]] = {}
+        for argument, factors in arguments:
+            for x in factors:
+                if x.name is not None:
+                    owners.setdefault(x.name, {}).setdefault(argument, []).append(x)
+        for own in owners.values():
+            for one, other in itertools.combinations(own.values(), 2):
+                if set(one).isdisjoint(other):
+                    self.found.append(Meeting(one[0], other[0], None, "sizes"))
+                    break
+        sizes = {name: {n for own, n in self.named if own == name} for name, _ in self.named}
+        known = {name: own.pop() for name, own in sizes.items() if len(own) == 1}
+        for (name, size), x in [*self.named.items()]:
+            words = name.split("*")
+            own = [known.get(word) for word in words]
+            rest, left = divmod(size, math.prod(n for n in own if n is not None) or 1)
+            if len(words) > 1 and x.base is None and size and not left and own.count(None) == (rest != 1):
+                kids = [self.axis(word, n or rest, x.source) for word, n in zip(words, own, strict=True)]
+                _set_kids(x, tuple(kid for own in kids for kid in own))
 
     def split(self, x: AxisFactor, sizes: Sequence[int]) -> None:
         """Split a factor into smaller ones."""
@@ -217,6 +253,9 @@ class Axes:
         if not a or not b:
             return a or b
         left, right, found = [*leaves(a)], [*leaves(b)], list[AxisFactor]()
+        if len(left) > 1 and len(right) > 1 and _are_in_other_order(left, right):
+            self.differ(self.whole(a), self.whole(b), at)
+            return a
         if size_of(a) == size_of(b) and (x := self._named(right)) is not None and (y := self._named(left)) is not None:
             if x.name != y.name:
                 self.differ(y, x, at)
@@ -441,6 +480,17 @@ class Axes:
             if whole.name and whole.base is None and "*" not in whole.name and leaves((whole,)) == tuple(axis):
                 return whole
         return None
+
+    def named_parts(self, axis: Axis) -> list[AxisFactor]:
+        """Return the factors of an axis, and in place of those that are parts of a named axis, that one."""
+        if len(axis) == 1 and (name := last_base(axis[0]).name) is not None and "*" not in name:
+            return [find(axis[0])]
+        left, found = leaves(axis), list[AxisFactor]()
+        while left:
+            stop = next((i for i in range(len(left), 1, -1) if self._named(left[:i]) is not None), 1)
+            found.append(self._named(left[:stop]) or find(left[0]))
+            left = left[stop:]
+        return found
 
     def whole(self, axis: Axis) -> AxisFactor:
         """Return one factor that consists of the factors of an axis."""

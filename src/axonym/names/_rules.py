@@ -7,6 +7,7 @@ roles of an axis mean, which slices of an axis are taken together, and of which 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 
@@ -44,7 +45,12 @@ def results_by_rule(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequenc
             results = [axes.distinct(results[0], [x.dims for x in xs[:2]])]
     if step.name == "iota":
         return [Axed(results[0], points=(Pointer(results[0][step.params["dimension"]]),))]
-    return [Axed(dims, points=_points(axes, step, rule, xs, i)) for i, dims in enumerate(results)]
+    found = [Axed(dims, points=_points(axes, step, rule, xs, i)) for i, dims in enumerate(results)]
+    if step.name == "transpose":
+        found[0].transposed_from = xs[0]
+    elif step.name in _KEEPING_TERMS:
+        found[0].terms = tuple([term for x in xs if x.dims for term in x.terms[-4:]])
+    return found
 
 
 class _Reading:
@@ -56,6 +62,8 @@ class _Reading:
         self._parts = {p.part: p for p in rule.parts}
         self._wholes = {p.whole: p for p in rule.parts}
         met: dict[int, list[Axis]] = {}
+        if step.name == "reshape" and not step.backward:
+            self._check_torn(xs[0].dims)
         of_gradient = step.name == "conv_general_dilated" and step.backward
         for i, (x, term) in enumerate(zip(xs, rule.operands, strict=True)):
             for axis, factors in zip(x.dims, term, strict=True):
@@ -66,8 +74,6 @@ class _Reading:
                     if not (of_gradient and i == 0 and len(factors) > 1 and f == factors[0]):
                         met.setdefault(f, []).append(piece)
         self._known = {f: _meet(axes, step, same) for f, same in sorted(met.items())}
-        if step.name == "reshape":
-            self._check_torn(xs[0].dims)
         if step.name == "conv_general_dilated" and not of_gradient:
             # Its gradient is a convolution too, in which a kernel is a result: this note gives it its axes.
             axes.convolutions.append((step.params["dimension_numbers"], xs[0].dims, xs[1].dims))
@@ -97,7 +103,7 @@ class _Reading:
         """Return the axis of a factor that no operand has."""
         axes, step, size = self._axes, self._step, self._rule.sizes[f]
         if step.name == "concatenate":
-            return axes.joined([x.dims[at] for x in self._xs], [v.aval.shape[at] for v in step.eqn.invars])
+            return axes.joined([x.dims[at] for x in self._xs], [step.shape_of(i)[at] for i in range(len(self._xs))])
         if (part := self._parts.get(f)) is not None:
             whole = self._known[part.whole]
             if step.name == "fft":
@@ -132,20 +138,28 @@ class _Reading:
         return new
 
     def _check_torn(self, before: Dims) -> None:
-        """Record that a reshape cuts or mixes named axes."""
-        axes, step, rule = self._axes, self._step, self._rule
-        after = self.result(rule.results[0])
-        for axis in before:
-            if len(axis) == 1 and last_base(axis[0]).name is not None and len(own := leaves(axis)) > 1:
-                holders = [x for x in map(leaves, after) if not set(own).isdisjoint(x)]
-                if len(holders) == 2 and size_of(axis) in map(size_of, holders):
-                    others = [f for x in holders for f in x if f not in own]
-                    if all(not set(x).issubset(own) for x in holders) and others[0].name is not None:
-                        axes.found.append(Meeting(others[0], find(axis[0]), step, "torn"))
-        lost = [i for i, d in enumerate(rule.operands[0]) if any(rule.uses.get(f) == "torn" for f in d)]
-        torn = [axes.whole(before[i]) for i in lost]
-        if len(torn) > 1 and sorted(step.shape_of(0)) == sorted(step.shape) and all(f.name is not None for f in torn):
-            axes.found.append(Meeting(torn[0], torn[1], step, "torn"))
+        """Record that a reshape gives the place of one named axis to another, though it keeps the order of elements."""
+        parts = [(x, len(own) == 1) for own in map(self._axes.named_parts, before) for x in own]
+        shape = [n for n in self._step.shape if n != 1]
+        while parts and shape and 0 not in self._step.shape:
+            # The first axes that have as many elements as the first sizes: no others take part in what happens here.
+            m = n = 1
+            while (a := math.prod(x.size for x, _ in parts[:m])) != (b := math.prod(shape[:n])):
+                m, n = (m + 1, n) if a < b else (m, n + 1)
+            (group, sizes), (parts, shape) = (parts[:m], shape[:n]), (parts[m:], shape[n:])
+            own = [x.size for x, _ in group]
+            ends, new = ([*itertools.accumulate(s, operator.mul)] for s in (own, sizes))
+            divides = all(b % a == 0 for a, b in itertools.pairwise(sorted({*ends, *new})))
+            if min(m, n) < 2 or (m == n == 2 and divides and all(alone for _, alone in group)):
+                continue  # the last is as it is where neighbors along an axis are joined
+            named = [i for i, (x, _) in enumerate(group) if last_base(x).name is not None]
+            moved = [i for i in named if own[i] in sizes and (m != n or sizes[i] != own[i]) and not any(
+                q // k <= ends[i] // own[i] and ends[i] // own[i] % (q // k) == 0 == q % ends[i]
+                for q, k in zip(new, sizes, strict=True))]  # fmt: skip
+            if moved and len(named) > 1:
+                others = [i for i in (*moved, *named) if i != moved[0]]
+                taker = next((i for i in others if m == n and own[i] == sizes[moved[0]]), others[0])
+                self._axes.found.append(Meeting(group[moved[0]][0], group[taker][0], self._step, "torn"))
 
 
 def _are_equal(step: AxisStep, rule: OperationRule, part: PartOf) -> bool:
@@ -240,7 +254,8 @@ def _met(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
     found = tuple([_meet(axes, step, same) for same in met])
     if any([f.base is not None for axis in found for f in axis]):
         found = tuple(_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True))
-        if step.name == "add_any":
+        terms = [term for x in xs for term in x.terms]
+        if step.name == "add_any" or any(x.transposed_from in terms for x in terms):  # as in `x + x.T`
             del axes.crossed[crossed:]
     dims = axes.distinct(found, [own for own in given if all(map(operator.eq, map(bool, own), map(bool, found)))])
     if dims is not found:
@@ -293,6 +308,7 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
 
 # --- positions ---
 
+_KEEPING_TERMS = {"add", "sub", "neg", "mul", "div", "broadcast_in_dim", "reshape", "convert_element_type"}
 _LOST = {"pad", "split", "stack", "unstack", "gather"}
 
 
@@ -305,9 +321,7 @@ def _points(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequence[Axed],
     if step.name == "concatenate":
         # The last axis of indices has a column for each axis that they index.
         at, told = step.params["dimension"], [x.points or () for x in xs]
-        fits = at == len(step.shape) - 1 and all(
-            len(p) == v.aval.shape[at] for p, v in zip(told, step.eqn.invars, strict=False)
-        )
+        fits = at == len(step.shape) - 1 and all(len(p) == step.shape_of(i)[at] for i, p in enumerate(told))
         return tuple(p for own in told for p in own) if fits else None
     if rule.values == "moved" and step.name not in _LOST:
         return xs[min(i, len(xs) - 1)].points if xs else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from jax.extend.core import Literal
 
 from ..core.operation_rules import Inside, inside, rule_of
 from ._axes import Axes, Axis, Meeting, find, fresh, last_base, leaves, size_of
-from ._masks import facts_of, is_declared_role
+from ._masks import facts_of, facts_of_value, is_declared_role, is_readable
 from ._rules import COMPARISONS, RULES, results_by_rule, unknown
 from ._values import Axed, AxisStep, Facts, dtype_kind
 
@@ -39,22 +40,25 @@ class AxisWalk:
         self.given: list[set[str | None]] = []
         """The names of each argument."""
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None) -> Body:
-        """Follow the axes through a function."""
+    def run(
+        self, jaxpr: Jaxpr, arguments: Sequence[Axed], outer: AxisStep | None = None, constants: Sequence[Any] = ()
+    ) -> Body:
+        """Follow the axes through a function, of which the values of constants may be known."""
         body = Body(jaxpr, arguments, [])
         known: dict[Any, Axed] = dict(zip(jaxpr.invars, arguments, strict=True))
-        known |= {v: _constant(v) for v in jaxpr.constvars}
+        values = itertools.chain(constants, itertools.repeat(None))
+        known |= {v: _constant(v, value) for v, value in zip(jaxpr.constvars, values, strict=False)}
         slices = _slices(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            step.operands = xs = [_constant(v) if type(v) is Literal else known[v] for v in eqn.invars]
+            step.operands = xs = [_constant(v, v.val) if type(v) is Literal else known[v] for v in eqn.invars]
             step.results = results = self._results(step, xs)
             body.steps.append(step)
             if len(results) == 1:  # as most have
                 known[eqn.outvars[0]] = results[0]
             else:
                 known.update(zip(eqn.outvars, results, strict=True))
-        body.results = [_constant(v) if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
+        body.results = [_constant(v, v.val) if type(v) is Literal else known[v] for v in jaxpr.outvars]
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
@@ -92,6 +96,8 @@ class AxisWalk:
                 continue
             if other.base is not None and last_base(other) is not base:
                 axes.differ(base, last_base(other), met.at)
+            elif role.base is not None and role.name is not None:  # the user named both
+                axes.differ(role, other, met.at)
             elif role.side == "query" or (met.at.name == "dot_general" and role.side != "key"):
                 axes.differ(base, other, met.at)
             elif not is_declared_role(other.name, base.name, self.given):
@@ -99,12 +105,12 @@ class AxisWalk:
             elif other.base is None:
                 other.base = base
                 axes.merge(role, other, met.at)
-        crossed = [
-            dataclasses.replace(m, kind="crossed")
+        crossed = {
+            frozenset((find(m.left), find(m.right), m.at)): dataclasses.replace(m, kind="crossed")
             for m in axes.crossed
             if (m.left.side or m.right.side) and m.at.name in RULES and not m.at.backward and _has_both(m)
-        ]
-        return [*axes.meetings.values(), *axes.found, *crossed]
+        }
+        return [*axes.meetings.values(), *axes.found, *crossed.values()]
 
     # --- loops, branches and functions on each device ---
 
@@ -114,11 +120,11 @@ class AxisWalk:
         found: list[Axed] | None = None
         for f in functions:
             if f.how == "call":
-                step.bodies = (self.run(f.jaxpr, xs, step),)
+                step.bodies = (self.run(f.jaxpr, xs, step, f.constants),)
                 return list(step.bodies[0].results)
             last, carried = len(f.operands) - f.sliced, slice(f.first, f.first + f.carried)
-            given = [xs[i] if f.how != "device" and j < last and j not in range(carried.start, carried.stop) else used(i)
-                     for j, i in enumerate(f.operands)]  # fmt: skip
+            own = {*range(last)}.difference(range(carried.start, carried.stop)) if f.how != "device" else ()
+            given = [xs[i] if j in own else used(i) for j, i in enumerate(f.operands)]
             along: Axis = () if f.times is None else fresh(f.times)
             for x in given[last:]:
                 along = self.axes.unify(along, x.dims[0], step)
@@ -196,10 +202,12 @@ def _tells_facts(step: AxisStep, xs: Sequence[Axed], result: Axed) -> bool:
     return bool(told) and (not result.dims or any([x.dims for x in told]))
 
 
-def _constant(v: Any) -> Axed:
+def _constant(v: Any, value: Any) -> Axed:
     if v.aval.shape:
-        return Axed(tuple(map(fresh, v.aval.shape)), constant=True)
-    return _number(float(v.val)) if hasattr(v, "val") and dtype_kind(v) in ("b", "i", "u", "f") else _SCALAR
+        dims = tuple(map(fresh, v.aval.shape))
+        return Axed(dims, constant=True, facts=facts_of_value(dims, value))
+    readable = dtype_kind(v) in ("b", "i", "u", "f") and is_readable(value)
+    return _number(float(value)) if readable else _SCALAR
 
 
 @functools.lru_cache(maxsize=256)

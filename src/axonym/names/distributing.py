@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack
 
 import jax
 from jax.core import eval_jaxpr
@@ -31,6 +31,7 @@ from ..distribution.active_settings import (
     active_mapping,
     active_parameter_mapping,
     active_settings,
+    active_uneven,
     changed,
 )
 from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, has_manual, restricted, shard_count
@@ -66,6 +67,7 @@ class DistributeOptions(JitOptions, total=False):
 
     donate_args: Any
     donate_kwargs: Mapping[str, Any] | None
+    uneven: Literal["replicate"] | None
 
 
 class DistributedFunction(CompiledFunction[P, R]):
@@ -101,12 +103,13 @@ def distribute(
 
     Arguments:
         fn: any function of arrays and trees, such as a loss, or a whole training step.
-        mapping: the mapping of its axes, such as `{"batch": "data", "mlp": "model"}`; by default the active one.
+        mapping: the mapping of its axes, such as `{"batch": "data", "mlp": "model"}`; by default the active one, which
+            may also be for other functions: a key of this one that names no axis is an error.
         parameter_mapping: the mapping that parameters, their gradients and the state of their optimizer are stored by,
             as in `fsdp`, such as `{"embed": "data"}`; by default like everything else.
         names: the names of the arguments' axes: see `infer`.
         allow: kinds of mix-ups that are meant, as in `infer`; of two names, the first one counts.
-        **options: more arguments of `named_jit`.
+        **options: more arguments of `named_jit`. `uneven` is "replicate" or None, as raw arrays are not stored padded.
 
     >>> def loss(w, x):
     ...     return (jnp.tanh(x @ w) ** 2).mean()
@@ -117,8 +120,15 @@ def distribute(
     ...     print(gradient(jnp.ones((8, 16)), jnp.ones((4, 8))).sharding.spec)
     P(None, 'model')
     """
-    active = {"mapping": mapping, "parameter_mapping": parameter_mapping}
-    active = {name: normalize_mapping(m, "distribute") for name, m in active.items() if m is not None}
+    mappings = {"mapping": mapping, "parameter_mapping": parameter_mapping}
+    mappings = {name: normalize_mapping(m, "distribute") for name, m in mappings.items() if m is not None}
+    own = {name for m in mappings.values() for name, entry in m.items() if entry is not None}
+    if (uneven := options.get("uneven")) not in (None, "replicate"):
+        raise ValueError(
+            f"distribute: `uneven` is 'replicate' or None, got {uneven!r}. Raw arrays are not stored padded: give such "
+            "an axis a size that its mesh axes divide, or map it elsewhere."
+        )
+    active: dict[str, Any] = {**mappings, **({"uneven": uneven} if uneven else {})}
 
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +137,7 @@ def distribute(
         what = f"distribute({getattr(fn, '__qualname__', fn)!s})"
         if program.mix_ups:
             raise ValueError(_mixed_up(what, program))
-        results, empty = _Distributed(what, program).run(arrays)
+        results, empty = _Distributed(what, program, own).run(arrays)
         return program.traced.returned.unflatten(results), empty
 
     def under(mapping: ResourceMapping, parameter_mapping: ResourceMapping | None) -> DistributedFunction[P, R]:
@@ -142,9 +152,9 @@ def distribute(
         return jax.tree.map(lambda x: raw(x) if is_named_array(raw(x)) else x, tree, is_leaf=is_named_array)
 
     donate = options.get("donate_args"), options.get("donate_kwargs")
-    jit_options = {name: value for name, value in options.items() if not name.startswith("donate")}
+    jit_options = {name: options[name] for name in options.keys() - DistributeOptions.__annotations__}
     made = DistributedFunction("distribute", run, active=active, donate=donate, jit_options=jit_options)
-    made.under, made.named = None if active else under, named
+    made.under, made.named = None if mappings else under, named
     return made
 
 
@@ -166,8 +176,8 @@ def _mixed_up(what: str, program: NamedProgram) -> str:
 class _Distributed:
     """A program under the active mappings, while it is traced."""
 
-    def __init__(self, what: str, program: NamedProgram):
-        self._what = what
+    def __init__(self, what: str, program: NamedProgram, own: Set[str] = frozenset()):
+        self._what, self._own = what, own
         self._program = program
         values = [*program.body.arguments, *(x for step in steps_of(program.body) for x in step.results)]
         self._names = {name for x in values for name in program.names_of(x) if name is not None}
@@ -175,6 +185,7 @@ class _Distributed:
         arguments = zip(program.body.arguments, shapes, strict=True)
         self._given = {x for value, shape in arguments for x in zip(program.names_of(value), shape, strict=True)}
         """The names of the arguments' axes, each with its size."""
+        self._given_names = {name for names in program.given_names for name in names}
         self._compute = self._with_joined(active_mapping())
         self._stored = self._with_joined(active_parameter_mapping())
         self._rule = ParameterOrComputeMapping(self._stored, self._compute)
@@ -192,7 +203,7 @@ class _Distributed:
         """Return the results of the program, and the sharding of each that has size 0, which XLA replicates."""
         jaxpr, mesh, program = self._program.traced.jaxpr, self._mesh, self._program
         with activate(changed(active_settings(), mapping=self._compute, parameter_mapping=self._stored)):
-            self._warn()
+            self._check()
             arrays = [*map(raw, self.arguments(arrays))]
 
             def whole(*arrays: Any) -> tuple[Any, ...]:
@@ -205,22 +216,34 @@ class _Distributed:
             explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
             run: Any = whole
             if explicit:
-                specs = tuple(restricted(s, explicit) for s in self._specs(program.body.results, paths))
+                specs = self._specs("results", jaxpr.out_avals, program.body.results, paths)
+                specs = tuple([restricted(specs.get(path, PartitionSpec()), explicit) for path in paths])
                 run = jax.sharding.auto_axes(whole, axes=explicit, out_sharding=specs)
             results = [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
             if mesh is None or all(x.size for x in results):
                 return results, []
-            specs = zip(results, self._specs(program.body.results, paths), strict=True)
-            return results, [(x, NamedSharding(mesh, spec)) for x, spec in specs if not x.size]
+            specs = self._specs("results", results, program.body.results, paths)
+            empty = [(path, x) for path, x in zip(paths, results, strict=True) if not x.size]
+            return results, [(x, NamedSharding(mesh, specs.get(path, PartitionSpec()))) for path, x in empty]
 
-    def _warn(self) -> None:
-        """Name the arrays that are not sharded although the mapping may be meant for them."""
+    def _check(self) -> None:
+        """Check that keys of the mapping name axes, and name the arrays that are not sharded though it may be for them.
+
+        The active mapping may be for other functions too, so only a name in it that is like another one is told.
+        """
         mapped = {**self._compute, **self._stored}
         if current_mesh() is None and any(mapped.values()):
             warn_without_mesh(self._what, None, None)
-        given = [*active_mapping(), *active_parameter_mapping()]
-        known = {part for n in self._names for part in (n, *n.split("*"))}
-        for name, hint in misspelled(given, known).items():
+        large, given = (
+            {p for n in names if n for p in (n, *n.split("*"))} for names in (self._names, self._given_names)
+        )
+        if wrong := sorted(self._own - large - given):
+            raise ValueError(
+                f"{self._what}: {errors.quoted(wrong)} of the mapping names no axis of the program, which has "
+                f"{errors.quoted(sorted(large)) or 'no names'}.{errors.suggestions(wrong, large)} Correct it, or leave "
+                "it out; a mapping for several functions can be active around the call instead."
+            )
+        for name, hint in misspelled([*active_mapping(), *active_parameter_mapping()], large).items():
             errors.warn(
                 f"{self._what}: {name!r} of the mapping names no axis of the program that is larger than 1.{hint}"
             )
@@ -252,16 +275,16 @@ class _Distributed:
     def _placed(self, which: str, arrays: Sequence[Any], values: Sequence[Axed], paths: Sequence[str]) -> list[Any]:
         named = self._named(values, arrays, paths)
         if self._mesh is not None:
-            named = shard_quietly(named, self._rule, f"{self._what} ({which})")
+            named = shard_quietly(named, self._specs(which, arrays, values, paths), self._what)
         return [named.get(path, x) for path, x in zip(paths, arrays, strict=True)]
 
-    def _specs(self, values: Sequence[Axed], paths: Sequence[str]) -> list[PartitionSpec]:
-        avals: list[Any] = [v.aval for v in self._program.traced.jaxpr.jaxpr.outvars]
-        abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        named = self._named(values, abstract, paths)
-        leaves, _ = resolve(named, self._rule, self._mesh, f"{self._what} (results)")
-        found = {leaf.path: leaf.spec or PartitionSpec() for leaf in leaves}
-        return [found.get(path, PartitionSpec()) for path in paths]
+    def _specs(
+        self, which: str, arrays: Sequence[Any], values: Sequence[Axed], paths: Sequence[str]
+    ) -> dict[str, PartitionSpec]:
+        """Return where the arrays with names lie, by their paths."""
+        named = self._named(values, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays], paths)
+        leaves, _ = resolve(named, self._rule, self._mesh, f"{self._what} ({which})")
+        return {leaf.keys[0].key: leaf.spec or PartitionSpec() for leaf in leaves}
 
     # --- the program ---
 
@@ -308,7 +331,9 @@ class _Distributed:
             (None,) * len(step.shape_of(i)) if x is None else self._program.names_of(x) for i, x in enumerate(operands)
         ]
         out_names = self._program.names_of(step.results[0])
-        eqn = eqn.replace(source_info=_in_scope(step, self._scope(step, names, out_names)))
+        if (scope := self._scope(step, names, out_names)) is not None:
+            source: Any = eqn.source_info
+            eqn = eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
         if self._mesh is None:
             yield eqn
             return
@@ -331,7 +356,8 @@ class _Distributed:
         if any(n is None for layout in layouts for n in layout):
             return None
         arrays: list[Any] = [v.aval for v in step.eqn.invars]
-        return operation_scope(PRODUCTS[step.name], names, (out_names,), arrays)  # pyright: ignore[reportArgumentType]
+        what = PRODUCTS[step.name]
+        return operation_scope(what, names, (out_names,), arrays, has_own_gradients=True)  # pyright: ignore
 
     def _fft(self, step: AxisStep, x: Axed | None) -> JaxprEqn:
         """Return a Fourier transform in which each device transforms its own rows, which XLA would all-gather."""
@@ -372,8 +398,8 @@ class _Distributed:
 
     def _entry(self, entry: Entry, name: str, size: int, mesh: AnyMesh) -> Entry:
         """Return the entry of an axis; None for a part of a named axis, such as a slice, that it does not divide."""
-        whole = (name, size) in self._given
-        return entry if whole or size % shard_count(mesh, entry) == 0 else None
+        must_fit = (name, size) in self._given and active_uneven() != "replicate"
+        return entry if must_fit or size % shard_count(mesh, entry) == 0 else None
 
 
 def _equation(step: AxisStep, fn: Callable[[Any], Any], var: Any) -> JaxprEqn:
@@ -407,8 +433,3 @@ def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNa
 def _key_of(name: str | None, other: str | None) -> str | None:
     """Return the other name if it is the role of a key of this axis."""
     return other if name is not None and other is not None and other.rstrip("'") == name else name
-
-
-def _in_scope(step: AxisStep, scope: str | None) -> Any:
-    source: Any = step.eqn.source_info
-    return source if scope is None else source.replace(name_stack=source.name_stack.extend(scope))

@@ -38,7 +38,7 @@ class MixUp:
     kind: str
     """`names` if two names meet. Otherwise two roles of one axis are mixed up: see `str` of it."""
     operation: str
-    """The primitive that treats them as one."""
+    """The primitive that treats them as one; empty if no operation does."""
     source: Source | None
     """The user's line."""
 
@@ -56,6 +56,7 @@ _TEXTS = {
     "mask": "a mask does not vary along {a}, over which its softmax normalizes, so it masks nothing",
     "crossed": "two roles of {a} are exchanged in {operation}",
     "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
+    "sizes": "{a} and {b} have two sizes",
     "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
@@ -106,6 +107,8 @@ class NamedProgram:
         self.body = body
         """The steps of the program: one for each equation, with the steps of the functions that it calls."""
         self._walk = walk
+        self.given_names = walk.given
+        """The names of each argument's axes, also of those of size 1."""
         self._names = NameReader()
         self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
 
@@ -138,8 +141,10 @@ class NamedProgram:
         return self._tree(self.traced.returned, self.body.results)
 
     def _mix_up(self, m: Meeting) -> MixUp:
-        names, sources = zip(*((self._names.factor(f) or "?", f.source) for f in (m.left, m.right)), strict=True)
-        return MixUp(names, sources, m.kind, m.at.name, source_of(m.at))
+        two, pair = m.kind == "sizes", (m.left, m.right)
+        a, b = (self._names.axis((f,)) or "?" for f in pair)
+        left, right = (f"size {f.size} by {f.source}" if two else f.source for f in pair)
+        return MixUp((a, b), (left, right), m.kind, "" if two else m.at.name, None if two else source_of(m.at))
 
     def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
@@ -195,7 +200,7 @@ class NamedProgram:
         called = [p for step in steps_of(self.body) if step.bodies for p in step.params.values()]
         holders = (self.traced.jaxpr, *(x for p in called for x in (p if isinstance(p, tuple) else (p,))))
         arrays = {id(x): x for holder in holders for x in getattr(holder, "consts", ()) if isinstance(x, jax.Array)}
-        return tuple(f"{_dtype(x)}{[*x.shape]}" for x in arrays.values() if x.ndim)
+        return tuple(f"{_dtype(x.aval)}{[*x.shape]}" for x in arrays.values() if x.ndim)
 
     @property
     def known_share(self) -> float:
@@ -216,11 +221,9 @@ class NamedProgram:
         count = itertools.count()
         arguments: Sequence[Any] = self.body.jaxpr.invars
         known: dict[Any, str] = {v: _letters(next(count)) for v in (*arguments, *self.body.jaxpr.constvars)}
-        given = [
-            f"{self._described(known[v], v, x)}  # {path}"
-            for v, x, path in zip(arguments, self.body.arguments, self.traced.paths, strict=True)
-        ]
-        lines = [*given, *self._lines(self.body, "", known, count)]
+        given = zip(arguments, self.body.arguments, self.traced.paths, strict=True)
+        lines = [f"{self._described(known[v], v, x)}  # {path}" for v, x, path in given]
+        lines += self._lines(self.body, "", known, count)
         returned: Sequence[Any] = self.body.jaxpr.outvars
         lines.append(f"return {' '.join(_literal(v) or known[v] for v in returned)}")
         return "\n".join((*lines, *self._summary()))
@@ -232,10 +235,8 @@ class NamedProgram:
             for v in step.eqn.outvars:
                 known[v] = _letters(next(count))
             results = [self._described(known[v], v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
-            where = source_of(step)
-            yield f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip() + (
-                f"  # {where}" if where else ""
-            )
+            line = f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip()
+            yield f"{line}  # {where}" if (where := source_of(step)) else line
             for inner in step.bodies:
                 given = inner.jaxpr.invars
                 if any(x is not y for x, y in zip(inner.results, step.results, strict=False)):  # a loop or branch
@@ -356,11 +357,13 @@ def _walked(
     walk, jaxpr = AxisWalk(separate, renames), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
     arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    owners = [path.partition("/")[0] for path in traced.paths]  # none in a report, whose named arrays may have any size
+    walk.axes.check_given((of, [f for axis in x.dims for f in axis]) for of, x in zip(owners, arguments, strict=False))
     # A walk makes many objects and drops none, so to look for garbage would double its time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        body = walk.run(jaxpr, arguments)
+        body = walk.run(jaxpr, arguments, constants=traced.jaxpr.consts)
     finally:
         if collects:
             gc.enable()
@@ -400,8 +403,4 @@ def _letters(number: int) -> str:
 
 
 def _dtype(aval: Any) -> str:
-    name = str(getattr(aval, "dtype", "?"))
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
+    return aval.str_short(short_dtypes=True).partition("[")[0]

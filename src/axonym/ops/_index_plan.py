@@ -19,7 +19,6 @@ from jax.core import Tracer
 
 from ..axis import Axis, Names, name_of
 from ..core import errors
-from ..core.extensions import extension
 from ..core.jax_versions import set_apart
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
@@ -153,8 +152,7 @@ def make_plan(
         if operand is not None:
             operands.append(operand)
 
-    pairs = _as_mapping(x, key)
-    for name, index in pairs:
+    for name, index in _as_mapping(x, key):
         size = shape[x.names.index(name)]
         if isinstance(index, slice):
             start, stop, step = _slice_bounds(name, index, size)
@@ -172,19 +170,11 @@ def make_plan(
             else:
                 add(name, "dynamic at", None, np.int32(position))
         else:
-            array, names = _index_array(name, _as_extended(x, pairs, name, index), size)
+            array, names = _index_array(name, index, size)
             if in_range and isinstance(array, np.ndarray):
                 _check_in_range(name, array, size)
             add(name, "gather" if names else "dynamic at", names or None, array)
     return tuple(items), operands
-
-
-def _as_extended(x: NamedArray, pairs: list[tuple[str, Any]], name: str, index: Any) -> Any:
-    """Return a raw index array with the name that an extension gives its axis, and anything else as it is."""
-    if not isinstance(index, jax.Array) or index.ndim != 1 or index.dtype == bool:
-        return index
-    named = extension(NamedArray, "__named__")
-    return index if named is None else named(x, [n for n, _ in pairs], name, index)
 
 
 def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
@@ -323,7 +313,9 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
         for i in backwards:
             taken = range(*bounds[i])
             bounds[i] = (taken[-1], taken[0] + 1, -taken.step)
-        a = strided_slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
+        # Whether a symbolic end comes before the start is not known here; JAX checks it.
+        ends: list[Any] = [e if jax.export.is_symbolic_dim(e) else max(b, e) for b, e, _ in bounds]
+        a = strided_slice(a, [b for b, _, _ in bounds], ends, [s for _, _, s in bounds])
         a = jax.lax.rev(a, backwards) if backwards else a
     if operands:
         starts: list[Any] = [np.int32(0)] * a.ndim

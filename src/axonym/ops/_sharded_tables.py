@@ -19,6 +19,7 @@ from ..distribution.decisions import PlacedAxes
 from ..distribution.fsdp_ops import active_mappings, mesh_to_run_on, possible, run_with_auto_axes, varying_alike
 from ..distribution.mesh_axes import axes_in, spec_of
 from . import _kernels
+from ._operands import extreme
 
 
 def look_up_sharded_columns(
@@ -26,6 +27,7 @@ def look_up_sharded_columns(
     in_names: tuple[Names, Names],
     out_names: Names,
     indexed: str,
+    fills: bool,
     table: jax.Array,
     indices: jax.Array,
 ) -> jax.Array | None:
@@ -34,6 +36,7 @@ def look_up_sharded_columns(
     Arguments:
         fn: the look-up, on shards of the table and the indices.
         indexed: the axis of the table that is indexed.
+        fills: whether what is out of range is NaN, or the extreme of its dtype, and not the nearest row.
     """
     mesh = mesh_to_run_on()
     if mesh is None:
@@ -56,21 +59,28 @@ def look_up_sharded_columns(
 
     def per_device(table, indices):
         table = varying_alike(table, specs[0], specs, mesh)
-        indices = jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True)
+        own, indices = indices, jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True)
         if not over:
             return trade(fn(table, indices))
         size = table.shape[names.index(indexed)]
         last = size * jax.lax.axis_size(over) - 1
         # As in JAX, negative indices count from the end, and indices out of range have the value of the nearest row,
         # but no gradient goes back to that row.
-        if indices.dtype.itemsize < 4:  # the dtype may not hold the size of the table
-            indices = indices.astype(jnp.int32)
-        indices = jnp.where(indices < 0, indices + (last + 1), indices)
-        exists = _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
+        indices, exists = from_start(indices, last)
         indices = jnp.clip(indices, 0, last).astype(jnp.int32) - size * jax.lax.axis_index(over)
         is_here = _kernels.align((indices >= 0) & (indices < size), index_names, out_names)
         found = jnp.where(is_here, fn(table, indices), jnp.zeros((), table.dtype))
-        return jax.lax.psum(trade(jnp.where(exists, found, jax.lax.stop_gradient(found))), over)
+        if not fills:
+            return jax.lax.psum(trade(jnp.where(exists, found, jax.lax.stop_gradient(found))), over)
+        inexact, unsigned = (jnp.issubdtype(table.dtype, kind) for kind in (jnp.inexact, jnp.unsignedinteger))
+        filled = jnp.nan if inexact else extreme(table.dtype, largest=unsigned)
+        return jnp.where(from_start(own, last)[1], jax.lax.psum(trade(found), over), filled)
+
+    def from_start(indices, last):
+        if indices.dtype.itemsize < 4:  # the dtype may not hold the size of the table
+            indices = indices.astype(jnp.int32)
+        indices = jnp.where(indices < 0, indices + (last + 1), indices)
+        return indices, _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
 
     def trade(found):
         return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)

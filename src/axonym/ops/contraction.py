@@ -45,7 +45,7 @@ def dot(
     """Multiply arrays and sum over some axes. Axes of the same name are matched; all other axes are kept.
 
     Arguments:
-        axis: the axes to sum over; None for all of them, `()` for none.
+        axis: the axes to sum over, which two operands must have; None for all axes, `()` for none.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
         out_axes: the order of the result's axes, with `...` for the axes not named.
@@ -146,7 +146,24 @@ def _summed(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Na
         operands = " and ".join(errors.describe_axes(n) for n in all_names)
         hints = errors.suggestions(missing, union)
         raise ValueError(f"dot: no operand has axis {errors.quoted(missing)}; the operands are {operands}.{hints}")
+    for n in chosen:
+        if alone := _found_in_one_operand(n, all_names):
+            raise ValueError(f"dot: {alone}")
     return chosen
+
+
+def _found_in_one_operand(name: str, all_names: Sequence[Names]) -> str:
+    """Say that only one of several operands has an axis to sum over; return an empty text if that is not so."""
+    having = [i for i, names in enumerate(all_names) if name in names]
+    if len(all_names) == 1 or len(having) > 1:
+        return ""
+    others = dict.fromkeys(n for names in all_names for n in names if name not in names)
+    hint = errors.suggestion(name, [n for n in others if n not in all_names[having[0]]])
+    operands = " and ".join(errors.describe_axes(n) for n in all_names)
+    return (
+        f"only operand {having[0]} has axis {name!r}; the operands are {operands}.{hint} To sum it in that operand "
+        f"alone, write `x.sum({name!r})` there."
+    )
 
 
 def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
@@ -185,7 +202,7 @@ def einsum(
     - in order, a term for each array, `"batch h d, d -> batch h"`. The words need not be the names of the axes, but one
       word must mean one axis name throughout;
     - by name, in braces and once for all arrays, `"{h d} -> h"`. Axes not in the braces are kept, in place of the `...`
-      in the output, or in front;
+      in the output, or in front; those that are summed over must be in two arrays;
     - not at all, `"-> batch h"`: all other axes are summed over.
 
     `...` stands for the axes that are not named, each matched by name; the output keeps the ones that it names, or all
@@ -253,7 +270,7 @@ class _Meaning:
         self.axes: dict[str, str] = {}
         self.rest_is_kept = False
         lhs = expression.lhs
-        in_braces = next((term for term in lhs if not term.ordered), None)
+        self.in_braces = in_braces = next((term for term in lhs if not term.ordered), None)
         if in_braces is not None:
             if len(lhs) > 1:
                 expression.fail(in_braces, "one term in braces is for all arrays; there can be no other term.")
@@ -281,6 +298,10 @@ class _Meaning:
                 hint = errors.suggestion(word.name, self.axes)
                 self.expression.fail(word, f"{word.name!r} is not among the axes of the input {known}.{hint}")
             named[self.axes[word.name]] = word
+        for word in _words(self.in_braces) if self.in_braces else ():
+            name = self.axes[word.name]
+            if name not in named and (alone := _found_in_one_operand(name, self.all_names)):
+                self.expression.fail(word, alone)
         rest = tuple(n for n in self.rest if n not in named)
         out: list[str] = [] if term.dots or not self.rest_is_kept else list(rest)
         for element in term.elements:

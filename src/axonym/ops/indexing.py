@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from ..axis import Axis, AxisSelector, Names, name_of
-from ..core.extensions import extension
 from ..core.tree_spec import StaticLeaf
+from ..distribution.operation_scope import DerivedName
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
 from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan
@@ -34,7 +34,8 @@ from ._operands import distinct, require_named
 from ._sharded_tables import look_up_sharded_columns
 
 _BLOCKS = ("slice", "dynamic slice")
-_ZEROS_OUTSIDE = (("fill_value", 0), ("mode", "fill"))
+_FILL = (("mode", "fill"),)
+_ZEROS_OUTSIDE = (("fill_value", 0), *_FILL)
 
 
 def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
@@ -52,21 +53,19 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     if not items:
         return array
     kernel = get_kernel(array.names, items, _ZEROS_OUTSIDE if any([i.padded for i in items]) else ())
-    result = kernel.apply(array.array, *operands)
-    if len(result.names) > 1 and any([i.kind in ("gather", "dynamic slice") for i in items]):
-        if (arrange := extension(NamedArray, "__arranged__")) is not None:
-            return arrange(array, slices, result)
-    return result
+    return kernel.apply(array.array, *operands)
 
 
 def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray:
-    """Return the elements of one axis at an integer, or at a named array of integers: `array[axis, index]`.
+    """Return the elements of one axis at an integer, or at a named array of integers.
 
-    >>> axn.take(axn.named([10, 20, 30], "x"), "x", axn.named([2, 0], "picked"))
-    NamedArray(int32[picked=2], [30 10])
+    As in `jax.numpy.take`, what is out of range is NaN, the least integer of a signed dtype, or else the largest one.
+
+    >>> axn.take(axn.named([10.0, 20.0, 30.0], "x"), "x", axn.named([2, 0, 3], "picked"))
+    NamedArray(float32[picked=3], [30. 10. nan])
     """
-    own = extension(NamedArray, "take")
-    return array[axis, index] if own is None else own(array, axis, index)
+    items, operands = make_plan(require_named("take", array), {axis: index}, for_update=True, in_range=False)
+    return get_kernel(array.names, items, _FILL).apply(array.array, *operands)
 
 
 def slice(
@@ -151,9 +150,9 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     replaced = {i.name for i in items if i.kind not in ("slice", "dynamic slice")}
     in_names = [mask_names(names, replaced), *(i.operand_names for i in items if i.operand_names is not None)]
     per_device = None
-    if [i.kind for i in items] == ["gather"] and not layout.shared and not options:
+    if [i.kind for i in items] == ["gather"] and not layout.shared and options in ((), _FILL):
         per_device = functools.partial(
-            look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name
+            look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name, bool(options)
         )
     # The layout compares sizes after the slices are cut out.
     return _kernels.make_kernel(
@@ -163,4 +162,4 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:
     """Return the names, with unique ones for axes that an index replaces, so that no index array matches them."""
-    return tuple(f"{n} (indexed)" if n in replaced else n for n in names)
+    return tuple(DerivedName(n, f"{n} (indexed)") if n in replaced else n for n in names)

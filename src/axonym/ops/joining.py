@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from ..axis import Axis, AxisSelection, AxisSelector, Names, interned, name_of
 from ..core import errors
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
@@ -80,7 +79,7 @@ def _same_axes(what: str, every: tuple[Names, ...]) -> Names:
 @_kernels.shared("every", "axis")
 def _stack_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
     names = _same_axes("stack", every)
-    out_names = distinct("stack", (sys.intern(name_of(axis)), *names))
+    out_names = distinct("stack", (interned(axis), *names))
     check_new_axis("stack", axis, len(every))
 
     def positional(*arrays):

@@ -26,6 +26,7 @@ from ._operands import (
     extreme,
     one_axis,
     require_named,
+    require_positions,
     require_subset,
 )
 from .creation import ones_like
@@ -39,8 +40,9 @@ def segment_sum(
 
     Arguments:
         array: a named array.
-        segments: the number of the segment of each element: integers along some axes of `array`. Elements whose number
-            is negative or beyond `new_axis` belong to no segment.
+        segments: the number of the segment of each element: integers along some axes of `array`. Elements with -1
+            belong to no segment. Other numbers out of range are an error outside jit, where they are checked; in jit,
+            their elements belong to no segment.
         new_axis: the axis of the segments. In the result, it takes the place of the axes that are reduced.
         axis: the axes to reduce along; by default all axes of `segments`. Its others are batch axes, matched by name.
 
@@ -113,7 +115,9 @@ def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSele
     array, segments = require_named(what, array), require_named(what, segments)
     new_axis = one_axis(what, "new_axis", new_axis)
     kernel = _segment_kernel(what, array.names, segments.names, new_axis, _kernels.hashable(axis))
-    return kernel.apply(array.array, segments.array)
+    result = kernel.apply(array.array, segments.array)
+    require_positions(what, "segment", segments, new_axis, -1, " -1 is for elements of no segment.")
+    return result
 
 
 @_kernels.shared("names", "own", "new_axis", "axis")

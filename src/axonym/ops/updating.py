@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import numpy as np
 
 from ..axis import Names, name_of
 from ..core import errors
-from ..core.extensions import extension
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
@@ -69,13 +68,6 @@ class IndexedArray:
     def __init__(self, array: NamedArray, index: SliceSpec):
         self.array = array
         self.index = index
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if (method := extension(IndexedArray, name)) is not None:
-                return functools.partial(method, self)
-            raise AttributeError(f"'IndexedArray' object has no attribute {name!r}", name=name, obj=self)
 
     # fmt: off
     set = _update("set", "Replace the selected elements.", "[1, 2, 3]", "int32[x=3], [1 2 3]")

@@ -105,7 +105,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
             (self.kernel_scale, self.kernel_amax_history),
             (self.output_grad_scale, self.output_grad_amax_history),
         )
-        return _multiply(kind, lhs, rhs, *states)
+        return _multiply_fp8(kind, lhs, rhs, *states)
 
     def accumulate(self, other: Self) -> Self:
         """Combine the gradients of two batches: the largest values of both, and the scales, which are the same.
@@ -133,7 +133,7 @@ class _ProductKind(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(
+def _multiply_fp8(
     kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
 ) -> jax.Array:
     """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
@@ -143,7 +143,10 @@ def _multiply(
 def _multiply_forward(
     kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
 ) -> tuple[jax.Array, Any]:
-    new_lhs, new_rhs = _next(kind.lhs_dtype, lhs, *of_lhs), _next(kind.rhs_dtype, rhs, *of_rhs)
+    new_lhs, new_rhs = (
+        _next_scale_and_history(kind.lhs_dtype, lhs, *of_lhs),
+        _next_scale_and_history(kind.rhs_dtype, rhs, *of_rhs),
+    )
     y: Any = _rounded_product(kind, lhs, rhs, new_lhs[0], new_rhs[0])
     # The operands are kept, and not the 8-bit floats: a policy that saves these would turn the largest into NaN.
     return y, (lhs, rhs, new_lhs, new_rhs, of_gradient)
@@ -152,7 +155,7 @@ def _multiply_forward(
 def _multiply_backward(kind: _ProductKind, state: Any, gradient: jax.Array) -> Any:
     """Multiply with the exact accumulation, which the precision selects; the forward product accumulates fast."""
     lhs, rhs, new_lhs, new_rhs, of_gradient = state
-    new_gradient, exact = _next(kind.rev_dtype, gradient, *of_gradient), jax.lax.Precision.HIGHEST
+    new_gradient, exact = _next_scale_and_history(kind.rev_dtype, gradient, *of_gradient), jax.lax.Precision.HIGHEST
     of_lhs = _ProductKind(kind.axes.of_lhs_gradient(), lhs.dtype, kind.rev_dtype, kind.rhs_dtype, kind.rev_dtype, exact)
     of_rhs = _ProductKind(kind.axes.of_rhs_gradient(), rhs.dtype, kind.lhs_dtype, kind.rev_dtype, kind.rev_dtype, exact)
     gradient = gradient.astype(lhs.dtype)
@@ -165,7 +168,7 @@ def _multiply_backward(kind: _ProductKind, state: Any, gradient: jax.Array) -> A
     )
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply_fp8.defvjp(_multiply_forward, _multiply_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,8 +181,8 @@ def _rounded_product(
     like: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply two arrays, rounded by these scales. Derivatives pass through the rounding."""
-    short_lhs, lhs_factor = _rounded(lhs.dtype, kind.lhs_dtype, lhs, lhs_scale)
-    short_rhs, rhs_factor = _rounded(rhs.dtype, kind.rhs_dtype, rhs, rhs_scale)
+    short_lhs, lhs_factor = _rounded_fp8(lhs.dtype, kind.lhs_dtype, lhs, lhs_scale)
+    short_rhs, rhs_factor = _rounded_fp8(rhs.dtype, kind.rhs_dtype, rhs, rhs_scale)
     # float16 cannot hold a product of numbers that are not scaled. In float32, a GPU writes twice the bytes.
     accumulator = kind.dtype if kind.dtype == jnp.bfloat16 else np.promote_types(kind.dtype, np.float32)
     y = multiply(kind.axes, short_lhs, short_rhs, accumulator, kind.precision, like)
@@ -293,12 +296,12 @@ out_qdq.defvjp(_out_forward, _out_backward)
 
 
 def _round_and_restore(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
-    short, factor = _rounded(compute_dtype, dtype, x, scale)
+    short, factor = _rounded_fp8(compute_dtype, dtype, x, scale)
     # XLA for GPUs leaves out a conversion and the one back, and with them the rounding.
     return jax.lax.optimization_barrier(short).astype(compute_dtype) * factor
 
 
-def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rounded_fp8(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return an array of 8-bit floats, and the factor that was divided out."""
     factor = jnp.reshape(scale, ()).astype(compute_dtype)
     factor = jnp.maximum(factor, jnp.finfo(compute_dtype).tiny)  # the scale of small gradients would be zero in float16
@@ -306,7 +309,9 @@ def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> 
     return jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype), factor
 
 
-def _next(dtype: Any, x: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _next_scale_and_history(
+    dtype: Any, x: jax.Array, scale: jax.Array, history: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the scale that follows from the history, and the history with this array."""
     return _new_scale(dtype, scale, history), _new_history(x, history)
 

@@ -64,33 +64,29 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return _quantized_product(axes, lhs, rhs)
-
-
-def _forward(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-    return _quantized_product(axes, lhs, rhs), (lhs, rhs)
-
-
-def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    lhs, rhs = operands
-    of_lhs = _quantized_product(axes.of_lhs_gradient(), gradient, rhs, lhs)
-    return of_lhs, multiply(axes.of_rhs_gradient(), lhs, gradient, like=rhs)
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _quantized_product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> jax.Array:
-    """Return the product of two arrays, each rounded to integers."""
-    lhs_scale, short_lhs = _rounded(lhs, axes.lhs, axes.out)
-    rhs_scale, short_rhs = _rounded(rhs, axes.rhs, axes.out)
+def _product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> jax.Array:
+    """Return the product of two arrays, each rounded to integers. Derivatives of any order ignore the rounding."""
+    lhs_scale, short_lhs = _rounded_int8(lhs, axes.lhs, axes.out)
+    rhs_scale, short_rhs = _rounded_int8(rhs, axes.rhs, axes.out)
     y = multiply(axes, short_lhs, short_rhs, jnp.int32, like=like)
     scale = lhs_scale * rhs_scale
     return (y.astype(scale.dtype) * scale).astype(lhs.dtype)
 
 
-def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
+def _forward(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    return _product(axes, lhs, rhs, like), (lhs, rhs)
+
+
+def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs = operands
+    of_lhs: Any = _product(axes.of_lhs_gradient(), gradient, rhs, lhs)
+    return of_lhs, multiply(axes.of_rhs_gradient(), lhs, gradient, like=rhs), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _rounded_int8(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
     """Round an array to integers; return its scales, in the layout of the result, and the integers."""
     x = x.astype(jnp.float32)
     summed = tuple(i for i, n in enumerate(names) if n not in out)

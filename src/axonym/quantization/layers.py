@@ -118,7 +118,7 @@ def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
         return tree
 
     def replace(name: str, layer: Any) -> Any:
-        return dataclasses.replace(layer, dot_general=_operation(layer, config))
+        return dataclasses.replace(layer, dot_general=_make_product_operation(layer, config))
 
     return replace_layers("quantize_linear_layers", tree, (Linear,), config.targets, replace)
 
@@ -143,11 +143,11 @@ def replace_layers(
     replaced = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, kinds))
     if not any(seen.values()):
         known = f"; the layers are {', '.join(seen)}" if seen else ""
-        raise ValueError(f"{what}: no {_described(kinds)} matches targets {targets!r}{known}.")
+        raise ValueError(f"{what}: no {_describe_kinds(kinds)} matches targets {targets!r}{known}.")
     return replaced
 
 
-def _described(kinds: tuple[type, ...]) -> str:
+def _describe_kinds(kinds: tuple[type, ...]) -> str:
     return "linear layer" if len(kinds) == 1 else "linear layer or embedding"
 
 
@@ -159,7 +159,7 @@ def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:
     return name in targets or name.rpartition(".")[2] in targets
 
 
-def _operation(layer: Linear, config: QuantizationConfig) -> Any:
+def _make_product_operation(layer: Linear, config: QuantizationConfig) -> Any:
     if config.int8:
         return Int8DotGeneralOp.init()
     op = Fp8DotGeneralOp.init(config.amax_history_length, config.compute_dtype)

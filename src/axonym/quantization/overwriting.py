@@ -50,7 +50,7 @@ class OverwriteWithGradient(eqx.Module):
         return other
 
 
-def _overwrites(x: Any) -> bool:
+def _is_overwrite(x: Any) -> bool:
     return isinstance(x, OverwriteWithGradient)
 
 
@@ -60,7 +60,7 @@ def _is_gradient(x: Any) -> bool:
 
 
 def _is_update_leaf(x: Any) -> bool:
-    return x is None or _overwrites(x)
+    return x is None or _is_overwrite(x)
 
 
 def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
@@ -71,7 +71,7 @@ def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
     >>> grads
     {'op': None, 'w': NamedArray(float32[x=2], [1. 1.])}
     """
-    return eqx.partition(grad, _overwrites, is_leaf=_overwrites)
+    return eqx.partition(grad, _is_overwrite, is_leaf=_is_overwrite)
 
 
 def accumulate_gradients(accumulated: T, gradient: T) -> T:
@@ -86,7 +86,7 @@ def accumulate_gradients(accumulated: T, gradient: T) -> T:
     """
 
     def add(so_far: Any, new: Any) -> Any:
-        if _overwrites(so_far) and _overwrites(new):
+        if _is_overwrite(so_far) and _is_overwrite(new):
             return so_far.accumulate(new)
         if _is_gradient(so_far) and _is_gradient(new):
             return so_far + new

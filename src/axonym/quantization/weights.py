@@ -27,7 +27,6 @@ from ..named_array import NamedArray
 from ..nn.embedding import Embedding
 from ..nn.linear import Linear, check_input
 from ..ops.contraction import dot
-from ..ops.indexing import take
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..sharding.shard import shard_quietly
 from ..state.module import ModuleWithStateDictSerialization
@@ -79,7 +78,9 @@ class SmallLinear(ModuleWithStateDictSerialization):
             product = dot(inputs, self.weight.astype(inputs.dtype), axis=stored) * self.scale.astype(inputs.dtype)
         else:
             groups = self.scale.axis_size(stored[-1])
-            inputs, weight = (_cut(x, stored[-1], groups) for x in (inputs, self.weight.astype(inputs.dtype)))
+            inputs, weight = (
+                _split_into_groups(x, stored[-1], groups) for x in (inputs, self.weight.astype(inputs.dtype))
+            )
             product = dot(inputs, weight * self.scale.astype(inputs.dtype), axis=(*stored, _WITHIN))
         product = product if self.active_scale == 1 else product * self.active_scale
         product = shard_quietly(product, None, "SmallLinear")
@@ -123,7 +124,7 @@ class SmallEmbedding(ModuleWithStateDictSerialization):
         {'pos': 2, 'embed': 4}
         """
         scale = Embedding(self.scale, self.Vocab, ()).embed(input_ids)  # NaN for tokens that are out of range
-        found = take(self.weight, self.Vocab.name, input_ids).astype(scale.dtype) * scale
+        found = self.weight[self.Vocab.name, input_ids].astype(scale.dtype) * scale
         return shard_quietly(found * self.active_scale, None, "SmallEmbedding.embed")
 
     @named_call
@@ -181,17 +182,17 @@ def quantize_weights(
     def replace(name: str, layer: Any) -> Any:
         if isinstance(layer, Embedding):
             embed = tuple(a.name for a in axes_of_spec(layer.Embed))
-            weight, scale = _quantized(name, layer.weight, embed, small, None)
+            weight, scale = _quantized_weight(name, layer.weight, embed, small, None)
             scales = layer.reparam.active_scale, layer.reparam.unembed_active_scale
             return SmallEmbedding(weight, scale, layer.Vocab, layer.Embed, *scales)
         stored = tuple(a.name for a in layer.weight_in)
-        weight, scale = _quantized(name, layer.weight, stored, small, group)
+        weight, scale = _quantized_weight(name, layer.weight, stored, small, group)
         return SmallLinear(weight, scale, layer.bias, layer.In, layer.Out, layer.reparam.active_scale, stored)
 
     return replace_layers("quantize_weights", tree, (Linear, Embedding), targets, replace)
 
 
-def _quantized(
+def _quantized_weight(
     name: str, weight: NamedArray, summed: Names, dtype: Any, group: int | None
 ) -> tuple[NamedArray, NamedArray]:
     """Quantize a weight; return the small numbers and their scales."""
@@ -204,7 +205,7 @@ def _quantized(
                 f"quantize_weights: axis {axis!r} of {name}, of size {size}, cannot be cut into groups of {group}."
             )
         _check_groups_in_shards(name, axis, size, group)
-        weight, summed = _cut(weight, axis, size // group), (*summed[:-1], _WITHIN)
+        weight, summed = _split_into_groups(weight, axis, size // group), (*summed[:-1], _WITHIN)
     values, scale = rounded(weight, summed, dtype)
     return flatten_axes(values, (axis, _WITHIN), axis) if grouped else values, scale
 
@@ -228,6 +229,6 @@ _WITHIN = "number within a group"
 """The axis of the elements of a group, while they have one."""
 
 
-def _cut(x: NamedArray, axis: str, groups: int) -> NamedArray:
+def _split_into_groups(x: NamedArray, axis: str, groups: int) -> NamedArray:
     """Split an axis into groups; the axis of that name counts them."""
     return unflatten_axis(x, axis, (Axis(axis, groups), Axis(_WITHIN, x.axis_size(axis) // groups)))

@@ -134,7 +134,7 @@ def _draw_kernel(
 
     def positional(key, *arrays):
         check_parameters(what, axes, layouts, arrays)
-        drawn_axes = _merged(axes, {n for _, names, _ in layouts for n in names}) if merges else axes
+        drawn_axes = _merged_axes(axes, {n for _, names, _ in layouts for n in names}) if merges else axes
         aligned = {}
         for (label, names, more), x in zip(layouts, arrays, strict=True):
             aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*drawn_axes, *more))) if names else x
@@ -165,7 +165,7 @@ def _placement_is_known(key: Any) -> bool:
     return bool(active_settings.active_mapping()) and current_mesh() is not None
 
 
-def _merged(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
+def _merged_axes(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
     """Return the axes, each merged with the one before it if it is not sharded.
 
     Arguments:

@@ -20,7 +20,7 @@ from ._draw import Key, Parameter, axis_of, draw, new_axes
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _row(summary: str, example: str = "", shown: str = "float32", **arguments: str) -> Callable[[F], F]:
+def _document_sampler(summary: str, example: str = "", shown: str = "float32", **arguments: str) -> Callable[[F], F]:
     """Document a sampler: the summary, its own and the common arguments, and an example."""
 
     def document(op: F) -> F:
@@ -51,27 +51,27 @@ class _Sampler(Protocol):
     def __call__(self, key: Key, shape: AxisSpec, dtype: DTypeLike | None = float) -> NamedArray: ...
 
 
-def _standard(fn: Callable[..., jax.Array], summary: str) -> _Sampler:
+def _standard_sampler(fn: Callable[..., jax.Array], summary: str) -> _Sampler:
     def op(key: Key, shape: AxisSpec, dtype: DTypeLike | None = float) -> NamedArray:
         return draw(fn, key, shape, dtype=dtype)
 
-    return _row(summary)(publish(op, fn.__name__, __name__, summary))
+    return _document_sampler(summary)(publish(op, fn.__name__, __name__, summary))
 
 
-cauchy = _standard(jax.random.cauchy, "Draw from the standard Cauchy distribution.")
-exponential = _standard(jax.random.exponential, "Draw from the exponential distribution of rate one.")
-gumbel = _standard(jax.random.gumbel, "Draw from the standard Gumbel distribution.")
-laplace = _standard(jax.random.laplace, "Draw from the standard Laplace distribution.")
-logistic = _standard(jax.random.logistic, "Draw from the standard logistic distribution.")
-maxwell = _standard(jax.random.maxwell, "Draw from the Maxwell distribution of scale one.")
-normal = _standard(jax.random.normal, "Draw from the standard normal distribution.")
-rademacher = _standard(jax.random.rademacher, "Draw plus or minus one with equal probability.")
+cauchy = _standard_sampler(jax.random.cauchy, "Draw from the standard Cauchy distribution.")
+exponential = _standard_sampler(jax.random.exponential, "Draw from the exponential distribution of rate one.")
+gumbel = _standard_sampler(jax.random.gumbel, "Draw from the standard Gumbel distribution.")
+laplace = _standard_sampler(jax.random.laplace, "Draw from the standard Laplace distribution.")
+logistic = _standard_sampler(jax.random.logistic, "Draw from the standard logistic distribution.")
+maxwell = _standard_sampler(jax.random.maxwell, "Draw from the Maxwell distribution of scale one.")
+normal = _standard_sampler(jax.random.normal, "Draw from the standard normal distribution.")
+rademacher = _standard_sampler(jax.random.rademacher, "Draw plus or minus one with equal probability.")
 
 
 # --- continuous, with parameters ---
 
 
-@_row(
+@_document_sampler(
     "Draw from the beta distribution.",
     "2.0, 3.0",
     a="the first shape parameter, positive.",
@@ -81,7 +81,7 @@ def beta(key: Key, shape: AxisSpec, a: Parameter, b: Parameter, dtype: DTypeLike
     return draw(jax.random.beta, key, shape, {"a": a, "b": b}, dtype=dtype)
 
 
-@_row("Draw from the chi-squared distribution.", "3.0", df="the degrees of freedom, positive.")
+@_document_sampler("Draw from the chi-squared distribution.", "3.0", df="the degrees of freedom, positive.")
 def chisquare(key: Key, shape: AxisSpec, df: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.chisquare, key, shape, {"df": df}, dtype=dtype)
 
@@ -91,14 +91,16 @@ def _double_sided_maxwell(key: Any, loc: Any, scale: Any, shape: tuple[int, ...]
     return loc + scale * jax.random.double_sided_maxwell(key, 0.0, 1.0, shape, dtype)
 
 
-@_row("Draw from the double-sided Maxwell distribution.", "0.0, 1.0", loc="the center.", scale="the scale, positive.")
+@_document_sampler(
+    "Draw from the double-sided Maxwell distribution.", "0.0, 1.0", loc="the center.", scale="the scale, positive."
+)
 def double_sided_maxwell(
     key: Key, shape: AxisSpec, loc: Parameter, scale: Parameter, dtype: DTypeLike | None = float
 ) -> NamedArray:
     return draw(_double_sided_maxwell, key, shape, {"loc": loc, "scale": scale}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw from the F distribution.",
     "2.0, 5.0",
     dfnum="the degrees of freedom of the numerator, positive.",
@@ -108,12 +110,12 @@ def f(key: Key, shape: AxisSpec, dfnum: Parameter, dfden: Parameter, dtype: DTyp
     return draw(jax.random.f, key, shape, {"dfnum": dfnum, "dfden": dfden}, dtype=dtype)
 
 
-@_row("Draw from the gamma distribution of scale one.", "2.0", a="the shape parameter, positive.")
+@_document_sampler("Draw from the gamma distribution of scale one.", "2.0", a="the shape parameter, positive.")
 def gamma(key: Key, shape: AxisSpec, a: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.gamma, key, shape, {"a": a}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw from the generalized normal distribution.",
     "1.5",
     p="the shape parameter, positive; 2 gives a normal and 1 a Laplace distribution.",
@@ -122,7 +124,7 @@ def generalized_normal(key: Key, shape: AxisSpec, p: Parameter, dtype: DTypeLike
     return draw(jax.random.generalized_normal, key, shape, {"p": p}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw logarithms of the gamma distribution, exact even if the draws themselves are too small for the dtype.",
     "0.01",
     a="the shape parameter, positive.",
@@ -131,7 +133,7 @@ def loggamma(key: Key, shape: AxisSpec, a: Parameter, dtype: DTypeLike | None = 
     return draw(jax.random.loggamma, key, shape, {"a": a}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw exponentials of a normal distribution around zero.",
     sigma="the standard deviation of the normal distribution.",
 )
@@ -139,22 +141,22 @@ def lognormal(key: Key, shape: AxisSpec, sigma: Parameter = 1.0, dtype: DTypeLik
     return draw(jax.random.lognormal, key, shape, {"sigma": sigma}, dtype=dtype)
 
 
-@_row("Draw from the Pareto distribution of scale one.", "3.0", b="the shape parameter, positive.")
+@_document_sampler("Draw from the Pareto distribution of scale one.", "3.0", b="the shape parameter, positive.")
 def pareto(key: Key, shape: AxisSpec, b: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.pareto, key, shape, {"b": b}, dtype=dtype)
 
 
-@_row("Draw from the Rayleigh distribution.", "2.0", scale="the scale, positive.")
+@_document_sampler("Draw from the Rayleigh distribution.", "2.0", scale="the scale, positive.")
 def rayleigh(key: Key, shape: AxisSpec, scale: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.rayleigh, key, shape, {"scale": scale}, dtype=dtype)
 
 
-@_row("Draw from Student's t distribution.", "3.0", df="the degrees of freedom, positive.")
+@_document_sampler("Draw from Student's t distribution.", "3.0", df="the degrees of freedom, positive.")
 def t(key: Key, shape: AxisSpec, df: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.t, key, shape, {"df": df}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw from the triangular distribution.",
     "0.0, 1.0, 4.0",
     left="the lower end.",
@@ -168,7 +170,7 @@ def triangular(
     return draw(jax.random.triangular, key, shape, parameters, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw from the standard normal distribution, cut off at both ends.",
     "-1.0, 1.0",
     lower="the lower end.",
@@ -180,7 +182,7 @@ def truncated_normal(
     return draw(jax.random.truncated_normal, key, shape, {"lower": lower, "upper": upper}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw uniformly from `minval`, which can occur, to `maxval`, which cannot.",
     "minval=-1.0",
     minval="the lower end.",
@@ -192,12 +194,12 @@ def uniform(
     return draw(jax.random.uniform, key, shape, {"minval": minval, "maxval": maxval}, dtype=dtype)
 
 
-@_row("Draw from the Wald distribution of scale one.", "2.0", mean="the mean, positive.")
+@_document_sampler("Draw from the Wald distribution of scale one.", "2.0", mean="the mean, positive.")
 def wald(key: Key, shape: AxisSpec, mean: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.wald, key, shape, {"mean": mean}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw from the Weibull distribution of minima.",
     "1.0, 2.0",
     scale="the scale, positive.",
@@ -213,17 +215,17 @@ def weibull_min(
 # --- discrete ---
 
 
-@_row("Draw True or False.", "0.2", "bool", p="the probability of True.")
+@_document_sampler("Draw True or False.", "0.2", "bool", p="the probability of True.")
 def bernoulli(key: Key, shape: AxisSpec, p: Parameter = 0.5) -> NamedArray:
-    return draw(_bernoulli, key, shape, {"p": p})
+    return draw(_raw_bernoulli, key, shape, {"p": p})
 
 
-def _bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
+def _raw_bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
     # JAX draws numbers of the dtype of the probabilities.
     return jax.random.bernoulli(key, at_least_float32(p), shape)
 
 
-@_row(
+@_document_sampler(
     "Draw the number of successes in independent trials.",
     "10, 0.2",
     n="the number of trials.",
@@ -233,22 +235,24 @@ def binomial(key: Key, shape: AxisSpec, n: Parameter, p: Parameter, dtype: DType
     return draw(jax.random.binomial, key, shape, {"n": n, "p": p}, dtype=dtype)
 
 
-@_row("Draw random bits.", shown="uint32")
+@_document_sampler("Draw random bits.", shown="uint32")
 def bits(key: Key, shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     return draw(jax.random.bits, key, shape, dtype=dtype)
 
 
-@_row("Draw the number of trials until a success.", "0.2", "int32", p="the probability of success in each trial.")
+@_document_sampler(
+    "Draw the number of trials until a success.", "0.2", "int32", p="the probability of success in each trial."
+)
 def geometric(key: Key, shape: AxisSpec, p: Parameter, dtype: DTypeLike | None = int) -> NamedArray:
     return draw(jax.random.geometric, key, shape, {"p": p}, dtype=dtype)
 
 
-@_row("Draw from the Poisson distribution.", "3.0", "int32", lam="the rate, which is the mean.")
+@_document_sampler("Draw from the Poisson distribution.", "3.0", "int32", lam="the rate, which is the mean.")
 def poisson(key: Key, shape: AxisSpec, lam: Parameter, dtype: DTypeLike | None = int) -> NamedArray:
     return draw(jax.random.poisson, key, shape, {"lam": lam}, dtype=dtype)
 
 
-@_row(
+@_document_sampler(
     "Draw integers from `minval` to `maxval` - 1 with equal probability.",
     "0, 10",
     "int32",
@@ -317,10 +321,10 @@ def multinomial(
     NamedArray(float32[batch=2], [10. 10.])
     """
     along = (axis_of("random.multinomial", "p", p, axis),)
-    return draw(_multinomial, key, shape, {"n": n, "p": p}, dtype=dtype, along=along, further={"p": along})
+    return draw(_raw_multinomial, key, shape, {"n": n, "p": p}, dtype=dtype, along=along, further={"p": along})
 
 
-def _multinomial(
+def _raw_multinomial(
     key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: DTypeLike | None = None
 ) -> jax.Array:
     # The meaning of the shape differs between versions of JAX; without one, the result has the shape of `p`.

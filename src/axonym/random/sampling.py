@@ -96,7 +96,7 @@ def categorical(
     batch = tuple(a for a in logits.axes if a is not categories)
     axes = batch if shape is None else new_axes(_WHAT, shape)
     _check_axes(logits, categories, batch, axes)
-    count = _candidates(top_k, max_k, categories)
+    count = _count_of_candidates(top_k, max_k, categories)
     if not replace:
         left = categories if count is None else categories.resize(count)
         check_enough(_WHAT, tuple(a for a in axes if a.name not in logits.names), left)
@@ -108,7 +108,7 @@ def categorical(
     }
     operands = {argument: operand(x) for argument, x in parameters.items() if x is not None}
     for argument, most in _LARGEST.items():
-        _check(argument, parameters[argument], 0, most)
+        _check_range(argument, parameters[argument], 0, most)
     may_have = tuple(a.name for a in (axes if replace else batch))
     for argument, (_, names) in operands.items():
         require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
@@ -145,7 +145,7 @@ def _check_axes(logits: NamedArray, categories: Axis, batch: tuple[Axis, ...], a
 _LARGEST = {"temperature": math.inf, "top_p": 1, "min_p": 1}
 
 
-def _candidates(top_k: int | NamedOrNumeric | None, max_k: int | None, categories: Axis) -> int | None:
+def _count_of_candidates(top_k: int | NamedOrNumeric | None, max_k: int | None, categories: Axis) -> int | None:
     """Return the number of elements to choose from, or None for all."""
     if top_k is None:
         if max_k is not None:
@@ -162,7 +162,7 @@ def _candidates(top_k: int | NamedOrNumeric | None, max_k: int | None, categorie
     return count
 
 
-def _check(argument: str, x: Any, least: float, most: float) -> None:
+def _check_range(argument: str, x: Any, least: float, most: float) -> None:
     """Check that a parameter that is a number is in its range; the values of an array are not checked."""
     if isinstance(x, (int, float, np.number)) and (not least <= x <= most or x == math.inf):
         upper = (" and finite" if x == math.inf else "") if most == math.inf else f" and at most {most}"
@@ -197,22 +197,22 @@ def _categorical_kernel(
         words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
         if draws:  # the logits lack these axes, and each device should draw its own shard
             examples = shard_quietly(examples, None, _WHAT)
-        drawn = _operation(axis)(wrap(logits, names), words, examples, given, count=count, chosen=chosen)
+        drawn = _make_sampling_operation(axis)(wrap(logits, names), words, examples, given, count=count, chosen=chosen)
         if chosen is not None:
-            drawn = drawn.unflatten_axis(_drawn(axis), draws) if draws else drawn[_drawn(axis), 0]
+            drawn = drawn.unflatten_axis(_axis_of_draws(axis), draws) if draws else drawn[_axis_of_draws(axis), 0]
         return shard_quietly(drawn.rearrange(out), None, _WHAT).array
 
     in_names = (names, (), *layouts)
     return _kernels.make_kernel(_WHAT, positional, in_names, out, mesh_aware=True)
 
 
-def _drawn(axis: str) -> str:
+def _axis_of_draws(axis: str) -> str:
     """Return the name of the axis of draws without replacement, which is later split into the axes of the shape."""
     return f"{axis} drawn"
 
 
 @functools.lru_cache(maxsize=256)
-def _operation(axis: str) -> Partitioned:
+def _make_sampling_operation(axis: str) -> Partitioned:
     """Make the operation for an axis of this name."""
 
     def sample(
@@ -238,7 +238,7 @@ def _operation(axis: str) -> Partitioned:
         sharded = axis if count is None else None
         x = aligned(logits).astype(jnp.promote_types(logits.dtype, jnp.float32))
         given = {argument: aligned(p) for argument, p in parameters.items()}
-        weights = _weights(x, given["temperature"], sharded)
+        weights = _relative_probabilities(x, given["temperature"], sharded)
         if "top_k" in given:
             rank = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
             weights = jnp.where(rank < jnp.maximum(given["top_k"], 1), weights, -1)
@@ -247,17 +247,17 @@ def _operation(axis: str) -> Partitioned:
             least = _least_kept(weights, given["top_p"], sharded)
         if "min_p" in given:
             least = jnp.maximum(least, jnp.minimum(given["min_p"], 1))
-        noise = _noise(words, aligned(examples), aligned(places))
+        noise = _gumbel_noise(words, aligned(examples), aligned(places))
         scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
         if chosen is not None:
             scores = unsigned_nan(scores)
         if chosen is not None and count is None:
-            return best(wrap(scores, names), axis, chosen)[1].rename({axis: _drawn(axis)})
+            return best(wrap(scores, names), axis, chosen)[1].rename({axis: _axis_of_draws(axis)})
         if count is None:
             return _first_largest(wrap(scores, names), axis)
         if chosen is not None:
             found = jnp.take_along_axis(aligned(places), jax.lax.top_k(scores, chosen)[1], axis=-1)
-            return wrap(found, (*names[:-1], _drawn(axis)))
+            return wrap(found, (*names[:-1], _axis_of_draws(axis)))
         drawn = jnp.argmax(scores, -1, keepdims=True)
         return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], names[:-1])
 
@@ -277,7 +277,7 @@ def _first_largest(x: NamedArray, axis: str) -> NamedArray:
     return wrap(jnp.squeeze(place, position).astype(jnp.int32), rest)
 
 
-def _weights(x: jax.Array, temperature: jax.Array, sharded: str | None) -> jax.Array:
+def _relative_probabilities(x: jax.Array, temperature: jax.Array, sharded: str | None) -> jax.Array:
     """Return the probabilities relative to the likeliest, which has 1."""
     highest = jnp.max(x, -1, keepdims=True)
     gap = (highest if sharded is None else pmax(highest, sharded)) - x
@@ -285,7 +285,7 @@ def _weights(x: jax.Array, temperature: jax.Array, sharded: str | None) -> jax.A
     return jnp.where(gap > 0, jnp.exp(-gap / temperature), 1).astype(jnp.float32)
 
 
-def _noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Array:
+def _gumbel_noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Array:
     """Make Gumbel noise for each position of each example.
 
     The upper end of the noise needs a fine resolution: in a large vocabulary, many tokens have large noise, and of two
@@ -318,7 +318,7 @@ def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> ja
     count = weights.shape[-1] * (1 if sharded is None else axis_size(sharded))
     # Integer sums are exact, so they do not depend on the sharding. The sum of all digits must fit into 31 bits.
     width = min(12, 31 - count.bit_length())
-    digits = _digits(jnp.maximum(weights, 0), width)
+    digits = _binary_digits(jnp.maximum(weights, 0), width)
 
     def sum_from(least: Any) -> jax.Array:
         sums = jnp.stack([jnp.sum(jnp.where(bits >= least, d, 0), -1, keepdims=True) for d in digits])
@@ -339,7 +339,7 @@ def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> ja
     return jnp.where(share >= 1, 0, jax.lax.bitcast_convert_type(low, jnp.float32))
 
 
-def _digits(x: jax.Array, width: int) -> list[jax.Array]:
+def _binary_digits(x: jax.Array, width: int) -> list[jax.Array]:
     """Convert numbers from 0 to 1 to integers: the digits after the point, `width` bits each; the rest is dropped."""
     digits = []
     for _ in range(_DIGITS):

@@ -61,18 +61,18 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
             names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
             along = one_axis(what, "axis", resolve_axes(names, sizes, axis, what))
         functions = functions_of()
-        generate = functions.compiled(_build, what)
+        generate = functions.compiled(_build_sampler, what)
         return generate(functions.arrays, one_key(what, key), axes, along, args, kwargs)
 
     return sampler  # pyright: ignore[reportReturnType]  # it takes what `fn` takes
 
 
-def _build(functions: WithArrays, what: str) -> Callable[..., NamedArray]:
+def _build_sampler(functions: WithArrays, what: str) -> Callable[..., NamedArray]:
     """Make the sampler for one function, which compiles once for each set of axes and static arguments."""
 
     @named_jit
     def generate(held: HeldArrays, key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
-        return _generate(what, functions, key, axes, along, _BlockArguments(what, (held, args, kwargs), along))
+        return _draw_blocks(what, functions, key, axes, along, _BlockArguments(what, (held, args, kwargs), along))
 
     return generate
 
@@ -99,7 +99,7 @@ class _BlockArguments:
         """The arguments of one block, whose arrays lack the axis of the blocks."""
 
 
-def _generate(
+def _draw_blocks(
     what: str, functions: WithArrays, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _BlockArguments
 ) -> NamedArray:
     """Draw all blocks, and join them at the position of the axis in the shape."""

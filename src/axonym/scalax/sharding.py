@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
 from ..named_array import NamedArray, wrap
@@ -230,12 +229,12 @@ def _activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
-        f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "
-        f"{_described(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
+        f"sjit: called in a traced function under mesh {_describe_mesh(around)}, but it is meant for mesh "
+        f"{_describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
     )
 
 
-def _described(mesh: AnyMesh) -> str:
+def _describe_mesh(mesh: AnyMesh) -> str:
     kinds = " and ".join(sorted({kind.name for kind in mesh.axis_types}))
     return f"({', '.join(f'{n}={s}' for n, s in mesh.shape.items())}) of {kinds} axes"
 
@@ -353,7 +352,7 @@ class MeshShardingHelper:
         """Arguments:
         axis_dims: the size of each mesh axis. One of them can be -1, for all devices that the others leave.
         axis_names: the mesh axes.
-        mesh_axis_splitting: whether a mesh axis may divide a dimension of the physical network of the devices.
+        mesh_axis_splitting: changes nothing: mesh axes share a dimension of the physical network where they must.
         explicit: make the axes Explicit, so that shardings are part of types; they are Auto by default.
         """
         if len(axis_dims) != len(axis_names):
@@ -361,15 +360,9 @@ class MeshShardingHelper:
                 f"MeshShardingHelper: {len(axis_dims)} sizes {tuple(axis_dims)} for {len(axis_names)} mesh axes "
                 f"{tuple(axis_names)}."
             )
-        # One size can be left open, and the devices must suffice: errors say so.
-        shape = tuple(make_mesh(dict(zip(axis_names, axis_dims, strict=True))).shape.values())
-        devices = mesh_utils.create_device_mesh(
-            shape, devices=jax.devices()[: int(np.prod(shape))], allow_split_physical_axes=mesh_axis_splitting
-        )
-        kind = AxisType.Explicit if explicit else AxisType.Auto
         self.axis_dims = tuple(axis_dims)
         self.axis_names = tuple(axis_names)
-        self.mesh = Mesh(devices, tuple(axis_names), axis_types=(kind,) * len(shape))
+        self.mesh = make_mesh(dict(zip(axis_names, axis_dims, strict=True)), explicit=explicit)
 
     # --- the active mesh ---
 

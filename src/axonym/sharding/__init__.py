@@ -18,7 +18,12 @@ from .mapping import (
     axis_mapping as axis_mapping,
     current_mapping as current_mapping,
 )
-from .meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
+from .meshes import (
+    current_mesh as current_mesh,
+    make_mesh as make_mesh,
+    set_mesh as set_mesh,
+    slices_along as slices_along,
+)
 from .placement import LeafPlacement as LeafPlacement, Placement as Placement, resolve as resolve
 from .process_local_data import from_process_local_data as from_process_local_data
 from .queries import (

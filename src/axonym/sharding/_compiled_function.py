@@ -269,7 +269,7 @@ class CompiledFunction(Generic[P, R]):
                 leaves, structure = jax.tree.flatten((args, kwargs))
                 if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
                     raise _AmbiguousArgumentsError
-            return _flat(*self._run(args, kwargs))
+            return _flat_result(*self._run(args, kwargs))
 
         return jitted
 
@@ -291,8 +291,8 @@ class CompiledFunction(Generic[P, R]):
                 if not self._has_static(error, args, kwargs):
                     raise
             else:
-                return _tree(result)
-        return _tree(self._call_flat(args, kwargs))
+                return _result_as_tree(result)
+        return _result_as_tree(self._call_flat(args, kwargs))
 
     # --- arguments by structure ---
 
@@ -325,7 +325,7 @@ class CompiledFunction(Generic[P, R]):
         """Return the program for the arguments of a call, whose leaves are static if they are no arrays."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         donates = self._donates(args, kwargs, len(leaves))
-        slots = [None if is_array(leaf) else _checked(StaticLeaf(leaf)) for leaf in leaves]
+        slots = [None if is_array(leaf) else _checked_static_leaf(StaticLeaf(leaf)) for leaf in leaves]
         spec = TreeSpec(structure, slots)
         donated = tuple([d for d, slot in zip(donates, slots, strict=True) if slot is None])
         return self._programs.find((spec, donated), (), lambda: self._make_program(spec, donated, leaves))
@@ -337,7 +337,7 @@ class CompiledFunction(Generic[P, R]):
 
         def split(kept_arrays, donated_arrays=()):  # `Stage.by_parameter` uses these names
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
-            return _flat(*self._run(*spec.unflatten(next(sources[d]) for d in donated)))
+            return _flat_result(*self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
         # JAX names the program after it, in profiles and dumps.
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
@@ -455,14 +455,14 @@ class _AmbiguousArgumentsError(Exception):
     """Raised while tracing if `jax.jit` could not tell the arguments from another program's."""
 
 
-def _checked(leaf: StaticLeaf) -> StaticLeaf:
+def _checked_static_leaf(leaf: StaticLeaf) -> StaticLeaf:
     return leaf.checked("named_jit: an argument or result that is not an array")
 
 
-def _flat(result: Any, empty: Sequence[tuple[Any, NamedSharding]]) -> Any:
+def _flat_result(result: Any, empty: Sequence[tuple[Any, NamedSharding]]) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
     arrays, spec = flatten_arrays(result, (*ARRAYS, np.generic), named=False)
-    static = list(map(_checked, spec.static_leaves))
+    static = list(map(_checked_static_leaf, spec.static_leaves))
     if empty:
         shardings = {id(x): sharding for x, sharding in empty}
         found = [(i, shardings[id(x)]) for i, x in enumerate(arrays) if id(x) in shardings]
@@ -544,7 +544,7 @@ class Stage:
     @property
     def out_info(self) -> Any:
         """Return the result of the function with abstract arrays."""
-        return _tree(self._stage.out_info)
+        return _result_as_tree(self._stage.out_info)
 
     def by_parameter(self, values: Sequence[Any]) -> dict[str, Sequence[Any]]:
         """Split values for the arrays of the arguments by the parameters of the program, which are lists of arrays."""
@@ -561,18 +561,18 @@ class Stage:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._program is None:
-            return _tree(self._stage(*args, **kwargs))
+            return _result_as_tree(self._stage(*args, **kwargs))
         arrays, spec = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
                 "named_jit: this program was compiled for different arguments: pass the same tree structure and the "
                 "same non-array values."
             )
-        return _tree(self._stage(*self._program.apart(arrays)))
+        return _result_as_tree(self._stage(*self._program.apart(arrays)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
 
-def _tree(result: Any) -> Any:
+def _result_as_tree(result: Any) -> Any:
     return result.tree() if isinstance(result, FlatTree) else result

@@ -80,8 +80,8 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
     """Plan the copies between two shardings of a shape, with at most `most` bytes of pieces on a device at once."""
     limit, (own, new) = most, (s.shard_shape(shape) for s in (source, target))
     while True:
-        piece, copies = _copies(shape, itemsize, source, target, max(limit // 2, 1))
-        rounds, flight = _rounds(copies, piece != own, piece != new, math.prod(piece) * itemsize, most)
+        piece, copies = _copies_to_each_device(shape, itemsize, source, target, max(limit // 2, 1))
+        rounds, flight = _fewest_rounds(copies, piece != own, piece != new, math.prod(piece) * itemsize, most)
         if flight <= most or math.prod(piece) == 1:
             break
         limit //= 2
@@ -111,11 +111,11 @@ def _one_by_one(shape: tuple[int, ...], source: Sharding, target: Sharding) -> b
     return here == there
 
 
-def _rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tuple[tuple[Round, ...], int]:
+def _fewest_rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tuple[tuple[Round, ...], int]:
     """Return as few rounds as there can be with so many bytes of pieces on a device, and how many there are."""
     total = together = len(next(iter(copies.values())))
     while True:
-        rounds = tuple(_round(copies, i, min(i + together, total)) for i in range(0, total, together))
+        rounds = tuple(_make_round(copies, i, min(i + together, total)) for i in range(0, total, together))
         cuts = max(len(starts) for step in rounds for starts in step.cuts.values())
         flight = ((cuts if cut else 0) + (together if put else 0)) * nbytes
         if flight <= most or together == 1:
@@ -123,7 +123,7 @@ def _rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tup
         together = -(-together // 2)
 
 
-def _copies(
+def _copies_to_each_device(
     shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, most: int
 ) -> tuple[Start, Copies]:
     """Return the shape of the pieces, and what each target device gets: from which device, from where, to where.
@@ -133,23 +133,23 @@ def _copies(
     old, new = source.shard_shape(shape), target.shard_shape(shape)
     block = tuple(map(math.gcd, old, new))
     holders: dict[Start, list[Any]] = collections.defaultdict(list)
-    for device, start in _starts(source, shape).items():
+    for device, start in _shard_starts(source, shape).items():
         holders[start].append(device)
-    shards = _starts(target, shape)
+    shards = _shard_starts(target, shape)
     blocks = list(itertools.product(*map(range, [0] * len(new), new, block)))
     lacking: dict[Start, list[Any]] = collections.defaultdict(list)
     for (device, base), offset in itertools.product(shards.items(), blocks):
-        if device not in holders[_shard_of(start := _plus(base, offset), old)]:
+        if device not in holders[_shard_of(start := _sum_of_starts(base, offset), old)]:
             lacking[start].append(device)
     piece = block
     if block != old or block != new:  # a shard that moves as it is takes no other memory
-        piece = _piece(block, itemsize, len(next(iter(holders.values()))), lacking.values(), most)
+        piece = _piece_shape(block, itemsize, len(next(iter(holders.values()))), lacking.values(), most)
     # If a size does not divide the block's, the last piece overlaps the one before it a little.
     parts = [[min(i, n - m) for i in range(0, n, m)] for n, m in zip(block, piece, strict=True)]
-    ranks = {device: i for i, device in enumerate(dict.fromkeys((*_starts(source, shape), *shards)))}
+    ranks = {device: i for i, device in enumerate(dict.fromkeys((*_shard_starts(source, shape), *shards)))}
     found: Copies = {device: [] for device in shards}
     for (device, base), offset in itertools.product(shards.items(), blocks):
-        start = _plus(base, offset)
+        start = _sum_of_starts(base, offset)
         held, wanting = holders[_shard_of(start, old)], lacking[start]
         turn = sum(map(int.__floordiv__, start, block))
         inside = tuple(map(int.__mod__, start, old))
@@ -159,13 +159,13 @@ def _copies(
                 rank, (each, rest) = wanting.index(device), divmod(len(wanting), len(held))
                 # Neighbors get a block from one holder, so that a replica of the source sends to one of the target.
                 sender = held[(turn + i * len(wanting) + rank) % len(held) if rest else rank // each]
-            found[device].append((sender, _plus(inside, part), _plus(offset, part)))
+            found[device].append((sender, _sum_of_starts(inside, part), _sum_of_starts(offset, part)))
     for device, copies in found.items():  # in this order, devices send to different ones at a time
         copies.sort(key=lambda copy, rank=ranks[device]: (ranks[copy[0]] - rank) % len(ranks))
     return piece, found
 
 
-def _piece(block: Start, itemsize: int, replicas: int, lacking: Collection[list[Any]], most: int) -> Start:
+def _piece_shape(block: Start, itemsize: int, replicas: int, lacking: Collection[list[Any]], most: int) -> Start:
     """Return the shape of pieces that take at most so many bytes, and that replicas share in sending."""
     sizes = list(block)
     senders = max((min(replicas // math.gcd(replicas, len(devices)), 8) for devices in lacking), default=1)
@@ -184,15 +184,15 @@ def _shard_of(start: Start, sizes: Start) -> Start:
     return tuple(i // n * n for i, n in zip(start, sizes, strict=True))
 
 
-def _starts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Start]:
+def _shard_starts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Start]:
     return {d: tuple(i.start or 0 for i in index) for d, index in sharding.devices_indices_map(shape).items()}
 
 
-def _plus(a: Start, b: Start) -> Start:
+def _sum_of_starts(a: Start, b: Start) -> Start:
     return tuple(i + j for i, j in zip(a, b, strict=True))
 
 
-def _round(copies: Copies, first: int, last: int) -> Round:
+def _make_round(copies: Copies, first: int, last: int) -> Round:
     """Return the copies with these numbers of every target device. What several devices get is cut out once."""
     now = {device: its[first:last] for device, its in copies.items()}
     cuts: dict[Any, set[Start]] = collections.defaultdict(set)
@@ -224,21 +224,23 @@ def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax
     if not (route.cut or route.put):
         ((whole,),) = (step.sent for step in route.rounds)
         sent = [tuple((source, i, device) for source, _, device in whole) for i in range(len(arrays))]
-        moved = _sent(sent, [by_device(x) for x in arrays], kind, None if reuse else False)
+        moved = _sent_pieces(sent, [by_device(x) for x in arrays], kind, None if reuse else False)
         return [make(list(shards.values())) for shards in moved]
     found: list[jax.Array] = []
     for step in route.rounds:
         jax.block_until_ready(found)
-        cut = _cut(arrays, step, route) if route.cut or several else arrays
-        pieces = _sent(step.sent, [by_device(x) for x in cut], kind)
+        cut = _cut_pieces(arrays, step, route) if route.cut or several else arrays
+        pieces = _sent_pieces(step.sent, [by_device(x) for x in cut], kind)
         del cut
         if not (route.put or several):
             return [make(list(pieces[0].values()))]
-        found = _put(found, pieces, step, route, len(arrays)) if _of_this_process(target.device_set) else [make([])]
+        found = (
+            _put_pieces(found, pieces, step, route, len(arrays)) if _of_this_process(target.device_set) else [make([])]
+        )
     return found if len(found) == len(arrays) else found * len(arrays)
 
 
-def _cut(arrays: Sequence[Any], step: Round, route: Route) -> list[jax.Array]:
+def _cut_pieces(arrays: Sequence[Any], step: Round, route: Route) -> list[jax.Array]:
     mesh: Any = route.source.mesh
     if not _of_this_process(mesh.devices.flat):
         return []
@@ -274,7 +276,7 @@ def _cut_locally(
     return run_per_device(local, (*differ, *arrays), specs, each, source.mesh, check_vma=False)
 
 
-def _put(
+def _put_pieces(
     old: list[jax.Array], pieces: list[dict[Any, jax.Array]], step: Round, route: Route, count: int
 ) -> list[jax.Array]:
     mesh: Any = route.target.mesh
@@ -283,13 +285,13 @@ def _put(
     with jax.set_mesh(mesh):
         if route.tiled:
             grid = tuple(n // m for n, m in zip(shape, route.piece, strict=True))
-            return _tiling(route.target, grid, count)(parts)
+            return _program_that_tiles(route.target, grid, count)(parts)
         starts = np.array([[at for at, _ in step.puts[d]] for d in mesh.devices.flat], np.int32)
-        return _putting(route.target, shape)(old, parts, starts)
+        return _program_that_puts(route.target, shape)(old, parts, starts)
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiling(target: NamedSharding, grid: tuple[int, ...], count: int) -> Any:
+def _program_that_tiles(target: NamedSharding, grid: tuple[int, ...], count: int) -> Any:
     """Make a program that joins pieces to arrays, of which each device has so many pieces along each axis."""
 
     def tiled(parts: list[jax.Array]) -> jax.Array:
@@ -308,7 +310,7 @@ def _tiling(target: NamedSharding, grid: tuple[int, ...], count: int) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _putting(target: NamedSharding, shape: tuple[int, ...]) -> Any:
+def _program_that_puts(target: NamedSharding, shape: tuple[int, ...]) -> Any:
     """Make a program that puts pieces into an array, a new one or an old one."""
 
     def put(old: list[jax.Array], pieces: list[jax.Array], starts: jax.Array) -> list[jax.Array]:
@@ -325,7 +327,7 @@ def _putting(target: NamedSharding, shape: tuple[int, ...]) -> Any:
     return jax.jit(put, donate_argnums=0, out_shardings=target)
 
 
-def _sent(
+def _sent_pieces(
     sent: Sequence[Sent], parts: list[dict[Any, jax.Array]], kind: Any, may_alias: bool | None = None
 ) -> list[dict[Any, jax.Array]]:
     """Send pieces to their devices, and return them by device."""
@@ -333,7 +335,7 @@ def _sent(
     within = []
     for copies in sent:
         if any(source.process_index != device.process_index for source, _, device in copies):
-            found.append(_exchanged(copies, parts, kind))
+            found.append(_pieces_from_processes(copies, parts, kind))
         else:
             found.append({})
             here = (copy for copy in copies if copy[-1].process_index == jax.process_index())
@@ -345,7 +347,7 @@ def _sent(
     return found
 
 
-def _exchanged(sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any) -> dict[Any, jax.Array]:
+def _pieces_from_processes(sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any) -> dict[Any, jax.Array]:
     """Send pieces between processes, which takes a collective of all devices that send or receive one."""
     found: dict[Any, jax.Array] = {}
     while sent:
@@ -359,13 +361,13 @@ def _exchanged(sent: Sent, parts: list[dict[Any, jax.Array]], kind: Any) -> dict
         position = {d: n for n, d in enumerate(mesh.devices.flat)}
         with jax.set_mesh(mesh):
             pairs = tuple((position[s], position[d]) for s, (_, d) in now.items())
-            arrived = by_device(jax.block_until_ready(_permuted(joined(own, mesh), pairs, mesh)))
+            arrived = by_device(jax.block_until_ready(_permuted_shards(joined(own, mesh), pairs, mesh)))
         found |= {d: arrived[d] for _, d in now.values() if d in arrived}
     return found
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _permuted(x: jax.Array, pairs: tuple[tuple[int, int], ...], mesh: Mesh) -> jax.Array:
+def _permuted_shards(x: jax.Array, pairs: tuple[tuple[int, int], ...], mesh: Mesh) -> jax.Array:
     return per_device(lambda x: lax.ppermute(x, "device", pairs), mesh, x)
 
 

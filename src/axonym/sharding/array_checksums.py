@@ -56,12 +56,12 @@ def _sum_of_shards(x: Any) -> int:
         return 0
     mesh = in_a_row(starts)
     with jax.set_mesh(mesh):
-        sums = _sums(joined(by_device(x), mesh), np.array([*starts.values()], np.uint32), x.shape, mesh)
+        sums = _sums_of_pieces(joined(by_device(x), mesh), np.array([*starts.values()], np.uint32), x.shape, mesh)
     return int(np.sum(np.asarray(sums), dtype=np.uint32))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _sums(x: jax.Array, starts: Any, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
+def _sums_of_pieces(x: jax.Array, starts: Any, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
     def local(x: jax.Array, starts: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(x):
             x = jnp.stack([x.real, x.imag], -1)

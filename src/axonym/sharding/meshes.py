@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ..distribution.mesh_axes import AnyMesh, current_mesh, has_manual
+
+Between: TypeAlias = str | Sequence[str] | Mapping[str, int] | None
+"""The mesh axes that cross slices: a name, several in order, or how many slices lie along each."""
 
 
 def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
@@ -70,8 +74,12 @@ def make_mesh(
     *,
     explicit: bool | str | Sequence[str] = False,
     devices: Sequence[Any] | None = None,
+    between: Between = None,
 ) -> Mesh:
     """Make a mesh over the devices of all processes.
+
+    A slice is a machine of CPUs, a machine or rack of GPUs, or a slice of TPUs; between slices is a slower network. One
+    mesh axis crosses it, or a few, and the devices along all others are in one slice.
 
     Arguments:
         sizes: sizes by mesh axis, in order. One of them can be -1, for as many devices as the others leave.
@@ -79,19 +87,93 @@ def make_mesh(
         explicit: True makes all axes Explicit, so that shardings are part of types; names make only these Explicit.
             The others are Auto.
         devices: the devices to use; all of them by default.
+        between: the mesh axes that cross slices: a name, several that share the number of slices in this order, or a
+            dictionary of how many slices lie along each. By default it is the first whose size this number divides. In
+            one slice nothing is to be done.
 
     >>> axn.make_mesh({"data": -1, "model": 2}).shape["model"]
     2
     """
     by_name = dict(sizes) if isinstance(sizes, dict) else dict(zip(names or (), sizes, strict=True))
-    by_name = full_sizes(by_name, jax.device_count() if devices is None else len(devices), "make_mesh")
+    devices = list(jax.devices() if devices is None else devices)
+    by_name = full_sizes(by_name, len(devices), "make_mesh")
     chosen = (explicit,) if isinstance(explicit, str) else by_name if explicit is True else (explicit or ())
     if unknown := set(chosen) - set(by_name):
         raise ValueError(
             f"make_mesh: explicit has {', '.join(sorted(unknown))}; the mesh axes are {', '.join(by_name)}."
         )
     kinds = tuple(AxisType.Explicit if n in chosen else AxisType.Auto for n in by_name)
-    return jax.make_mesh(tuple(by_name.values()), tuple(by_name), axis_types=kinds, devices=devices)
+    grid = arranged_devices(by_name, devices[: math.prod(by_name.values())], between, "make_mesh")
+    return Mesh(grid, tuple(by_name), axis_types=kinds)
+
+
+def slices_along(mesh: Mesh) -> dict[str, int]:
+    """Return the mesh axes that cross slices, as `between` of `make_mesh`: with how many slices lie along each.
+
+    >>> axn.sharding.slices_along(axn.make_mesh({"data": -1}))
+    {}
+    """
+    numbers = np.vectorize(_slice_of, otypes=[int])(mesh.devices)
+    lines = {a: np.moveaxis(numbers, i, 0).reshape(mesh.shape[a], -1) for i, a in enumerate(mesh.axis_names)}
+    return {a: n for a, x in lines.items() if (n := len(np.unique(x, axis=0))) > 1}
+
+
+def arranged_devices(sizes: Mapping[str, int], devices: Sequence[Any], between: Between, what: str) -> np.ndarray:
+    """Return devices as a mesh of these sizes has them: slices along some axes, and neighbours near to each other."""
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(_slice_of(device), []).append(device)
+    along = _checked_between(sizes, between, slices, what)
+    outer = [along.get(n, 1) for n in sizes]
+    inner = [size // k for size, k in zip(sizes.values(), outer, strict=True)]
+    grid = np.empty([k for pair in zip(outer, inner, strict=True) for k in pair], dtype=object)
+    for at, (_, own) in zip(np.ndindex(*outer), sorted(slices.items()), strict=True):
+        grid[tuple(i for k in at for i in (k, slice(None)))] = _devices_of_a_slice(inner, own)
+    return grid.reshape(list(sizes.values()))
+
+
+def _slice_of(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def _checked_between(
+    sizes: Mapping[str, int], between: Between, slices: Mapping[int, Sequence[Any]], what: str
+) -> dict[str, int]:
+    """Return how many slices lie along mesh axes."""
+    names = [between] if isinstance(between, str) else list(between or ())
+    if unknown := [n for n in names if n not in sizes]:
+        raise ValueError(f"{what}: between has {', '.join(unknown)}; the mesh axes are {', '.join(sizes)}.")
+    if (count := len(slices)) == 1:
+        return {}
+    lengths = sorted({len(own) for own in slices.values()})
+    found = (
+        f"{what}: the devices lie in {count} slices of {' or '.join(map(str, lengths))} devices (a slice is a machine "
+        "of CPUs, a machine or rack of GPUs, or a slice of TPUs)"
+    )
+    if len(lengths) > 1:
+        raise ValueError(f"{found}, and a mesh needs as many devices of each: pass `devices`, or start more processes.")
+    out = f"Name axes that share them, as in between={tuple(sizes)[:2]!r}, or choose other sizes."
+    if between is None and not (names := [n for n, size in sizes.items() if size % count == 0][:1]):
+        raise ValueError(f"{found}, and no mesh axis of {dict(sizes)} is a multiple of {count}. {out}")
+    along, left = {}, count
+    for n in names:
+        along[n] = between[n] if isinstance(between, Mapping) else math.gcd(left, sizes[n])
+        left //= max(along[n], 1)
+    if math.prod(along.values()) != count or any(k < 1 or sizes[n] % k for n, k in along.items()):
+        raise ValueError(
+            f"{found}, which cannot be divided by between={between!r} along the sizes {dict(sizes)}. {out}"
+        )
+    return along
+
+
+def _devices_of_a_slice(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Return devices in the order of `jax.make_mesh`, or where it refuses, axes that share a dimension of a torus."""
+    names = tuple(map(str, range(len(sizes))))
+    kinds = (AxisType.Auto,) * len(sizes)
+    try:
+        return jax.make_mesh(tuple(sizes), names, axis_types=kinds, devices=devices).devices
+    except NotImplementedError:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:

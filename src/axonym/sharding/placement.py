@@ -132,7 +132,7 @@ class PlacementCheck:
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *, pads: bool = False) -> PlacementCheck:
     """Resolve a placement, and return its errors beside the leaves; the arguments are as for `resolve`."""
     leaves, structure = leaves_of(tree)
-    placements = _broadcast(placement, tree, structure, what)
+    placements = _placements_of_leaves(placement, tree, structure, what)
     # Each mapping is normalized once for all leaves.
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
@@ -150,7 +150,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
         if isinstance(given, Rule):
             # These answer with a whole mapping for each leaf, most of which is for other leaves.
             own = isinstance(given, (ParameterOrComputeMapping, ComputeMappingOrParameterRule))
-            given = _answer(given, leaf, seen, rules_see, what, problems)
+            given = _answer_of_rule(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
         given = _where_divided(leaf, given, mesh, examined.replicated) if replicates else given
@@ -238,7 +238,9 @@ class ByParameter:
         return cls(dict(zip(names, values, strict=True)))
 
 
-def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[LeafPlacement, int]]:
+def _placements_of_leaves(
+    placement: Placement, tree: Any, structure: Any, what: str
+) -> list[tuple[LeafPlacement, int]]:
     """Return the placement of each leaf, and its depth in the tree."""
     if is_placement(placement):
         placement = _for_tree(placement, tree)
@@ -301,7 +303,9 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
     return as_seen_here(mesh)
 
 
-def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> LeafPlacement:
+def _answer_of_rule(
+    rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]
+) -> LeafPlacement:
     """Return the answer of a rule for a leaf; None keeps its sharding.
 
     The rule gets the path from its own position, so that its answer for a model does not depend on the position of the
@@ -340,7 +344,7 @@ def spec_of_leaf(
     if len(entries) > len(leaf.shape) or (names is not None and len(names) != len(leaf.shape)):
         problems.append(_wrong_rank(leaf, entries))
         return None
-    spec, found = _checked(names, leaf.shape, padded(entries, len(leaf.shape)), mesh, uneven)
+    spec, found = _checked_spec(names, leaf.shape, padded(entries, len(leaf.shape)), mesh, uneven)
     problems += [f"{leaf.path} {p}" for p in found]
     return spec
 
@@ -360,7 +364,7 @@ def entries_for(leaf: Leaf, placement: LeafPlacement) -> tuple[Entry, ...] | Non
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
     """Return the errors of a spec's entries: mesh axes that are missing, used twice, or do not divide the sizes."""
     assert leaf.shape is not None
-    return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
+    return [f"{leaf.path} {p}" for p in _checked_spec(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
 
 
 _WAY_OUT = (
@@ -373,7 +377,7 @@ _WAY_OUT = (
 
 
 @functools.lru_cache(maxsize=4096)
-def _checked(
+def _checked_spec(
     names: Names | None,
     shape: tuple[int, ...],
     entries: tuple[Entry, ...],
@@ -384,7 +388,7 @@ def _checked(
     # All problems are collected, so that a user sees every one at once. Only errors read these names.
     problems = []
     taken: dict[str, str] = {}
-    array = _described(names, shape)
+    array = _describe_axes_or_shape(names, shape)
     called = [f"axis {n!r}" for n in names] if names is not None else [f"dimension {i}" for i in range(len(shape))]
     for name, size, entry in zip(called, shape, entries, strict=True):
         axes = [a for a in mesh_axes(entry) if a is not None]
@@ -455,10 +459,10 @@ def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
 def described(leaf: Leaf) -> str:
     """Describe the axes of an array, or its shape if they have no names."""
     assert leaf.shape is not None
-    return _described(leaf.names, leaf.shape)
+    return _describe_axes_or_shape(leaf.names, leaf.shape)
 
 
-def _described(names: Names | None, shape: Sequence[int]) -> str:
+def _describe_axes_or_shape(names: Names | None, shape: Sequence[int]) -> str:
     return str(tuple(shape)) if names is None else errors.describe_axes(names, shape)
 
 

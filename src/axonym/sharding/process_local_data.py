@@ -57,18 +57,18 @@ def from_process_local_data(
     """
     what = "from_process_local_data"
     check_uneven(what, uneven, replicates=False)
-    found = _mesh(what, mesh)
+    found = _mesh_with_devices(what, mesh)
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
-    parts = _parts(found, tuple(over))
+    parts = _parts_of_processes(found, tuple(over))
     pads = bool(uneven) or pads_uneven()
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
     for leaf, x in loaded:
         shape = x.shape if leaf.names is None else errors.describe_axes(leaf.names, x.shape)
-        position = _position(leaf, x.ndim, axis)
+        position = _axis_position(leaf, x.ndim, axis)
         if position is None:
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
             continue
@@ -76,11 +76,11 @@ def from_process_local_data(
         if not x.shape[position] % shards:
             made.append(functools.partial(jax.make_array_from_process_local_data, sharding, x))
         elif parts and pads:
-            made.append(functools.partial(_joined, x, sharding, position, shards, parts))
+            made.append(functools.partial(_joined_rows, x, sharding, position, shards, parts))
         else:
-            problems.append(f"{leaf.path} {shape}: {_indivisible(x.shape[position], axis, found, over, parts)}")
+            problems.append(f"{leaf.path} {shape}: {_indivisible_rows(x.shape[position], axis, found, over, parts)}")
     # Sizes that may be uneven are compared each time: with other ones, processes would wait in other programs.
-    compares = _compares(found, over, again=pads and parts > 1)
+    compares = _compares_loaded_data(found, over, again=pads and parts > 1)
     with fail_together(what) if compares else contextlib.nullcontext() as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
@@ -93,14 +93,14 @@ def from_process_local_data(
     )
 
 
-def _mesh(what: str, mesh: Mesh | None) -> Mesh:
+def _mesh_with_devices(what: str, mesh: Mesh | None) -> Mesh:
     found = with_devices(required_mesh(what, mesh))
     if not isinstance(found, Mesh):
         raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
     return found
 
 
-def _compares(mesh: Mesh, over: Sequence[str], again: bool) -> bool:
+def _compares_loaded_data(mesh: Mesh, over: Sequence[str], again: bool) -> bool:
     """Return whether processes compare the data that they have loaded: once for a mesh, or again and again."""
     return jax.process_count() > 1 and (again or (mesh, tuple(over)) not in _COMPARED)
 
@@ -109,12 +109,12 @@ def _check_parts(what: str, mesh: Mesh, over: Sequence[str], loaded: Sequence[tu
     """Raise an error if processes have loaded the wrong parts, when a mesh is used for the first time."""
     if (mesh, tuple(over)) in _COMPARED:
         return
-    if problem := _misread(mesh, over, loaded):
+    if problem := _misread_data(mesh, over, loaded):
         raise ValueError(listed(what, [problem], mesh))
     _COMPARED.append((mesh, tuple(over)))
 
 
-def _joined(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:
+def _joined_rows(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:
     """Join the rows of processes whose devices do not divide them: pad each process's, and move the padding to the end.
 
     Arguments:
@@ -145,7 +145,7 @@ def _padding_moved(
 
 
 @functools.lru_cache(maxsize=64)
-def _parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
+def _parts_of_processes(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
     """Return how many parts of an axis processes hold, of as many shards each, one after another.
 
     Return 0 if they do not, or if mesh axes are Explicit: then no size but an even one is possible.
@@ -158,7 +158,7 @@ def _parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
     return len(sizes) if len({*holders}) == len(sizes) and len({*sizes}) == 1 and not has_explicit(mesh) else 0
 
 
-def _indivisible(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], parts: int) -> str:
+def _indivisible_rows(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], parts: int) -> str:
     sizes = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
     return (
         f"{size} along axis {axis!r} cannot be sharded over {sizes}: the devices of this process hold "
@@ -175,7 +175,7 @@ def _indivisible(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], par
 _COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
 
 
-def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
+def _misread_data(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
     """Explain which data is equal in several processes but should differ, or the reverse."""
     # One exchange: of which part of the data the devices hold, whether it varies (zeros are equal everywhere), and of
     # checksums. Processes with the same part must have the same data, and processes with another part other data.
@@ -208,7 +208,7 @@ def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> set[tuple[int, ...]]:
     return {tuple([i[d] for d in dimensions]) for i in here}
 
 
-def _position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
+def _axis_position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
     """Return the position of the axis in a leaf; None if the leaf lacks it."""
     if isinstance(axis, int):
         return axis % ndim if -ndim <= axis < ndim else None

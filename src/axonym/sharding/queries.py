@@ -98,7 +98,7 @@ def pspec_for(tree: Any, placement: Placement = None, preserve_existing_sharding
     {'w': P('model',)}
     """
     leaves, structure = resolve(tree, placement, None, "pspec_for")
-    return jax.tree.unflatten(structure, [_spec(leaf, preserve_existing_shardings) for leaf in leaves])
+    return jax.tree.unflatten(structure, [_spec_of(leaf, preserve_existing_shardings) for leaf in leaves])
 
 
 def infer_resource_partitions(
@@ -121,13 +121,13 @@ def infer_resource_partitions(
     leaves, structure = resolve(tree, placement, mesh, "infer_resource_partitions")
 
     def sharding(leaf: Leaf) -> Any:
-        spec = _spec(leaf, preserve_existing_shardings)
+        spec = _spec_of(leaf, preserve_existing_shardings)
         return None if spec is None else NamedSharding(leaf.mesh or mesh, spec)
 
     return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
 
 
-def _spec(leaf: Leaf, preserve_existing: bool) -> PartitionSpec | None:
+def _spec_of(leaf: Leaf, preserve_existing: bool) -> PartitionSpec | None:
     sharding = present_sharding(leaf.value) if leaf.spec is None and preserve_existing else None
     return sharding.spec if isinstance(sharding, NamedSharding) else leaf.spec
 
@@ -229,15 +229,15 @@ def lint_mapping(
     for of_leaf, leaf in examined.given:
         _, its_leaves = given.setdefault(id(of_leaf), (of_leaf, []))
         its_leaves += [leaf] if leaf.shape is not None else []
-    findings = [finding for part, its_leaves in given.values() for finding in _unused(part, its_leaves, mesh)]
+    findings = [finding for part, its_leaves in given.values() for finding in _unused_entries(part, its_leaves, mesh)]
     findings += [Finding("problem", path, problem) for path, problem in examined.problems]
     wrong = {path for path, _ in examined.problems}
     right = [leaf for leaf in examined.leaves if leaf.path not in wrong]
-    findings += [finding for leaf in right for finding in _replicated(leaf, mesh, large)]
+    findings += [finding for leaf in right for finding in _large_replicated_leaves(leaf, mesh, large)]
     return MappingReport(tuple(findings), len(arrays))
 
 
-def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> Iterator[Finding]:
+def _unused_entries(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> Iterator[Finding]:
     """Find the entries of a placement that no leaf needs, and the mesh axes in them that do not exist."""
     placement = active_mapping() if placement is None else placement
     mapping = normalize_mapping(placement) if isinstance(placement, Mapping) else {}
@@ -249,17 +249,17 @@ def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> I
                     yield Finding("problem", name, errors.unknown_mesh_axis("lint_mapping", name, a, mesh))
 
 
-def _replicated(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Finding]:
+def _large_replicated_leaves(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Finding]:
     """Report a leaf if it is large and replicated."""
     mesh = leaf.mesh or mesh
-    if leaf.shape is None or mesh is None or _bytes(leaf) < large:
+    if leaf.shape is None or mesh is None or _leaf_bytes(leaf) < large:
         return
     if (devices := math.prod(mesh.shape.values())) > 1 and shard_count(mesh, axes_in(leaf.spec or ())) == 1:
-        size = errors.describe_bytes(_bytes(leaf))
+        size = errors.describe_bytes(_leaf_bytes(leaf))
         text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
         yield Finding("replicated", leaf.path, text)
 
 
-def _bytes(leaf: Leaf) -> int:
+def _leaf_bytes(leaf: Leaf) -> int:
     array = raw(leaf.value)
     return math.prod(leaf.shape or ()) * array.dtype.itemsize

@@ -340,9 +340,9 @@ class LogicalAxesRule(ShardingRule):
             takes the first pair whose mesh axes the array does not use yet.
         """
         found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_names)[0]
-        if wrong := [_path(path) for path, names in found if not is_axis_names(names)]:
+        if wrong := [_path_text(path) for path, names in found if not is_axis_names(names)]:
             raise TypeError(f"LogicalAxesRule: {wrong[0]} must be a tuple of names, each a string or None.")
-        self.names = {_path(path): tuple(names) for path, names in found}
+        self.names = {_path_text(path): tuple(names) for path, names in found}
         self.strict = isinstance(mapping, Mapping)
         mappings = [mapping] if self.strict else [{name: entry} for name, entry in mapping]
         self.pairs = tuple(pair for m in mappings for pair in normalize_mapping(m, "LogicalAxesRule").items())
@@ -384,7 +384,7 @@ def is_axis_names(x: Any) -> bool:
     return isinstance(x, (tuple, list, PartitionSpec)) and all(isinstance(n, str | None) for n in x)
 
 
-def _path(keys: Any) -> str:
+def _path_text(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/").removesuffix("/value") or "the array"
 
 

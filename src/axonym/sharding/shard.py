@@ -69,7 +69,7 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None, *, 
     P('data', None)
     """
     with uneven_here("shard", uneven):
-        return _shard(tree, placement, mesh, "shard", warn=True)
+        return _shard_leaves(tree, placement, mesh, "shard", warn=True)
 
 
 def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
@@ -92,8 +92,8 @@ def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -
     P(None, 'model')
     """
     if placement is None:
-        return _shard(tree, PartitionSpec(), mesh, "unshard", warn=True)
-    return _shard(tree, placement, mesh, "unshard", warn=True, undo=True)
+        return _shard_leaves(tree, PartitionSpec(), mesh, "unshard", warn=True)
+    return _shard_leaves(tree, placement, mesh, "unshard", warn=True, undo=True)
 
 
 def to_host(tree: T) -> T:
@@ -130,7 +130,7 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     >>> axn.sharding.shard_quietly(jnp.ones(2), jax.P("data"), "load").sharding.is_fully_replicated
     True
     """
-    return _shard(tree, placement, None, what, warn=False)
+    return _shard_leaves(tree, placement, None, what, warn=False)
 
 
 def store(tree: T, placement: Placement, what: str) -> T:
@@ -141,7 +141,7 @@ def store(tree: T, placement: Placement, what: str) -> T:
     ...     jax.eval_shape(lambda: store(axn.ones({"x": 3}), None, "store")).array.array.shape
     (4,)
     """
-    return _shard(tree, placement, None, what, warn=False, pads=True)
+    return _shard_leaves(tree, placement, None, what, warn=False, pads=True)
 
 
 def shardings_of_empty(tree: Any, placement: Placement, what: str) -> list[tuple[Any, NamedSharding]]:
@@ -198,7 +198,7 @@ def shard_arguments(
             f"{what}: expected a placement, or a tuple or dictionary with one for each argument, got {placement!r}."
         )
     given = ByParameter({name: values[name] for name in chosen})
-    placed = values | _shard(given, ByParameter(chosen), None, what, warn=False, arguments=True).values
+    placed = values | _shard_leaves(given, ByParameter(chosen), None, what, warn=False, arguments=True).values
     return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
 
 
@@ -246,7 +246,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
     return next((m for m in meshes if isinstance(m, Mesh)), None)
 
 
-def _shard(
+def _shard_leaves(
     tree: T,
     placement: Placement,
     mesh: AnyMesh | None,
@@ -280,10 +280,12 @@ def _shard(
         check_direction(what, active_mapping(), mesh)
     leaves, structure = resolve(tree, placement, mesh, what, pads=True)
     if undo:
-        leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
+        leaves = [dataclasses.replace(leaf, spec=_unsharding_spec(leaf.spec)) for leaf in leaves]
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
-    return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what, pads, arguments) for leaf in leaves])
+    return jax.tree.unflatten(
+        structure, [_place_leaf(leaf, leaf.mesh or mesh, what, pads, arguments) for leaf in leaves]
+    )
 
 
 def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
@@ -327,7 +329,7 @@ def _lies_by(
         return False
     leaf = Leaf((), None, names, shape)
     spec = spec_of_leaf(leaf, mapping, mesh, problems := [])
-    return spec is not None and not problems and _is(has, spec, mesh, len(shape))
+    return spec is not None and not problems and _has_spec(has, spec, mesh, len(shape))
 
 
 def warn_without_mesh(what: str, placements: Any, tree: Any, otherwise: str = "") -> None:
@@ -413,14 +415,14 @@ def _spans_processes(mesh: AnyMesh) -> bool:
     return isinstance(found, Mesh) and found.is_multi_process
 
 
-def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
+def _unsharding_spec(spec: PartitionSpec | None) -> PartitionSpec | None:
     """Return the spec that replicates the axes that a spec shards, and leaves the others unconstrained."""
     if spec is None:
         return None
     return PartitionSpec(*(None if mesh_axes(entry) else PartitionSpec.UNCONSTRAINED for entry in spec))
 
 
-def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, argument: bool) -> Any:
+def _place_leaf(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, argument: bool) -> Any:
     if leaf.spec is None or mesh is None or leaf.shape is None:
         return leaf.value
     x = raw(leaf.value)
@@ -433,7 +435,7 @@ def _put(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, argument: bool
             # Else XLA may shard an argument of the program over a part of a mesh axis, which JAX cannot read. Calls
             # from other traced functions replicate it too, though they need not: JAX keeps their programs.
             sizes = zip(padded(leaf.spec, len(shape)), shape, leaf.shape, strict=True)
-            x = _constrain(x, PartitionSpec(*(e if a == b else None for e, a, b in sizes)), mesh, what)
+            x = _constrain_array(x, PartitionSpec(*(e if a == b else None for e, a, b in sizes)), mesh, what)
     if isinstance(x, Tracer) and leaf.names is not None:
         with jax.named_scope(operation_scope("shard", (leaf.names,), leaf.names, (x,))):
             return wrap_like(put(x, leaf.spec, mesh, what), leaf.value)
@@ -450,11 +452,11 @@ def _put_padded(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMe
     """Shard an array that is stored padded."""
     assert leaf.shape is not None
     has = None if isinstance(x.array, Tracer) else x.sharding
-    spec = _closed(spec, has)
+    spec = _without_unconstrained(spec, has)
     shape = padded_shape(leaf.shape, spec, mesh)
     if not isinstance(has, NamedSharding) or not isinstance(x.array, jax.Array) or in_trace():
         y = x.unpadded()
-    elif x.array.shape == shape and _is(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
+    elif x.array.shape == shape and _has_spec(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
         return x
     else:
         stays = has.mesh == with_devices(mesh)
@@ -477,7 +479,7 @@ def _put_uneven(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMe
             "axonym.named_jit."
         )
     if inside:
-        x = _constrain(x, spec, mesh, what)
+        x = _constrain_array(x, spec, mesh, what)
         if not pads:
             return x
     with contextlib.nullcontext() if inside else jax.set_mesh(NO_DEVICES):
@@ -491,16 +493,16 @@ NO_DEVICES = Mesh(np.empty((), object), ())
 
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        spec = _closed(spec, x.sharding)
+        spec = _without_unconstrained(spec, x.sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
     if isinstance(x, Tracer):
-        return _constrain(x, spec, mesh, what)
+        return _constrain_array(x, spec, mesh, what)
     has = x.sharding if isinstance(x, jax.Array) else None
-    if isinstance(has, NamedSharding) and _is(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
+    if isinstance(has, NamedSharding) and _has_spec(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
         return x
     if in_trace():
-        return _constrain(x, spec, mesh, what)
-    spec = _closed(spec, has)
+        return _constrain_array(x, spec, mesh, what)
+    spec = _without_unconstrained(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return from_each_process(x, NamedSharding(with_devices(mesh), spec))
     x = emptied(x)
@@ -513,7 +515,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     return moved(x, NamedSharding(found, spec))
 
 
-def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
+def _without_unconstrained(spec: PartitionSpec, has: Any) -> PartitionSpec:
     """Replace the unconstrained entries of a spec by the array's current ones."""
     if PartitionSpec.UNCONSTRAINED not in spec:
         return spec
@@ -522,7 +524,7 @@ def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
+def _has_spec(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
     """Return whether an array already has a sharding. Comparing is far cheaper than asking JAX to move nothing."""
     same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
     has, wanted = ([*map(mesh_axes, padded(s, ndim))] for s in (sharding.spec, spec))
@@ -535,13 +537,13 @@ def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
     return isinstance(found, AbstractMesh) or found == sharding.mesh
 
 
-def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+def _constrain_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     passed = mesh != jax.sharding.get_abstract_mesh()
     spec = drop_manual(spec, mesh)
     types = types_of(mesh)
     kinds = set(types.values())
     if AxisType.Explicit in kinds:
-        spec = _closed(spec, jax.typeof(x).sharding)
+        spec = _without_unconstrained(spec, jax.typeof(x).sharding)
     if AxisType.Manual in kinds:
         if kinds == {AxisType.Manual} or all(entry is None for entry in spec):
             return x
@@ -556,11 +558,11 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
                 f"{what}: a mesh with Explicit axes cannot be passed inside jit, since the arrays traced there "
                 "are not on it. Activate it outside: `with jax.set_mesh(mesh): ...`."
             )
-    return _constraint(spec, mesh, passed)(x)
+    return _make_constraint(spec, mesh, passed)(x)
 
 
 @functools.lru_cache(maxsize=4096)
-def _constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callable[[Any], jax.Array]:
+def _make_constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callable[[Any], jax.Array]:
     """Make a jitted function that constrains an array to a spec.
 
     It is jitted so that it also works on tracers of eager transformations, where JAX has no rule that distinguishes the

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import itertools
 import math
+import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -75,7 +77,13 @@ class TransferPlan:
             alike[i if route is None else (route, tensor.description, tensor.source)].append(i)
             if route is not None:
                 links.update({(s.id, d.id): nbytes for (s, d), nbytes in route.links().items()})
-        self._steps = [step for its in alike.values() for step in _steps(its, tensors[its[0]].route)]
+        self._steps = [step for its in alike.values() for step in _steps_of_equal_arrays(its, tensors[its[0]].route)]
+
+    def __reduce__(self) -> Any:
+        # A tree, and not its structure: structures of Equinox modules are not equal to their own pickled copies.
+        written, tree = io.BytesIO(), jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
+        _PicklerOfDevices(written).dump((tree, self._paths, self._tensors))
+        return _unpickled_plan, (written.getvalue(),)
 
     def peak_bytes(self, *, donate: bool = False) -> int:
         """Return the most bytes that a device holds at once: old and new shards, and pieces on their way.
@@ -122,7 +130,7 @@ class TransferPlan:
         """
         leaves, structure = leaves_of(tree)
         _check_structure(leaves, structure, self._structure, self._paths, "the plan")
-        if problems := [p for i, tensor in self._tensors.items() for p in _unlike(leaves[i], tensor)]:
+        if problems := [p for i, tensor in self._tensors.items() for p in _differences_from_plan(leaves[i], tensor)]:
             raise ValueError(listed("transfer", problems, None))
         values = [raw(leaf.value) for leaf in leaves]
         before = self._sums(values) if check else {}
@@ -140,17 +148,17 @@ class TransferPlan:
         # An array that occurs twice stays one array. Other processes do not know which ones do.
         keys = {i: (id(values[i]) if jax.process_count() == 1 else i, t.target) for i, t in self._tensors.items()}
         moving = {key: values[i] for i, key in keys.items()}
-        owners = collections.Counter(b for x in moving.values() for b in _buffers(x)) if donate else {}
+        owners = collections.Counter(b for x in moving.values() for b in _buffer_addresses(x)) if donate else {}
         arrived: dict[Any, Any] = {}
         last: tuple[list[Any], list[Any]] = [], []
         for step in [*self._steps, []]:  # two of them at a time
             waiting = list(dict.fromkeys(keys[i] for i in step if keys[i] not in arrived))
             old = [moving[key] for key in waiting]
-            new = _moved(old, self._tensors[step[0]], donate) if waiting else []
+            new = _moved_arrays(old, self._tensors[step[0]], donate) if waiting else []
             arrived.update(zip(waiting, new, strict=True))
             jax.block_until_ready(last)
             for x, copy in zip(*last, strict=True) if donate else ():
-                _delete(x, copy, owners)
+                _delete_unshared(x, copy, owners)
             last = old, new
         return [arrived[keys[i]] if i in keys else x for i, x in enumerate(values)]
 
@@ -158,6 +166,27 @@ class TransferPlan:
         planned = {i: tensor for i, tensor in self._tensors.items() if tensor.source is not None}
         sums = sums_of([values[i] for i in planned], [True] * len(planned))
         return {tensor.path: one for tensor, one in zip(planned.values(), sums, strict=True)}
+
+
+class _PicklerOfDevices(pickle.Pickler):
+    """Pickles devices, which have no pickle, by their numbers."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return (obj.platform, obj.id) if isinstance(obj, jax.Device) else None
+
+
+class _UnpicklerOfDevices(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        platform, number = pid
+        for device in jax.devices(platform):
+            if device.id == number:
+                return device
+        raise pickle.UnpicklingError(f"This plan moves arrays to device {number} of {platform!r}, which is not here.")
+
+
+def _unpickled_plan(written: bytes) -> TransferPlan:
+    tree, paths, tensors = _UnpicklerOfDevices(io.BytesIO(written)).load()
+    return TransferPlan(jax.tree.structure(tree), paths, tensors)
 
 
 def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferPlan:
@@ -185,9 +214,9 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
     _check_structure(goals, other, structure, [leaf.path for leaf in leaves], "the source")
     problems, targets = [], {}
     for i, (leaf, goal) in enumerate(zip(leaves, goals, strict=True)):
-        if _description(leaf) != _description(goal):
+        if _describe_leaf(leaf) != _describe_leaf(goal):
             problems.append(
-                f"{leaf.path} is {_description(leaf)} in the source, and {_description(goal)} in the target."
+                f"{leaf.path} is {_describe_leaf(leaf)} in the source, and {_describe_leaf(goal)} in the target."
             )
         elif leaf.shape is not None:
             for which, x in (("source", raw(leaf.value)), ("target", raw(goal.value))):
@@ -200,7 +229,7 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
             targets[i] = present_sharding(goal.value)
     if problems:
         raise ValueError(listed("transfer", problems, None))
-    return _planned("transfer", leaves, structure, targets, piece_bytes)
+    return _make_plan("transfer", leaves, structure, targets, piece_bytes)
 
 
 def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_bytes: int = 2**26) -> T:
@@ -232,10 +261,10 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
             _check_values(what, leaf)
             own: Any = found if leaf.mesh is None else with_devices(leaf.mesh)
             targets[i] = NamedSharding(own, PartitionSpec() if leaf.spec is None else leaf.spec)
-    return _planned(what, leaves, structure, targets, piece_bytes)(tree, donate=True)
+    return _make_plan(what, leaves, structure, targets, piece_bytes)(tree, donate=True)
 
 
-def _planned(
+def _make_plan(
     what: str, leaves: Sequence[Leaf], structure: Any, targets: Mapping[int, Sharding], piece_bytes: int
 ) -> TransferPlan:
     with fail_together(what) as agree:
@@ -245,50 +274,50 @@ def _planned(
             agree({"number of arrays": str(len(own))})
             own = np.min(from_all_processes(np.array(own)), 0).tolist()
         tensors = {
-            i: _tensor(what, leaves[i], target, piece_bytes, each_has)
+            i: _plan_array(what, leaves[i], target, piece_bytes, each_has)
             for (i, target), each_has in zip(targets.items(), own, strict=True)
         }
         if several:
-            agree({"arrays": "\n".join(map(_told, tensors.values()))})
+            agree({"arrays": "\n".join(map(_plan_fingerprint, tensors.values()))})
     return TransferPlan(structure, [leaf.path for leaf in leaves], tensors)
 
 
 def _refuse_padded(what: str, leaf: Leaf) -> None:
     if is_padded(raw(leaf.value)):
         raise ValueError(
-            f"{what}: {leaf.path}, {_description(leaf)}, is stored padded, which plans cannot copy. Place it by "
+            f"{what}: {leaf.path}, {_describe_leaf(leaf)}, is stored padded, which plans cannot copy. Place it by "
             "`axonym.shard(tree, placement, mesh, uneven='pad')`, or gather it with `axonym.unshard` first."
         )
 
 
-def _processes(sharding: Sharding | None) -> set[int]:
+def _processes_of(sharding: Sharding | None) -> set[int]:
     return set() if sharding is None else {d.process_index for d in sharding.device_set}
 
 
 def _may_be_own(leaf: Leaf, target: Sharding) -> bool:
     """Return whether this process may have an array of its own, as has every other one: then `shard` places them."""
-    here, there = _processes(present_sharding(raw(leaf.value))), _processes(target)
+    here, there = _processes_of(present_sharding(raw(leaf.value))), _processes_of(target)
     return not here or (here == {jax.process_index()} and here < there)
 
 
-def _tensor(what: str, leaf: Leaf, target: Sharding, piece_bytes: int, each_has: bool) -> _Tensor:
+def _plan_array(what: str, leaf: Leaf, target: Sharding, piece_bytes: int, each_has: bool) -> _Tensor:
     """Plan one array; `each_has` says that every process has an array of its own."""
     x, source = raw(leaf.value), None if each_has else present_sharding(raw(leaf.value))
     _refuse_padded(what, leaf)
-    here, there = _processes(source), _processes(target)
+    here, there = _processes_of(source), _processes_of(target)
     kinds = {s.memory_kind or next(iter(s.device_set)).default_memory().kind for s in (source, target) if s is not None}
     route, plain = None, not jnp.issubdtype(x.dtype, jax.dtypes.extended) and not getattr(x, "weak_type", False)
     if isinstance(source, NamedSharding) and isinstance(target, NamedSharding) and len(kinds) == 1 and x.size and plain:
         route = route_of(tuple(x.shape), x.dtype.itemsize, source, target, max(piece_bytes // 2, 1))
     if source is not None and route is None and here | there != {jax.process_index()} and here != there:
         raise ValueError(
-            f"{what}: {leaf.path}, {_description(leaf)}, cannot go to devices of other processes. Convert random keys "
-            "with jax.random.key_data first."
+            f"{what}: {leaf.path}, {_describe_leaf(leaf)}, cannot go to devices of other processes. Convert random "
+            "keys with jax.random.key_data first."
         )
-    return _Tensor(leaf.path, _description(leaf), tuple(x.shape), x.dtype.itemsize, source, target, route)
+    return _Tensor(leaf.path, _describe_leaf(leaf), tuple(x.shape), x.dtype.itemsize, source, target, route)
 
 
-def _moved(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]:
+def _moved_arrays(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]:
     if tensor.source is None:
         return [shard(x, tensor.target) for x in arrays]
     if donate and tensor.source == tensor.target:
@@ -299,21 +328,21 @@ def _moved(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]:
     return copied(arrays, tensor.route, reuse=donate)
 
 
-def _delete(x: Any, copy: Any, owners: Mapping[Any, int]) -> None:
+def _delete_unshared(x: Any, copy: Any, owners: Mapping[Any, int]) -> None:
     """Delete an array that shares memory with no other one, nor with its copy."""
-    own = _buffers(x)
-    if own and own.isdisjoint(_buffers(copy)) and all(owners[b] == 1 for b in own):
+    own = _buffer_addresses(x)
+    if own and own.isdisjoint(_buffer_addresses(copy)) and all(owners[b] == 1 for b in own):
         x.delete()
 
 
-def _buffers(x: Any) -> set[tuple[Any, int]]:
+def _buffer_addresses(x: Any) -> set[tuple[Any, int]]:
     """Return the devices and addresses of the shards of an array; none for random keys, which are small."""
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return set()
     return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
 
 
-def _steps(numbers: list[int], route: Route | None) -> list[list[int]]:
+def _steps_of_equal_arrays(numbers: list[int], route: Route | None) -> list[list[int]]:
     """Deal out equal arrays into steps of at most two different lengths, each of which is compiled."""
     count = -(-len(numbers) // (1 if route is None else route.at_once))
     count = next((n for n in range(count, 2 * count) if len(numbers) % n == 0), count)
@@ -336,9 +365,9 @@ def _check_structure(leaves: Sequence[Leaf], found: Any, expected: Any, paths: S
     raise ValueError(f"transfer: the tree has another structure than {which}.{''.join(hints)}")
 
 
-def _unlike(leaf: Leaf, tensor: _Tensor) -> list[str]:
+def _differences_from_plan(leaf: Leaf, tensor: _Tensor) -> list[str]:
     """Return the differences between an array and what was planned."""
-    if (found := _description(leaf)) != tensor.description:
+    if (found := _describe_leaf(leaf)) != tensor.description:
         return [f"{leaf.path} is {found}, and was planned as {tensor.description}."]
     if tensor.source is None or any(d.process_index == jax.process_index() for d in tensor.source.device_set):
         _check_values("transfer", leaf)
@@ -361,11 +390,11 @@ def _has_devices(sharding: Any) -> bool:
     return sharding is not None and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
-def _description(leaf: Leaf) -> str:
+def _describe_leaf(leaf: Leaf) -> str:
     return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{described(leaf)}"
 
 
-def _told(tensor: _Tensor) -> str:
+def _plan_fingerprint(tensor: _Tensor) -> str:
     """Return one line about a tensor that is the same in all processes if they plan the same."""
     places = [
         None if s is None else sorted((d.id, str(index)) for d, index in s.devices_indices_map(tensor.shape).items())

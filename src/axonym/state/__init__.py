@@ -1,10 +1,10 @@
 """State dicts, also in PyTorch's shapes, safetensors files and distributed checkpoints."""
 
-from .asynchronous_saves import PendingCheckpoint as PendingCheckpoint, save_checkpoint_async as save_checkpoint_async
-from .checkpoint import (
-    latest_checkpoint as latest_checkpoint,
-    restore_checkpoint as restore_checkpoint,
+from .checkpoint import latest_checkpoint as latest_checkpoint, restore_checkpoint as restore_checkpoint
+from .checkpoint_saves import (
+    PendingCheckpoint as PendingCheckpoint,
     save_checkpoint as save_checkpoint,
+    save_checkpoint_async as save_checkpoint_async,
 )
 from .export import (
     flatten_modules_for_export as flatten_modules_for_export,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,9 +59,37 @@ def entry_of(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
     return about | ({"key": str(jax.random.key_impl(stored(array)))} if is_key(array) else {})
 
 
-def as_jax_array(path: str, x: Any) -> jax.Array:
+def entries_and_arrays(tree: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Return by keys the entries of leaves, and the arrays as they are written; check that all can be stored."""
+    arrays, about = {}, {}
+    for leaf in leaves_of(tree)[0]:
+        key = key_of(leaf)
+        if key in about:
+            raise ValueError(
+                f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
+            )
+        array = raw(leaf.value)
+        if is_number(array):
+            about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
+        elif is_jax_array_like(array):
+            if isinstance(stored(array), jax.ShapeDtypeStruct):
+                raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
+            if not isinstance(stored(array), jax.Array):
+                require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
+            about[key] = entry_of(leaf, array, added_layers_of(leaf, tree))
+            array = stored(array)
+            data = jax.random.key_data(array) if is_key(array) else _as_jax_array(leaf.path, array)
+            if (wider := stored_as(data.dtype)) != data.dtype:
+                about[key]["stored"], data = wider.name, data.astype(wider)
+            if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
+                arrays[key] = data
+    return about, arrays
+
+
+def _as_jax_array(path: str, x: Any) -> jax.Array:
+    """Return a JAX array; of NumPy's, which may be changed while files are written, a copy."""
     try:
-        return jnp.asarray(x)
+        return x if isinstance(x, jax.Array) else jnp.array(x)
     except TypeError:
         raise TypeError(f"save_checkpoint: {path} has the dtype {x.dtype}, which JAX does not have.") from None
 
@@ -76,6 +105,47 @@ def stored_as(dtype: Any) -> np.dtype[Any]:
             return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
         return np.dtype(np.float16)
     return dtype
+
+
+def stored_entries(folder: Any) -> dict[str, Any]:
+    """Read the entries of a checkpoint; refuse a file that `entry_of` cannot have written."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "about" / "metadata").read_bytes())
+        wrong = [key for key, entry in found.items() if not _is_entry(entry)]
+        if not wrong:
+            return found
+        reason = f"has no right entry for {wrong[0]!r}"
+    except (ValueError, AttributeError, RecursionError):
+        reason = "is no table of arrays"
+    except OSError as e:
+        reason = f"cannot be opened: {e.strerror}"
+    raise ValueError(f"restore_checkpoint: {folder} cannot be read: about/metadata {reason}.")
+
+
+def _is_entry(entry: Any) -> bool:
+    try:
+        if "number" in entry:
+            number = entry["number"]
+            return all(type(x) in (bool, int, float) for x in (number if type(number) is list else [number])) and (
+                type(number) is not list or len(number) == 2
+            )
+        names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
+        if "key" in entry:
+            known = dtype == str(jax.eval_shape(lambda: jax.random.key(0, impl=entry["key"])).dtype)
+        else:
+            known = all(
+                type(entry.get(k, "")) is str and jnp.dtype(entry[k]) for k in entry.keys() & {"dtype", "stored"}
+            )
+        return (
+            bool(known)
+            and all(type(size) is int and size >= 0 for size in shape)
+            and (
+                names is None
+                or (len({*names}) == len(names) == len(shape) and all(type(name) is str for name in names))
+            )
+        )
+    except Exception:  # of JAX, for words that are no dtype or no kind of key
+        return False
 
 
 # --- matching a checkpoint with a template ---

@@ -1,4 +1,4 @@
-"""Save and restore distributed checkpoints with Orbax.
+"""Restore distributed checkpoints with Orbax, and find the latest one.
 
 Every process writes its own shards of the arrays and reads the shards it needs. A checkpoint can be restored on another
 mesh or under another mapping than it was written with. The checkpoint also stores each array's axis names: restoring
@@ -11,7 +11,6 @@ Orbax is an optional dependency, `axonym[checkpoint]`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import os
@@ -31,41 +30,12 @@ from ..sharding.leaves import is_placed_whole
 from ..sharding.mapping import Uneven, check_uneven, uneven_here
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Placement
-from ._checkpoint_entries import as_stored, key_of, restored_leaf
-from ._checkpoint_writing import all_or_nothing, described, require_orbax, write
-from ._orbax_output import UNFINISHED, quiet
-from .asynchronous_saves import claimed
+from ._checkpoint_entries import as_stored, key_of, restored_leaf, stored_entries
+from .checkpoint_saves import UNFINISHED, orbax_path, require_orbax
 from .file_checksums import as_folder, damage_of, listed_damage
 from .sharded_reading import shardings_of, stored_shape
 
 T = TypeVar("T")
-
-
-def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
-    """Write a tree to a checkpoint, which is a folder.
-
-    The folder appears once it is complete and is never overwritten, so a run that is killed while saving still has its
-    previous checkpoint. Give every checkpoint its own name, such as the step number; see `latest_checkpoint`. With
-    several processes, all of them must call this function; if one fails, all of them raise the same error.
-
-    Arguments:
-        path: the folder, which must not exist yet.
-        tree: any tree, such as a model, the state of an optimizer and the step number. Leaves that are neither arrays
-            nor numbers are left out.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     axn.state.save_checkpoint(f"{folder}/100", {"w": axn.ones({"embed": 2}), "step": 100})
-    ...     axn.state.restore_checkpoint(f"{folder}/100", {"w": axn.zeros({"embed": 2}), "step": 0})
-    {'step': 100, 'w': NamedArray(float32[embed=2], [1. 1.])}
-    """
-    with contextlib.ExitStack() as claim:
-        with fail_together("save_checkpoint") as agree:
-            path, about, arrays = described(path, tree)
-            claim.enter_context(claimed(path))
-            agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
-        with all_or_nothing(path), fail_together("save_checkpoint") as agree:
-            write(path, about, arrays, agree)
 
 
 @fail_together("restore_checkpoint")
@@ -116,37 +86,36 @@ def restore_checkpoint(
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
     if verify and (damage := damage_of(folder, jax.process_index(), jax.process_count())):
         raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
-    with quiet(), _reader(orbax) as checkpointer:
-        about = _read(checkpointer, path, orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
-        stored = as_stored(template, about, strict, ignore)
-        with uneven_here("restore_checkpoint", uneven):
-            leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
-        replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
-        wanted, with_added = {}, set[str]()
-        for leaf, _, sharding in leaves:
-            # Orbax knows neither named arrays nor typed keys: it reads raw arrays, of which `restored_leaf` makes them.
-            if leaf.shape is not None and "shape" in about.get(key_of(leaf), {}):
-                array = raw(leaf.value)
-                data = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
-                target = replicated if sharding is None else sharding
-                # Orbax would wrap integers that do not fit.
-                is_integer = jnp.issubdtype(data.dtype, jnp.integer) and not is_key(array)
-                entry = about[key_of(leaf)]
-                dtype = entry.get("stored", entry["dtype"] if is_integer else data.dtype)
-                dtype = jax.dtypes.canonicalize_dtype(dtype)
-                shape = stored_shape(leaf.shape, sharding)
-                shape_of_data = (*shape, *data.shape[len(shape) :])
-                wanted[key_of(leaf)] = jax.ShapeDtypeStruct(shape_of_data, dtype, sharding=target)
-                if list(shape) != entry["shape"]:
-                    with_added.add(key_of(leaf))
-        arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
-        wanted = {key: x for key, x in wanted.items() if key not in arrays}
-        if wanted:
-            restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
-            for key in with_added:  # Orbax fills them up with zeros
-                restore_args[key] = dataclasses.replace(restore_args[key], strict=False)
-            restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-            arrays |= _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
+    about = stored_entries(folder)
+    stored = as_stored(template, about, strict, ignore)
+    with uneven_here("restore_checkpoint", uneven):
+        leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
+    replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
+    wanted, with_added = {}, set[str]()
+    for leaf, _, sharding in leaves:
+        # Orbax knows neither named arrays nor typed keys: it reads raw arrays, of which `restored_leaf` makes them.
+        if leaf.shape is not None and "shape" in about.get(key_of(leaf), {}):
+            array = raw(leaf.value)
+            data = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
+            target = replicated if sharding is None else sharding
+            # Orbax would wrap integers that do not fit.
+            is_integer = jnp.issubdtype(data.dtype, jnp.integer) and not is_key(array)
+            entry = about[key_of(leaf)]
+            dtype = entry.get("stored", entry["dtype"] if is_integer else data.dtype)
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+            shape = stored_shape(leaf.shape, sharding)
+            shape_of_data = (*shape, *data.shape[len(shape) :])
+            wanted[key_of(leaf)] = jax.ShapeDtypeStruct(shape_of_data, dtype, sharding=target)
+            if list(shape) != entry["shape"]:
+                with_added.add(key_of(leaf))
+    arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
+    wanted = {key: x for key, x in wanted.items() if key not in arrays}
+    if wanted:
+        restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
+        for key in with_added:  # Orbax fills them up with zeros
+            restore_args[key] = dataclasses.replace(restore_args[key], strict=False)
+        restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+        arrays |= _read_arrays(orbax, path, restore)
     results = [restored_leaf(leaf, mine, about.get(key_of(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=is_placed_whole), results)
 
@@ -156,35 +125,25 @@ def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(x.shape, x.sharding, lambda index: np.zeros(x.shape, x.dtype)[index])
 
 
-def _reader(orbax: Any) -> Any:
-    """Return the Orbax reader of checkpoints without its own barriers, which a process that fails would not reach."""
+def _read_arrays(orbax: Any, path: str, what: Any) -> dict[str, jax.Array]:
+    """Read arrays without the barriers of Orbax, which a process that fails would not reach."""
     alone = orbax.options.MultiprocessingOptions(active_processes={jax.process_index()})
-    arrays = orbax.type_handlers.ArrayHandler()
-    deserialize = arrays.deserialize
 
-    async def deserialize_all(*args: Any, **kwargs: Any) -> Any:
-        """Wait for all reads if one fails: TensorStore would print a traceback for each that ends later."""
-        before = asyncio.all_tasks()
-        try:
-            return await deserialize(*args, **kwargs)
-        except Exception:
-            if left := asyncio.all_tasks() - before:
-                await asyncio.wait(left, timeout=60)
-            raise
+    class Reads(orbax.type_handlers.ArrayHandler):
+        async def deserialize(self, *args: Any, **kwargs: Any) -> Any:
+            """Wait for all reads if one fails: TensorStore would print a traceback for each that ends later."""
+            before = asyncio.all_tasks()
+            try:
+                return await super().deserialize(*args, **kwargs)
+            except Exception:
+                if left := asyncio.all_tasks() - before:
+                    await asyncio.wait(left, timeout=60)
+                raise
 
-    arrays.deserialize = deserialize_all
-    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    handler = orbax.CompositeCheckpointHandler(
-        about=orbax.JsonCheckpointHandler(multiprocessing_options=alone),
-        arrays=orbax.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=alone),
-        composite_options=orbax.CompositeOptions(multiprocessing_options=alone),
-    )
-    return orbax.Checkpointer(handler, multiprocessing_options=alone)
-
-
-def _read(checkpointer: Any, path: str, what: Any) -> Any:
+    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, Reads()))
+    handler = orbax.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=alone)
     try:
-        return checkpointer.restore(path, args=what)
+        return handler.restore(orbax_path(as_folder(path) / "arrays"), args=what)
     except jax.errors.JaxRuntimeError:  # too little memory
         raise
     except Exception as e:  # Orbax and TensorStore have their own errors, with everything they know about an array

@@ -24,8 +24,6 @@ CHECKSUMS = "checksums.json"
 _PART = "checksums.process_{}.json"
 
 _SMALLEST_BLOCK, _MOST_BLOCKS = 2**14, 4096
-_NOT_CHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", CHECKSUMS}
-"""Files beside the arrays that have no values, and that Orbax writes after the checksums."""
 _THREADS = min(32, 4 * (os.cpu_count() or 1))  # a thread reads while another computes
 
 
@@ -47,7 +45,7 @@ def write_checksums_of_process(folder: Any, process: int) -> None:
 
 
 def _is_checked(path: Any, folder: Any, known: Files) -> bool:
-    return path.relative_to(folder).as_posix() not in known and (path.parent != folder or path.name not in _NOT_CHECKED)
+    return path.relative_to(folder).as_posix() not in known and path != folder / CHECKSUMS
 
 
 def _checksums(folder: Any, paths: Iterable[Any]) -> Files:
@@ -65,11 +63,11 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
     try:
         content = json.loads((folder / CHECKSUMS).read_bytes())
         files: Files = content["files"]
-        if content["sum"] != _sum_of(files):
+        if content["sum"] != _sum_of(files) or not all(map(_is_of_a_file, files, files.values())):
             raise ValueError
     except FileNotFoundError:
         return [f"{CHECKSUMS} is missing, as after a partial copy; restore_checkpoint has verify=False for this"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return [f"{CHECKSUMS} differs from what was written"]
     # By size, so that the processes read about the same number of bytes.
     mine = sorted(files, key=lambda name: -files[name][0])[process::processes]
@@ -83,6 +81,17 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
         elif wrong := [i for i, (a, b) in enumerate(zip(sums, expected, strict=True)) if a != b]:
             problems.append(f"{name} differs from what was written{_owners(folder, name, block, wrong)}")
     return problems
+
+
+def _is_of_a_file(name: str, found: Any) -> bool:
+    """Return whether this can be the size, the block size and the checksums of a file in the folder."""
+    size, block, sums = found
+    return (
+        not {"", ".."} & {*name.split("/")}
+        and all(type(x) is int for x in (size, block, *sums))
+        and block > 0
+        and len(sums) == -(-size // block)
+    )
 
 
 def verify(path: str | os.PathLike[str]) -> None:

@@ -121,23 +121,25 @@ def conform(
             before = slot if isinstance(slot, StaticLeaf) else next(expected)
             after = new if isinstance(new, StaticLeaf) else next(given)
             if not _same_static(before, after):
-                problems.append((i, f"{_kind(slot, before)} and {words.after} {_kind(new, after)}", _STATIC))
+                problems.append(
+                    (i, f"{_describe_slot(slot, before)} and {words.after} {_describe_slot(new, after)}", _STATIC)
+                )
             continue
         before, after = next(expected), next(given)
         if slot and new and set(slot) == set(new):
             after, new = _kernels.transpose_to(after, new, slot), slot
         # A value that is the same on all devices may take the place of a device-varying one, but not the reverse.
         after = vary_like(after, before)
-        remedy = _difference(words, slot, before, new, jax.typeof(after), settles)
+        remedy = _describe_difference(words, slot, before, new, jax.typeof(after), settles)
         if remedy and settles and _starts_otherwise(slot, before, new, jax.typeof(after)):
             moved = True
         elif remedy:
-            shown = f"{_described(slot, before)} and {words.after} {_described(new, jax.typeof(after))}"
+            shown = f"{_describe_type(slot, before)} and {words.after} {_describe_type(new, jax.typeof(after))}"
             problems.append((i, shown, remedy))
         result.append(after)
     if problems:
         paths = spec.paths()
-        raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
+        raise TypeError(_list_problems(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
     if moved:
         pairs = [(before, jax.typeof(x)) for before, x in zip(types, result, strict=True)]
         added = [sorted(varying_axes(after) - varying_axes(before)) for before, after in pairs]
@@ -155,13 +157,13 @@ def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after:
     """Return whether the second array differs only by being sharded, or device-varying, over more mesh axes."""
     if slot != new or before.shape != after.shape:
         return False
-    was, now = _entries(before), _entries(after)
-    same_dtype = before.dtype == after.dtype or _yields(before, after)
+    was, now = _explicit_entries(before), _explicit_entries(after)
+    same_dtype = before.dtype == after.dtype or _takes_dtype_of(before, after)
     # A prefix: mesh axes may only be added, so that `settled` ends.
     return same_dtype and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
 
 
-def _difference(
+def _describe_difference(
     words: MismatchMessages, slot: Names | None, before: Any, new: Names | None, after: Any, promoted: bool
 ) -> str | None:
     """Return advice about two arrays of different types; None if they agree."""
@@ -169,11 +171,11 @@ def _difference(
         return _AXES
     if before.shape != after.shape:
         return _SIZES
-    if before.dtype != after.dtype and not (promoted and _yields(before, after)):
+    if before.dtype != after.dtype and not (promoted and _takes_dtype_of(before, after)):
         return f"Cast it with `.astype({before.dtype})`, or the other to {after.dtype}."
-    if _entries(before) != _entries(after):
-        return _moved(new, before, after) + words.remedy.format(
-            before=_placement(slot, before), after=_placement(new, after)
+    if _explicit_entries(before) != _explicit_entries(after):
+        return _describe_moves(new, before, after) + words.remedy.format(
+            before=_placement_text(slot, before), after=_placement_text(new, after)
         )
     if axes := sorted(varying_axes(after) - varying_axes(before)):
         return f"Inside `shard_map`, make the other differ, too: `jax.lax.pcast(..., {tuple(axes)}, to='varying')`."
@@ -185,57 +187,57 @@ _SIZES = "Both need the same sizes."
 _STATIC = "Values that are not arrays cannot change."
 
 
-def _moved(names: Names | None, before: Any, after: Any) -> str:
+def _describe_moves(names: Names | None, before: Any, after: Any) -> str:
     """Describe how shardings differ: list the axes that are sharded differently."""
     moves = []
-    for i, (was, now) in enumerate(zip(_entries(before), _entries(after), strict=True)):
+    for i, (was, now) in enumerate(zip(_explicit_entries(before), _explicit_entries(after), strict=True)):
         if was != now:
             axis = repr(names[i]) if names else f"dimension {i}"
-            moves.append(f"{axis} is {_over(now)} where it was {_over(was)}")
+            moves.append(f"{axis} is {_sharded_over_text(now)} where it was {_sharded_over_text(was)}")
     return f"Here {' and '.join(moves)}, and on Explicit mesh axes that is part of the type. "
 
 
-def _over(axes: tuple[str, ...]) -> str:
+def _sharded_over_text(axes: tuple[str, ...]) -> str:
     return f"sharded over {' and '.join(map(repr, axes))}" if axes else "replicated"
 
 
-def _placement(names: Names | None, aval: Any) -> str:
+def _placement_text(names: Names | None, aval: Any) -> str:
     """Return the sharding of an array as users write it."""
-    entries = [entry_of(axes) for axes in _entries(aval)]
+    entries = [entry_of(axes) for axes in _explicit_entries(aval)]
     if not names:
         return str(jax.sharding.PartitionSpec(*entries))
     return str(dict(zip(names, entries, strict=True)))
 
 
-def _yields(weak: Any, other: Any) -> bool:
+def _takes_dtype_of(weak: Any, other: Any) -> bool:
     """Return whether a Python number, which has a weak type, takes the dtype of another array."""
     kinds = (jnp.bool_, bool), (jnp.integer, int), (jnp.floating, float), (jnp.complexfloating, complex)
     number = next((number for kind, number in kinds if jnp.issubdtype(weak.dtype, kind)), None)
     return weak.weak_type and number is not None and jnp.result_type(number, other.dtype) == other.dtype
 
 
-def _entries(aval: Any) -> tuple[tuple[str, ...], ...]:
+def _explicit_entries(aval: Any) -> tuple[tuple[str, ...], ...]:
     """Return the Explicit mesh axes that each axis of an array is sharded over."""
     return tuple(map(mesh_axes, padded(aval.sharding.spec, len(aval.shape))))
 
 
-def _described(names: Names | None, aval: Any) -> str:
+def _describe_type(names: Names | None, aval: Any) -> str:
     varying = sorted(varying_axes(aval))
     differs = f" that differs along mesh axis {errors.quoted(varying)}" if varying else ""
     kind = "" if names is not None or not aval.shape else "raw "
-    return f"{kind}{errors.describe_sharded(aval.dtype, names, aval.shape, _entries(aval))}{differs}"
+    return f"{kind}{errors.describe_sharded(aval.dtype, names, aval.shape, _explicit_entries(aval))}{differs}"
 
 
-def _kind(slot: Slot, leaf: Any) -> str:
+def _describe_slot(slot: Slot, leaf: Any) -> str:
     if isinstance(slot, StaticLeaf):
         value = slot.value
         if value is None or isinstance(value, (bool, int, float, complex, str)):
             return repr(value)
         return f"a {type(value).__name__}" + (f" {value.__name__}" if hasattr(value, "__name__") else "")
-    return _described(slot, leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf))
+    return _describe_type(slot, leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf))
 
 
-def _listed(what: str, words: MismatchMessages, problems: Sequence[tuple[str, str, str]]) -> str:
+def _list_problems(what: str, words: MismatchMessages, problems: Sequence[tuple[str, str, str]]) -> str:
     lines = [f"{words.tree}{path} {words.before} {shown}. {remedy}" for path, shown, remedy in problems]
     return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what}:" + "".join(f"\n  {line}" for line in lines)
 
@@ -248,8 +250,8 @@ def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: 
     if not gone and not new:
         was, became = _where_they_differ(spec.structure, found.structure)
         return f"{start}, but a part of it {words.before} {was} and {words.after} {became}."
-    parts = [f"{_paths(words, gone)} {words.only_before}"] if gone else []
-    parts += [f"{_paths(words, new)} {words.only_after}"] if new else []
+    parts = [f"{_list_paths(words, gone)} {words.only_before}"] if gone else []
+    parts += [f"{_list_paths(words, new)} {words.only_after}"] if new else []
     return f"{start}, but {' and '.join(parts)}."
 
 
@@ -264,5 +266,5 @@ def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
         a, b = differing[0]
 
 
-def _paths(words: MismatchMessages, paths: Sequence[str]) -> str:
+def _list_paths(words: MismatchMessages, paths: Sequence[str]) -> str:
     return ", ".join(f"{words.tree}{path}" for path in paths)

@@ -101,11 +101,11 @@ def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence
     the arguments of the function, arrays of all kinds, and `after` its results.
     """
     taken = {a for name, size in sizes.items() for a in mapped_to(what, name, size, AxisType.Explicit)}
-    if taken and any(axis in taken for _, axis in _placed(after) - _placed(before)):
+    if taken and any(axis in taken for _, axis in _sharded_pairs(after) - _sharded_pairs(before)):
         raise ValueError(collision(what, tuple(sizes)))
 
 
-def _placed(leaves: Sequence[Any]) -> set[tuple[str, str]]:
+def _sharded_pairs(leaves: Sequence[Any]) -> set[tuple[str, str]]:
     """Return all pairs of an axis of a named array and a mesh axis that it is sharded over."""
     arrays = [x for x in leaves if isinstance(x, NamedArray) and is_array(x.array)]
     pairs = [pair for x in arrays for pair in zip(x.names, entries_of(x.array), strict=True)]

@@ -49,7 +49,7 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
         body_fn, cond_fn = functions(held)
 
         def going(carry: list[Any]) -> Any:
-            return _scalar("while_loop", "the condition", cond_fn(spec.unflatten(carry)))
+            return _raw_condition("while_loop", "the condition", cond_fn(spec.unflatten(carry)))
 
         def body(carry: list[Any]) -> list[Any]:
             types = [jax.typeof(c) for c in carry]
@@ -77,7 +77,7 @@ def fori_loop(lower: NamedOrNumeric, upper: NamedOrNumeric, body_fn: Callable[[A
     NamedArray(float32[x=2], [4. 4.])
     """
     arrays, spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
-    bounds = _scalar("fori_loop", "`lower`", lower), _scalar("fori_loop", "`upper`", upper)
+    bounds = _raw_condition("fori_loop", "`lower`", lower), _raw_condition("fori_loop", "`upper`", upper)
     # Static bounds are part of the program: JAX differentiates a loop only if it knows the number of steps.
     static = tuple(map(int, bounds)) if all(isinstance(bound, (int, np.integer)) for bound in bounds) else None
     functions = Functions(body_fn)
@@ -109,7 +109,7 @@ def cond(pred: NamedOrNumeric, true_fn: Callable[[*Ts], R], false_fn: Callable[[
     >>> axn.cond(x.sum() > 2, lambda x: x * 10, lambda x: -x, x)
     NamedArray(int32[x=3], [ 0 10 20])
     """
-    return _choose("cond", _scalar("cond", "the predicate", pred), (true_fn, false_fn), operands)
+    return _choose_branch("cond", _raw_condition("cond", "the predicate", pred), (true_fn, false_fn), operands)
 
 
 def switch(index: NamedOrNumeric, branches: Sequence[Callable[[*Ts], R]], *operands: *Ts) -> R:
@@ -124,10 +124,10 @@ def switch(index: NamedOrNumeric, branches: Sequence[Callable[[*Ts], R]], *opera
     """
     if not branches:
         raise ValueError("switch: expected at least one branch.")
-    return _choose("switch", _scalar("switch", "the index", index), branches, operands)
+    return _choose_branch("switch", _raw_condition("switch", "the index", index), branches, operands)
 
 
-def _choose(what: str, which: Any, branches: Sequence[Callable[..., Any]], operands: tuple[Any, ...]) -> Any:
+def _choose_branch(what: str, which: Any, branches: Sequence[Callable[..., Any]], operands: tuple[Any, ...]) -> Any:
     arrays, spec = flatten_arrays(operands, ARRAYS_AND_NUMBERS)
     functions = Functions(*branches)
     return functions.compiled(_build_choice, what, spec)(functions.arrays, which, arrays).tree()
@@ -172,7 +172,7 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
     return jax.jit(run, inline=INLINE)
 
 
-def _scalar(what: str, which: str, x: Any) -> Any:
+def _raw_condition(what: str, which: str, x: Any) -> Any:
     """Return the raw array of an argument that must be a scalar."""
     if isinstance(x, NamedArray):
         if x.names:

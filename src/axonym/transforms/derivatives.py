@@ -89,7 +89,7 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
             result = fn(*argument.filled(arrays), **kwargs)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"grad: with `has_aux`, the function returns a pair, got {type(result).__name__}.")
-            return _scalar(result[0] if has_aux else result), result
+            return _raw_result(result[0] if has_aux else result), result
 
         # The result is auxiliary, so that it comes back as the function gave it: named, or in a pair.
         (_, result), gradients = jax.value_and_grad(scalar, has_aux=True)(argument.arrays)
@@ -131,7 +131,7 @@ def jacobian(fn: Callable[P, Any], argnums: ArgNums = 0, *, prefix: str = "d_") 
         rows = (jax.jacrev if elements[0] < elements[1] else jax.jacfwd)(arrays_of)(argument.arrays)
         spec = specs[0]
         entries = iter(
-            argument.like(_entry(x, of, by, prefix) for x, by in zip(row, argument.names, strict=True))
+            argument.like(_jacobian_entry(x, of, by, prefix) for x, by in zip(row, argument.names, strict=True))
             for row, of in zip(rows, spec.names, strict=True)
         )
         leaves = [None if isinstance(slot, StaticLeaf) else next(entries) for slot in spec.slots]
@@ -201,7 +201,7 @@ class _Argument:
         return tree[0] if self._single else tuple(tree)
 
 
-def _scalar(value: Any) -> Any:
+def _raw_result(value: Any) -> Any:
     """Convert the result of a function to differentiate to a raw scalar."""
     shape = getattr(value, "shape", None) if not isinstance(value, (int, float, complex)) else ()
     if shape is None or len(shape):
@@ -210,7 +210,7 @@ def _scalar(value: Any) -> Any:
     return raw(value)
 
 
-def _entry(x: Any, of: Names | None, by: Names | None, prefix: str) -> Any:
+def _jacobian_entry(x: Any, of: Names | None, by: Names | None, prefix: str) -> Any:
     """Name the axes of the Jacobian of one array with respect to another."""
     if of is None and by is None:
         return x

@@ -128,7 +128,7 @@ def lift(
         return lambda decorated: lift(decorated, fn, **axes)
     if not callable(fn):
         raise TypeError(f"lift: expected a function, got {type(fn).__name__}.")
-    what = f"lift({_name(fn)})"
+    what = f"lift({_function_name(fn)})"
     signature = _make_signature(what, spec, in_axes, out_axes)
     _check_aliases(what, signature, axes)
     known = {**dict(signature.axes), **axes}
@@ -142,7 +142,7 @@ def lift(
         held = [*functions.arrays, *given.handed_on]
         aliases = tuple({**known, **here}.items())
         plan = _LiftPlan(what, signature, len(functions.arrays), tuple(map(jnp.ndim, held)), given.names, aliases)
-        kernel = functions.compiled(_build, plan, given.static)
+        kernel = functions.compiled(_build_lifted_kernel, plan, given.static)
         try:
             return wrap_result(kernel.call(*held, *given.operands), kernel.names)
         except Exception as e:
@@ -154,10 +154,10 @@ def lift(
     return functools.update_wrapper(lifted, fn, updated=())
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _function_name(fn: Callable[..., Any]) -> str:
     """Return the name of a function for messages."""
     if isinstance(fn, functools.partial):
-        return _name(fn.func)
+        return _function_name(fn.func)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
@@ -384,21 +384,21 @@ class _LiftPlan:
     aliases: tuple[tuple[str, AxisSelector], ...]
 
 
-def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kernels.Kernel:
+def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kernels.Kernel:
     """Make a kernel for the arrays that are not mapped over, and for operands of the given names."""
     what, signature, in_names, aliases = plan.what, plan.signature, plan.in_names, plan.aliases
     count = len(plan.ranks)
     axes = {word: word for word in signature.words} | dict(aliases)
-    own = [_names(axes, term) for term in signature.terms]
+    own = [_names_of_words(axes, term) for term in signature.terms]
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
         # A kernel that raises: the message shows sizes, and only a call has arrays.
         return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
     rest = [names_without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
     _check_one_meaning(what, signature, axes, rest, all_own)
-    layout = _layout(what, in_names, rest, bool(all_own))
+    layout = _layout_of_results(what, in_names, rest, bool(all_own))
     mapped = tuple(n for n in layout if any(n in names for names in rest))
-    out_own = [_names(axes, term) for term in signature.outputs]
+    out_own = [_names_of_words(axes, term) for term in signature.outputs]
     out_names = tuple(_out_names(what, layout, mapped, names) for names in out_own)
 
     def one(sizes, held, *arrays):
@@ -412,10 +412,10 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
         try:
             results = fn(*args, **kwargs)
         except Exception as e:
-            e.add_note(_seen(what, own, operands, mapped))
+            e.add_note(_describe_arguments(what, own, operands, mapped))
             raise
         results = _checked_results(what, signature, axes, operands, results)
-        _mapped_axis.check_placed_elsewhere(what, sizes, _named(operands, own), _named(results, out_own))
+        _mapped_axis.check_placed_elsewhere(what, sizes, _named_arrays(operands, own), _named_arrays(results, out_own))
         return tuple(
             _kernels.transpose_to(r, names, names_without(out, *mapped))
             for r, names, out in zip(results, out_own, out_names, strict=True)
@@ -451,7 +451,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
     )
 
 
-def _seen(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
+def _describe_arguments(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
     """Describe the arguments of the function."""
     types = [jax.typeof(x) for x in operands]
     listed = ", ".join(f"{t.dtype}{errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
@@ -459,15 +459,15 @@ def _seen(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Name
     return f"{what}: raised by the function on {listed}{over}."
 
 
-def _named(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
+def _named_arrays(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
     return [wrap(x, n) for x, n in zip(arrays, names, strict=True)]
 
 
-def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
+def _names_of_words(axes: Mapping[str, AxisSelector], words: Names) -> Names:
     return tuple(name_of(axes[w]) for w in words)
 
 
-def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
+def _layout_of_results(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
     """Return the axes whose order the results keep: the axes of the first operand that has all mapped axes."""
     every = set().union(*rest)
     for names, mapped in zip(in_names, rest, strict=True):
@@ -518,16 +518,18 @@ def _checked_results(
 ) -> list[Any]:
     """Check that the results of the function are arrays with the axes of the spec."""
     if isinstance(results, (tuple, list)) != signature.several:
-        raise TypeError(f"{what}: the function returned {_described(results)}, {_wanted(signature)}.")
+        raise TypeError(f"{what}: the function returned {_describe_results(results)}, {_wanted_results(signature)}.")
     found = list(results) if signature.several else [results]
     if len(found) != len(signature.outputs):
-        raise ValueError(f"{what}: the function returned {_described(results)}, {_wanted(signature)}.")
+        raise ValueError(f"{what}: the function returned {_describe_results(results)}, {_wanted_results(signature)}.")
     sizes = {
         w: s for term, x in zip(signature.terms, operands, strict=True) for w, s in zip(term, x.shape, strict=True)
     }
     for i, (term, result) in enumerate(zip(signature.outputs, found, strict=True)):
         if not isinstance(result, _NUMERIC):
-            raise TypeError(f"{what}: the function returned {_described(result)}, where it should return raw arrays.")
+            raise TypeError(
+                f"{what}: the function returned {_describe_results(result)}, where it should return raw arrays."
+            )
         found[i] = result = jnp.asarray(result)
         if result.ndim != len(term):
             raise ValueError(
@@ -544,13 +546,13 @@ def _checked_results(
     return found
 
 
-def _described(results: Any) -> str:
+def _describe_results(results: Any) -> str:
     if isinstance(results, (tuple, list)):
         return errors.counted(len(results), "result")
     return "one array" if isinstance(results, jax.Array) else f"a {type(results).__name__}"
 
 
-def _wanted(signature: _Signature) -> str:
+def _wanted_results(signature: _Signature) -> str:
     return f"where the spec has {len(signature.outputs)} result{'s' if signature.several else ''}"
 
 

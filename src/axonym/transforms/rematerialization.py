@@ -72,7 +72,7 @@ class ScanCheckpointPolicy:
                 raise TypeError(f"ScanCheckpointPolicy: {field} takes a list of names, as in {field}=[{given!r}].")
             if not isinstance(given, bool):
                 object.__setattr__(self, field, tuple(given))
-        problem = _contradiction(self)
+        problem = _policy_contradiction(self)
         if problem:
             raise ValueError(f"ScanCheckpointPolicy: {problem}")
 
@@ -182,7 +182,7 @@ class ScanCheckpointPolicy:
         return self.nested
 
 
-def _contradiction(policy: ScanCheckpointPolicy) -> str | None:
+def _policy_contradiction(policy: ScanCheckpointPolicy) -> str | None:
     for field in ("save_carries", "save_inputs"):
         if getattr(policy, field) not in (True, False, "offload"):
             return f"{field} is True, False or 'offload', not {getattr(policy, field)!r}."
@@ -268,7 +268,7 @@ def checkpointed_scan(
             given = None if symbolic else length
             return jax.lax.scan(policy.checkpoint(*names, step), carry, xs, given, reverse, unroll)
         per_group = length // groups
-        of_groups, of_steps = _nested(policy, prevent_cse=policy.prevent_cse or unroll >= per_group)
+        of_groups, of_steps = _nested_policies(policy, prevent_cse=policy.prevent_cse or unroll >= per_group)
         inner = of_steps.checkpoint(*names, step)
 
         def group(carry: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
@@ -283,7 +283,7 @@ def checkpointed_scan(
     if policy.save_carries is False and not policy.disable:
         # The inner checkpoints keep carries; this one drops them, and the backward pass runs the scan again first.
         run = jax.checkpoint(run, policy=policy._kept(()))
-    with _recorded() as given:
+    with _record_names() as given:
         result = run(carry, xs)
     _warn_of_unknown(label, policy._names, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
     return result
@@ -317,7 +317,7 @@ def checkpointed_steps(
         if groups is None:
             return in_turn(policy.checkpoint(*names, step), carry, inputs)
         per_group = len(inputs) // groups
-        of_groups, of_steps = _nested(policy, prevent_cse=True)
+        of_groups, of_steps = _nested_policies(policy, prevent_cse=True)
         group = of_groups.checkpoint(*names, functools.partial(in_turn, of_steps.checkpoint(*names, step)))
         cut = [inputs[i : i + per_group] for i in range(0, len(inputs), per_group)]
         carry, outputs = in_turn(group, carry, cut)
@@ -328,7 +328,9 @@ def checkpointed_steps(
     return run(carry, inputs)
 
 
-def _nested(policy: ScanCheckpointPolicy, *, prevent_cse: bool) -> tuple[ScanCheckpointPolicy, ScanCheckpointPolicy]:
+def _nested_policies(
+    policy: ScanCheckpointPolicy, *, prevent_cse: bool
+) -> tuple[ScanCheckpointPolicy, ScanCheckpointPolicy]:
     """Return the policies of the groups and of the steps in a group, if steps are grouped."""
     # The groups keep the values that live until the backward pass, so these move to the host.
     of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
@@ -342,7 +344,7 @@ _GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names 
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[set[str]]:
+def _record_names() -> Iterator[set[str]]:
     """Collect the names given to arrays in a with-block, unless its trace is cached."""
     given, outer = set[str](), _GIVEN.get()
     token = _GIVEN.set(given)

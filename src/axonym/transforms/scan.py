@@ -87,7 +87,7 @@ def scan(
     functions_of = Functions(fn).now
 
     def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _run(loop, axis, functions_of(), is_scanned, init, args, kwargs)
+        return _run_loop(loop, axis, functions_of(), is_scanned, init, args, kwargs)
 
     return functools.update_wrapper(scanned, fn, updated=())
 
@@ -111,7 +111,7 @@ def fold(
     functions_of = Functions(fn).now
 
     def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(loop, axis, functions_of(), is_scanned, init, args, kwargs)[0]
+        return _run_loop(loop, axis, functions_of(), is_scanned, init, args, kwargs)[0]
 
     return functools.update_wrapper(folded, fn, updated=())
 
@@ -137,7 +137,7 @@ def map(
     functions_of = Functions(fn).now
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _run(loop, axis, functions_of(), is_mapped, None, args, kwargs)[1]
+        return _run_loop(loop, axis, functions_of(), is_mapped, None, args, kwargs)[1]
 
     return functools.update_wrapper(mapped, fn, updated=())
 
@@ -170,12 +170,12 @@ class _Loop:
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
                 f"scan: the body must return a pair, the next carry and an output (None for nothing), not "
-                f"{_shown(result)}. Use `fold` for a body that returns the carry alone."
+                f"{_describe_result(result)}. Use `fold` for a body that returns the carry alone."
             )
         return result
 
 
-def _shown(result: Any) -> str:
+def _describe_result(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
 
 
@@ -190,7 +190,7 @@ class _LoopPlan:
     """The position of the axis in each array of the arguments; None if the array is the same in every step."""
 
 
-def _run(
+def _run_loop(
     loop: _Loop,
     axis: AxisSelector,
     functions: Functions,
@@ -202,7 +202,9 @@ def _run(
     carry, carry_spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
     arrays, spec = flatten_arrays((args, kwargs))
     choose = None if is_scanned is True else is_scanned if callable(is_scanned) else lambda _: False
-    positions = tuple(_position(loop.name, x, names, choose) for x, names in zip(arrays, spec.names, strict=True))
+    positions = tuple(
+        _scanned_position(loop.name, x, names, choose) for x, names in zip(arrays, spec.names, strict=True)
+    )
     sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True) if p is not None]
     if isinstance(axis, Axis):
         sizes.append(axis.size)
@@ -212,12 +214,12 @@ def _run(
     if any(s != sizes[0] for s in sizes):
         raise ValueError(_sizes_differ(loop, axis, spec, arrays, positions))
     unroll = max(1, sizes[0] if loop.unroll is True else loop.unroll)
-    run = functions.compiled(_build, _LoopPlan(loop, sizes[0], unroll, positions), carry_spec, spec)
+    run = functions.compiled(_build_loop, _LoopPlan(loop, sizes[0], unroll, positions), carry_spec, spec)
     carry, outputs = run(functions.arrays, carry, arrays)
     return carry_spec.unflatten(carry), outputs.tree()
 
 
-def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bool] | None) -> int | None:
+def _scanned_position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bool] | None) -> int | None:
     if names is None:
         can_be, position = x.ndim > 0, 0
     else:
@@ -232,7 +234,9 @@ def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bo
 # --- the compiled loop ---
 
 
-def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, arguments: TreeSpec) -> Callable[..., Any]:
+def _build_loop(
+    functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, arguments: TreeSpec
+) -> Callable[..., Any]:
     """Compile the loop as one jitted function from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
     in_step = arguments.with_names(
@@ -274,7 +278,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
 
         final, ys = settled(looped, loop.what, carry)
         (spec,) = returned
-        stacked = spec.with_names(_stacked(loop.what, name, spec))
+        stacked = spec.with_names(_stacked_names(loop.what, name, spec))
         sources = [(arrays[i], p) for i, p in scanned]
         ys = [_sharded_again(loop.what, name, y, n, sources) for y, n in zip(ys, stacked.names, strict=True)]
         return final, FlatTree(ys, stacked)
@@ -283,7 +287,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
     return jax.jit(run, inline=INLINE)
 
 
-def _stacked(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
+def _stacked_names(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
     """Return the names of the outputs with the axis in front."""
     return [
         None if names is None else _mapped_axis.stacked(what, wrap(None, names), name).names for names in spec.names
@@ -311,7 +315,7 @@ def _sharded_again(
 def _sizes_differ(
     loop: _Loop, axis: AxisSelector, spec: TreeSpec, arrays: Sequence[Any], positions: Sequence[int | None]
 ) -> str:
-    found = zip(_paths(spec, arrays), arrays, spec.names, positions, strict=True)
+    found = zip(_paths_of_arrays(spec, arrays), arrays, spec.names, positions, strict=True)
     scanned = [(path, x.shape[p], names) for path, x, names, p in found if p is not None]
     places = [(path, size) for path, size, _ in scanned]
     places += [("the axis given", axis.size)] if isinstance(axis, Axis) else []
@@ -336,7 +340,7 @@ def _no_size(loop: _Loop, spec: TreeSpec) -> str:
     )
 
 
-def _paths(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
+def _paths_of_arrays(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
     """Return the path of each array of the arguments."""
     paths = _mapped_axis.argument_paths(*spec.unflatten(arrays))
     return [path for path, slot in zip(paths, spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]

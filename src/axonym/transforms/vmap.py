@@ -95,8 +95,8 @@ def vmap(
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = _mapped_axis.flatten((args, kwargs))
-        operands, leaves = _operands(names, leaves, raw_axes.of_leaves(names, args, kwargs), args, kwargs)
-        sizes = _sizes(names, given, operands, args, kwargs)
+        operands, leaves = _mapped_operands(names, leaves, raw_axes.of_leaves(names, args, kwargs), args, kwargs)
+        sizes = _mapped_sizes(names, given, operands, args, kwargs)
         opened_fn = opened(fn, closures=True) if active_parameter_mapping() else None
         held, function = _mapped_axis.flatten(opened_fn)
         shards = _find_shards(names, sizes, operands, [*leaves, *held], _in_stacks((args, kwargs, opened_fn)))
@@ -152,7 +152,7 @@ class _Operand:
         return None if dim is None else dim - sum(d is not None and d < dim for d in self.dims[:level])
 
 
-def _operands(
+def _mapped_operands(
     names: Names, leaves: Sequence[Any], raw_axes: Sequence[_CheckedRawAxis], args: Any, kwargs: Any
 ) -> tuple[list[_Operand], list[Any]]:
     """Return the arrays among the leaves of the arguments, and the leaves, in which arrays are filled in later."""
@@ -190,7 +190,7 @@ def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...
     return tuple(dims)
 
 
-def _sizes(
+def _mapped_sizes(
     names: Names, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
 ) -> dict[str, int]:
     """Return the size of each axis that is mapped over, from its selector and all arrays."""
@@ -198,7 +198,7 @@ def _sizes(
     for operand in operands:
         for name, dim in zip(names, operand.dims, strict=True):
             if dim is not None and sizes.setdefault(name, operand.array.shape[dim]) != operand.array.shape[dim]:
-                raise ValueError(_conflict(name, names.index(name), given, operands, args, kwargs))
+                raise ValueError(_describe_conflict(name, names.index(name), given, operands, args, kwargs))
     missing = [n for n in names if n not in sizes]
     if missing:
         refuse_padded(jax.tree.leaves((args, kwargs), is_leaf=is_padded))
@@ -361,9 +361,9 @@ class _RawAxes:
     """How the raw arrays of all arguments are mapped."""
 
     def __init__(self, default: RawAxis, args: Sequence[RawAxis], kwargs: Mapping[str, RawAxis]):
-        self.default = _checked("default", default, of_argument=False)
-        self.args = [_checked(f"args[{i}]", a, of_argument=True) for i, a in enumerate(args)]
-        self.kwargs = {k: _checked(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
+        self.default = _checked_raw_axes("default", default, of_argument=False)
+        self.args = [_checked_raw_axes(f"args[{i}]", a, of_argument=True) for i, a in enumerate(args)]
+        self.kwargs = {k: _checked_raw_axes(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
 
     def of_leaves(self, names: Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_CheckedRawAxis]:
         """Return how each leaf of the arguments is mapped if it is a raw array."""
@@ -381,14 +381,14 @@ class _RawAxes:
         for i, x in enumerate(args):
             path = f"args[{i}]"
             if i < len(self.args):
-                found += _spread(path, self.args[i], x)
+                found += _raw_axis_of_leaves(path, self.args[i], x)
             else:
                 ways = f"args={(*[0] * i, None)}", f"args={(*[0] * i, 0)}"
                 found += self._by_default(path, x, names, ways)
         for k in sorted(kwargs):  # as JAX flattens dictionaries
             path = f"kwargs[{k!r}]"
             if k in self.kwargs:
-                found += _spread(path, self.kwargs[k], kwargs[k])
+                found += _raw_axis_of_leaves(path, self.kwargs[k], kwargs[k])
             else:
                 ways = f"kwargs={{{k!r}: None}}", f"kwargs={{{k!r}: 0}}"
                 found += self._by_default(path, kwargs[k], names, ways)
@@ -401,7 +401,7 @@ class _RawAxes:
         have the axis, so they say how its raw arrays are mapped.
         """
         if not (isinstance(self.default, _CheckedRawAxis) and isinstance(self.default.where, int)):
-            return _spread(path, self.default, argument)
+            return _raw_axis_of_leaves(path, self.default, argument)
         found: list[_CheckedRawAxis] = []
         for part in jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, NamedArray) or _is_module(x)):
             if not _is_module(part):
@@ -419,7 +419,7 @@ class _RawAxes:
         return found
 
 
-def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
+def _checked_raw_axes(what: str, spec: RawAxis, of_argument: bool) -> Any:
     def check(where: Any) -> _CheckedRawAxis:
         if where is not None and not isinstance(where, int) and not callable(where):
             raise TypeError(
@@ -431,7 +431,7 @@ def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
     return jax.tree.map(check, spec, is_leaf=lambda s: s is None or callable(s))
 
 
-def _spread(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
+def _raw_axis_of_leaves(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
     """Expand a tree prefix of an argument to a list with an entry for each leaf."""
     found: list[_CheckedRawAxis] = []
     try:
@@ -482,7 +482,7 @@ def _module_without_names(path: str, kind: str, names: Names, ways: tuple[str, s
     )
 
 
-def _conflict(
+def _describe_conflict(
     name: str, level: int, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
 ) -> str:
     paths = _mapped_axis.argument_paths(args, kwargs)

@@ -33,18 +33,18 @@ _ANY = "Named[...]"
 # --- one size for each name in a call ---
 
 
-def _conflicts(x: NamedArray, asked: NamedArrayAxes) -> bool:
+def _sizes_conflict(x: NamedArray, asked: NamedArrayAxes) -> bool:
     """Return whether an axis has changed its size within a call that jaxtyping checks; if not, record the sizes."""
-    return hasattr(x.array, "shape") and not isinstance(x.array, _positional(asked, x.names))
+    return hasattr(x.array, "shape") and not isinstance(x.array, _positional_annotation(asked, x.names))
 
 
 def _first_conflict(x: NamedArray, asked: NamedArrayAxes) -> Axis:
     alone = ((a, jax.ShapeDtypeStruct((a.size,), bool)) for a in x.axes)
-    return next(a for a, struct in alone if not isinstance(struct, _positional(asked, (a.name,))))
+    return next(a for a, struct in alone if not isinstance(struct, _positional_annotation(asked, (a.name,))))
 
 
 @functools.lru_cache(maxsize=4096)
-def _positional(asked: NamedArrayAxes, names: Names) -> Any:
+def _positional_annotation(asked: NamedArrayAxes, names: Names) -> Any:
     """Return jaxtyping's annotation for a raw array with these axes, using the requested names."""
     import jaxtyping
 
@@ -59,13 +59,13 @@ class _Checking(Annotation):
     """The metaclass of classes that implement `isinstance`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return not mismatch(_ANY, instance, cls.asked) and not _conflicts(instance, cls.asked)
+        return not mismatch(_ANY, instance, cls.asked) and not _sizes_conflict(instance, cls.asked)
 
     def __instancecheck_str__(cls, instance: Any) -> str:
         """Explain why `isinstance` is false: beartype, and so jaxtyping, puts this in its message."""
         if problem := mismatch(_ANY, instance, cls.asked):
             return problem
-        if not _conflicts(instance, cls.asked):
+        if not _sizes_conflict(instance, cls.asked):
             return ""
         axis = _first_conflict(instance, cls.asked)
         message = f"{_ANY}: axis {axis.name!r} of {describe_array(instance)} has another size than before in this call."
@@ -86,7 +86,7 @@ class _TypingAnnotation(_Checking):
     @property
     def __origin__(cls) -> Any:
         """Return a class that makes the same checks: `typing.get_type_hints` keeps nothing else of an annotation."""
-        return _annotation(cls.asked, _Checking)
+        return _make_annotation(cls.asked, _Checking)
 
     @property
     def __args__(cls) -> tuple[Any, ...]:
@@ -98,12 +98,12 @@ class _TypingAnnotation(_Checking):
 
 
 @functools.lru_cache(maxsize=4096)
-def _annotation(asked: NamedArrayAxes, kind: type[_Checking]) -> _Checking:
+def _make_annotation(asked: NamedArrayAxes, kind: type[_Checking]) -> _Checking:
     return kind(repr(asked), (), {"asked": asked, "__module__": "axonym.typing", "__slots__": ()})
 
 
 for _kind in (_Checking, _TypingAnnotation):
-    copyreg.pickle(_kind, lambda annotation: (_annotation, (annotation.asked, type(annotation))))
+    copyreg.pickle(_kind, lambda annotation: (_make_annotation, (annotation.asked, type(annotation))))
 
 
 def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
@@ -114,7 +114,7 @@ def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
     """
     if isinstance(spec, tuple) and spec and spec[0] is NamedArray:  # as in annotations with a dtype
         spec = spec[1] if len(spec) == 2 else spec[1:]
-    return _annotation(read(_ANY, spec), _TypingAnnotation)
+    return _make_annotation(read(_ANY, spec), _TypingAnnotation)
 
 
 class _Typed:
@@ -140,7 +140,7 @@ class _Typed:
         if array_type is not NamedArray:
             return self.dtype[item]
         asked = read(f"{self.name}[...]", spec[0] if len(spec) == 1 else spec)
-        return _annotation(dataclasses.replace(asked, dtype=self.dtype), _TypingAnnotation)
+        return _make_annotation(dataclasses.replace(asked, dtype=self.dtype), _TypingAnnotation)
 
     def __repr__(self) -> str:
         return f"axonym.typing.{self.name}"

@@ -77,7 +77,7 @@ class NamedArrayAxes:
         return tuple(name_of(s) for s in self.selectors)
 
     def __repr__(self) -> str:
-        return _write(self).text
+        return _write_annotation(self).text
 
 
 class Annotation(type):
@@ -162,7 +162,7 @@ class _Written(NamedTuple):
     """The position where another axis would be written."""
 
 
-def _write(asked: NamedArrayAxes) -> _Written:
+def _write_annotation(asked: NamedArrayAxes) -> _Written:
     opening, closing = ("", "") if asked.ordered else ("{", "}")
     text = "Named" if asked.dtype is None else f"{SHORT.get(asked.dtype.__name__, asked.dtype.__name__)}[NamedArray, "
     text += ('["' if asked.dtype is None else '"') + opening
@@ -250,6 +250,6 @@ def _any_shape(dtype: type[jaxtyping.AbstractDtype]) -> Any:
 
 def point(message: str, asked: NamedArrayAxes, name: str | None) -> str:
     """Append the annotation to a message, with a caret at a name, at the dtype (None) or at the end (an empty name)."""
-    text, spans, end = _write(asked)
+    text, spans, end = _write_annotation(asked)
     start, stop = (0, text.index("[")) if name is None else spans.get(name, (end, end))
     return errors.caret(text, start, stop, message)

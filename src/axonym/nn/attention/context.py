@@ -6,10 +6,15 @@
 | `"all_to_all"` | queries, keys, values and results: heads for positions | `(n - 1) / n` of its shard of each         |
 | `"all_gather"` | keys and values, all at once, and they are stored      | as the ring                                |
 
-All three compute block by block (see `_blockwise`), in one `shard_map` over all mesh axes. Under a causal mask, devices
-with later positions would have more work, so the ring and the all-gather first exchange halves of shards for zig-zag
-order, and the results back. A sliding window does not need this balancing, and makes the ring shorter: keys travel only
-as far as the window reaches.
+`("all_to_all", "ring")` and `("all_to_all", "all_gather")` exchange heads over the last mesh axis of the positions, and
+do the other over the mesh axes before it, where heads do not suffice for all devices. With `a` and `b` devices along
+these, `(b - 1) / b` of each shard is exchanged, and `a - 1` times `1 / b` of the heads of `b` shards of keys and values
+go around.
+
+All compute block by block (see `_blockwise`), in one `shard_map` over all mesh axes. Under a causal mask, devices with
+later positions would have more work, so the ring and the all-gather first exchange halves of shards for zig-zag order,
+and the results back. A sliding window does not need this balancing, and makes the ring shorter: keys travel only as far
+as the window reaches.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +51,14 @@ from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, to_zigzag
 from .masks import Causal, Mask, as_truth_values
 
-Context: TypeAlias = Literal["ring", "all_to_all", "all_gather"]
+Context: TypeAlias = (
+    Literal["ring", "all_to_all", "all_gather"]
+    | tuple[Literal["all_to_all"], Literal["ring"]]
+    | tuple[Literal["all_to_all"], Literal["all_gather"]]
+)
 """The ways to attend along a sharded sequence: see `dot_product_attention`."""
+
+_CONTEXTS = "ring", "all_to_all", "all_gather", ("all_to_all", "ring"), ("all_to_all", "all_gather")
 
 
 class SequenceSharding(NamedTuple):
@@ -75,8 +86,19 @@ class SequenceSharding(NamedTuple):
         )
 
 
+class _Way(NamedTuple):
+    """How devices attend to the keys of others: over some mesh axes by exchanging heads, over others in another way."""
+
+    exchanged: Axes
+    devices: int
+    """How many exchange them."""
+    kept: Axes
+    """The mesh axes that positions stay sharded over."""
+    is_ring: bool
+
+
 def attend_along_sequence(
-    context: str | None,
+    context: Context | None,
     KPos: Names,
     Key: str,
     query: NamedArray,
@@ -106,33 +128,53 @@ def attend_along_sequence(
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
             raise ValueError(errors.size_mismatch(what, KPos[0], sizes))
-    hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(roles.positions[0]), mask)
-    exchanged = _exchanged(roles, placed, query)
-    # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
-    context = context or _cheapest(roles, placed, query, key, value, hops if exchanged is not None else 0)
-    if context == "all_to_all" and exchanged is None:
+    lengths = key.axis_size(KPos[0]), query.axis_size(roles.positions[0])
+    if context is None:
+        hops = _hops(placed, _way(what, "ring", placed), *lengths, mask)
+        # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
+        hops = hops if _exchanged(roles, placed, query, placed.shards) is not None else 0
+        context = _cheapest(roles, placed, query, key, value, hops)
+    way = _way(what, context, placed)
+    hops, exchanged = _hops(placed, way, *lengths, mask), _exchanged(roles, placed, query, way.devices)
+    if way.devices > 1 and exchanged is None:
         axes = [*roles.batch, *roles.heads]
         raise ValueError(
-            f"{what}: the positions are sharded over {errors.describe_axes(placed.sequence)}, which are "
-            f"{placed.shards} devices. They must divide a shard of the key's heads or batch, and divide none of "
+            f"{what}: the positions are sharded over {errors.describe_axes(way.exchanged)}, which are "
+            f"{way.devices} devices. They must divide a shard of the key's heads or batch, and divide none of "
             f"{errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
         )
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if not isinstance(scale, (int, float)):  # a traced scale
         query, scale = query * scale, 1.0
-    plan = Blockwise(roles.causal, roles.window, float(scale), precision, placed.sequence, placed.shards)
+    shards = shard_count(placed.mesh, way.kept)
+    plan = Blockwise(roles.causal, roles.window, float(scale), precision, way.kept, shards)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
-    kernel = _kernel(what, context, roles, placed, plan, names, tuple(terms), hops, exchanged)
+    kernel = _kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
     sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
     with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
         if in_pipeline():
-            terms = _gathered(terms, _needed_whole(context, roles), sizes, placed.sequence)
+            terms = _gathered(terms, _needed_whole(way, roles), sizes, placed.sequence)
         return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
-def _needed_whole(context: str, roles: AxisRoles) -> dict[str, Names]:
+def _way(what: str, context: Context, placed: SequenceSharding) -> _Way:
+    """Return which mesh axes of the positions a context is about."""
+    *outer, last = placed.sequence or ("",)
+    if isinstance(context, str):
+        exchanged, kept = (placed.sequence, ()) if context == "all_to_all" else ((), placed.sequence)
+    elif placed.shards > 1 and not outer:
+        raise ValueError(
+            f"{what}: the positions are sharded over one mesh axis, {last}, and this needs two, to exchange heads over "
+            f"the last: map the positions to ('ring', {last!r}), or use {context[0]!r} or {context[1]!r}."
+        )
+    else:
+        exchanged, kept = placed.sequence[-1:], tuple(outer)
+    return _Way(exchanged, shard_count(placed.mesh, exchanged), kept, context in ("ring", ("all_to_all", "ring")))
+
+
+def _needed_whole(way: _Way, roles: AxisRoles) -> dict[str, Names]:
     """Return the sharded axes of which every device needs all: segments, and the keys of masks and biases."""
-    of_scores = (*roles.positions, *roles.keys) if context == "all_to_all" else roles.keys
+    of_scores = (*roles.positions, *roles.keys) if way.exchanged else roles.keys
     return {"segments": roles.positions, "bias": of_scores, "mask": of_scores}
 
 
@@ -148,14 +190,16 @@ def _gathered(
     return {label: complete(label, x) for label, x in terms.items()}
 
 
-def _described(context: str | None) -> str:
+def _described(context: Context | None) -> str:
     """Return the name of the operation for messages; an unknown context is an error."""
     if context is None:
         return "dot_product_attention"
     what = f"dot_product_attention by context={context!r}"
-    if context not in get_args(Context):
-        hint = errors.suggestion(context, get_args(Context))
-        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, get_args(Context)))}.{hint}")
+    if context not in _CONTEXTS:
+        hint = (
+            errors.suggestion(context, [c for c in _CONTEXTS if isinstance(c, str)]) if isinstance(context, str) else ""
+        )
+        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, _CONTEXTS))}.{hint}")
     return what
 
 
@@ -262,19 +306,20 @@ def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> 
 # --- the choice of context ---
 
 
-def _hops(placed: SequenceSharding, keys: int, queries: int, mask: Mask) -> int:
+def _hops(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Mask) -> int:
     """Return how many hops the keys of a device make in a ring: as many as the window needs."""
+    shards = shard_count(placed.mesh, way.kept)
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
-        return placed.shards - 1
-    shard = keys if has_manual(placed.mesh) else keys // placed.shards
+        return shards - 1
+    shard = keys * way.devices if has_manual(placed.mesh) else keys // shards
     # The first query of a shard attends to `window - 1` positions before the shard.
-    return min(placed.shards - 1, -(-(mask.window - 1) // shard))
+    return min(shards - 1, -(-(mask.window - 1) // shard))
 
 
-def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray) -> int | None:
+def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, count: int) -> int | None:
     """Return the merged axis to exchange for positions: heads, or else the batch; None if neither is possible."""
     for position, names in ((HEADS, roles.heads), (BATCH, roles.batch)):
-        if names and placed.local(query, names) % placed.shards == 0:
+        if names and placed.local(query, names) % count == 0:
             return position
     return None
 
@@ -292,7 +337,7 @@ def _cheapest(
 @_kernels.cached
 def _kernel(
     what: str,
-    context: Context,
+    way: _Way,
     roles: AxisRoles,
     placed: SequenceSharding,
     plan: Blockwise,
@@ -302,10 +347,10 @@ def _kernel(
     exchanged: int | None,
 ) -> _kernels.Kernel:
     manual = has_manual(placed.mesh)
-    whole = _needed_whole(context, roles)
+    whole = _needed_whole(way, roles)
 
     def positional(*arrays):
-        fn = functools.partial(_on_device, context, roles, plan, names, labels, hops, exchanged)
+        fn = functools.partial(_on_device, way, roles, plan, names, labels, hops, exchanged)
         if placed.mesh.empty or manual:
             return fn(*arrays)
         in_specs = [placed.spec(n) for n in names[:3]]
@@ -317,7 +362,7 @@ def _kernel(
 
 
 def _on_device(
-    context: Context,
+    way: _Way,
     roles: AxisRoles,
     plan: Blockwise,
     names: tuple[Names, ...],
@@ -343,15 +388,17 @@ def _on_device(
     axes, count = plan.axes, plan.shards
 
     def split(x: jax.Array, **dims: Any) -> jax.Array:
-        return set_apart(jax.lax.all_to_all(set_apart(x), axes, **dims, tiled=True))
+        return set_apart(jax.lax.all_to_all(set_apart(x), way.exchanged, **dims, tiled=True))
 
-    if count > 1 and context == "all_to_all":
+    if way.devices > 1:
         assert exchanged is not None
         q = split(q, split_axis=exchanged, concat_axis=QUERIES)
         k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
-        terms = jax.tree.map(functools.partial(_own_slice, axes, count, exchanged), terms)
-    elif count > 1:
-        plan, q, k, v = _with_sharded_queries(plan, q, k, v, terms, hops if context == "ring" else None)
+        terms = jax.tree.map(functools.partial(_own_slice, way.exchanged, way.devices, exchanged), terms)
+        own_queries = functools.partial(_own_slice, axes, count, QUERIES)
+        terms = terms._replace(**jax.tree.map(own_queries, {"bias": terms.bias, "mask": terms.mask}))
+    if count > 1:
+        plan, q, k, v = _with_sharded_queries(plan, q, k, v, terms, hops if way.is_ring else None)
     result, log_total = attend(plan, q, k, v, terms)
     queries, keys = q.shape[QUERIES], k.shape[KEYS]
     queries, keys = queries * (count if plan.sharded_queries else 1), keys * (count if plan.sharded_keys else 1)
@@ -362,7 +409,7 @@ def _on_device(
         result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
     if plan.zigzag:
         result = to_zigzag(result, QUERIES, axes, count, inverse=True)
-    if count > 1 and context == "all_to_all":
+    if way.devices > 1:
         result = split(result, split_axis=QUERIES, concat_axis=exchanged)
     return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
 
@@ -385,8 +432,8 @@ def _with_sharded_queries(
 
 
 def _own_slice(axes: Axes, count: int, axis: int, x: jax.Array) -> jax.Array:
-    """Return the slice of a device's own heads, or batch; an axis of size one stays."""
-    if x.shape[axis] == 1:
+    """Return the slice of a device's own heads, batch or queries; an axis of size one stays."""
+    if x.shape[axis] == 1 or count == 1:
         return x
     size = x.shape[axis] // count
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis)
