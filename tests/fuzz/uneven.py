@@ -1,4 +1,4 @@
-"""Run every operation on slices of sharded arrays: `python -m tests.fuzz --uneven`.
+"""Run every operation on uneven shards: `python -m tests.fuzz --uneven`.
 
 JAX refuses an axis that its mesh axes do not divide, except inside jit on Auto mesh axes, where a slice of a sharded
 axis stays sharded. There, XLA partitions some operations wrongly, or ends the process. So this runs each case of the

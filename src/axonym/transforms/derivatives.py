@@ -168,7 +168,7 @@ class _Argument:
         # An argument that is a number can be differentiated, as in `jax.grad`; numbers inside trees are static.
         numbers = (float, complex, np.inexact)
         chosen = [jnp.asarray(a) if isinstance(a, numbers) else a for a in (args[i] for i in self._positions)]
-        # The derivative by an array that is stored padded is stored alike: with it, trees are flattened as in `jax.grad`.
+        # The derivative by an array that is stored padded is stored alike: trees are then flattened as in `jax.grad`.
         plain = not any(map(is_padded, jax.tree.leaves(chosen, is_leaf=is_padded)))
         self._all, self._spec = flatten_arrays(chosen, named=plain)
         self._changes = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self._all]
