@@ -167,7 +167,8 @@ def _drawn_product(seed: int) -> Operation:
     rng = random.Random(seed)
     operands = ["".join(rng.sample("abcde", rng.randint(2, 3))) for _ in range(rng.randint(2, 3))]
     names = sorted({*"".join(operands)})
-    return Operation(_dot(tuple(rng.sample(names, rng.randint(1, len(names) - 1)))), tuple(map(_array, operands)))
+    summed = [n for n in rng.sample(names, rng.randint(1, len(names) - 1)) if sum(n in o for o in operands) > 1]
+    return Operation(_dot(tuple(summed)), tuple(map(_array, operands)))
 
 
 OPERATIONS |= {f"drawn product {seed}": _drawn_product(seed) for seed in (0, 3, 5, 7)}
