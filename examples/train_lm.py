@@ -251,8 +251,8 @@ class Training:
         with fail_together("The explanation of a step"):
             report = insight.explain(self.functions.train, self.state, tokens, chip=devices.chip(self.config.chip))
         self.reporter.say(f"\n{report}")
-        self.try_to("keep the explanation", self.files.explanation.write_text, report.to_markdown() + "\n", "utf-8")
-        self.try_to("draw the explanation", pictures.save_explanation, self.files.explanation_picture, report)
+        self.try_to("keep the explanation", self.files.explanation.write_text, f"{report}\n", "utf-8")
+        self.try_to("draw the explanation", report.save, self.files.explanation_page)
 
     def train_until(self, total: int, interrupts: Interrupts) -> None:
         """Take steps; evaluate, write samples and save where it is due."""

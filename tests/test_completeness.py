@@ -189,9 +189,13 @@ FAMILIES: dict[str, Family] = {
         {"the module of its name in tests/nn/": _used_in("nn/test_*.py")},
         {
             "check_input", "static_spec", "as_truth_values", "SequenceSharding", "attend_along_sequence",
-            "fused_attention",
+            "fused_attention", "stored_inputs",
         },
         "axonym.nn",
+    ),
+    "optim": Family(
+        "axonym.optim.*", "src/axonym/optim/__init__.py",
+        {"tests/optim/": _used_in("optim/test_*.py")}, {"roles_of_leaves", "axes_of_stacks"}, "axonym.optim",
     ),
 }  # fmt: skip
 

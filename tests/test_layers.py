@@ -23,7 +23,7 @@ haliax scalax
 __init__
 _late_names debug insight precision testing
 names
-quantization
+optim quantization
 nn
 schedules state
 random
@@ -34,7 +34,8 @@ tree
 ops
 sharding
 core.function_cache
-core.tree_spec distribution typing
+distribution typing
+core.tree_spec
 named_array
 axis
 core

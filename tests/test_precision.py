@@ -118,6 +118,7 @@ def test_refusals() -> None:
     for text, message in (
         ("parms=f32", "no part 'parms=f32' in 'parms=f32'; .* Did you mean 'params'"),
         ("params=float31", "no dtype 'float31', in 'params=float31'. Did you mean 'float"),
+        (",", "no dtype ',', in ','"),
         ("p=f32,params=f16", "'params' is given twice"),
         ("p=f32,c", "no part 'c' in"),
         ("int8", "`param_dtype` must be a floating-point dtype, got int8"),

@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym import nn
+from axonym.named_array import wrap_result
 from axonym.nn import attention
+from axonym.ops import _kernels
 from axonym.ops.updating import updated_slice
 from tests.helpers import compilations
 
@@ -171,6 +174,64 @@ def test_other_names_compile_nothing_and_give_the_same(family: str) -> None:
         for x, y in zip(first, found, strict=True):
             assert y.names == tuple(meaning.get(n, n) for n in x.names)
             np.testing.assert_array_equal(x.array, y.array)
+
+
+def _found(family: str, names: tuple[str, str, str]) -> list[Any]:
+    """Return the axes, values and shardings of a family's results, or the error."""
+    try:
+        results = _leaves(FAMILIES[family](*names))
+    except ValueError as error:
+        return [str(error)]
+    return [(x.names, np.asarray(x.array), x.array.sharding) for x in results]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mapping_that_says_the_same_compiles_nothing(family: str, mesh: Mesh) -> None:
+    """Results lie as those of the kernels of the names themselves, whatever the mapping before."""
+    with jax.set_mesh(mesh):
+        for mapped in (None, 0, 1):
+            with axn.axis_mapping({"other": "data"} if mapped is None else {FIRST[mapped]: "model"}):
+                first = _found(family, FIRST)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(_kernels.Kernel, "apply", lambda k, *xs: wrap_result(k.call(*xs), k.names))
+                    expected = _found(family, FIRST)
+            assert len(first) == len(expected)
+            for x, y in zip(first, expected, strict=True):
+                if isinstance(y, str):
+                    assert x == y
+                    continue
+                assert x[0] == y[0] and x[2].is_equivalent_to(y[2], len(y[0])), (x[2], y[2])
+                np.testing.assert_allclose(x[1], y[1], rtol=1e-6)
+            if mapped is None:
+                with axn.axis_mapping({"other": "data"}), compilations() as compiled:
+                    found = [_found(family, names) for names in OTHERS]
+                assert compiled == [] and all(len(each) == len(first) for each in found)
+
+
+@pytest.mark.parametrize("entry", [None, "data"])
+def test_what_a_mapping_says_of_other_axes_compiles_nothing(entry: str | None, mesh: Mesh) -> None:
+    """In derivatives, whose backward pass is JAX's, under one mapping; the operations themselves under any."""
+
+    def loss(w: axn.NamedArray, x: axn.NamedArray) -> axn.NamedArray:
+        y = axn.exp(axn.dot(x, w, axis=w.names[0]))
+        assert isinstance(y.array, Tracer) or (_spec(y) + (None,))[0] == entry
+        return axn.sum(y + 1.0)
+
+    names = [("a", "b"), ("c", "d"), ("e", "f")]
+    kept = {a: entry for a, _ in names}
+    with jax.set_mesh(mesh):
+        for compute in (loss, axn.grad(loss)):
+            counts = []
+            for (a, b), also in zip(names, ({}, {"out2": "model"}, {"g": "data", "h": "model"}), strict=True):
+                with axn.axis_mapping({**kept, **(also if compute is loss else {})}):
+                    w, x = axn.shard((axn.ones({b: 4, "out": 2}), axn.ones({a: 8, b: 4})))
+                    with compilations() as compiled:
+                        found = jax.block_until_ready(compute(w, x))
+                np.testing.assert_allclose(
+                    found.array, 8 * np.exp(4.0) if found.names else 16 * (1 + np.exp(4.0)), 1e-5
+                )
+                counts.append(sum("backend_compile" in event for event in compiled))
+            assert counts[1:] == [0, 0], counts
 
 
 def _loss(p: Any, x: axn.NamedArray, a: str, b: str, c: str) -> jax.Array:

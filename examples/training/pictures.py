@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import axonym as axn
-from axonym import NamedArray, insight
+from axonym import NamedArray
 
 from . import table
 
@@ -67,14 +67,6 @@ def save_curve(path: Path, training: Curve, held_out: Curve) -> None:
 
 def _columns(curve: Curve) -> tuple[list[int], list[float]]:
     return [s for s, _ in curve], [v for _, v in curve]
-
-
-# --- the explanation ---
-
-
-def save_explanation(path: Path, report: insight.Report) -> None:
-    """A picture of what a device holds in the course of a step, and of what it sends."""
-    report.draw().savefig(path, dpi=110)
 
 
 # --- the placement ---

@@ -84,4 +84,4 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
     best = found.best
     storage = best.storage or best.compute
     strategy = Strategy("plan", best.mesh, best.compute, storage, between=best.between, **best.choices)
-    return Plan(strategy, f"{said}{found}", found.to_markdown())
+    return Plan(strategy, f"{said}{found}", str(found))

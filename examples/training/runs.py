@@ -26,7 +26,7 @@ class Run:
         self.metrics, self.samples = folder / "metrics.jsonl", folder / "samples.txt"
         self.loss_picture, self.placement_picture = folder / "loss.png", folder / "placement.png"
         self.plan, self.plan_table = folder / "plan.json", folder / "plan.md"
-        self.explanation, self.explanation_picture = folder / "explanation.md", folder / "explanation.png"
+        self.explanation, self.explanation_page = folder / "explanation.md", folder / "explanation.html"
 
     def keep_settings(self, config: Config, fingerprint: int) -> None:
         """Write down what the run was started with, and numbers that tell its text and itself from others."""

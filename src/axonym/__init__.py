@@ -270,6 +270,7 @@ if _typing.TYPE_CHECKING:
         names as names,
         nn as nn,
         ops as ops,
+        optim as optim,
         poly as poly,
         precision as precision,
         quantization as quantization,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -166,6 +167,12 @@ def name_of(selector: AxisSelector) -> str:
     if isinstance(selector, Axis):
         return selector.name
     raise TypeError(errors.not_a_selector(selector))
+
+
+def interned(selector: AxisSelector) -> str:
+    """Return the name of a selector. Equal names are one object, except those that kernels make of names."""
+    name = name_of(selector)
+    return sys.intern(name) if type(name) is str else name
 
 
 def names_without(names: Names, *removed: str) -> Names:

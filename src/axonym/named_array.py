@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
 from jax.typing import ArrayLike
 
-from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
+from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, interned, name_of, selectors
 from .core import errors
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class NamedArray(_Base):
             except (TypeError, ValueError):
                 if SHAPE_CHECKS.get() and type(array) not in (type(None), object):  # which have no shape
                     raise
-                names = tuple(sys.intern(name_of(s)) for s in selectors(axes))
+                names = tuple(interned(s) for s in selectors(axes))
         self.array = array
         self.names = names
 
@@ -470,7 +470,7 @@ def is_jax_array_like(x: object) -> bool:
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
-    names = errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
+    names = errors.distinct("NamedArray", tuple(interned(s) for s in found))
     if isinstance(array, NamedArray):
         raise TypeError(
             f"NamedArray: the array already has names, {describe_array(array)}. Use `rename` to change them."

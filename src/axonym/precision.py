@@ -172,7 +172,7 @@ def _parsed(name: str, text: str) -> Any:
         return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
     try:
         return jnp.dtype(_SHORT.get(name, name))
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
         known = (*_SHORT.values(), *_SHORT, "half")
         raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
 

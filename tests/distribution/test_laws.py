@@ -137,6 +137,8 @@ OPERATIONS: dict[str, Operation] = {
     "elementwise": Operation(axn.add, (ABC, _array("bc")), fsdp=FSDP),
     "divmod": Operation(axn.divmod, (ABC, _array("bc")), differentiable=False, fsdp=FSDP[:1]),
     "where": Operation(lambda x, y: axn.where(x > 0, x, y), (AC, _array("c"))),
+    "where of a parameter": Operation(lambda x, w: axn.where(w > 0, w, x), (ABC, _array("bc")), fsdp=FSDP),
+    "clip": Operation(lambda x, w: axn.clip(x, w, 2 * w), (ABC, _array("bc")), fsdp=FSDP),
     "sum": Operation(lambda x: axn.sum(x, "c"), (ABC,)),
     "sum over several": Operation(lambda x: axn.sum(x, ("b", "c")), (ABC,)),
     "mean": Operation(lambda x: axn.mean(axn.square(x)), (ABC,)),
@@ -165,7 +167,8 @@ def _drawn_product(seed: int) -> Operation:
     rng = random.Random(seed)
     operands = ["".join(rng.sample("abcde", rng.randint(2, 3))) for _ in range(rng.randint(2, 3))]
     names = sorted({*"".join(operands)})
-    return Operation(_dot(tuple(rng.sample(names, rng.randint(1, len(names) - 1)))), tuple(map(_array, operands)))
+    summed = [n for n in rng.sample(names, rng.randint(1, len(names) - 1)) if sum(n in o for o in operands) > 1]
+    return Operation(_dot(tuple(summed)), tuple(map(_array, operands)))
 
 
 OPERATIONS |= {f"drawn product {seed}": _drawn_product(seed) for seed in (0, 3, 5, 7)}
@@ -274,7 +277,6 @@ IN_THE_LAW = {
     "top_k": "top-k",
     "fft.py _transform_kernel": "fft",
     "ops/contraction.py _plan_kernel": "product",
-    "ops/elementwise.py _binary_kernel": "elementwise",
     "ops/indexing.py get_kernel": "look-up",
 }
 """The operation of the law for each case that lies elsewhere, and for each function that makes kernels of operations

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.distribution import policy
 from axonym.distribution.decisions import Mappings, PartialSum, PlacedAxes, Undecided
+from tests.insight import cases
 
 MESH = {"data": 4, "model": 2}
 SIZES = dict.fromkeys("abcde", 8)
@@ -40,9 +41,9 @@ def test_parameters_are_gathered_and_their_gradients_scattered() -> None:
     assert decision.operands == [x, (("c", "d"), [("data",), ("model",)])]
     assert decision.gathers == {1: [("data",), ()]} and decision.sums == []
     stored = decision.operands[1]
-    gradient = policy.add_up([("data",)], w, [8, 8], by, stored)
+    gradient = policy.sums_of_jax([("data",)], w, stored)
     assert gradient == (stored, [PartialSum("reduce-scatter", ("data",))])
-    gradient = policy.add_up([("data", "other")], w, [8, 8], by, stored)
+    gradient = policy.sums_of_jax([("data", "other")], w, stored)
     assert gradient[1] == [PartialSum("reduce-scatter", ("data",)), PartialSum("all-reduce", ("other",))]
 
 
@@ -80,12 +81,10 @@ def test_what_names_leave_open() -> None:
 ADD_UP = policy.add_up
 
 
-def _scattered(
-    parts: Any, result: PlacedAxes, sizes: Any, by: Mappings, stored: Any = None, at_once: bool = True
-) -> Any:
+def _scattered(parts: Any, result: PlacedAxes, sizes: Any, by: Mappings) -> Any:
     """Another policy: a product is scattered onto its first free axis if none has the mesh axes of the sum."""
-    result, sums = ADD_UP(parts, result, sizes, by, stored, at_once)
-    over = sums[0].axes if sums and at_once and stored is None else ()
+    result, sums = ADD_UP(parts, result, sizes, by)
+    over = sums[0].axes if sums else ()
     fits = [i for i, size in enumerate(sizes) if result.names[i] and not result.over[i] and size % by.count(over) == 0]
     if not over or not fits or any(set(over) & set(axes) for axes in result.over):
         return result, sums
@@ -112,3 +111,24 @@ def test_another_policy_is_one_function(monkeypatch: pytest.MonkeyPatch, auto_me
         kinds[by] = sorted((c.kind, c.axes, c.sent) for c in report.collectives)
     assert kinds["names"] == kinds["partitioner"]
     assert [kind for kind, axes, _ in kinds["names"] if axes == ("model",)] == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("mapping", [{"a": "data"}, {"d": "model"}, {"a": "data", "d": "model"}], ids=str)
+@pytest.mark.parametrize("names", [("abc", "cd"), ("acb", "acd"), ("ab", "bc", "cd")], ids=str)
+def test_gradients_do_not_ask_a_policy_for_products(names: Any, mapping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in reports by name nor on Explicit mesh axes: under another policy, both send the same."""
+    arrays = [axn.ones({n: SIZES[n] for n in own}) for own in names]
+    kept = [n for n in "abd" if n in "".join(names)]
+
+    def loss(*xs: axn.NamedArray) -> jax.Array:
+        return (axn.einsum(f"-> {' '.join(kept)}", *xs) ** 2).sum().scalar()
+
+    sent = []
+    for add_up in (ADD_UP, _scattered):
+        monkeypatch.setattr(policy, "add_up", add_up)
+        step = jax.grad(lambda *xs: loss(*xs), tuple(range(len(arrays))))
+        with jax.set_mesh(cases.mesh_of(AxisType.Explicit, data=4, model=2)):
+            for by in ("names", "partitioner"):
+                report = axn.insight.explain(step, *arrays, mapping=mapping, by=by)
+                sent.append(sorted((c.kind, c.axes, c.sent) for c in report.collectives))
+    assert sent[0] == sent[1] == sent[2] == sent[3]

@@ -448,6 +448,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "no time": ((*NEW, "--host-timeout", "0"), None, "--host-timeout must be more than 0, got 0"),
     # Texts.
     "an unknown precision": ((*NEW, "--precision", "float7"), None, "--precision 'float7' is not understood"),
+    "a precision that is no word": ((*NEW, "--precision", ","), None, "--precision ',' is not understood"),
     "a NUL in a precision": ((*NEW, "--precision", "a\0"), None, "--precision must be text"),
     "half a character": ((*NEW, "--prompt", "a\ud800"), None, r"--prompt must be text, got 'a\\ud800'"),
     "half a character in a path": ((*NEW, "--data", "a\udcff"), None, r"--data must be text, got 'a\\udcff'"),

@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to try")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--only", action="store_true", help="try the one seed and stop")
-    parser.add_argument("--uneven", action="store_true", help="instead, run operations on slices of sharded arrays")
+    parser.add_argument("--uneven", action="store_true", help="instead, run operations on uneven shards")
     arguments = parser.parse_args()
     compile_quickly()
     worker = Worker()

@@ -1,4 +1,4 @@
-"""Operations on slices of sharded arrays: a sample, in a process that may die. `python -m tests.fuzz --uneven` is all.
+"""Operations on uneven shards: a sample, in a process that may die. `python -m tests.fuzz --uneven` is all.
 
 Every operation of which XLA partitions something wrongly is in the sample.
 """
@@ -15,7 +15,7 @@ from tests.fuzz.uneven import BY_ID, Uneven, all_placements, check_uneven, place
 from tests.fuzz.worker import Worker
 
 # The cases that failed, with a mapping under which they did: XLA ended the process, failed, or gave wrong values.
-# The last ones are placed by hand.
+# They are slices, unless it is said otherwise.
 FAILED: list[tuple[Any, ...]] = [
     ("sort-last", {"a": 3}, {"pos": ("a",)}),
     ("sort-first", {"a": 3, "b": 2}, {"batch": ("a",), "embed": ("b",)}),
@@ -29,10 +29,15 @@ FAILED: list[tuple[Any, ...]] = [
     ("fft.fft-last", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
     ("vmap of convolutions", {"a": 4, "b": 2}, {"batch": ("a",)}),
     ("fft.fft-several", {"a": 4, "b": 2}, {"batch": ("a", "b")}),
-    ("sort-last", {"a": 3}, {"pos": ("a",)}, True),
-    ("median-one", {"a": 4, "b": 2}, {"pos": ("a",), "embed": ("b",)}, True),
-    ("quantile-several", {"a": 3}, {"pos": ("a",)}, True),
-    ("permutation", {"a": 3}, {"pos": ("a",)}, True),
+    ("sort-last", {"a": 3}, {"pos": ("a",)}, "by hand"),
+    ("median-one", {"a": 4, "b": 2}, {"pos": ("a",), "embed": ("b",)}, "by hand"),
+    ("quantile-several", {"a": 3}, {"pos": ("a",)}, "by hand"),
+    ("permutation", {"a": 3}, {"pos": ("a",)}, "by hand"),
+    ("segment_min-batches", {"a": 3, "b": 2}, {"pos": ("a",)}, "renamed"),
+    ("segment_prod-several axes", {"a": 3, "b": 2}, {"batch": ("a",)}, "renamed"),
+    ("segment_mean-batches", {"a": 3, "b": 2}, {"pos": ("a",)}, "remat"),
+    ("NamedArray.at-gathered and indexed", {"a": 3, "b": 2}, {"heads": ("a",)}, "renamed"),
+    ("repeat-array", {"a": 3, "b": 2}, {"pos": ("a",)}, "remat"),
 ]
 SAMPLE = random.Random(0).sample(all_placements(), 8)
 
@@ -47,15 +52,12 @@ def worker() -> Iterator[Worker]:
 @pytest.mark.parametrize(
     "of",
     [
-        *(
-            Uneven(case, tuple(mesh.items()), tuple(mapping.items()), *by_hand)
-            for case, mesh, mapping, *by_hand in FAILED
-        ),
+        *(Uneven(case, tuple(mesh.items()), tuple(mapping.items()), *how) for case, mesh, mapping, *how in FAILED),
         *(pytest.param(of, marks=pytest.mark.oldest) for of in SAMPLE),
     ],
     ids=str,
 )
-def test_slices_of_sharded_arrays(of: Uneven, worker: Worker) -> None:
+def test_uneven_shards(of: Uneven, worker: Worker) -> None:
     found = worker.attempt(check_uneven, of)
     assert found is None, f"{of}: {found}"
 

@@ -1,4 +1,4 @@
-"""Run every operation on slices of sharded arrays: `python -m tests.fuzz --uneven`.
+"""Run every operation on uneven shards: `python -m tests.fuzz --uneven`.
 
 JAX refuses an axis that its mesh axes do not divide, except inside jit on Auto mesh axes, where a slice of a sharded
 axis stays sharded. There, XLA partitions some operations wrongly, or ends the process. So this runs each case of the
@@ -21,12 +21,23 @@ from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from tests.ops.case import SIZES, Case, Operand
-from tests.ops.test_operations import CASES, _assert_close, _differentiable, _draw, _eager, _gradients, _loss, _raw
+from tests.ops.test_operations import (
+    CASES,
+    _assert_close,
+    _differentiable,
+    _draw,
+    _eager,
+    _gradients,
+    _loss,
+    _raw,
+    _weighted,
+)
 
 KEY = jax.random.key(0)
 BATCH, POS, EMBED = (axn.Axis(n, SIZES[n]) for n in ("batch", "pos", "embed"))
 MLP, EMBED_2, WINDOW = axn.Axis("mlp", 6), axn.Axis("embed 2", 4), axn.Axis("pos", 2)
 X, IN_BATCH = Operand(("batch", "pos", "embed")), Operand(("batch", "embed"))
+ONE = Operand(("batch",))
 INDICES = Operand(("batch", "pos"), "index")
 WEIGHT = axn.random.normal(KEY, {"embed": 8, "mlp": 6})
 LINEAR = axn.nn.Linear.init(EMBED, MLP, key=KEY)
@@ -65,6 +76,16 @@ def _layers() -> dict[str, tuple[tuple[Operand, ...], Any]]:
         "vmap of sorts": ((X,), lambda x: axn.vmap(lambda x: axn.sort(x, "embed"), "pos")(x)),
         "vmap of convolutions": ((IN_BATCH, IN_BATCH), axn.vmap(lambda a, v: axn.convolve(a, v, "embed"), "batch")),
         "permutation": ((X,), lambda x: axn.random.permutation(KEY, x, "pos", independent=True)),
+        "permutation of one axis": ((ONE,), lambda x: axn.random.permutation(KEY, x, "batch")),
+        "look-up of one axis": ((ONE,), lambda x: x["batch", axn.argsort(x, "batch")]),
+        "look-up of rows": ((X, ONE), lambda x, by: x["batch", axn.argsort(by, "batch")]),
+        "look-up beside": ((IN_BATCH, ONE), lambda x, by: x["embed", axn.argsort(by, "batch").rename({"batch": "b"})]),
+        "interp of rows": ((IN_BATCH, ONE), lambda x, at: axn.interp(3 * at, np.arange(8.0), x, axis="embed")),
+        "interp of one axis": ((ONE, ONE), lambda x, at: axn.interp(at, axn.named(np.arange(8.0), "batch"), x)),
+        "vmap of look-ups": (
+            (IN_BATCH, ONE),
+            lambda x, by: axn.vmap(lambda i: x["batch", i] * 2.0, "batch")(axn.argsort(by, "batch")),
+        ),
         "remat": ((X,), jax.checkpoint(lambda x: axn.nn.softmax(LINEAR(axn.tanh(x)), "mlp"))),
     }
 
@@ -86,16 +107,22 @@ MESHES: tuple[dict[str, int], ...] = ({"a": 3}, {"a": 3, "b": 2}, {"a": 4, "b": 
 
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """A case of the table, a mesh and a mapping."""
+    """A case of the table, a mesh and a mapping, and how the arrays get there."""
 
     case: str
     mesh: tuple[tuple[str, int], ...]
     mapping: tuple[tuple[str, tuple[str, ...]], ...]
-    by_hand: bool = False
-    """Whether the arrays alone are sharded: the function that takes them knows neither the mesh nor the mapping."""
+    how: str = "slices"
+    """
+    "slices": of larger arrays, which the function cuts out.
+    "by hand": the same, but the function that takes the arrays knows neither the mesh nor the mapping.
+    "padded": arrays that are stored padded; so are the results, and the gradients beside them.
+    "renamed": the same, under names that the mapping lacks.
+    "remat": as "renamed", rematerialised.
+    """
 
     def __str__(self) -> str:
-        return f"{self.case} on {dict(self.mesh)}, {dict(self.mapping)}{' by hand' if self.by_hand else ''}"
+        return f"{self.case} on {dict(self.mesh)}, {dict(self.mapping)} {self.how}"
 
 
 def placements(case: Case) -> Iterator[Uneven]:
@@ -104,12 +131,31 @@ def placements(case: Case) -> Iterator[Uneven]:
     for mesh in MESHES:
         for name in names:
             pairs = [{name: ("a",), other: ("b",)} for other in names if other != name]
-            for mapping in [{name: ("a", "b")}, *pairs] if "b" in mesh else [{name: ("a",)}]:
+            both = [{name: ("a", "b")}, *pairs] if "b" in mesh else []
+            for mapping in [*both, {name: ("a",)}]:
                 yield Uneven(case.id, tuple(mesh.items()), tuple(mapping.items()))
+            if mesh == MESHES[1]:
+                for how in ("padded", "renamed", "remat"):
+                    yield Uneven(case.id, tuple(mesh.items()), ((name, ("a",)),), how)
 
 
 def check_uneven(of: Uneven) -> str | None:
-    """Describe how a case fails on slices of sharded arrays; return None if it does not, or is refused by name."""
+    """Describe how a case fails on uneven shards; return None if it does not, or is refused by name."""
+    case = BY_ID[of.case]
+    expected = _eager(case)[0], _gradients(case) if case.grad else []
+    try:
+        found = _of_slices(of) if of.how in ("slices", "by hand") else _of_padded(of)
+        loose = dataclasses.replace(case, rtol=max(case.rtol, 1e-3), atol=max(case.atol, 1e-4))
+        for what, ours, theirs in zip(("value", "gradient"), found, expected, strict=True):
+            _assert_close(loose, ours, theirs, what)
+    except Exception as error:
+        refused = isinstance(error, ValueError) and "cannot be sharded" in str(error)
+        return None if refused else f"{type(error).__name__}: {error}"
+    return None
+
+
+def _of_slices(of: Uneven) -> Any:
+    """Return results and gradients of a case on slices of sharded arrays."""
     case, sizes, mapping, rng = BY_ID[of.case], dict(of.mesh), dict(of.mapping), random.Random(str(of))
     starts, ends = {}, {}
     for name, axes in mapping.items():
@@ -129,22 +175,50 @@ def check_uneven(of: Uneven) -> str | None:
         gradients = jax.grad(_loss(case), _differentiable(case))(*arrays) if case.grad else ()
         return _raw(case.call(*arrays)), _raw(gradients)
 
+    with jax.set_mesh(_mesh(sizes)), axn.axis_mapping(mapping):
+        placed = axn.shard(whole)
+        found = None if of.how == "by hand" else jax.block_until_ready(jax.jit(results_and_gradients)(placed))
+    return jax.block_until_ready(jax.jit(results_and_gradients)(placed)) if found is None else found
+
+
+def _of_padded(of: Uneven) -> Any:
+    """Return results and gradients of a case on arrays that are stored padded; so are the results."""
+    case, mapping = BY_ID[of.case], dict(of.mapping)
+    stored = {n: n if of.how == "padded" else f"stored {n}" for n in mapping}
+    own = {s: n for n, s in stored.items()}
+    chosen = _differentiable(case) if case.grad else ()
+
+    def renamed(x: Any, names: dict[str, str]) -> Any:
+        return x.rename({n: s for n, s in names.items() if n in x.names}) if isinstance(x, axn.NamedArray) else x
+
+    def results_and_gradients(*arrays: axn.NamedArray) -> Any:
+        def loss(*floats: axn.NamedArray) -> Any:
+            given = dict(zip(chosen, floats, strict=True))
+            results = case.call(*(renamed(given.get(i, x), own) for i, x in enumerate(arrays)))
+            return _weighted(_raw(results)), results
+
+        loss = jax.checkpoint(loss) if of.how == "remat" else loss
+        floats = [arrays[i] for i in chosen]
+        if case.grad:
+            gradients, results = jax.grad(loss, tuple(range(len(chosen))), has_aux=True)(*floats)
+        else:
+            gradients, results = (), loss()[1]
+        return jax.tree.map(lambda x: renamed(x, stored), (results, gradients), is_leaf=axn.is_named_array)
+
+    arrays = [
+        axn.named(x, [stored.get(n, n) for n in o.names]) for x, o in zip(_draw(case), case.operands, strict=True)
+    ]
+    with (
+        jax.set_mesh(_mesh(dict(of.mesh))),
+        axn.axis_mapping({stored[n]: axes for n, axes in mapping.items()}, uneven="pad"),
+    ):
+        found = jax.block_until_ready(axn.named_jit(results_and_gradients)(*axn.shard(arrays)))
+        return tuple(map(_raw, axn.unshard(found)))
+
+
+def _mesh(sizes: dict[str, int]) -> Mesh:
     devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    expected = _eager(case)[0], _gradients(case) if case.grad else []
-    try:
-        with jax.set_mesh(mesh), axn.axis_mapping(mapping):
-            placed = axn.shard(whole)
-            found = None if of.by_hand else jax.block_until_ready(jax.jit(results_and_gradients)(placed))
-        if found is None:
-            found = jax.block_until_ready(jax.jit(results_and_gradients)(placed))
-        loose = dataclasses.replace(case, rtol=max(case.rtol, 1e-3), atol=max(case.atol, 1e-4))
-        for what, ours, theirs in zip(("value", "gradient"), found, expected, strict=True):
-            _assert_close(loose, ours, theirs, what)
-    except Exception as error:
-        refused = isinstance(error, ValueError) and "cannot be sharded" in str(error)
-        return None if refused else f"{type(error).__name__}: {error}"
-    return None
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 @functools.cache

@@ -578,6 +578,7 @@ def causal(x: Any) -> Any:
             "which is no gradient",
         ),
         ("argmax", lambda x: axn.argmax(x, "batch"), {"batch": "data"}, "argmax along batch"),
+        ("shift", lambda x: jax.lax.pad(x.array, 0.0, [(1, -1, 0), (0, 0, 0)]), {"batch": "data"}, "pad along batch"),
         ("placement", lambda x: axn.shard(x, {"batch": None}), {"batch": "data"}, "without a mesh, which it asks for"),
         ("constraint", lambda x: jax.lax.with_sharding_constraint(x, P("model")), {"batch": "data"}, "asks for"),
         (
@@ -600,6 +601,21 @@ def test_what_names_do_not_tell_is_refused(what: str, function: Any, mapping: An
     x = jax.eval_shape(lambda: axn.ones({"batch": 12 if what == "indivisible" else 8, "embed": 8}))
     with jax.set_mesh(cases.mesh_of(data=4, model=2)), pytest.raises(ValueError, match=message):
         axn.insight.explain(function, x, mapping=mapping, by="names")
+
+
+LOCAL = {
+    "xor": lambda x: jax.lax.reduce_xor(x.array.astype(jnp.int32), (1,)),
+    "cholesky": lambda x: jnp.linalg.cholesky(x.array[:, :, None] * jnp.eye(8)[None]),
+    "tile": lambda x: jax.lax.tile(x.array, (1, 2)),
+    "split": lambda x: jax.vmap(jax.random.split)(jax.random.wrap_key_data(x.array[:, :2].astype(jnp.uint32))),
+}
+
+
+@pytest.mark.parametrize("what", LOCAL)
+def test_what_runs_along_other_axes_exchanges_nothing(what: str) -> None:
+    x = jax.eval_shape(lambda: axn.ones({"batch": 8, "embed": 8}))
+    early, true = both((LOCAL[what], x), {"batch": "data"})
+    assert sent(early) == sent(true) == {}
 
 
 def test_an_array_that_is_sharded_without_names_is_refused() -> None:

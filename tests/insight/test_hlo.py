@@ -199,7 +199,8 @@ LOOP = HEAD + (
         ("constant(2)", "constant(0)", 5),
         ("constant(2)", "constant(9)", 0),
         ("direction=LT", "direction=NE", None),
-        ("constant(1)", "constant(2)", None),
+        ("constant(1)", "constant(2)", 2),
+        ("constant(1)", "constant(0)", None),
         ("add(%i, %one)", "add(%one, %i)", None),
         ("%start = s32[]{:T(128)} constant(2)", "%start = s32[]{:T(128)} custom-call()", None),
         ("tuple(%added, %x)", "tuple(%i, %x)", None),
@@ -217,3 +218,23 @@ def test_an_asynchronous_collective_is_visited_once() -> None:
     for chain, count in (("3", 1), ("4", 2)):
         visits = HloProgram(LOOP.replace("CHAIN", chain), 2).visits()
         assert sum(v.instruction.opcode == "all-gather" for v in visits) == count
+
+
+def test_collectives_on_sparse_cores_are_visited() -> None:
+    """A call there starts without operands, and gets them by an update."""
+    text = LOOP.replace("CHAIN", "3").replace(
+        "  %second = f32[8]{0} fusion(%x), kind=kCustom, calls=%again\n",
+        '  %begun = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%called\n'
+        "  %given.1 = ((f32[4]), f32[8]) call-update(%begun, %x)\n"
+        "  %done = f32[8]{0} call-done(%given.1)\n",
+    )
+    called = text[text.index("%again") : text.index("%body")].replace("%again", "%called")
+    text = text.replace(text[text.index("%again") : text.index("%body")], called.replace('chain_id="3"', ""))
+    found = [v for v in HloProgram(text, 2).visits() if v.instruction.opcode == "all-gather"]
+    assert [(v.computation, v.times) for v in found] == [("part", 3), ("called", 3)]
+
+
+def test_a_collective_that_nothing_known_runs_is_refused() -> None:
+    text = LOOP.replace("CHAIN", "3").replace("fusion(%x), kind=kCustom, calls=%again", "launch(%x), body=%again")
+    with pytest.raises(UnknownForm, match="the program has 'all-gather' in 'again', and what runs that is not known"):
+        HloProgram(text, 2)

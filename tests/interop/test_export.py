@@ -107,6 +107,8 @@ OPERATIONS: dict[str, Callable[[axn.NamedArray], Any]] = {
     "dot": lambda x: axn.dot(x, drawn(1, Embed, Mlp), axis="embed"),
     "reduction": lambda x: x.mean(("batch", "pos")),
     "softmax": lambda x: nn.softmax(x, "pos"),
+    "shorter": lambda x: x["pos", 1:] * x["pos", :-1],
+    "without the first": lambda x: x["batch", 1:],
     "cumsum": lambda x: axn.cumsum(x, "pos"),
     "sort": lambda x: axn.sort(x, "pos"),
     "merge": lambda x: x.flatten_axes(("batch", "pos"), "row"),

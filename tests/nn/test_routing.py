@@ -245,6 +245,13 @@ def test_numbers_of_experts_that_are_not_sharded(explicit_mesh: Mesh) -> None:
     close(y, dense((UP, DOWN), X, CHOSEN))
 
 
+def of_each_row(values: axn.NamedArray, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+    """Return the value of the expert of each row."""
+    One, Out = axn.make_axes(one=1, out=1)
+    layer = nn.MoELinear(values.broadcast_axis(One).broadcast_axis(Out), None, Experts, One, Out)
+    return layer(axn.ones((rows.resolve_axis("rows"), One), values.dtype), sizes)["out", 0]
+
+
 @pytest.mark.parametrize("numbers", [np.uint32, np.int8, np.int32])
 def test_dtypes(numbers: Any, auto_mesh: Mesh) -> None:
     """Of the numbers of experts; and gradients of bfloat16 do not depend on how long a round is."""
@@ -253,7 +260,7 @@ def test_dtypes(numbers: Any, auto_mesh: Mesh) -> None:
     expert = axn.zeros(tokens, dtype=numbers)
 
     def total(weight: axn.NamedArray, x: axn.NamedArray, expert: axn.NamedArray) -> jax.Array:
-        y = nn.dispatch(lambda w, x, n: x * w["experts", 0], weight, x, expert, Experts, round_size=8)
+        y = nn.dispatch(lambda w, x, n: x * of_each_row(w, x, n), weight, x, expert, Experts, round_size=8)
         return axn.sum(y.astype(jnp.float32)).scalar()
 
     with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "model", "experts": "model"}):
@@ -293,10 +300,7 @@ def test_where_shards_are_there_already(auto_mesh: Mesh) -> None:
 
     def scaled(weight: axn.NamedArray, x: axn.NamedArray, chosen: axn.NamedArray, experts: Any = Experts) -> Any:
         def fn(weight: axn.NamedArray, rows: axn.NamedArray, n: axn.NamedArray) -> axn.NamedArray:
-            ends = axn.cumsum(n, Experts.name)
-            places = axn.arange(rows.resolve_axis("rows")).broadcast_axis(ends.axes)
-            own = axn.sum((places >= ends).astype(jnp.int32), Experts.name)
-            return rows * weight["experts", own]
+            return rows * of_each_row(weight, rows, n)
 
         return nn.dispatch(fn, weight, x, chosen, experts, round_size=1)
 

@@ -45,9 +45,7 @@ def train(folder: Path, *more: str, pictures: bool = False) -> list[float]:
     arguments = ["--out", str(out), "--simulated-devices", str(jax.local_device_count())]
     if "--resume" not in more:
         arguments += [*SMALL, "--data", str(folder.parent / "text.txt"), "--steps", str(STEPS)]
-    nothing = (
-        {} if pictures else dict.fromkeys(("save_placement", "save_curve", "save_explanation"), lambda *args: None)
-    )
+    nothing = {} if pictures else dict.fromkeys(("save_placement", "save_curve"), lambda *args: None)
     with mock.patch.multiple(train_lm.pictures, **nothing) if nothing else contextlib.nullcontext():
         assert train_lm.main([*arguments, *more]) == 0
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -484,3 +484,30 @@ def test_reports_know_donated_arrays_that_are_stored_padded() -> None:
     rows = 1008 // 8
     assert report.arguments["state"] == 3 * 2 * 4 * rows * Embed.size + 4  # table and head, with their moments
     assert any(c.reason == "sums over vocab, which is sharded over data" for c in report.collectives)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x["z", axn.argsort(x, "z")],
+        lambda x: axn.random.permutation(jax.random.key(0), x, "z"),
+    ],
+    ids=["look-up", "permutation"],
+)
+@pytest.mark.parametrize("over", ["data", "model"])
+def test_gradients_beside_padded_results(auto_mesh: Mesh, fn: Any, over: Any) -> None:
+    """XLA scatters padding if the result of a look-up is returned, stored padded, beside the gradient."""
+    x = axn.named(jnp.asarray(np.random.default_rng(0).normal(size=7), jnp.float32), "z")
+
+    def step(x: axn.NamedArray) -> Any:
+        def loss(x: axn.NamedArray) -> Any:
+            y = fn(x)
+            return (y * axn.cos(axn.arange(y.resolve_axis("z"), dtype=jnp.float32))).sum(), y
+
+        return axn.grad(loss, has_aux=True)(x)
+
+    expected = step(x)
+    with axn.set_mesh(auto_mesh), axn.axis_mapping({"z": over}, uneven="pad"):
+        found = axn.unshard(jax.block_until_ready(axn.named_jit(step)(axn.shard(x))))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)

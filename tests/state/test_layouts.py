@@ -207,6 +207,7 @@ WRONG_ROWS = {
     "a -> mlp mlp": "'mlp' occurs a second time",
     "a, b (mlp) -> (_ mlp)": "has 'mlp' twice in b",
     "a -> mlp as float7": "no dtype is called 'float7'",
+    "a -> mlp as ,": "no dtype is called ','",
     "a -> mlp as int8": "'w' is cast to int8, but no row has its scales, `as scale`",
     "a -> mlp as scale": "'w' has scales, but no row stores the same arrays in few bits",
     "= tabel": "'w' is the same as 'tabel', which is not the key of one entry. Did you mean 'table'?",

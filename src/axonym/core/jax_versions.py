@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AxisType, PartitionSpec
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,6 +126,18 @@ def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:
     structure = jax.tree.structure(operation.in_avals)
     abstract = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     return jax.make_jaxpr(lambda *xs: jax.tree.leaves(operation.expand(*structure.unflatten(xs))))(*abstract).jaxpr
+
+
+@functools.lru_cache(maxsize=16)
+def _identity(count: int) -> Jaxpr:
+    return jax.make_jaxpr(lambda *xs: xs)(*[jax.ShapeDtypeStruct((), "int32")] * count).jaxpr
+
+
+def evaluated(eqn: Any, params: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run an equation with other parameters and operands, in its scope and at its line of Python."""
+    program: Any = _identity(len(operands))
+    eqns = [eqn.replace(invars=program.invars, params=params)]
+    return jaxpr_as_fun(ClosedJaxpr(program.replace(outvars=eqn.outvars, eqns=eqns), ()))(*operands)
 
 
 def marking_operation(name: str, mapped: Callable[[Any, int], Any]) -> Callable[[jax.Array, Any], jax.Array]:

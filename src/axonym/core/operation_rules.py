@@ -329,9 +329,10 @@ def _convolved(e: _Equation) -> OperationRule:
 
 def _windowed(e: _Equation) -> OperationRule:
     """Windows, and collectives inside `shard_map`: an axis stays, or becomes one of another size."""
-    sizes = e.params.get("window_dimensions")
-    near = list(sizes) if sizes else [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)]
-    return _near(e, near)
+    if sizes := e.params.get("window_dimensions"):
+        # Padding on one side, cut on the other, moves elements without changing the size.
+        return _near(e, [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)])
+    return _near(e, [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)])
 
 
 def _near(e: _Equation, windows: Sequence[int]) -> OperationRule:

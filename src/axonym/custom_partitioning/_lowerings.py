@@ -186,7 +186,9 @@ def _mesh_by_arrays(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> M
     """Return the active mesh with devices. The partitioner forgets it if no argument of the program is on it."""
     if mesh is None:
         raise ValueError(f"{what}: the partitioner does not know of a mesh. Activate one with `jax.set_mesh`.")
-    devices = list(arrays[0].sharding.devices_indices_map(arrays[0].shape))
+    sharding = arrays[0].sharding
+    # Only a shape that the shards divide has indices of devices: see `_entries`.
+    devices = list(sharding.devices_indices_map((sharding.num_devices,) * len(arrays[0].shape)))
     return Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names)
 
 

@@ -17,7 +17,7 @@ import jax
 from ..axis import Names
 from ..core.jax_versions import marking_operation
 from .active_settings import ACTIVE, activate_here
-from .operation_scope import names_of_results, unmarked
+from .operation_scope import DerivedName, names_of_results, unmarked
 
 MARK = "named_axes"
 """The name of the primitive of marks; its parameter `names` has a name or None for each axis."""
@@ -58,7 +58,7 @@ def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
 
 def _public_name(name: str) -> str | None:
     """Return the name of an axis; None for a private one, which stands for any: see `axonym.ops._operands`."""
-    return None if " of " in name else unmarked(name)
+    return None if isinstance(name, DerivedName) and name.private else unmarked(name)
 
 
 def marked_results(found: jax.Array | Sequence[jax.Array], out_names: Names | Sequence[Names]) -> Any:

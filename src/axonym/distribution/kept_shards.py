@@ -1,9 +1,9 @@
 """Say which axes a pipeline keeps sharded in code that is written for complete axes: its layers and its loss.
 
-A pipeline is one `shard_map`. Some axes can stay sharded inside: in most operations, each device computes its shard of
-the result from its shards of the operands, and a few operations, such as attention along a sequence, exchange what they
-need with other devices. A pipeline traces a layer twice, on complete axes and on shards, and compares the programs
-before it relies on that. The operations that exchange something run in a scope, by which the comparison finds them.
+A pipeline is one `shard_map`. Some axes can stay sharded inside. Layers are traced once, for complete axes, and run on
+shards: see `on_shards`. A few operations, such as attention along a sequence, exchange what they need with other
+devices by themselves, see `exchange`. A loss is traced twice, on complete axes and on shards, and the programs are
+compared; there, operations that exchange something run in a scope, by which the comparison finds them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 
+from ..axis import Names
+from ..core.tree_spec import flatten_arrays
+from ..named_array import NamedArray, wrap
 from .active_settings import activate_here, active_settings
 from .mesh_axes import Axes, mapped_axes, shard_count
+from .on_shards import Layout, ShardExchange, exchange_p
 
 
 class KeptShards(NamedTuple):
@@ -27,6 +32,8 @@ class KeptShards(NamedTuple):
     """The axes that stay sharded, over the mesh axes of the active mapping."""
     complete: frozenset[str] = frozenset()
     """The axes among them that are complete, for comparison."""
+    once: bool = False
+    """Whether the code is traced once, for complete axes, and its operations run on shards: see `on_shards`."""
     gathered: tuple[tuple[str, str], ...] = ()
     """Other axes that the mapping shards: all of each is on every device here, with the reason."""
 
@@ -37,6 +44,44 @@ def kept_over(name: str) -> Axes | None:
     if kept is None or name not in kept.names:
         return None
     return () if name in kept.complete else mapped_axes(name)
+
+
+def is_kept(name: str) -> bool:
+    """Return whether code is traced for all of an axis here, and its operations run on shards of it."""
+    kept = _active()
+    return kept is not None and kept.once and name in kept.names
+
+
+def is_on_shards() -> bool:
+    """Return whether a function gets shards here in a pipeline, whose code is traced for complete axes."""
+    kept = _active()
+    return kept is not None and bool(kept.names) and not kept.complete
+
+
+def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> NamedArray:
+    """Call a function that exchanges shards of named arrays by itself, in code that is traced for complete axes."""
+    kept = _active()
+    assert kept is not None
+    arrays, spec = flatten_arrays(operands)
+    with activate_here(kept=kept._replace(once=False)):
+        out = jax.eval_shape(lambda xs: fn(spec.unflatten(xs)), arrays)
+
+    def layout(names: Names) -> Layout:
+        found: list[Axes] = []
+        for n in names:  # a mesh axis cuts one dimension only
+            own = mapped_axes(n) if n in kept.names else ()
+            found.append(() if any({*own} & {*other} for other in found) else own)
+        return tuple(found)
+
+    def of_shards(here: Sequence[Any]) -> Sequence[Any]:
+        with activate_here(kept=kept._replace(once=False, complete=frozenset())):
+            y = fn(spec.unflatten(list(here)))
+        return [y.rearrange(out.names).array]
+
+    before = [((),) * x.ndim if n is None else layout(n) for n, x in zip(spec.names, arrays, strict=True)]
+    found = ShardExchange(what, of_shards, before, [layout(out.names)])
+    (y,) = exchange_p.bind(*arrays, exchange=found, avals=(ShapedArray(out.array.shape, out.array.dtype),))
+    return wrap(y, out.names)
 
 
 def reduced_over(name: str, names: Iterable[str]) -> Axes | None:
@@ -64,8 +109,7 @@ def in_pipeline() -> bool:
 def as_if_complete(name: str) -> contextlib.AbstractContextManager[Any]:
     """Trace code in a pipeline as it would be for all of an axis, for comparison."""
     kept = _active()
-    assert kept is not None
-    return activate_here(kept=kept._replace(complete=kept.complete | {name}))
+    return contextlib.nullcontext() if kept is None else activate_here(kept=kept._replace(complete=kept.names | {name}))
 
 
 def scope_of_shards(

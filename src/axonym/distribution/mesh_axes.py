@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -255,18 +256,48 @@ def sharded_over(what: str, names: Iterable[str], x: Any, mesh: AnyMesh, *types:
     )
 
 
-def replicate_uneven(what: str, names: Iterable[str], x: jax.Array, *, several: bool = False) -> jax.Array:
-    """Replicate an array along the axes that their Auto mesh axes do not divide, as in a slice of a sharded axis.
+def evenly_sharded(
+    what: str,
+    names: Iterable[str],
+    x: jax.Array,
+    along: Collection[str] | None = None,
+    *,
+    beside: Sequence[jax.Array] = (),
+    fill: Any = None,
+) -> jax.Array:
+    """Shard an array evenly along some axes, all by default, along which XLA then scatters correctly.
 
-    The active mapping names the mesh axes. Without a mapping, any axis may be sharded over all of them.
+    If elements are scattered, as in the gradient of a look-up, and an axis of theirs is sharded unevenly over some of
+    several mesh axes, XLA scatters padding too. On Auto mesh axes, no type shows where an array lies, and its axes may
+    have other names where it was placed. So sizes decide: an axis that all mesh axes together divide is left as it is.
+    Any other lies where the active mapping has it, padded with `fill` to a size that its mesh axes divide. It is
+    replicated without such a value, or if the mapping lacks it.
 
     Arguments:
-        several: whether to do it only on a mesh with several Auto axes.
+        beside: other operands, which lie on a mesh where `x` may be a constant.
     """
-    mesh = mesh_around()
-    auto = [a for a in axes_of_type(mesh, AxisType.Auto) if mesh.shape[a] > 1]
-    if len(auto) < (2 if several else 1):
+    meshes = (jax.typeof(y).sharding.mesh for y in (x, *beside))
+    mesh = next((m for m in meshes if not m.empty), None) or current_mesh() or NO_MESH
+    auto, explicit = axes_of_type(mesh, AxisType.Auto), axes_of_type(mesh, AxisType.Explicit)
+    total = shard_count(mesh, auto)
+    if total < 2 or sum(mesh.shape[a] > 1 for a in (*auto, *explicit)) < 2:
         return x
-    over = (mapped_on(what, n, mesh, AxisType.Auto) if active_mapping() else auto for n in names)
-    which = [size % shard_count(mesh, entry_of(axes)) != 0 for size, axes in zip(x.shape, over, strict=True)]
-    return replicate_along(x, which, mesh) if any(which) else x
+    entries: list[Any] = []
+    shape: list[int] = []
+    for name, size, entry in zip(names, x.shape, entries_of(x), strict=True):
+        over, used = mapped_on(what, name, mesh, AxisType.Auto), axes_in(entries)
+        count = shard_count(mesh, over)
+        if entry is not None or size % total == 0 or (along is not None and name not in along):
+            entries.append(PartitionSpec.UNCONSTRAINED)
+        else:
+            size = size if fill is None else -(-size // count) * count
+            entries.append(entry_of(over) if size % count == 0 and not {*over} & {*used} else None)
+        shape.append(size)
+    if all(entry is PartitionSpec.UNCONSTRAINED for entry in entries):
+        return x
+    if tuple(shape) != x.shape:
+        added = [(0, new - size, 0) for new, size in zip(shape, x.shape, strict=True)]
+        x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), added)
+    spec = PartitionSpec(*entries)
+    unset = jax.sharding.get_abstract_mesh().empty
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec) if unset else spec)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 
 from ..axis import Names
 from .active_settings import active_mapping, active_parameter_mapping
-from .mesh_axes import mapped_axes, storage_axes
+from .mesh_axes import Axes, mapped_axes, storage_axes
 
 _PLAIN = re.compile(r"[^\w.\- ]")
 """Matches characters that a name must not have in a scope."""
@@ -19,37 +22,130 @@ _NUMBER = re.compile(r"#\d")
 """Matches a number that stands for a name: see `shared` in `axonym.ops._kernels`."""
 
 
-def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
+class DerivedName(str):
+    """The name of an axis in one kernel, made of the name of an axis; no name of a user is equal to it."""
+
+    __slots__ = ("axis", "private")
+
+    axis: str
+    private: bool
+    """Whether it stands for any axis; otherwise for the axis that it is made of."""
+
+    def __new__(cls, axis: str, text: str, private: bool = False) -> DerivedName:
+        found = super().__new__(cls, text)
+        found.axis, found.private = getattr(axis, "axis", axis), private
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DerivedName) and str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAxis:
+    """An axis of an operand or a result."""
+
+    name: str
+    size: int | None
+    compute: Axes
+    """The mesh axes that the active mapping shards it over."""
+    stored: Axes | None
+    """The mesh axes that the parameter mapping shards it over, if they differ."""
+    axis: str
+    """The name of the axis that a private name is made of, or its own name."""
+
+
+Term = tuple[NamedAxis, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopedOperation:
+    """A named operation, with the axes of its operands and results."""
+
+    name: str
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+    has_own_gradients: bool = False
+    """Whether its gradients are operations with scopes of their own. Otherwise they have its scope."""
+
+    @property
+    def axes(self) -> Axes:
+        return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
+
+    @property
+    def over(self) -> frozenset[str]:
+        """Return the mesh axes that the operation has axes sharded over."""
+        return frozenset(m for term in (*self.operands, *self.results) for a in term for m in a.compute)
+
+    def looks_up(self, term: Term) -> bool:
+        """Return whether the operation looks up values, and an operand with indices has these axes."""
+        return self.name == "index" and term in self.operands[1:] and term != self.operands[0]
+
+    def __str__(self) -> str:
+        def listed(terms: Sequence[Term]) -> str:
+            return "; ".join(", ".join(a.name for a in term) for term in terms)
+
+        return f"{self.name}[{listed(self.operands)} -> {listed(self.results)}]"
+
+
+RECORD = re.compile(r"#([0-9a-f]{12})(?![0-9a-f])")
+"""Matches the end of a scope, by which its record is found."""
+
+_MOST_RECORDS = 2**16
+_records: collections.OrderedDict[str, ScopedOperation] = collections.OrderedDict()
+
+
+def operations_in(scopes: str) -> list[ScopedOperation]:
+    """Return the named operations of a text with scopes, from the outermost."""
+    return [found for key in RECORD.findall(scopes) if (found := _records.get(key)) is not None]
+
+
+def operation_scope(
+    what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any], has_own_gradients: bool = False
+) -> str:
     """Return the scope of an operation, which describes it in profiles and compiled programs.
 
-    An example is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]`: the axes of each operand and each result.
-    Where an axis is first named, its size follows, then the mesh axes that the active mapping shards it over (`|`), and
-    the mesh axes of the parameter mapping (`~`), if they differ. `axonym.insight` reads it. There is no `@`, since XLA
-    drops everything after one.
+    An example is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]#0a3f5c7e9b1d`: the axes of each operand and
+    each result. Where an axis is first named, its size follows, then the mesh axes that the active mapping shards it
+    over (`|`), and the mesh axes of the parameter mapping (`~`), if they differ. People read this, and programs the
+    record of it, which `operations_in` finds by the number at the end: names may have any characters. The number is a
+    hash, so it is the same in every process. There is no `@`, since XLA drops everything after one.
     """
     layouts = names_of_results(out_names)
     if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
         return _PLAIN.sub("_", what)  # the kernel is for any names
     mapping, stored_by = active_mapping(), active_parameter_mapping()
-    seen: dict[str, int | None] = {}
+    seen: dict[str, NamedAxis] = {}
 
-    def term(names: Names, shape: Sequence[int | None]) -> str:
-        return ",".join(map(axis, names, shape))
+    def term(names: Names, shape: Sequence[int | None]) -> tuple[str, Term]:
+        pairs = [*map(axis, names, shape)]
+        return ",".join(text for text, _ in pairs), tuple(found for _, found in pairs)
 
-    def axis(name: str, size: int | None) -> str:
+    def axis(name: str, size: int | None) -> tuple[str, NamedAxis]:
         name = unmarked(name)
         text = _PLAIN.sub("_", name)
-        if name in seen and size in (None, seen[name]):
-            return text
-        seen[name] = size
-        over, stored = map("+".join, (mapped_axes(name, mapping), storage_axes(name, stored_by, mapping)))
-        if size is not None:
-            text += f"={size}"
-        return text + (f"|{over}" if over else "") + (f"~{stored}" if stored and stored != over else "")
+        if name in seen and size in (None, seen[name].size):
+            return text, seen[name]
+        over, stored = mapped_axes(name, mapping), storage_axes(name, stored_by, mapping)
+        differ = stored if stored and stored != over else None
+        seen[name] = NamedAxis(str(name), size, over, differ, getattr(name, "axis", name))
+        text += "" if size is None else f"={size}"
+        return text + (f"|{'+'.join(over)}" if over else "") + (f"~{'+'.join(differ)}" if differ else ""), seen[name]
 
     inputs = [term(names, jnp.shape(x)) for names, x in zip(in_names, arrays, strict=True)]
     results = [term(names, (None,) * len(names)) for names in layouts]
-    return f"{_PLAIN.sub('_', what)}[{';'.join(inputs)}->{';'.join(results)}]"
+    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results), has_own_gradients)
+    key = hashlib.sha256(repr(record).encode()).hexdigest()[:12]
+    _records[key] = record
+    _records.move_to_end(key)
+    if len(_records) > _MOST_RECORDS:
+        _records.popitem(last=False)
+    operands, made = (";".join(text for text, _ in found) for found in (inputs, results))
+    return f"{_PLAIN.sub('_', what)}[{operands}->{made}]#{key}"
 
 
 def names_of_results(out_names: Any) -> Sequence[Names]:
@@ -59,4 +155,4 @@ def names_of_results(out_names: Any) -> Sequence[Names]:
 
 def unmarked(name: str) -> str:
     """Return the name of an axis without the mark that indexed axes have."""
-    return name.partition(" (")[0]
+    return name.axis if isinstance(name, DerivedName) and not name.private else name

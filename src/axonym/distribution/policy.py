@@ -15,8 +15,8 @@ do not ask either: a contraction sums over an axis that only one operand has bef
 `jnp.sum`), and a convolution gathers its weight by `fsdp_ops.in_compute_sharding`, which does not ask `gathered_over`.
 
 On Explicit mesh axes, the decision says where the result lies, and JAX adds up partial sums to get there. FSDP's
-operations add them up as `sums` says. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather,
-which JAX makes: `add_up` returns it for the report by names only.
+operations add them up as `sums` says. JAX makes gradients and reductions, and asks nobody how: `sums_of_jax` says so to
+the report by names. A reduce-scatter without an axis to shard (`onto`) is the gradient of a gather.
 
 A policy keeps one law: if operands lie where the mapping puts their names, results do. Reports by name assume it.
 """
@@ -65,24 +65,27 @@ def combine(
 
 
 def add_up(
-    parts: Sequence[Axes],
-    result: PlacedAxes,
-    sizes: Sequence[int],
-    by: Mappings,
-    stored: PlacedAxes | None = None,
-    at_once: bool = True,
+    parts: Sequence[Axes], result: PlacedAxes, sizes: Sequence[int], by: Mappings
 ) -> tuple[PlacedAxes, Sequence[PartialSum]]:
-    """Decide where a sum lies if devices have parts of it, and how the parts are added up.
+    """Decide where a product lies if devices have parts of its sum, and how the parts are added up.
 
     A policy that shards the sum would use its sizes and the mappings; this one leaves it as the parts lie.
-
-    With `stored` (gradients), or without `at_once` (reductions), only reports by name ask: Explicit mesh axes leave
-    these sums to JAX. So another policy for products returns them as they are here.
 
     Arguments:
         parts: for each axis that is summed over, the mesh axes that it is sharded over.
         result: the axes of the sum, as the parts lie.
         sizes: the sizes of these axes.
+    """
+    return sums_of_jax(parts, result)
+
+
+def sums_of_jax(
+    parts: Sequence[Axes], result: PlacedAxes, stored: PlacedAxes | None = None, at_once: bool = True
+) -> tuple[PlacedAxes, Sequence[PartialSum]]:
+    """Return where a sum lies that JAX adds up, and how: reductions, and gradients whatever the policy for products is.
+
+    Arguments:
+        parts, result: as for `add_up`.
         stored: where the sum must lie in the end if it is the gradient of a parameter.
         at_once: whether all axes are summed in one step, as products are. Others sum one axis after another.
     """

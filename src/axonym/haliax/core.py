@@ -245,7 +245,7 @@ for _cls, _attributes in (
     (NamedArray, {"conjugate": conj, "product": prod, "ravel": flatten}),
     (NamedArray, {"tree_flatten": tree_flatten, "updated_slice": updated_slice}),
     (type(_SCALAR.at[...]), {"mul": type(_SCALAR.at[...]).multiply}),
-    (NamedRef, {"named_shape": property(lambda ref: ref.shape)}),
+    (NamedRef, {"named_shape": NamedRef.shape}),
 ):
     for _attribute, _value in _attributes.items():
         if not hasattr(_cls, _attribute):

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as e:
         print(e, file=sys.stderr)
         return 2
-    written = {"html": "to_html", "markdown": "to_markdown", "json": "to_json"}
+    written = {"html": "to_html", "json": "to_json"}
     form = next((method for name, method in written.items() if getattr(options, name)), "__str__")
     print(getattr(found, form)())
     return 0
@@ -70,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chip", choices=CHIPS, help="the chip to give lower bounds on time for")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--html", action="store_true", help="write a page for a browser")
-    form.add_argument("--markdown", action="store_true", help="write Markdown")
     form.add_argument("--json", action="store_true", help="write JSON")
     return parser
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ..core.source_lines import source
 from ..distribution.active_settings import Entry
+from . import _scopes
 from ._arguments import GivenArray, added_up
 from ._branches import NOTE
 from ._counted_exchanges import Account
 from ._figures import Memory
-from ._named_events import NamedTrace, Sum
+from ._named_events import NamedTrace, Sum, Use
 from ._named_layout import Layout
-from ._parameters import kind_of, updated, used_by_names, with_parameters
+from ._parameters import kind_of, updated, used_by, with_parameters
+from ._text import array_said
 from .chips import Chip
 from .repeating import repeated_by_names
 from .report import Report
@@ -36,25 +39,29 @@ def by_names(
     """
     layout = Layout(mesh, compute, storage, trace.joined)
     account = Account(trace, layout)
-    found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, layout)
+    found, temporaries = tuple(map(account.described, account.exchanges)), _temporaries(trace, layout)
+    own = [layout.bytes(x, layout.over(x.base)) for x in trace.arguments]
+    results = sum(layout.bytes(x, layout.over(x.base)) for x in trace.results)
+    # A lower bound: all arguments and results, and some of the temporaries.
+    memory = Memory(sum(own), results, aliased=0, temporaries=sum(x.bytes for x in temporaries))
     kinds = {kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results}
     names = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
     names |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
     shards = [layout.local(value.dims, layout.over(value.dims)) for value in trace.arguments]
-    sizes = {x.path: own for x, own in zip(given, shards, strict=True)}
-    placed = (x.on_devices(own, mesh, (compute, storage)) for x, own in zip(given, shards, strict=True))
+    sizes = {x.path: shard for x, shard in zip(given, shards, strict=True)}
+    placed = (x.on_devices(shard, mesh, (compute, storage)) for x, shard in zip(given, shards, strict=True))
     return Report(
         trace.name,
         "any platform",
         dict(mesh),
         "names",
-        tuple(with_parameters(found, used_by_names(trace, given), given, sizes, kinds)),
+        tuple(with_parameters(found, used_by(_uses(trace, given)), given, sizes, kinds)),
         memory,
         account.flops,
         None if chip is None else account.bounds(chip, memory),
         tuple(_notes(account)),
         account.uncertain,
-        arguments=added_up(zip([x.argument for x in given], _of_arguments(trace, layout), strict=True)),
+        arguments=added_up(zip([x.argument for x in given], own, strict=True)),
         placed=tuple(placed),
         repeated=tuple(repeated_by_names(trace, layout)),
         mapping=compute,
@@ -62,9 +69,21 @@ def by_names(
         axes=tuple(sorted(n for n in names if n is not None)),
         least_flops=account.least_flops,
         updated=tuple(x.path for x in updated(given, kinds)),
-        temporaries=tuple(_temporaries(trace, layout)),
+        temporaries=tuple(temporaries),
         computed=account.computed,
     )
+
+
+def _uses(trace: NamedTrace, given: Sequence[GivenArray]) -> Iterator[Any]:
+    """Yield each operation that uses an argument, or a slice of one, with its lines."""
+    known = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}
+    for event in trace.events:
+        if isinstance(event, Use):
+            origin = event.operand.origin
+            while origin not in known and origin in trace.slices:  # in a loop over layers
+                origin = trace.slices[origin]
+            if origin in known:
+                yield event.place.operation, event.place.frames, [known[origin]]
 
 
 def _notes(account: Account) -> Iterator[str]:
@@ -93,21 +112,6 @@ def _notes(account: Account) -> Iterator[str]:
         yield NOTE
 
 
-def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
-    """Return the bytes of each array in the arguments on each device."""
-    return [layout.bytes(x, layout.over(x.base)) for x in trace.arguments]
-
-
-def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
-    """Return the memory of each device: all arguments and results, and a lower bound for temporaries."""
-    return Memory(
-        arguments=sum(_of_arguments(trace, layout)),
-        results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
-        aliased=0,
-        temporaries=sum(x.bytes for x in _temporaries(trace, layout)),
-    )
-
-
 def _temporaries(trace: NamedTrace, layout: Layout) -> list[HeldArray]:
     """Return what loops keep for the backward pass, and the largest product, the largest first.
 
@@ -118,8 +122,8 @@ def _temporaries(trace: NamedTrace, layout: Layout) -> list[HeldArray]:
     found: dict[HeldArray, int] = {}
     for x, place in (*trace.kept, *([] if most is None else [most])):
         sizes = zip(x.base, layout.local(x.base), strict=True)
-        array = f"{x.short_dtype}[{', '.join(f'{n}={own}' if n else str(own) for (n, _), own in sizes)}]"
-        made = "kept by a loop" if most is None or x is not most[0] else str(place.operation or "a product")
+        array = array_said(x.short_dtype, [(n, own) for (n, _), own in sizes])
+        made = "kept by a loop" if most is None or x is not most[0] else _scopes.said_of(place.operation) or "a product"
         held = HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))
         found[held] = found.get(held, 0) + 1
     alike = (dataclasses.replace(x, count=n, bytes=n * x.bytes) for x, n in found.items())

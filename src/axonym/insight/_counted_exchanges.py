@@ -33,6 +33,7 @@ from ._named_events import (
     Value,
 )
 from ._named_layout import Layout, check_sizes
+from ._text import array_said
 from .chips import Chip
 from .collectives import Collective, sent_by
 
@@ -222,9 +223,11 @@ class Account:
         sizes = [size for _, size in result.base]
         try:
             target = self._must_lie(event)
-            final, sums = policy.add_up(
-                parts, _placed(result.base, layout.used), sizes, layout, target, bool(event.flops)
-            )
+            lying = _placed(result.base, layout.used)
+            if event.flops and place.phase != "backward":
+                final, sums = policy.add_up(parts, lying, sizes, layout)
+            else:
+                final, sums = policy.sums_of_jax(parts, lying, target, bool(event.flops))
         except Undecided as undecided:
             self._leave_open(str(undecided), place)
             return
@@ -242,6 +245,7 @@ class Account:
         lies = None
         for part in sums:
             self._exchange(place, part.kind, part.axes, result, lies)
+            self.uncertain += (self.exchanges[-1].sent or 0) * place.kept_inside
             if part.kind == "reduce-scatter" and (self.trace.spliced or "vmap(" in place.scope):
                 # No operation of this library does it, so a compiler may add it up on all devices.
                 self.uncertain += self.exchanges[-1].total_sent or 0
@@ -431,7 +435,6 @@ class Account:
         terms = () if operation is None else (*operation.operands, *operation.results)
         # In the order of the matching operand or result: transposes are part of products.
         known = next((t for t in ([a.name for a in term] for term in terms) if set(t) == set(local)), local)
-        shown = ", ".join(f"{n}={local[n]}" for n in known)
         names = tuple(n for n in x.names if set(axes) & {*layout.stored(n), *layout.used(n)})
         gathered = names if found.kind == "all-gather" else ()
         reason = operation and _scopes.reason(operation, found.kind, axes, place.phase, gathered)
@@ -443,12 +446,12 @@ class Account:
             along_all=True,
             times=place.times,
             branches=place.branches,
-            array=f"{x.short_dtype}[{shown}]",
+            array=array_said(x.short_dtype, [(n, local[n]) for n in known]),
             place=(0, 1),
             size=found.size // count if found.kind == "reduce-scatter" else found.size,
             sent=found.sent,
             phase=place.phase,
-            operation=None if operation is None else str(operation),
+            operation=_scopes.said_of(operation),
             named_axes=() if operation is None else operation.axes,
             gathered=gathered,
             moved=(),
@@ -478,7 +481,7 @@ def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.Scop
         return tuple(dataclasses.replace(a, compute=layout.used(a.name), stored=layout.stored(a.name)) for a in axes)
 
     operands, results = (tuple(map(term, terms)) for terms in (operation.operands, operation.results))
-    return _scopes.ScopedOperation(operation.name, operands, results)
+    return dataclasses.replace(operation, operands=operands, results=results)
 
 
 def _within(place: Occurrence) -> str:

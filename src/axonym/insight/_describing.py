@@ -14,6 +14,7 @@ from ._branches import Branches
 from ._constraints import Constraints
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
+from ._text import Said, array_said
 from .collectives import Collective, sent_by
 from .timeline import HeldArray, MemoryTimeline
 
@@ -56,6 +57,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
     for i, (producer, operand, result) in enumerate(exchange.carried):
         found = _carried(exchange, producer, operand, result, mesh)
         origin, operation, array = found.origin, found.operation, found.array
+        said = _described(found.shape, array)
         cause = _cause(exchange, found, constraints, mesh)
         yield Collective(
             kind=kind,
@@ -65,12 +67,12 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             along_all=exchange.along_all,
             times=exchange.times,
             branches=exchange.branches,
-            array=(f"{pieces} x " if pieces > 1 else "") + _described(found.shape, array),
+            array=Said(f"{pieces} x {said}", said.of) if pieces > 1 else said,
             place=(i, len(exchange.carried)),
             size=pieces * result.bytes,
             sent=sent_by(kind, pieces * operand.bytes, exchange.devices),
             phase=found.phase,
-            operation=None if operation is None else str(operation),
+            operation=_scopes.said_of(operation),
             named_axes=() if operation is None else operation.axes,
             gathered=found.gathered,
             moved=cause.moved,
@@ -218,7 +220,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
         count=1,
         bytes=buffer.shape.bytes,
         phase=phase,
-        operation=str(operation or maker.scope.rpartition("/")[2].rstrip(")") or maker.opcode),
+        operation=_scopes.said_of(operation) or maker.scope.rpartition("/")[2].rstrip(")") or maker.opcode,
         source=source(program.frames(maker)),
     )
 
@@ -244,9 +246,10 @@ def _user(exchange: Exchange, axes: Sequence[str], constraints: Constraints) -> 
     return None
 
 
-def _described(shape: HloShape, array: _scopes.Array | None) -> str:
+def _described(shape: HloShape, array: _scopes.Array | None) -> Said:
     if array is None:
-        return str(shape)
+        return Said(str(shape), ((), shape.sizes))
     if array.places is None:
-        return f"{shape} of [{', '.join(a.name for a in array.term)}]"
-    return f"{shape.dtype}[{', '.join(f'{a.name}={shape.sizes[place]}' for a, place in array.places)}]"
+        names = tuple(a.name for a in array.term)
+        return Said(f"{shape} of [{', '.join(names)}]", (names, ()))
+    return array_said(shape.dtype, [(a.name, shape.sizes[place]) for a, place in array.places])

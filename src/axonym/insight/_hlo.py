@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..core.source_lines import Frame
+from ..distribution.operation_scope import RECORD
 from ._branches import Branches
 
 COLLECTIVES = frozenset(
@@ -46,11 +47,9 @@ _CALLED = {
     "fusion": ("calls",),
     "async-start": ("calls",),
     "call": ("to_apply",),
+    "call-start": ("to_apply",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
-
-_NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
-"""Matches the scope of a named operation: see `_scopes`."""
 
 
 class UnknownForm(ValueError):
@@ -217,10 +216,10 @@ class HloProgram:
         """
         found = instruction
         for _ in range(64):
-            if _NAMED.search(found.scope):
+            if RECORD.search(found.scope):
                 return found
             inside = self.computations[found.computation("calls") or ""] if found.opcode == "fusion" else {}
-            named = [i for i in inside.values() if _NAMED.search(i.scope)]
+            named = [i for i in inside.values() if RECORD.search(i.scope)]
             if named:
                 return named[-1]
             if not self._passes_on(found) or not found.operands:
@@ -246,7 +245,7 @@ class HloProgram:
         if update.opcode != "dynamic-update-slice":
             return None
         found = inside[update.operands[1]]
-        while not _NAMED.search(found.scope):
+        while not RECORD.search(found.scope):
             if found.opcode == "parameter" and inside is not outside:  # it stands for an operand of the fusion
                 inside, found = outside, outside[fusion.operands[int(found.value)]]
             elif found.opcode in _PASSING_ON:
@@ -298,7 +297,7 @@ class HloProgram:
         """Return how often the body of a loop runs; None if that depends on values.
 
         Compilers for TPUs do not write it down, so it is computed for loops that count up from one constant to another
-        in steps of one, as loops of `jax.lax.scan` do.
+        in equal steps, as loops of `jax.lax.scan` do.
         """
         written = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if written:
@@ -317,7 +316,7 @@ class HloProgram:
         if count.opcode != "add" or self._place(body, count.operands[0]) != place:
             return None
         step = self._constant(body, count.operands[1])
-        return None if start is None or end is None or step != 1 else max(end - start, 0)
+        return None if start is None or end is None or not step or step < 0 else max(-(-(end - start) // step), 0)
 
     def _producer(self, around: dict[str, Instruction], name: str) -> Instruction:
         """Return the producer of an operand, skipping copies."""
@@ -367,6 +366,24 @@ class HloProgram:
             raise UnknownForm(f"the program has {unknown[0]!r}, which is not known here")
         if len(looks) != seen:
             raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
+        reached = self._reached()
+        for name, inside in self.computations.items():
+            missed = [i.opcode for i in inside.values() if i.opcode.removesuffix("-start") in known]
+            if missed and name not in reached:
+                raise UnknownForm(f"the program has {missed[0]!r} in {name!r}, and what runs that is not known here")
+
+    def _reached(self) -> set[str]:
+        """Return the computations that the entry runs."""
+        waiting = [self.entry]
+        reached = set(waiting)
+        for name in waiting:
+            for i in self.computations.get(name, {}).values():
+                called = [i.computation(attribute) for attribute in _CALLED.get(i.opcode, ())]
+                called += branches(i) if i.opcode == "conditional" else []
+                new = [c for c in called if c is not None and c not in reached]
+                waiting += new
+                reached |= {*new}
+        return reached
 
 
 class OwnPartitioning(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class Value:
     """A number that identifies the array; copies in other layouts, such as a transpose, have the same number."""
     base: Dims
     """The axes that the array had before it was broadcast."""
+    depth: int = 0
+    """How many of the loops around it change it, from the outermost."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,6 +60,8 @@ class Occurrence:
     scope: str = ""
     times: int | None = 1
     """None if values decide."""
+    turns: tuple[int | None, ...] = ()
+    """How often each of the loops around it runs its body, from the outermost."""
     branches: Branches = ()
     within: int = 0
     """The number of the function or loop body that contains the operation."""
@@ -76,6 +81,19 @@ class Occurrence:
         scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
         return dataclasses.replace(self, scope=scope, eqns=(eqn, *self.eqns))
 
+    def hoisted(self, operands: Sequence[Value]) -> Occurrence:
+        """Return the place where a compiler runs an operation: outside of the loops that do not change its operands."""
+        depth = max((x.depth for x in operands), default=0)
+        if depth == len(self.turns):
+            return self
+        return dataclasses.replace(self, times=_product(self.turns[:depth]))
+
+    @property
+    def kept_inside(self) -> int:
+        """Return how much more often it runs if the compiler leaves it in all loops around it, as far as known."""
+        inside = _product(self.turns)
+        return 0 if inside is None or self.times is None else inside - self.times
+
     @functools.cached_property
     def operation(self) -> _scopes.ScopedOperation | None:
         return self.dispatch or _scopes.operation(self.scope)
@@ -88,6 +106,11 @@ class Occurrence:
     def frames(self) -> Sequence[Frame]:
         """The lines of Python that it comes from, from the innermost."""
         return [frame for eqn in self.eqns for frame in frames_of(eqn)]
+
+
+def _product(turns: Sequence[int | None]) -> int | None:
+    known = [n for n in turns if n is not None]
+    return math.prod(known) if len(known) == len(turns) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,6 +195,8 @@ class _Events:
             constant = key is not None and self._constants.issuperset(x.origin for x in operands)
             avoidable = constant or key in self._made
             results = self._results(step, operands, around.inside(step.eqn), avoidable)
+            depth = max((x.depth for x in operands), default=0)
+            results = [dataclasses.replace(x, depth=depth) for x in results]
             if key is not None:
                 origins = self._made.setdefault(key, [x.origin for x in results])
                 results = [dataclasses.replace(x, origin=n) for x, n in zip(results, origins, strict=True)]
@@ -207,7 +209,8 @@ class _Events:
         if functions and functions[0].how == "call" and step.name not in _UNCOUNTED:
             again = "remat" in step.name or "checkpoint" in step.name
             body = dataclasses.replace(around, within=next(self._numbers), recomputes=True) if again else around
-            return self.run(step.bodies[0], xs, body)
+            # A barrier keeps what is computed again from being moved.
+            return self.run(step.bodies[0], _changed_alike(xs) if again else xs, body)
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
         if (dispatch := _scopes.dispatch(around.scope)) is not None:
             self.rows.add(dispatch, around, ys)
@@ -239,14 +242,16 @@ class _Events:
             given, first = [xs[j] for j in f.operands], len(f.operands) - f.sliced
             if f.how == "branch":
                 inner = dataclasses.replace(around, branches=(*around.branches, (number, len(functions), i)))
-                self._again(around, ys, self.run(body, given, inner))
+                self._again(around, ys, self.run(body, _changed_alike(xs, given), inner))
                 continue
             times = None if around.times is None or f.times is None else around.times * f.times
-            inner = dataclasses.replace(around, times=times, within=number)
+            inner = dataclasses.replace(around, times=times, turns=(*around.turns, f.times), within=number)
             stacked = given[first:]
             given[first:] = [self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)][first:]
             self._open(around, "a loop", [x.dims[0] for x in stacked])
             self.slices |= {own.origin: x.origin for own, x in zip(given[first:], stacked, strict=True)}
+            for j in (*range(f.first, f.first + f.carried), *range(first, len(given))):
+                given[j] = dataclasses.replace(given[j], depth=len(inner.turns))
             results = self.run(body, given, inner)
             if f.how == "loop":
                 self._again(around, given[f.first : f.first + f.carried], results)
@@ -339,7 +344,7 @@ class _Events:
                 return
             # The compiler does not sum an array along an axis that broadcasting added.
             gone = tuple(d for d in summed if d in xs[0].base)
-            self.found.append(Sum(place, y, self._summed(place, gone), xs[0].dims, 0))
+            self.found.append(Sum(place.hoisted(xs), y, self._summed(place, gone), xs[0].dims, 0))
             return
         # The groups of rows are no axis of the product: each row has one.
         groups = [term[-1] for term in rule.operands[2:]]
@@ -347,9 +352,8 @@ class _Events:
         if any(n is None and size > 1 for n, size in (*kept, *summed)):
             self.unnamed += 1
         narrow = xs[0].dtype.itemsize == xs[1].dtype.itemsize == 1
-        self.found.append(
-            Sum(place, y, self._summed(place, summed), (*kept, *summed), _flops_of(step, (*kept, *summed)), narrow)
-        )
+        axes, place = (*kept, *summed), place.hoisted(xs)
+        self.found.append(Sum(place, y, self._summed(place, summed), axes, _flops_of(step, axes), narrow))
 
     def _grouped(self, step: AxisStep, rule: OperationRule, xs: list[Value], y: Value, place: Occurrence) -> Value:
         """Record a product of groups of rows, each with the matrix of its group."""
@@ -434,6 +438,12 @@ class _Events:
             return dims
         rows = self.rows.in_names([n for n, _ in dims], place)
         return tuple(d for d in dims if d[0] not in rows)
+
+
+def _changed_alike(xs: Sequence[Value], some: Sequence[Value] | None = None) -> list[Value]:
+    """Return values, or some of them, as if the loops around changed all if they change one."""
+    depth = max((x.depth for x in xs), default=0)
+    return [dataclasses.replace(x, depth=depth) for x in (xs if some is None else some)]
 
 
 def _around(step: AxisStep) -> Occurrence:

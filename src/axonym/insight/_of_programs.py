@@ -101,7 +101,8 @@ def report_on(
     shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
     mappings, found = _mappings(compiled_step), read_step(lowered, mesh or {})
     kept = [names.find(scope) for scope, _ in shards]
-    uses = used_by(found.products, lambda n: kept[n] if n < len(kept) else None)
+    operands = ([kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products)
+    uses = used_by((_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, operands, strict=True))
     late = {x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted}
     sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
     kinds = _kinds_of(lowered.out_info)

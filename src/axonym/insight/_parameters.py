@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ..core.source_lines import Source, source
+from ..core.source_lines import Frame, Source, source
+from ..distribution.operation_scope import ScopedOperation
 from . import _scopes
 from ._arguments import GivenArray
-from ._lowered import Product
-from ._named_events import NamedTrace, Use
-from ._text import described_axes
+from ._text import Said, described_axes
 from .collectives import Collective
 
 Place = tuple[str | None, Source | None]
@@ -32,30 +31,14 @@ def updated(given: Iterable[GivenArray], results: Collection[Kind]) -> Iterator[
     return (x for x in given if kind_of(x.axes, x.sizes) in results)
 
 
-def used_by(products: Iterable[Product], found: Callable[[int], GivenArray | None]) -> dict[Place, list[GivenArray]]:
-    """Return the arguments that each operation uses; `found` gives the argument with a number."""
+def used_by(
+    operations: Iterable[tuple[ScopedOperation | None, Sequence[Frame], Iterable[GivenArray | None]]],
+) -> dict[Place, list[GivenArray]]:
+    """Return the arguments that each operation uses, from the operations, their lines and their operands."""
     uses: dict[Place, list[GivenArray]] = {}
-    for product in products:
-        operation = _scopes.operation(product.scope)
-        place = None if operation is None else str(operation), source(product.frames)
-        arrays = [found(n) for n in product.arguments if n is not None]
+    for operation, frames, arrays in operations:
+        place = _scopes.said_of(operation), source(frames)
         uses.setdefault(place, []).extend(x for x in arrays if x is not None)
-    return uses
-
-
-def used_by_names(trace: NamedTrace, given: Sequence[GivenArray]) -> dict[Place, list[GivenArray]]:
-    """Return the arguments that each operation of a traced step uses."""
-    known = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}
-    uses: dict[Place, list[GivenArray]] = {}
-    for event in trace.events:
-        if not isinstance(event, Use):
-            continue
-        place, origin = event.place, event.operand.origin
-        while origin not in known and origin in trace.slices:  # in a loop over layers
-            origin = trace.slices[origin]
-        if origin in known:
-            key = str(place.operation) if place.operation else None, source(place.frames)
-            uses.setdefault(key, []).append(known[origin])
     return uses
 
 
@@ -96,13 +79,17 @@ def with_parameters(
         paths = tuple(dict.fromkeys(x.path for x in exact))
         few = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
         reason = _reason(c, few, exact, shards) if few else c.reason
-        array = re.sub(r"\d+ of held array \d+=", "", c.array) if few else c.array
+        array = (
+            Said(re.sub(r"\d+ of held array \d+=", "", c.array), ((), _sizes_of(c)))
+            if few and "held array" in c.array
+            else c.array
+        )
         yield dataclasses.replace(c, array=array, parameters=few, reason=reason)
 
 
 def _exact(c: Collective, found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]) -> Sequence[GivenArray]:
     """Return the candidates whose sizes are the ones of a collective, or else all of them."""
-    sizes = sorted(_sizes_in(c.array))
+    sizes = sorted(_sizes_of(c))
     own = [x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sizes]
     return own or [x for x in found if sorted(x.sizes) == sizes] or found
 
@@ -120,7 +107,7 @@ def _reason(
 def _complete(c: Collective, x: GivenArray, shards: Mapping[str, Sequence[int]]) -> str | None:
     """Say which axes of a parameter a gather completes, from the sizes."""
     sizes = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
-    names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_in(c.array)]
+    names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_of(c)]
     return (
         f"{' and '.join(names)} is stored sharded over {described_axes(c.axes)}, and all of it is used"
         if names
@@ -143,12 +130,11 @@ def _is_carried(c: Collective, x: GivenArray, shard: Sequence[int]) -> bool:
         return own >= set(names) and len(more) <= 1 and not more & set(c.named_axes)
     # A lifted function calls the axes of its own arrays `0 of held array 2`. Loops take slices in code without names.
     whole = not own or (c.kind == "all-gather" and not c.phase)
-    return whole and all("held array" in n for n in names) and _fit(_sizes_in(c.array), x.sizes, shard)
+    return whole and not names and _fit(_sizes_of(c), x.sizes, shard)
 
 
-def _sizes_in(array: str) -> list[int]:
-    found = re.search(r"\[([^\[\]]*)\]$", array)
-    return [int(n) for n in re.findall(r"(?:^|=|,)(\d+)(?=,|$)", found[1])] if found else []
+def _sizes_of(c: Collective) -> Sequence[int]:
+    return c.array.of[1] if isinstance(c.array, Said) else ()
 
 
 def _fit(sizes: Sequence[int], whole: Sequence[int], shard: Sequence[int]) -> bool:
@@ -164,8 +150,7 @@ def _fit(sizes: Sequence[int], whole: Sequence[int], shard: Sequence[int]) -> bo
 
 def carried_axes(c: Collective) -> tuple[str, ...]:
     """Return the names of the axes of the array that a collective carries, as far as known."""
-    found = re.search(r"\[([^\[\]]*)\]$", c.array)
-    return tuple(re.findall(r"([^,=]+)(?:=\d+)?(?:, |$)", found[1])) if found and not found[1][:1].isdigit() else ()
+    return c.array.of[0] if isinstance(c.array, Said) else ()
 
 
 def without_numbers(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Read the scopes of operations, which `axonym.ops._kernels.make_kernel` writes."""
+"""Say what the operation of a scope, which `axonym.distribution.operation_scope` writes, has to do with an exchange."""
 
 from __future__ import annotations
 
@@ -9,103 +9,46 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from ..ops import elementwise
+from ..distribution.mesh_axes import Axes
+from ..distribution.operation_scope import NamedAxis, ScopedOperation, Term, operations_in
 from ..ops._blocks import SCOPE
-from ._text import described_axes
-
-Axes = tuple[str, ...]
-
-_SCOPE = re.compile(r"([^/()\[\]:]+)\[([^\[\]]*)->([^\[\]]*)\]")
-_AXIS = re.compile(r"([^=|~]+)(?:=(\d+))?(?:\|([^~]+))?(?:~(.+))?")
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedAxis:
-    """An axis of an operand or a result."""
-
-    name: str
-    size: int | None
-    compute: Axes
-    """The mesh axes that the active mapping shards it over."""
-    stored: Axes | None
-    """The mesh axes that the parameter mapping shards it over, if they differ."""
-
-
-Term = tuple[NamedAxis, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ScopedOperation:
-    """A named operation, with the axes of its operands and results."""
-
-    name: str
-    operands: tuple[Term, ...]
-    results: tuple[Term, ...]
-
-    @property
-    def axes(self) -> Axes:
-        return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
-
-    @property
-    def over(self) -> frozenset[str]:
-        """Return the mesh axes that the operation has axes sharded over."""
-        return frozenset(m for term in (*self.operands, *self.results) for a in term for m in a.compute)
-
-    def looks_up(self, term: Term) -> bool:
-        """Return whether the operation looks up values, and an operand with indices has these axes."""
-        return self.name == "index" and term in self.operands[1:] and term != self.operands[0]
-
-    def __str__(self) -> str:
-        def listed(terms: Sequence[Term]) -> str:
-            return "; ".join(", ".join(a.name for a in term) for term in terms)
-
-        return f"{self.name}[{listed(self.operands)} -> {listed(self.results)}]"
+from ..ops._kernels import BY_INDEX
+from ._text import Said, described_axes
 
 
 def operation(scope: str) -> ScopedOperation | None:
     """Return the innermost named operation of a scope, or None if there is none."""
-    found = _SCOPE.findall(scope)
-    if not found:
-        return None
-    name, operands, results = found[-1]
-    known: dict[str, NamedAxis] = {}
+    found = operations_in(scope)
+    return _in_model(found[-1]) if found else None
 
-    def term(text: str) -> Term:
-        axes = []
-        for part in filter(None, text.split(",")):
-            match = _AXIS.fullmatch(part)
-            assert match, f"not the scope of an operation: {scope!r}"
-            axis, size, compute, stored = match.groups()
-            if name == "MoELinear":  # its kernel renames axes of the operands that are the same in products
-                axis = re.sub(" of (the input|the weight|group_sizes)$", "", axis)
-            if axis not in known or size:
-                known[axis] = NamedAxis(
-                    axis,
-                    int(size) if size else None,
-                    tuple((compute or "").split("+")) if compute else (),
-                    tuple(stored.split("+")) if stored else None,
-                )
-            axes.append(known[axis])
-        return tuple(axes)
 
-    return ScopedOperation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
+def said_of(op: ScopedOperation | None) -> Said | None:
+    """Write an operation, if there is one."""
+    return None if op is None else Said(str(op), op)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_model(found: ScopedOperation) -> ScopedOperation:
+    """Return an operation with the axes of the model: a kernel renames those that are the same in several operands."""
+    if found.name != "MoELinear":
+        return found
+    last = {a.axis: dataclasses.replace(a, name=a.axis) for term in (*found.operands, *found.results) for a in term}
+    operands, results = (
+        tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results)
+    )
+    return ScopedOperation(found.name, operands, results)
 
 
 def names_in(text: str) -> set[str]:
     """Return the names of all axes in the scopes of a program, which are in its locations."""
-    # On lists of a thousand devices, the pattern for scopes takes a minute.
-    scopes = {match for scope in set(re.findall(r'loc\("([^"]*)"', text)) for match in _SCOPE.findall(scope)}
-    found = {term for match in scopes for terms in match[1:] for term in terms.split(";")}
-    axes = (_AXIS.fullmatch(axis) for term in found for axis in term.split(",") if axis)
-    # A kernel renames axes of its operands that are the same in the model: `mlp of the weight`.
-    return {match[1].partition(" of ")[0] for match in axes if match and " of held array " not in match[1]}
+    found = {a for op in {*operations_in(text)} for term in (*op.operands, *op.results) for a in term}
+    # A lifted function numbers the axes of its own arrays.
+    return {a.axis for a in found if " of held array " not in a.name}
 
 
-@functools.lru_cache(maxsize=4096)
 def dispatch(scope: str) -> ScopedOperation | None:
     """Return the dispatch of rows to experts that surrounds a scope, or None."""
-    found = re.search(r"dispatch\[[^\[\]]*\]", scope)
-    return operation(found[0]) if found else None
+    return next((op for op in operations_in(scope) if op.name == "dispatch"), None)
 
 
 def phase(scope: str) -> str:
@@ -159,11 +102,16 @@ def array(
         exchanged: by position, the mesh axes over which the array is gathered, and so not sharded.
     """
     if kind in ("all-reduce", "reduce-scatter"):  # it carries a result, or the gradient of an operand
-        likely = _matches(op.operands if when == "backward" else op.results, sizes, mesh, exchanged)
+        likely = _matches(op.operands if _is_of_gradient(op, when) else op.results, sizes, mesh, exchanged)
         if len(likely) == 1:
             return likely[0]
     found = _matches((*op.operands, *op.results), sizes, mesh, exchanged)
     return found[0] if len(found) == 1 else None
+
+
+def _is_of_gradient(op: ScopedOperation, when: str) -> bool:
+    """Return whether the scope of an operation may be that of its gradient."""
+    return when == "backward" and not op.has_own_gradients
 
 
 def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Mapping[str, int]) -> Array | None:
@@ -175,7 +123,7 @@ def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Ma
     def local(term: Term) -> int:
         return math.prod((a.size or 0) // math.prod(mesh.get(m, 1) for m in a.compute) for a in term)
 
-    terms = (*op.operands, *op.results) if when == "backward" else op.results
+    terms = (*op.operands, *op.results) if _is_of_gradient(op, when) else op.results
     found = {frozenset(a.name for a in term): Array(term, None) for term in terms if local(term) == elements}
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -243,8 +191,7 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     if own is not None and _covers(found := _sharded(op, over), over):
         return own.format(_said(found))
     if kind in ("all-reduce", "reduce-scatter"):
-        # Products in a step that is distributed by names have a scope of their own in the backward pass.
-        return (when == "backward" and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
+        return (_is_of_gradient(op, when) and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
     stored = _stored(op, over)
     if kind == "all-gather" and gathered:
         return _reason_of_gather(op, over, gathered, stored)
@@ -348,8 +295,8 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
 
     The results of its backward pass are the gradients of its operands.
     """
-    terms = op.operands if when == "backward" else op.results
-    return op.name in _KEEPS_SHARDS and {a.name for term in terms for a in term}.issuperset(axes)
+    terms = op.operands if _is_of_gradient(op, when) else op.results
+    return op.name in {"dot", *BY_INDEX} and {a.name for term in terms for a in term}.issuperset(axes)
 
 
 def _exchanged(kind: str, reason: str, names: str) -> dict[tuple[str, str], str]:
@@ -367,10 +314,6 @@ _EXCHANGED = {
     **_exchanged("reduce-scatter", "adds up the gradients of elements of {}", "interp regrid"),
 }
 """Why an operation that exchanges blocks itself needs a collective, by its name and the kind of the collective."""
-
-_KEEPS_SHARDS = {"dot", "where"}.union(
-    name for name, value in vars(elementwise).items() if getattr(value, "__module__", "") == elementwise.__name__
-)
 
 
 def exchanges(scope: str) -> bool:

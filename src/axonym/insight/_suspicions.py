@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +13,8 @@ from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
 from ._figures import Figures, needed_memory
 from ._parameters import carried_axes, without_numbers
-from ._text import described_axes
+from ._text import Said, described_axes
 from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
-from .collectives import Collective
 from .repeating import RepeatedWork
 from .timeline import described_held
 
@@ -168,7 +166,10 @@ def _mesh_axes(report: Figures) -> _Check:
         work = [w for w in report.repeated if set(over) & set(w.axes)]
         axes = f"mesh {'axis' if len(over) == 1 else 'axes'} {described_axes(over)}"
         devices = math.prod(report.mesh[a] for a in over)
-        cause = f"Nothing uses the {axes}: {devices} devices along {'it' if len(over) == 1 else 'them'} hold the same."
+        unplaced = _not_placed(report, over)
+        although = f", over which the mapping shards {described_axes(unplaced)}" if unplaced else ""
+        along = "it" if len(over) == 1 else "them"
+        cause = f"Nothing uses the {axes}{although}: {devices} devices along {along} hold the same."
         advice = _axes_to_shard(report, work, *over) or f"a mesh without {described_axes(over)}."
         # Code per device may use the place of a device without sending anything.
         severity = "fix" if work or not report.flops else "look"
@@ -227,6 +228,8 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
     """
     if not over:
         return ""
+    if unplaced := _not_placed(report, over):
+        return _how_to_place(unplaced)
     having: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for x in report.placed:
@@ -236,8 +239,13 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
     count = math.prod(report.mesh[a] for a in over)
     free = [n for w in work for n in _free_axes(w, report.mapping)]
     found = [n for n in dict.fromkeys(free) if n in sizes and sizes[n] % count == 0]
-    more_of = [_also_over(report, n, over, sizes) for n in _shared_by(work, report.mapping)[:1] if n in sizes]
-    more_of = [said for said in more_of if said]
+    firsts = (a.name for w in work if isinstance(w.operation, Said) for a in w.operation.of.operands[0])
+    more_of = []
+    # An axis of the first operands that the mapping shards, such as the batch, over more mesh axes.
+    if (n := next((n for n in firsts if report.mapping.get(n)), None)) in sizes and n is not None:
+        wider = (*mesh_axes(report.mapping[n]), *over)
+        if len(set(wider)) == len(wider) and sizes[n] % math.prod(report.mesh[a] for a in wider) == 0:
+            more_of = [f"{n} over {described_axes(wider)}"]
     # An axis of nearly all arrays, like the features of a model, would be summed over everywhere.
     rare = [n for n in found if having[n] <= len(report.placed) / 2]
     # An axis that no argument has is part of another one, or made of several: a mapping may have forgotten it.
@@ -247,26 +255,29 @@ def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) ->
     return f"shard {', or '.join([*few, *more_of])}." if few or more_of else ""
 
 
-def _also_over(report: Figures, name: str, over: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """Say that an axis may be sharded over more mesh axes, if they divide it; empty otherwise."""
-    wider = (*mesh_axes(report.mapping[name]), *over)
-    divides = len(set(wider)) == len(wider) and sizes[name] % math.prod(report.mesh[a] for a in wider) == 0
-    return f"{name} over {described_axes(wider)}" if divides else ""
+def _not_placed(report: Figures, over: Sequence[str]) -> list[str]:
+    """Return the axes that a mapping shards over some mesh axes, along which arguments are replicated all the same.
+
+    A mapping says where results of operations lie. Arguments lie where they were made, or where a placement puts them.
+    """
+    both = {**report.parameter_mapping, **report.mapping}
+    known = ((n, {*x.replicated_over}.intersection(over)) for x in report.placed for n in x.axes if n is not None)
+    return list(dict.fromkeys(n for n, alike in known if alike.intersection(mesh_axes(both.get(n)))))
 
 
-def _shared_by(work: Sequence[RepeatedWork], mapping: Mapping[str, Any]) -> list[str]:
-    """Return the axes of the first operands that a mapping shards, such as the batch."""
-    firsts = ((w.operation or "").partition("[")[2].partition(";")[0] for w in work)
-    return list(dict.fromkeys(n.strip() for first in firsts for n in first.split(",") if mapping.get(n.strip())))
+def _how_to_place(names: Sequence[str]) -> str:
+    said = described_axes(names)
+    return f"in_placement=mapping of axonym.named_jit, or axonym.shard for arguments with {said}, where they are made."
 
 
 def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     """Return the axes of a repeated product that the mapping leaves: of its first operand, or else of its second."""
-    inside = (work.operation or "").partition("[")[2].rstrip("]")
-    terms = [[n.strip() for n in term.split(",")] for term in re.split("->|;", inside)]
-    if work.phase == "backward" or len(terms) != 3:
+    if work.phase == "backward" or not isinstance(work.operation, Said):
         return []
-    first, second = ([n for n in term if n in terms[2]] for term in terms[:2])
+    op = work.operation.of
+    if len(op.operands) != 2 or len(op.results) != 1:
+        return []
+    first, second = ([a.name for a in term if a in op.results[0]] for term in op.operands)
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
@@ -296,7 +307,12 @@ def _lie_apart(report: Figures) -> _Check:
     alike: dict[Any, list[PlacedArgument]] = {}
     for x in _updated(report):
         alike.setdefault(_in_model(x), []).append(x)
-    pairs = [(first, x) for first, *others in alike.values() for x in others if _differ(first, x)]
+
+    def lies_apart(a: PlacedArgument, b: PlacedArgument) -> bool:  # and none is replicated
+        first, second = (dict(zip(x.axes, x.over, strict=True)) for x in (a, b))
+        return first != second and any(first.values()) and any(second.values())
+
+    pairs = [(first, x) for first, *others in alike.values() for x in others if lies_apart(first, x)]
     if not pairs:
         return (), ""
     (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
@@ -313,12 +329,6 @@ def _updated(report: Figures) -> list[PlacedArgument]:
 def _in_model(x: PlacedArgument) -> tuple[str, frozenset[str | None]]:
     """Return the name and axes that a parameter has in common with the moments that an optimizer keeps of it."""
     return x.path.rpartition("/")[2], frozenset(x.axes)
-
-
-def _differ(a: PlacedArgument, b: PlacedArgument) -> bool:
-    """Return whether two arrays with the same axes are sharded over different mesh axes, and none is replicated."""
-    first, second = (dict(zip(x.axes, x.over, strict=True)) for x in (a, b))
-    return first != second and any(first.values()) and any(second.values())
 
 
 def _copies(report: Figures) -> _Check:
@@ -348,7 +358,10 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
     if stored := [x for x in stored if x.path in sent]:
         cause += f" Sharded{along}: only {_listed(stored)}."
     so = [f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."]
-    share = _share_of_sums(report, over, {x.path for x in arrays})
+    paths = {x.path for x in arrays}
+    sums = [c for c in report.collectives if c.kind == "all-reduce" and set(c.axes or ()) <= set(over)]
+    own = [c for c in sums if paths.intersection(c.parameters)]
+    share = known_sent(own) / max(1, known_sent(report.collectives))
     if share >= _MUCH:
         so.append(f"Their gradients are all-reduced{along}, {percentage(share)} of the bytes sent.")
     # Data parallelism is usual: it sends less than sharded parameters, if the copies fit.
@@ -358,27 +371,19 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
 
 def _how_to_store(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], share: float) -> str:
     """Advise to shard replicated parameters, whose gradients are a share of the bytes sent."""
-    common = _free_in_all(report, arrays)
-    if not common or not over:
-        return ""
-    more = ", which sends half as much again" if share >= _MUCH else ""
-    return f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp{more}."
-
-
-def _share_of_sums(report: Figures, over: Sequence[str], paths: set[str]) -> float:
-    """Return the share of the bytes sent that all-reduces of gradients over some mesh axes make up."""
-    sums = [c for c in report.collectives if c.kind == "all-reduce" and set(c.axes or ()) <= set(over)]
-    own = [c for c in sums if paths.intersection(c.parameters)]
-    return known_sent(own) / max(1, known_sent(report.collectives))
-
-
-def _free_in_all(report: Figures, arrays: Sequence[PlacedArgument]) -> list[str]:
-    """Return the axes that all of some arrays have, that nothing shards, and that their copies divide."""
+    own = {n for x in arrays for n in x.axes}
+    if unplaced := [n for n in _not_placed(report, over) if n in own]:
+        return _how_to_place(unplaced)
+    # The axes that all have, that nothing shards, and that their copies divide.
     free = [
         {n for n, size, by in zip(x.axes, x.sizes, x.over, strict=True) if n and not by and size % x.copies == 0}
         for x in arrays
     ]
-    return sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
+    common = sorted(set.intersection(*free) - {n for n, by in report.mapping.items() if by})
+    if not common or not over:
+        return ""
+    more = ", which sends half as much again" if share >= _MUCH else ""
+    return f"store {common[0]} sharded over {described_axes(over)}, with axonym.fsdp{more}."
 
 
 def _sent_paths(report: Figures) -> set[str]:
@@ -437,7 +442,13 @@ def _moved(report: Figures) -> _Check:
         share = f"{percentage(sent / total)} of the bytes sent"
         cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
         work = [w for w in report.repeated if source is not None and w.source == source]
-        found.append(Suspicion("look", cause, tuple(_of_repeated(report, work)), _how_to_keep(said, at, reason)))
+        if "a placement" in reason:
+            advice = f"add {said} to the placement{at}, or leave the placement out."
+        elif "code without names" in reason:
+            advice = f"write it with names, along another axis than {said}, or inside axonym.shard_map."
+        else:
+            advice = f"another axis than {said}, or an operation that does not need all of it."
+        found.append(Suspicion("look", cause, tuple(_of_repeated(report, work)), advice))
     gathers = [c for c in report.collectives if c.kind in ("all-gather", "all-to-all") and not c.parameters]
     told = all(c.reason for c in gathers) and known_sent([c for c in gathers if "gather" in c.kind]) < _MUCH * total
     return found, "no large activation is gathered" if report.collectives and (told or not gathers) else ""
@@ -469,14 +480,6 @@ def _widened(report: Figures) -> _Check:
     return [Suspicion("look", cause, (so,), advice)], ""
 
 
-def _how_to_keep(axes: str, at: str, reason: str) -> str:
-    if "a placement" in reason:
-        return f"add {axes} to the placement{at}, or leave the placement out."
-    if "code without names" in reason:
-        return f"write it with names, along another axis than {axes}, or inside axonym.shard_map."
-    return f"another axis than {axes}, or an operation that does not need all of it."
-
-
 def _again(report: Figures) -> _Check:
     """Find parameters that a loop sends again in each turn, rather than a part of them."""
     total = known_sent(report.collectives)
@@ -498,7 +501,9 @@ def _again(report: Figures) -> _Check:
         )
         advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
         found = [Suspicion("look", cause, advice=advice)]
-    told = all(c.parameters or c.times == 1 for c in report.collectives if _may_be_of_a_parameter(c))
+    sums = ("all-reduce", "reduce-scatter")
+    of_one = [c for c in report.collectives if "gather" in c.kind or (c.phase == "backward" and c.kind in sums)]
+    told = all(c.parameters or c.times == 1 for c in of_one)
     return found, "no loop sends the same parameter again" if report.collectives and told else ""
 
 
@@ -512,10 +517,6 @@ def _across(report: Figures) -> _Check:
     cause = f"Parameters are gathered across slices ({', '.join(report.between)}) at each use, {sent}: {paths}."
     advice = "store them within a slice: let the slices lie along a mesh axis that the parameter mapping leaves out."
     return [Suspicion("look", cause, advice=advice)], ""
-
-
-def _may_be_of_a_parameter(c: Collective) -> bool:
-    return "gather" in c.kind or (c.phase == "backward" and c.kind in ("all-reduce", "reduce-scatter"))
 
 
 def _reasons(report: Figures) -> _Check:

@@ -8,8 +8,29 @@ from typing import Any, TypeAlias
 
 from ..core.errors import counted
 
-Section: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""The title, the header and the rows of a table."""
+Section: TypeAlias = tuple[str, Sequence[str]]
+"""A title, and the lines below it."""
+
+
+class Said(str):
+    """A text, and what it was written from, so that no name is ever read back from text."""
+
+    __slots__ = ("of",)
+
+    of: Any
+
+    def __new__(cls, text: str, of: Any = None) -> Said:
+        found = super().__new__(cls, text)
+        found.of = of
+        return found
+
+
+def array_said(dtype: str, dims: Sequence[tuple[str | None, int]]) -> Said:
+    """Write an array with the names of its axes, as far as known."""
+    # A lifted function numbers the axes of its own arrays.
+    names = tuple(n for n, _ in dims if n is not None and " of held array " not in n)
+    text = f"{dtype}[{', '.join(f'{n}={size}' if n else str(size) for n, size in dims)}]"
+    return Said(text, (names, tuple(size for _, size in dims)))
 
 
 def parsed_bytes(given: int | str) -> int:
@@ -51,27 +72,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def written_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table as text, whose columns need no header."""
-    return "\n".join([title, *(f"  {line}" for line in aligned(rows))])
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
-
-
-def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """Build a table for Rich."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header, title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+    """Write a table in Markdown, whose columns are as wide in print."""
+    cells = [[cell.replace("|", r"\|") for cell in line] for line in (header, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * n for n in widths])
+    return "\n".join(f"| {' | '.join(c.ljust(n) for c, n in zip(line, widths, strict=True))} |" for line in cells)
 
 
 def described_axes(axes: Collection[str] | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +12,7 @@ from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, bar, code, element, folded, html, joined
 from ..core.source_lines import Source
 from ._figures import total_sent
-from ._text import described_seconds, phase_of
+from ._text import Said, described_seconds, phase_of
 from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
 from .collectives import Collective
 
@@ -32,11 +31,13 @@ def percent(share: float) -> str:
 
 def short_operation(operation: str) -> str:
     """Write an operation with the axes that it sums over: `dot along embed`."""
-    name, _, inside = operation.partition("[")
-    operands, _, results = inside.rstrip("]").partition("->")
-    axes = [[n.strip() for n in re.split("[,;]", part) if n.strip()] for part in (operands, results)]
-    along = [n for n in dict.fromkeys(axes[0]) if n not in axes[1]]
-    return f"{name} along {', '.join(along)}" if along and axes[1] else name
+    if not isinstance(operation, Said):
+        return operation
+    operands, results = (
+        {a.name: None for t in terms for a in t} for terms in (operation.of.operands, operation.of.results)
+    )
+    along = [n for n in operands if n not in results]
+    return f"{operation.of.name} along {', '.join(along)}" if along and results else operation.of.name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import Between
 from ._figures import needed_memory
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
-from ._text import aligned, described_axes, described_seconds, in_order, markdown_table, written_number
+from ._text import described_axes, described_seconds, in_order, markdown_table, written_number
 from ._transfer_groups import known_sent
 from .chips import Chip
 from .collectives import Collective
@@ -75,9 +75,10 @@ class Comparison(Page):
 
     >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
     >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {"batch": None}}, by="partitioner"))
-       collectives  flops
-    a  0            0
-    b  0            0
+    |     | collectives | flops |
+    | --- | ----------- | ----- |
+    | a   | 0           | 0     |
+    | b   | 0           | 0     |
     """
 
     reports: Mapping[str, Report]
@@ -116,28 +117,14 @@ class Comparison(Page):
             said.append("keeps {} instead of {}".format(*held))
         return f"{second}, compared with {first}: {', and '.join(said)}."
 
-    def to_markdown(self) -> str:
-        """Return the table in Markdown.
-
-        >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
-        >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}}, by="partitioner").to_markdown())
-        |  | collectives | flops |
-        | --- | --- | --- |
-        | a | 0 | 0 |
-        """
-        header, *rows = self._table()
-        return markdown_table(header, rows)
-
     def __str__(self) -> str:
-        parts = ["\n".join(aligned(self._table()))]
+        header, *rows = self._table()
+        parts = [markdown_table(header, rows)]
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
-                parts.append("\n".join([self.change(first, other), *(f"  {line}" for line in lines)]))
+                parts.append("\n".join([f"{self.change(first, other)}\n", *lines]))
         return "\n\n".join(parts)
-
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
 
     def _page(self, source: bool) -> tuple[str, Html]:
         headline, changes = self._headline()

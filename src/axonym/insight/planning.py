@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ..distribution.mesh_axes import Axes
 from ._accounts import DividedLayers, Meshes
 from ._planned_mapping import PlannedMapping
 from ._searching import Ranked, Search, TracedStep, abstract
-from ._text import aligned, as_shown, described_seconds, markdown_table, parsed_bytes, written_number
+from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
 from .cost_model import why_first
 from .explaining import explain
@@ -74,19 +75,6 @@ class MappingPlan(Page):
         """
         return self.found[0]
 
-    def to_markdown(self) -> str:
-        """Return the table in Markdown.
-
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> "| mesh |" in axn.insight.plan(step, w, x, chips=2).to_markdown()
-        True
-        """
-        header, *rows = self._table()
-        code = f"```python\n{self.best.code()}\n```"
-        parts = [self._title(), *self.cautions, markdown_table(header, rows), self.why(), code]
-        return "\n\n".join(filter(None, parts))
-
     def why(self) -> str:
         """Say by which terms of the estimates the first mapping is better than the second; nothing if there is none.
 
@@ -112,16 +100,10 @@ class MappingPlan(Page):
             "be better, by their bounds"
         )
         notes.append("times are estimates, and `at least` and memory lower bounds: measure the first few")
-        parts = [
-            "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
-            "\n".join(aligned(self._table())),
-            self.why(),
-            self.best.code(),
-        ]
-        return "\n\n".join([*filter(None, parts), "\n".join(f"note: {n}" for n in notes)])
-
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+        header, *rows = self._table()
+        cautions, code = (f"caution: {c}" for c in self.cautions), textwrap.indent(self.best.code(), "    ")
+        parts = [self._title(), *cautions, markdown_table(header, rows), self.why(), code]
+        return "\n\n".join([*filter(None, parts), "\n".join(f"- note: {n}" for n in notes)])
 
     def _page(self, source: bool) -> tuple[str, Html]:
         mappings = self._by_mapping()
@@ -186,7 +168,11 @@ class MappingPlan(Page):
             header.insert(1, "choices")
         rows = []
         for p, others in self._by_mapping()[:8]:
-            verified = "-" if p.verified is None else _agreement(p)
+            verified = "-"
+            if p.verified is not None:
+                true = p.verified.total_sent()
+                agrees, known = true == p.sent, "not known" if true is None else describe_bytes(true)
+                verified = "agrees" if agrees else f"sends {known}"
             own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
             flops = "not known" if p.flops is None else written_number(p.flops)
             mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
@@ -476,15 +462,6 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
     gap = "" if sign == "=" else " "
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
-
-
-def _agreement(p: PlannedMapping) -> str:
-    """Compare the partitioner's result with the prediction from names."""
-    assert p.verified is not None
-    true = p.verified.total_sent()
-    if true == p.sent:
-        return "agrees"
-    return "sends " + ("not known" if true is None else describe_bytes(true))
 
 
 # --- the page ---

@@ -57,8 +57,7 @@ Key = tuple[str | None, str, Source | None]
 
 
 def _key(scope: str, frames: Sequence[Frame]) -> Key:
-    operation = _scopes.operation(scope)
-    return None if operation is None else str(operation), _scopes.phase(scope), source(frames)
+    return _scopes.said_of(_scopes.operation(scope)), _scopes.phase(scope), source(frames)
 
 
 def repeated(
@@ -97,7 +96,7 @@ def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
             idle = tuple(a for a, n in layout.mesh.items() if n > 1 and a not in used)
             place = event.place
             each = mean(event.flops // layout.count(used) * (place.times or 1), place.branches)
-            key = (str(place.operation) if place.operation else None, place.phase, source(place.frames)), idle
+            key = (_scopes.said_of(place.operation), place.phase, source(place.frames)), idle
             found[key] = found.get(key, 0) + each
     for (key, idle), flops in found.items():
         if idle:

@@ -18,16 +18,13 @@ from ._text import (
     described_axes,
     described_mesh,
     described_seconds,
-    markdown_table,
     phase_of,
-    rich_table,
     written_number,
-    written_table,
 )
 from ._transfer_groups import SMALL, known_sent, path_of
 from .collectives import Collective
 from .page import Page
-from .timeline import described_held, draw
+from .timeline import described_held
 from .verdict import Verdict, verdict_of
 
 _SHOWN = 8
@@ -36,7 +33,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Report(Figures, Page):
-    """The report of a step on a mesh. Prints as text, and can be written as a page, Markdown or JSON.
+    """The report of a step on a mesh. Prints as Markdown, and can be written as JSON or a page.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> isinstance(report, axn.insight.Report)
@@ -63,15 +60,6 @@ class Report(Figures, Page):
         """
         return json.dumps(self.to_dict(), indent=1)
 
-    def to_markdown(self) -> str:
-        """Return the report in Markdown.
-
-        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-        >>> print(report.to_markdown().splitlines()[-1])
-        - flops of each device, in products and convolutions: 0
-        """
-        return self._written(markdown=True)
-
     @property
     def verdict(self) -> Verdict:
         """Return the verdict: the limiting resource, the costliest transfers, suspicions, and checks that passed.
@@ -82,25 +70,16 @@ class Report(Figures, Page):
         """
         return verdict_of(self)
 
-    def draw(self, figure: Any = None) -> Any:
-        """Draw the memory of each device over the course of the step, and the bytes sent over each set of mesh axes.
-
-        Needs the extra `plot`.
-
-        Arguments:
-            figure: Matplotlib's figure to draw into; by default a new one. It is returned, and can be saved.
-
-        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-        >>> report.draw().axes[0].get_ylabel()
-        'held by each device (B)'
-        """
-        return draw(self.timeline, self.by_axes(), figure)
-
     def __str__(self) -> str:
-        return self._written(markdown=False)
-
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+        verdict = self.verdict
+        faults = [f"- {found}" for found in verdict.suspicious if found.severity != "note"]
+        title = f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
+        nothing = "Nothing to fix or to look at was found." if verdict.fine else ""
+        parts = [title, *filter(None, ["\n".join(faults) or nothing]), f"{verdict.binds} {verdict.explanation}".strip()]
+        for title, lines in (*verdict.sections(), *self._sections()):
+            parts.append("\n".join([f"### {title}\n", *(f"- {line}" for line in lines)]))
+        parts.append("\n".join(f"- {line}" for line in (*self._figures(), *(f"note: {n}" for n in self.notes))))
+        return "\n\n".join(parts)
 
     def _page(self, source: bool) -> tuple[str, Html]:
         return report_page(self, [*self._figures()], source)
@@ -108,55 +87,17 @@ class Report(Figures, Page):
     def _headline(self) -> tuple[str, str]:
         return self.verdict.binds, self.verdict.explanation
 
-    def __rich__(self) -> Any:
-        """Return the tables that `rich.print` shows, which fit the terminal."""
-        from rich.console import Group
-        from rich.text import Text
-
-        title, *said = self._head()
-        parts: list[Any] = [Text(title, "bold"), *map(Text, said)]
-        for title, lines in self.verdict.sections():
-            parts += [Text(f"\n{title}", "bold"), *(Text(f"- {line}") for line in lines)]
-        parts += [rich_table(*section) for section in self._sections()]
-        parts += [Text("\n".join(self._figures())), *(Text(f"note: {n}", "dim") for n in self.notes)]
-        return Group(*parts)
-
-    # --- writing ---
-
-    def _written(self, markdown: bool) -> str:
-        parts = [*self._head()]
-        for title, lines in self.verdict.sections():
-            listed = "\n".join(f"- {line}" if markdown else f"  {line}" for line in lines)
-            parts.append(f"### {title}\n\n{listed}" if markdown else f"{title}:\n{listed}")
-        if markdown:
-            parts += [f"### {title}\n\n{markdown_table(header, rows)}" for title, header, rows in self._sections()]
-        else:
-            total = known_sent(self.collectives)
-            parts += [f"{_title(axes, found)}\n{_lines(found, total)}" for axes, found in self.by_axes().items()]
-            parts += [] if (table := self._table_of_copies()) is None else [written_table(*table)]
-            parts += [] if self.timeline is None else [written_table(*self.timeline._section())]
-        parts.append("\n".join(f"- {line}" if markdown else line for line in self._figures()))
-        if self.notes:
-            parts.append("\n".join(f"- {n}" if markdown else f"note: {n}" for n in self.notes))
-        return "\n\n".join(parts)
-
-    def _head(self) -> Iterator[str]:
-        yield f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
-        verdict = self.verdict
-        yield f"{verdict.binds} {verdict.explanation}".strip()
-
     def _sections(self) -> Iterator[Section]:
-        """Yield the tables: the bytes sent over each set of mesh axes, copies, and the arrays in memory at the peak."""
+        """Yield the bytes sent over each set of mesh axes, copies, and the arrays in memory at the peak, in lines."""
         total = known_sent(self.collectives)
         for axes, found in self.by_axes().items():
-            yield _title(axes, found), _HEADER, [dataclasses.astuple(row) for row in _rows(found, total)]
-        if (table := self._table_of_copies()) is not None:
-            yield table
+            yield f"over {described_axes(axes)}: each device sends {_sent(found)}", _lines(found, total)
+        yield from self._copies()
         if self.timeline is not None:
             yield self.timeline._section()
 
-    def _table_of_copies(self) -> Section | None:
-        """Return the table of the arguments of which several devices have the same shard."""
+    def _copies(self) -> Iterator[Section]:
+        """Yield the arguments of which several devices have the same shard."""
         sizes: dict[tuple[str, int, str, str], tuple[int, int]] = {}
         for x in self.placed:
             if x.copies > 1:
@@ -175,8 +116,8 @@ class Report(Figures, Page):
             rows.append(
                 (counted(len(rest), "smaller one"), describe_bytes(sum(n for _, (n, _) in rest)), "-", "-", "-")
             )
-        header = ("argument", "on each device", "copies", "replicated", "otherwise")
-        return ("arguments in several copies:", header, rows) if rows else None
+        if rows:
+            yield "arguments in several copies", aligned(rows)
 
     def _figures(self) -> Iterable[str]:
         if self.between:
@@ -230,64 +171,47 @@ class Report(Figures, Page):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A row for collectives that differ only in how often they run: the cells below `_HEADER`."""
-
-    kind: str
-    when: str
-    times: str
-    sent: str
-    array: str
-    parameter: str
-    operation: str
-    line: str
-    why: str
-
-
-def _rows(found: Sequence[Collective], total: int) -> list[_Row]:
-    """Return the rows for some collectives, largest bytes first. Rows of less than 1% of a total are one."""
-    merged: dict[_Row, list[Collective]] = {}
+def _lines(found: Sequence[Collective], total: int) -> list[str]:
+    """Write collectives, largest bytes first, each with its reason. Those of less than 1% of a total are one."""
+    merged: dict[Any, list[Collective]] = {}
     for c in found:
-        merged.setdefault(_row_of(c), []).append(c)
-    rows, small = list[tuple[int, _Row]](), list[Collective]()
-    for row, same in merged.items():
+        merged.setdefault((_cells_of(c), c.times is None, c.in_branch), []).append(c)
+    rows, small = list[tuple[int, Sequence[str], str]](), list[Collective]()
+    for (cells, unknown, in_branch), same in merged.items():
         if all(c.total_sent is not None for c in same) and known_sent(same) < SMALL * total:
             small += same
             continue
-        times = row.times if same[0].times is None else f"{row.times} {_times(same)}".strip()
+        times = "not known" if unknown else f"{'at most ' * in_branch}{_times(same)}"
         # In a loop of unknown length, the bytes of one iteration decide the order.
         weight = sum(c.total_sent or c.sent or 0 for c in same)
-        rows.append((weight, dataclasses.replace(row, times=times)))
-    ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+        sent, *others, why = cells
+        rows.append((weight, (f"{times} x {sent}", *others), why))
+    rows.sort(key=lambda row: -row[0])
     if small:
-        kinds, size = ", ".join(dict.fromkeys(c.kind for c in small)), describe_bytes(known_sent(small))
-        one = _Row(kinds, "-", _times(small), f"{size} in all", "smaller ones", "-", "-", "-", "less than 1% each")
-        ordered.append(one)
-    return ordered
+        kinds = ", ".join(dict.fromkeys(c.kind for c in small))
+        size = f"{describe_bytes(known_sent(small))} in all, {_times(small)} times"
+        rows.append((0, (size, kinds, "-", "smaller ones", "-", "-"), ""))
+    return [
+        f"{line}{f'{chr(10)}      {why}' if why else ''}"
+        for line, (*_, why) in zip(aligned([cells for _, cells, _ in rows]), rows, strict=True)
+    ]
 
 
-def _row_of(c: Collective) -> _Row:
-    """Return the row for a collective, without how often it runs if that is known."""
-    return _Row(
-        kind=c.kind if c.along_all else f"{c.kind} among {c.devices}",
-        when=phase_of(c.phase),
-        sent="not known" if c.sent is None else describe_bytes(c.sent),
-        array=c.array,
-        parameter=path_of(c) or "-",
-        operation=c.operation or "no named operation",
-        line="-" if c.source is None else str(c.source),
-        why=c.reason or "not known",
-        times="not known" if c.times is None else "at most" if c.in_branch else "",
+def _cells_of(c: Collective) -> tuple[str, ...]:
+    """Return the words for a collective that differs from others only in how often it runs."""
+    return (
+        "not known" if c.sent is None else describe_bytes(c.sent),
+        c.kind if c.along_all else f"{c.kind} among {c.devices}",
+        phase_of(c.phase),
+        c.array,
+        path_of(c) or "-",
+        "-" if c.source is None else str(c.source),
+        f"{c.operation or 'no named operation'}: {c.reason or 'not known'}",
     )
 
 
-def _times(found: Sequence[Collective]) -> str:
-    return str(sum(c.times or 0 for c in found))
-
-
-def _title(axes: tuple[str, ...] | None, found: Sequence[Collective]) -> str:
-    return f"over {described_axes(axes)}: each device sends {_sent(found)}"
+def _times(found: Sequence[Collective]) -> int:
+    return sum(c.times or 0 for c in found)
 
 
 def _sent(found: Sequence[Collective]) -> str:
@@ -296,15 +220,3 @@ def _sent(found: Sequence[Collective]) -> str:
     if sent is None:
         return f"at least {describe_bytes(known_sent(found))}, and more that depends on values"
     return describe_bytes(sent) + ("" if sent == fewest else f", and at least {describe_bytes(fewest or 0)}")
-
-
-_HEADER = ("kind", "when", "times", "sent each time", "array", "parameter", "operation", "line", "why")
-
-
-def _lines(found: Sequence[Collective], total: int) -> str:
-    """Write collectives as text, each with its reason on a second line."""
-    rows = _rows(found, total)
-    sent = (f"{r.times} x {r.sent}" if r.operation != "-" else f"{r.sent}, {r.times} times" for r in rows)
-    first = aligned([(s, r.kind, r.when, r.array, r.parameter, r.line) for s, r in zip(sent, rows, strict=True)])
-    reasons = (f"\n      {r.operation}: {r.why}" if r.operation != "-" else "" for r in rows)
-    return "\n".join(f"  {a}{why}" for a, why in zip(first, reasons, strict=True))

@@ -1,6 +1,6 @@
 """Judge a step: its limiting resource, its costliest transfers, suspicions with advice, and checks that passed.
 
-Text, Markdown, rich and pages show the words that are made here and in `_suspicions`.
+Texts and pages show the words that are made here and in `_suspicions`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Verdict:
     """The checks that found nothing."""
 
     def sections(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield the title and the lines of each part that comes after the first two sentences.
+        """Yield the title and the lines of each part that comes after what is to fix, and what binds.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> [title for title, _ in report.verdict.sections()]
@@ -47,11 +47,8 @@ class Verdict:
         """
         if self.costliest:
             yield "the costliest transfers, with their shares of all bytes sent", self.costliest
-        if self.suspicious:
-            yield (
-                "suspicious (fix: wrong; look: probably wasteful; note: usual, and costs memory or bytes)",
-                [str(finding) for finding in self.suspicious],
-            )
+        if notes := [str(finding) for finding in self.suspicious if finding.severity == "note"]:
+            yield "usual, and costs memory or bytes", notes
         if self.fine:
             yield "checked, and fine", [", ".join(self.fine)]
 

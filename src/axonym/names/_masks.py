@@ -75,32 +75,27 @@ def facts_of_value(dims: Dims, value: Any) -> Facts | None:
     low, high = (x.min().item(), x.max().item()) if x.size else (0, 0)
     if low == high:
         return Facts(value=float(low), varies=())
-    if x.ndim == 1 and jnp.issubdtype(x.dtype, np.integer):
-        return Facts(position=(dims[0][0], int(low)), varies=dims[0]) if (np.diff(x) == 1).all() else None
-    # A mask has two values, one of which says that a position is kept.
-    kinds = {(0, 1): ("kept" if x.dtype.kind == "b" else "one", high)}
-    kind, kept = kinds.get((low, high), ("bias", 0) if high == 0 and low <= -LARGE else ("", 0))
-    kind, kept = ("penalty", 0) if low == 0 and high >= LARGE else (kind, kept)
+    if x.ndim == 1 and jnp.issubdtype(x.dtype, np.integer) and (np.diff(x) == 1).all():
+        return Facts(position=(dims[0][0], int(low)), varies=dims[0])
+    if (low, high) == (0, 1):
+        kind, kept = "kept" if x.dtype == bool else "one", high
+    else:
+        kind, kept = "bias" if high == 0 and low <= -LARGE else "penalty" if low == 0 and high >= LARGE else "", 0
     if not kind or not ((x == low) | (x == high)).all():
         return None
-    keeps = x == kept
+    keeps: Any = x == kept
     along = [i for i in range(x.ndim) if (keeps != keeps.take([0], i)).any()]
-    varies = tuple(f for i in along for f in dims[i])
-    return Facts(mask=_mask_of(kind, keeps, along, dims, varies), varies=varies)
-
-
-def _mask_of(kind: str, keeps: np.ndarray, along: Sequence[int], dims: Dims, varies: Factors) -> Mask:
-    """Return the mask that keeps these positions, with their order if it varies along two axes."""
+    varies, order, covers = tuple(f for i in along for f in dims[i]), None, True
     if len(along) == 2:
-        (i, j), others = along, tuple(k for k in range(keeps.ndim) if k not in along)
-        there: Any = keeps.any(others)
-        distance = np.arange(keeps.shape[i])[:, None] - np.arange(keeps.shape[j])
-        for high, low, ahead in ((dims[i][0], dims[j][0], distance), (dims[j][0], dims[i][0], -distance)):
+        (i, j), there = along, keeps.any(tuple(k for k in range(x.ndim) if k not in along))
+        distance = np.arange(x.shape[i])[:, None] - np.arange(x.shape[j])
+        for a, b, ahead in ((i, j, distance), (j, i, -distance)):
             least = int(ahead[there].min())
             covers = bool(there[ahead >= least].all())
             if covers or (least >= 0 and ahead[there].max() > 0):
-                return Mask(kind, varies, Order(high, low, least), True, covers)
-    return Mask(kind, varies)
+                order = Order(dims[a][0], dims[b][0], least)
+                break
+    return Facts(mask=Mask(kind, varies, order, True, order is None or covers), varies=varies)
 
 
 # --- one rule for each kind of primitive ---
@@ -211,7 +206,7 @@ def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
         keeps = {"gt": b.value < 1, "ge": b.value > 0, "ne": b.value == 0, "eq": b.value == 1}.get(step.name, False)
         drops = {"eq": b.value == 0, "ne": b.value == 1, "lt": b.value > 0, "le": b.value < 1}.get(step.name, False)
         if keeps or drops:
-            return Facts(mask=a.mask.of_kind("kept") if keeps else a.mask.inverted("kept"), varies=varies)
+            return Facts(mask=a.mask._replace(kind="kept") if keeps else a.mask.inverted("kept"), varies=varies)
     found: tuple[AxisFactor, AxisFactor, int] | None = None
     if a.position is not None and b.position is not None:
         found = (a.position[0], b.position[0], a.position[1] - b.position[1])
@@ -223,12 +218,8 @@ def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
     if found is None or find(found[0]) is find(found[1]) or step.name not in ("ge", "gt", "le", "lt"):
         return Facts(mask=Mask("kept", varies), varies=varies)
     left, right, more = found
-    order = {
-        "ge": Order(left, right, -more),
-        "gt": Order(left, right, 1 - more),
-        "le": Order(right, left, more),
-        "lt": Order(right, left, 1 + more),
-    }[step.name]
+    strict = step.name in ("gt", "lt")
+    order = Order(left, right, strict - more) if step.name in ("ge", "gt") else Order(right, left, strict + more)
     return Facts(mask=Mask("kept", varies, order), varies=varies)
 
 
@@ -257,11 +248,11 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
     for other, chosen, mask in ((known[1], known[2], keep), (known[2], known[1], keep.inverted("kept"))):
         if other.value is not None and other.value <= -LARGE and (chosen.value is None or chosen.value > -LARGE):
             if chosen.value is not None:
-                return Facts(mask=mask.of_kind("bias"), varies=mask.varies)
+                return Facts(mask=mask._replace(kind="bias"), varies=mask.varies)
             mask = _applied(mask, xs[0], result)
             return (_carried(known[1:]) or NOTHING)._replace(masks=(*chosen.masks, mask))
         if other.value == 0 and chosen.value == 1:
-            return Facts(mask=mask.of_kind("kept" if _is_bool(step) else "one"), varies=mask.varies)
+            return Facts(mask=mask._replace(kind="kept" if _is_bool(step) else "one"), varies=mask.varies)
         if other.value == 0 and chosen.mask is not None:
             return Facts(mask=_both(chosen.mask, mask), varies=_varies(xs, known))
     return _weighted(known[1:])
@@ -275,13 +266,13 @@ def _converted(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resul
     (facts,) = known
     if facts.mask is None or facts.mask.kind not in ("kept", "one"):
         return facts
-    return facts._replace(mask=facts.mask.of_kind("kept" if _is_bool(step) else "one"))
+    return facts._replace(mask=facts.mask._replace(kind="kept" if _is_bool(step) else "one"))
 
 
 def _negative(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     (facts,) = known
     if facts.mask is not None and facts.mask.kind == "penalty":
-        return facts._replace(mask=facts.mask.of_kind("bias"))
+        return facts._replace(mask=facts.mask._replace(kind="bias"))
     return _carried(known)
 
 

@@ -146,21 +146,19 @@ class _Reading:
             m = n = 1
             while (a := math.prod(x.size for x, _ in parts[:m])) != (b := math.prod(shape[:n])):
                 m, n = (m + 1, n) if a < b else (m, n + 1)
-            group, sizes, parts, shape = parts[:m], shape[:n], parts[m:], shape[n:]
-            ends = [[*itertools.accumulate(own, operator.mul)] for own in ([x.size for x, _ in group], sizes)]
-            places = sorted({*ends[0], *ends[1]})
-            divides = all(b % a == 0 for a, b in itertools.pairwise(places))
+            (group, sizes), (parts, shape) = (parts[:m], shape[:n]), (parts[m:], shape[n:])
+            own = [x.size for x, _ in group]
+            ends, new = ([*itertools.accumulate(s, operator.mul)] for s in (own, sizes))
+            divides = all(b % a == 0 for a, b in itertools.pairwise(sorted({*ends, *new})))
             if min(m, n) < 2 or (m == n == 2 and divides and all(alone for _, alone in group)):
                 continue  # the last is as it is where neighbors along an axis are joined
-            kept = [any(q // k <= p // x.size and not (p // x.size) % (q // k) and not q % p
-                        for q, k in zip(ends[1], sizes, strict=True))
-                    for p, (x, _) in zip(ends[0], group, strict=True)]  # fmt: skip
             named = [i for i, (x, _) in enumerate(group) if last_base(x).name is not None]
-            moved = [i for i in named if not kept[i] and group[i][0].size in sizes]
-            moved = [i for i in moved if m != n or sizes[i] != group[i][0].size]
+            moved = [i for i in named if own[i] in sizes and (m != n or sizes[i] != own[i]) and not any(
+                q // k <= ends[i] // own[i] and ends[i] // own[i] % (q // k) == 0 == q % ends[i]
+                for q, k in zip(new, sizes, strict=True))]  # fmt: skip
             if moved and len(named) > 1:
                 others = [i for i in (*moved, *named) if i != moved[0]]
-                taker = next((i for i in others if m == n and group[i][0].size == sizes[moved[0]]), others[0])
+                taker = next((i for i in others if m == n and own[i] == sizes[moved[0]]), others[0])
                 self._axes.found.append(Meeting(group[moved[0]][0], group[taker][0], self._step, "torn"))
 
 

@@ -61,21 +61,12 @@ _UNNAMED = LeafNames(None, "")
 def names_of_leaves(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Any = None
 ) -> list[LeafNames]:
-    """Return the names of each leaf of `jax.tree.leaves((args, kwargs))`, for a call of a function.
+    """Return the names of each leaf of `jax.tree.leaves((args, kwargs))`, for a call of a function; see `infer`.
 
-    Arguments:
-        fn: the function, whose annotations count.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        names: names for the arguments: a tuple with an entry for each positional argument, or a dictionary from
-            parameters to entries. An entry is a tree prefix of the argument. Its leaves are strings such as
-            `"batch pos"`, which name the axes of every array below them, tuples of names, or None. An axis without a
-            name is `_` in a string, and None in a tuple. A dictionary that has exactly the keys of the argument, or of
-            a part of it, is a tree. Any other goes from patterns to names, as in `{"query/kernel": "embed heads dim"}`:
-            each array is named by the first regular expression that is found in its path, as in
-            `TreePathShardingRule`; one that is the whole path of an array names no other, and `*/` at the beginning
-            stands for any parts before. A dictionary instead of the
-            tuple, whose keys are no parameters, does so with the paths of all arguments, which start with parameters.
+    A dictionary in `names` that has exactly the keys of the argument, or of a part of it, is a tree. Others go from
+    patterns to names: each array is named by the first regular expression that is found in its path, as in
+    `TreePathShardingRule`; one that is the whole path of an array names no other, and `*/` at the beginning stands for
+    any parts before. If it is the whole of `names`, and its keys are no parameters, paths start with parameters.
     """
     roots = list(roots_of(fn, args, kwargs))
     given = dict(_given_to_call(names, roots, len(args)))

@@ -21,9 +21,6 @@ class Order(NamedTuple):
     low: AxisFactor
     least: int
 
-    def others(self) -> Order:
-        return Order(self.low, self.high, 1 - self.least)
-
 
 class Mask(NamedTuple):
     """Which positions are kept."""
@@ -43,7 +40,7 @@ class Mask(NamedTuple):
     """Whether it keeps what these parts together do not keep."""
 
     def inverted(self, kind: str) -> Mask:
-        order = None if self.order is None else self.order.others()
+        order = None if self.order is None else Order(self.order.low, self.order.high, 1 - self.order.least)
         return Mask(kind, self.varies, order, self.covers, self.within, self.parts, not self.turned)
 
     def every(self) -> tuple[Mask, ...]:
@@ -58,9 +55,6 @@ class Mask(NamedTuple):
             high, low = to(order.high), to(order.low)
             order = Order(high[0], low[0], order.least) if len(high) == len(low) == 1 else None
         return self._replace(varies=varies, order=order, parts=tuple(m.in_terms_of(to) for m in self.parts))
-
-    def of_kind(self, kind: str) -> Mask:
-        return self._replace(kind=kind)
 
 
 class Facts(NamedTuple):

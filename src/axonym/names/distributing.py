@@ -331,7 +331,9 @@ class _Distributed:
             (None,) * len(step.shape_of(i)) if x is None else self._program.names_of(x) for i, x in enumerate(operands)
         ]
         out_names = self._program.names_of(step.results[0])
-        eqn = eqn.replace(source_info=_in_scope(step, self._scope(step, names, out_names)))
+        if (scope := self._scope(step, names, out_names)) is not None:
+            source: Any = eqn.source_info
+            eqn = eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
         if self._mesh is None:
             yield eqn
             return
@@ -354,7 +356,8 @@ class _Distributed:
         if any(n is None for layout in layouts for n in layout):
             return None
         arrays: list[Any] = [v.aval for v in step.eqn.invars]
-        return operation_scope(PRODUCTS[step.name], names, (out_names,), arrays)  # pyright: ignore[reportArgumentType]
+        what = PRODUCTS[step.name]
+        return operation_scope(what, names, (out_names,), arrays, has_own_gradients=True)  # pyright: ignore
 
     def _fft(self, step: AxisStep, x: Axed | None) -> JaxprEqn:
         """Return a Fourier transform in which each device transforms its own rows, which XLA would all-gather."""
@@ -430,8 +433,3 @@ def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNa
 def _key_of(name: str | None, other: str | None) -> str | None:
     """Return the other name if it is the role of a key of this axis."""
     return other if name is not None and other is not None and other.rstrip("'") == name else name
-
-
-def _in_scope(step: AxisStep, scope: str | None) -> Any:
-    source: Any = step.eqn.source_info
-    return source if scope is None else source.replace(name_stack=source.name_stack.extend(scope))

@@ -200,7 +200,7 @@ class NamedProgram:
         called = [p for step in steps_of(self.body) if step.bodies for p in step.params.values()]
         holders = (self.traced.jaxpr, *(x for p in called for x in (p if isinstance(p, tuple) else (p,))))
         arrays = {id(x): x for holder in holders for x in getattr(holder, "consts", ()) if isinstance(x, jax.Array)}
-        return tuple(f"{_dtype(x)}{[*x.shape]}" for x in arrays.values() if x.ndim)
+        return tuple(f"{_dtype(x.aval)}{[*x.shape]}" for x in arrays.values() if x.ndim)
 
     @property
     def known_share(self) -> float:
@@ -221,11 +221,9 @@ class NamedProgram:
         count = itertools.count()
         arguments: Sequence[Any] = self.body.jaxpr.invars
         known: dict[Any, str] = {v: _letters(next(count)) for v in (*arguments, *self.body.jaxpr.constvars)}
-        given = [
-            f"{self._described(known[v], v, x)}  # {path}"
-            for v, x, path in zip(arguments, self.body.arguments, self.traced.paths, strict=True)
-        ]
-        lines = [*given, *self._lines(self.body, "", known, count)]
+        given = zip(arguments, self.body.arguments, self.traced.paths, strict=True)
+        lines = [f"{self._described(known[v], v, x)}  # {path}" for v, x, path in given]
+        lines += self._lines(self.body, "", known, count)
         returned: Sequence[Any] = self.body.jaxpr.outvars
         lines.append(f"return {' '.join(_literal(v) or known[v] for v in returned)}")
         return "\n".join((*lines, *self._summary()))
@@ -237,10 +235,8 @@ class NamedProgram:
             for v in step.eqn.outvars:
                 known[v] = _letters(next(count))
             results = [self._described(known[v], v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
-            where = source_of(step)
-            yield f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip() + (
-                f"  # {where}" if where else ""
-            )
+            line = f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip()
+            yield f"{line}  # {where}" if (where := source_of(step)) else line
             for inner in step.bodies:
                 given = inner.jaxpr.invars
                 if any(x is not y for x, y in zip(inner.results, step.results, strict=False)):  # a loop or branch
@@ -407,8 +403,4 @@ def _letters(number: int) -> str:
 
 
 def _dtype(aval: Any) -> str:
-    name = str(getattr(aval, "dtype", "?"))
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
+    return aval.str_short(short_dtypes=True).partition("[")[0]

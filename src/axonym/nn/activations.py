@@ -31,7 +31,7 @@ def _kernel(
     def positional(x, *scalars):
         return fn(x, *scalars, **dict(options))
 
-    return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, native=True)
+    return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, by_index=True)
 
 
 def _apply(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:

@@ -29,7 +29,7 @@ from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
 from ._convolution import Known, Parameters, apply_convolution, known_shardings
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
-from .linear import _stored
+from .linear import stored_inputs
 
 __all__ = ["Conv", "ConvTranspose"]
 
@@ -264,7 +264,7 @@ def _init_fields(
     kernel = per_axis(what, "kernel_size", kernel_size, names, at_least=1)
     of_group = In.resize(In.size // groups)
     limit = 1 / math.sqrt(of_group.size * math.prod(kernel))
-    weight_axes = (Out, *_stored((of_group,), (Out,)), *map(Axis, names, kernel))
+    weight_axes = (Out, *stored_inputs((of_group,), (Out,)), *map(Axis, names, kernel))
     weight_key, bias_key = jax.random.split(key)
     return {
         "Spatial": Spatial,

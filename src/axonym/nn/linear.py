@@ -109,7 +109,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         """
         In, Out = static_spec(In, "Linear"), static_spec(Out, "Linear")
         out_axes = axes_of_spec(Out)
-        in_axes = _stored(axes_of_spec(In), out_axes)
+        in_axes = stored_inputs(axes_of_spec(In), out_axes)
         axes = (*out_axes, *in_axes) if out_first else (*in_axes, *out_axes)
         weight = random.truncated_normal(key, axes, -BOUND, BOUND) * (init_scale * reparam_cls.init_scale(In, Out))
         bias = zeros(Out) if use_bias else None
@@ -139,7 +139,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         >>> axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0)).weight_in
         (Axis(name='embed_in', size=3),)
         """
-        return _stored(axes_of_spec(self.In), axes_of_spec(self.Out))
+        return stored_inputs(axes_of_spec(self.In), axes_of_spec(self.Out))
 
     @named_call
     def __call__(self, inputs: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
@@ -191,7 +191,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         return OutputLinearMup if use_mup else LinearStandardParam
 
 
-def _stored(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+def stored_inputs(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """Return the axes of the input under their names in the weight."""
     taken = {a.name for a in (*in_axes, *out_axes)}
     stored = []

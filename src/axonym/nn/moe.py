@@ -19,7 +19,7 @@ from ..ops import _kernels
 from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.creation import zeros
 from ._grouped_matmul import GroupedProduct
-from .linear import BOUND, _stored
+from .linear import BOUND, stored_inputs
 
 __all__ = ["MoELinear"]
 
@@ -84,7 +84,7 @@ class MoELinear(eqx.Module):
         """
         experts = one_axis("MoELinear", "Experts", Experts)
         distinct("MoELinear", (experts.name, In.name, *(() if In.name == Out.name else (Out.name,))))
-        (stored,) = _stored((In,), (Out,))
+        (stored,) = stored_inputs((In,), (Out,))
         axes = (experts, Out, stored) if out_first else (experts, stored, Out)
         weight = random.truncated_normal(key, axes, -BOUND, BOUND) * (init_scale / math.sqrt(In.size))
         return MoELinear(weight, zeros(Out) if use_bias else None, experts, In, Out, use_gmm)
@@ -145,7 +145,7 @@ def _grouped_kernel(
             f"Merge them with `axonym.flatten_axes(inputs, {tuple(rows)}, 'rows')`, or map over all but one with "
             "`axonym.vmap`."
         )
-    (stored,) = (a.name for a in _stored((In,), (Out,)))
+    (stored,) = (a.name for a in stored_inputs((In,), (Out,)))
     if {*weight_names} != {experts, stored, Out.name}:
         expected = errors.describe_axes((experts, stored, Out.name))
         raise ValueError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import jax
@@ -15,7 +17,14 @@ from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
 from ..distribution.active_settings import pads_uneven
-from ..distribution.kept_shards import as_if_complete, in_pipeline, refuse_gathered, scope_of_shards
+from ..distribution.kept_shards import (
+    as_if_complete,
+    exchange as exchange_shards,
+    is_kept,
+    kept_over,
+    refuse_gathered,
+    scope_of_shards,
+)
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -35,6 +44,7 @@ from ..distribution.mesh_axes import (
     spec_of,
     storage_axes,
 )
+from ..distribution.on_shards import GROUPS, ROWS, SIZES, NeedsCompleteAxes, OnShards, Shard
 from ..distribution.operation_scope import operation_scope
 from ..distribution.per_device import gather_axes, run_per_device, vary_like
 from ..named_array import NamedArray, wrap
@@ -45,7 +55,6 @@ from ..ops.elementwise import square
 from ..ops.reductions import logsumexp, mean
 from ..ops.selection import searchsorted, where
 from ..ops.sorting import argsort
-from ..schedules._sharded_code import NeedsCompleteAxes, check_computed_from_shards
 from ._expert_exchange import ExpertExchange
 from .embedding import one_hot
 
@@ -75,7 +84,9 @@ def dispatch(
 
     Arguments:
         fn: the function of the experts: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of
-            rows of each expert, as `MoELinear` does. There can be copies of rows among them, whose results are not
+            rows of each expert, as `MoELinear` does. Where rows or experts are sharded, it is traced for all of them,
+            and run on those of a device, so it must compute each row by itself, and use `sizes` in products by groups
+            only; anything else is an error that names its line. There can be copies of rows, whose results are not
             used.
         params: a tree of arrays that `fn` needs. Arrays with the axis of the experts are sharded as the experts are. A
             random key is the same in all rounds, and on all devices. Arrays that are not arguments cannot be used in
@@ -97,8 +108,11 @@ def dispatch(
     >>> axn.nn.dispatch(lambda layer, x, sizes: layer(x, sizes), layer, x, expert, Experts)
     NamedArray(float32[tokens=3, out=1], [[10.] [ 2.] [30.]])
     """
-    arrays, tree = flatten_arrays(params)
     experts = one_axis("dispatch", "experts", experts)
+    if any(map(is_kept, (experts.name, *getattr(expert, "names", ())))):
+        call = functools.partial(dispatch, experts=experts, rows=rows, round_size=round_size, exchange=exchange)
+        return exchange_shards("dispatch", lambda xs: call(fn, *xs), (params, x, expert))
+    arrays, tree = flatten_arrays(params)
     if exchange is not None:
         refuse_gathered(f"dispatch by exchange={exchange!r}", "exchange", experts.name)
     dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, _is_ragged(exchange))
@@ -152,6 +166,8 @@ class _Dispatch:
         self._x = jnp.asarray(x.rearrange((*self._own_rows, *self._features)).array)
         self._expert = jnp.asarray(expert.array)
         self._result: Names = ()
+        self._times = 1
+        """How many devices have other rows, or other experts."""
 
     def run(self, params: Sequence[jax.Array]) -> NamedArray:
         held = [(p, n) for p, n in zip(params, self._tree.names, strict=True) if n and self._experts.name in n]
@@ -190,32 +206,9 @@ class _Dispatch:
                 f"dispatch: the experts are sharded over mesh axis {errors.quoted(sorted(same))}, over which the rows "
                 f"{errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
             )
-        if axes and in_pipeline():
-            self._check_fn(operands[2:], local)
+        over_rows = [a for n in self._row_names for a in kept_over(n) or ()]
+        self._times = shard_count(mesh, tuple({*axes, *over_rows}))
         return self._on_device(self._exchange(axes, mesh, local))(*operands)
-
-    def _check_fn(self, params: Arrays, local: int) -> None:
-        """Check that `fn` computes for the experts and the rows of a device as for all of them."""
-        name, count = self._experts.name, self._experts.size // local
-
-        def traced(times: int) -> Any:
-            def sized(x: jax.Array, names: Names | None) -> Any:
-                shape = [*x.shape]
-                if names is not None and name in names:
-                    shape[names.index(name)] *= times
-                return jax.ShapeDtypeStruct(shape, x.dtype)
-
-            rows = 2 * self._expert.size * times
-            x = jax.ShapeDtypeStruct((rows, *self._x.shape[len(self._own_rows) :]), self._x.dtype)
-            sizes = jax.ShapeDtypeStruct((local * times,), jnp.int32)
-            return jax.make_jaxpr(self._of_experts)([*map(sized, params, self._tree.names)], x, sizes)
-
-        with as_if_complete(name):
-            whole = traced(count)
-        try:
-            check_computed_from_shards(whole, traced(1), {name: count}, own_rows=True)
-        except NeedsCompleteAxes as error:
-            raise ValueError(f"`fn` of dispatch: {error}") from None
 
     def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> ExpertExchange:
         return ExpertExchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
@@ -248,6 +241,7 @@ class _Dispatch:
             self._stored(p, names, axes, used, mesh) for p, names in zip(operands[2:], self._tree.names, strict=True)
         ]
         of_x = [own for n, own in zip(self._row_names, placed, strict=True) if n in self._own_rows]
+        self._times = shard_count(mesh, tuple(used))
         y = run_per_device(
             self._on_device(exchange, stored),
             operands,
@@ -336,7 +330,9 @@ class _Dispatch:
 
             def of_experts(x: jax.Array, sizes: jax.Array) -> jax.Array:
                 own = [w if w.dtype == p.dtype else w.astype(p.dtype) for w, p in zip(wide, params, strict=True)]
-                return self._of_experts(own, x, sizes)
+                if self._times == 1:
+                    return self._of_experts(own, x, sizes)
+                return self._on_rows(own, x, sizes, expert.size * self._times, exchange.devices)
 
             y = exchange.run(
                 of_experts,
@@ -347,6 +343,28 @@ class _Dispatch:
             return y.reshape(*expert.shape, *y.shape[1:])
 
         return on_device
+
+    def _on_rows(self, params: Arrays, x: jax.Array, sizes: jax.Array, rows: int, count: int) -> jax.Array:
+        """Run `fn`, traced for all rows and all experts, on some of both; `count` devices have other experts."""
+        name = self._experts.name
+
+        def of_groups(p: jax.Array, names: Names | None) -> Shard:
+            return Shard(p, tuple((GROUPS,) if n == name and count > 1 else () for n in names or ((),) * p.ndim))
+
+        shards = [*map(of_groups, params, self._tree.names), Shard(x, ((ROWS,), *((),) * (x.ndim - 1)))]
+        shards.append(Shard(sizes, ((SIZES,),)))
+        counts = {ROWS: Fraction(max(rows, 2), x.shape[0]), GROUPS: count, SIZES: count}
+        runner = OnShards(counts, {(GROUPS,): name})
+        *of_all, all_rows, all_sizes = map(runner.complete, shards)
+        with as_if_complete(name):
+            program = jax.make_jaxpr(self._of_experts)(of_all, all_rows, all_sizes)
+        try:
+            (y,) = runner.run(program.jaxpr, program.consts, shards)
+            return runner.moved(None, y, ((ROWS,), *((),) * (y.here.ndim - 1))).here
+        except NeedsCompleteAxes as error:
+            raise ValueError(
+                f"dispatch: `fn` gets some of the rows and experts here, and must compute each row by itself: {error}"
+            ) from None
 
     def _of_experts(self, params: Sequence[jax.Array], x: jax.Array, sizes: jax.Array) -> jax.Array:
         rows = wrap(x, (self._rows, *self._features))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from ..axis import Axis, Names
 from ..distribution.axis_marks import exchanged
 from ..distribution.mesh_axes import entry_of, mapped_axes, mesh_around
+from ..distribution.operation_scope import DerivedName
 from ..distribution.per_device import run_per_device
 from ..named_array import NamedArray
 from . import _blocks, _kernels
@@ -147,7 +148,7 @@ class Reach:
 
 def looked_up(name: str) -> str:
     """Return the name of an axis along which elements are looked up: in a kernel, no other axis is called so."""
-    return f"{name} (looked up)"
+    return DerivedName(name, f"{name} (looked up)")
 
 
 def look_up(

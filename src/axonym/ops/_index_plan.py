@@ -20,6 +20,7 @@ from jax.core import Tracer
 from ..axis import Axis, Names, name_of
 from ..core import errors
 from ..core.jax_versions import set_apart
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from . import _kernels
 from ._operands import as_positions, at_least_int32
@@ -312,7 +313,9 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
         for i in backwards:
             taken = range(*bounds[i])
             bounds[i] = (taken[-1], taken[0] + 1, -taken.step)
-        a = strided_slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
+        # Whether a symbolic end comes before the start is not known here; JAX checks it.
+        ends: list[Any] = [e if jax.export.is_symbolic_dim(e) else max(b, e) for b, e, _ in bounds]
+        a = strided_slice(a, [b for b, _, _ in bounds], ends, [s for _, _, s in bounds])
         a = jax.lax.rev(a, backwards) if backwards else a
     if operands:
         starts: list[Any] = [np.int32(0)] * a.ndim
@@ -365,14 +368,23 @@ class IndexLayout:
 
     def get(self, a: jax.Array, operands: Sequence[jax.Array], keywords: Mapping[str, Any]) -> jax.Array:
         """Return the selected elements, in the layout `out_names`."""
-        self._check(a, operands)
+        sizes = self._check(a, operands)
 
         def lookup(a, *operands):
             index = self._index(a.shape, operands)
             return a.at[index].get(**keywords) if keywords else a[index]
 
         found = (*self.shared, *self.inner_result)
+        # Padding would not match slices, and would break a promise that indices are in order, or unique.
+        pads = keywords.keys() <= {"mode", "fill_value"} and all(i.kind != "slice" for i in self.items.values())
+        operands = [
+            evenly_sharded("index", o, x, self.new, beside=[a, *operands], fill=0 if pads else None)
+            for o, x in zip(self.operands, operands, strict=True)
+        ]
         result = _kernels.map_over(lookup, self.shared, (self.names, *self.operands), found)(a, *operands)
+        result = evenly_sharded("index", found, result, self.new)
+        ends = [sizes[n] for n in found]
+        result = result if list(result.shape) == ends else jax.lax.slice(result, [0] * result.ndim, ends)
         return _kernels.transpose_to(result, found, self.out_names)
 
     def update(

@@ -29,8 +29,9 @@ from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_with
 from ..core import errors
 from ..core.jax_versions import INLINE, is_staged
 from ..distribution import active_settings, output_sharding
-from ..distribution.active_settings import ACTIVE, Entry, active_mapping, is_mapped
+from ..distribution.active_settings import ACTIVE, Entry, Settings, active_mapping, intern_settings, is_mapped
 from ..distribution.axis_marks import is_marking, marked, marked_results
+from ..distribution.fsdp_ops import run_gathering_parameters
 from ..distribution.kept_shards import is_shard_of
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -56,6 +57,9 @@ GATHERING = {"dot"}
 """The operations that gather parameters themselves. Tracing an operation makes its kernel, which adds its name here, so
 the set is complete for a report by names of what was traced. Raw products are called `dot`, and have no kernel."""
 
+BY_INDEX: set[str] = set()
+"""The operations that treat every index of every axis by itself, which are found in the same way."""
+
 
 class Kernel:
     """A compiled positional function, and the names of its result.
@@ -63,25 +67,37 @@ class Kernel:
     Arguments:
         call: the function.
         names: the axes of its result, or a tuple of them for several.
-        shared: the same function compiled for any names, for calls in which names decide nothing: see `shared`.
+        shared: the same function compiled for any names, for operations that run at once: see `shared`.
+        numbers: the number that stands there for each name.
     """
 
-    __slots__ = ("call", "names", "shared")
+    __slots__ = ("_shared_under", "call", "names", "numbers", "shared")
 
-    def __init__(self, call: Callable[..., Any], names: Any, shared: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        names: Any,
+        shared: Callable[..., Any] | None = None,
+        numbers: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.call = call
         self.names = names
         self.shared = shared
+        self.numbers = numbers
+        self._shared_under: tuple[Settings | None, Callable[..., Any]] = None, call
 
     def apply(self, *arrays: Any) -> Any:
         """Call the function, and name the axes of its result or results."""
         # Apart from finding the kernel, this is all the Python code of an eager operation: every frame counts here.
         shared = self.shared
-        if shared is not None and (not active_settings.activated or ACTIVE.value is None):
+        if shared is not None:
             for x in arrays:
                 if type(x) not in _concrete and _is_staged(x):
                     break
             else:
+                if active_settings.activated and (settings := ACTIVE.value) is not None:
+                    known, under = self._shared_under
+                    shared = under if known is settings else self._call_under(settings, shared)
                 try:
                     result = shared(*arrays)
                 except (FloatingPointError, jax.errors.JaxRuntimeError):
@@ -100,6 +116,26 @@ class Kernel:
         except Exception:
             refuse_padded(arrays)
             raise
+
+    def _call_under(self, settings: Settings, shared: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the shared function under what settings say of these names; `call` if the surroundings count, too."""
+        call = self.call
+        if not (settings.environment or settings.kept or settings.mapped or settings.marked):
+            compute, stored = (
+                {number: mapping[name] for name, number in self.numbers.items() if name in mapping}
+                for mapping in (settings.mapping, settings.parameter_mapping)
+            )
+            if settings.mapping and not compute:
+                compute = {"#": None}  # there is a mapping, by which each new array is replicated
+            own = intern_settings(mapping=compute, parameter_mapping=stored, uneven=settings.uneven)
+            call = functools.partial(_call_with_settings, own, shared)
+        self._shared_under = settings, call
+        return call
+
+
+def _call_with_settings(settings: Settings | None, fn: Callable[..., Any], *arrays: Any) -> Any:
+    with ACTIVE(settings):
+        return fn(*arrays)
 
 
 _concrete: set[type] = {int, float}
@@ -145,11 +181,12 @@ def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
 def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Kernel]]:
     """Decorate a builder as `cached` does, and let kernels that differ only in names share one compiled function.
 
-    Without an active mapping, names only determine which axes are the same. So the builder is called with numbers for
-    the names, "#0" for the first that occurs, and that kernel runs where operations run at once: on arrays, also under
-    `jax.grad` and `jax.vmap` outside of jit. It makes the same checks. If it raises an error, the kernel of the actual
-    names is called, which raises it in the user's terms. That kernel also runs where an operation becomes part of a
-    program, because its scope contains the names: see `operation_scope`.
+    Names only determine which axes are the same, and what the active mapping says of each. So the builder is called
+    with numbers for the names, "#0" for the first that occurs, and that kernel runs where operations run at once: on
+    arrays, also under `jax.grad` and `jax.vmap` outside of jit. There, the mapping has these numbers for names, and
+    nothing of other names, so what it says of these compiles nothing anew. The kernel makes the same checks. If it
+    raises an error, the kernel of the actual names is called, which raises it in the user's terms. That kernel also
+    runs where an operation becomes part of a program, because its scope contains the names: see `operation_scope`.
 
     Use it for builders that only compare names. Builders that sort names, or parse a text with names, use `cached`.
 
@@ -178,7 +215,7 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
                 except (TypeError, ValueError, KeyError, UnknownAxes):
                     pass  # the builder refuses these arguments, and does so again below, or it invents names
                 else:
-                    return Kernel(functools.partial(_call, own, key), names, kernel.call)
+                    return Kernel(functools.partial(_call, own, key), names, kernel.call, numbers)
             return own(*key)
 
         return lookup
@@ -265,6 +302,7 @@ def make_kernel(
     in_names: Sequence[Names],
     out_names: Any,
     *,
+    by_index: bool = False,
     native: bool = False,
     mesh_aware: bool = False,
     same_sizes: bool = True,
@@ -281,6 +319,9 @@ def make_kernel(
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
+        by_index: whether `fn` treats every index of every axis by itself, as elementwise functions do, and its results
+            all have the same axes, which are not constants. JAX infers their sharding, and parameters in their storage
+            sharding are gathered per device, if there are several operands with axes.
         native: see `axonym.distribution.output_sharding.call_with_output_sharding`.
         mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
         same_sizes: whether an axis must have one size in all operands.
@@ -292,6 +333,11 @@ def make_kernel(
             from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
+    if by_index:
+        native, layout = True, names_of_results(out_names)[0]
+        BY_INDEX.add(what)
+        if gathers := sum(map(bool, in_names)) > 1:
+            per_device = functools.partial(run_gathering_parameters, fn, in_names, layout)
     if gathers:
         GATHERING.add(what)
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]

@@ -44,7 +44,7 @@ def new_array(
     return _kernel(what, fn, names, sizes, len(arrays), tuple(options.items())).apply(*arrays)
 
 
-@_kernels.cached
+@_kernels.shared("names")
 def _kernel(
     what: str,
     fn: Callable[..., jax.Array],

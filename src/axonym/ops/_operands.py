@@ -15,6 +15,7 @@ from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..core import errors
 from ..core.errors import distinct
 from ..distribution.mesh_axes import axes_of_type, mesh_around
+from ..distribution.operation_scope import DerivedName
 from ..named_array import NamedArray
 from . import _kernels
 
@@ -138,7 +139,7 @@ def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
 
 def private(argument: str, names: Names) -> Names:
     """Return new names for the axes of an operand, so that they match no axis of another operand."""
-    return tuple(f"{n} of {argument}" for n in names)
+    return tuple(DerivedName(n, f"{n} of {argument}", private=True) for n in names)
 
 
 def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:

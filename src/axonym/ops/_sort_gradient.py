@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..distribution.mesh_axes import evenly_sharded
 from ..distribution.per_device import vary_like
 
 
@@ -46,4 +47,7 @@ def positions_along(axis: int, x: jax.Array) -> jax.Array:
 
 def take_in_order(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
     """Reorder elements along an axis by their positions, which are signed, so that XLA can partition the gradient."""
-    return jnp.take_along_axis(x, order, axis, mode="promise_in_bounds")
+    names = ["" if i != axis else "order" for i in range(x.ndim)]
+    order = evenly_sharded("sort", names, order, ["order"], beside=[x])
+    found = jnp.take_along_axis(x, order, axis, mode="promise_in_bounds")
+    return evenly_sharded("sort", names, found, ["order"])

@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 
 from ..axis import Names
 from ..core.jax_versions import varying_axes
-from ..distribution import fsdp_ops
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
 from ._op_types import A, Binary, Unary, is_tree, map_tree, publish
@@ -34,7 +33,7 @@ def _unary_kernel(
     fn: Callable[..., Any], name: str, names: Names, outputs: int = 1, constant: bool = False
 ) -> _kernels.Kernel:
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, fn, (names,), out_names, native=not constant)
+    return _kernels.make_kernel(name, fn, (names,), out_names, by_index=not constant)
 
 
 @_kernels.shared("a_names", "b_names")
@@ -47,10 +46,8 @@ def _binary_kernel(
         a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
         return fn(a, b) if static is None else fn(a, b, static)
 
-    in_names = (a_names, b_names)
     out_names = names if outputs == 1 else (names,) * outputs
-    per_device = functools.partial(fsdp_ops.run_gathering_parameters, positional, in_names, names)
-    return _kernels.make_kernel(name, positional, in_names, out_names, native=True, per_device=per_device, gathers=True)
+    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, by_index=True)
 
 
 def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +234,7 @@ def round(a: A, decimals: int = 0) -> A:
 
 @_kernels.shared("names")
 def _round_kernel(names: Names, decimals: int) -> _kernels.Kernel:
-    return _kernels.make_kernel("round", lambda x: jnp.round(x, decimals), (names,), names, native=True)
+    return _kernels.make_kernel("round", lambda x: jnp.round(x, decimals), (names,), names, by_index=True)
 
 
 @overload
@@ -266,7 +263,7 @@ def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
 
 @_kernels.shared("names")
 def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
-    return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, native=exponent != 0)
+    return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, by_index=exponent != 0)
 
 
 _DIVMOD = _broadcast_once(jnp.divmod)
@@ -334,7 +331,7 @@ def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
     def positional(x, *values):
         return jnp.nan_to_num(x, **dict(zip(given, values, strict=True)))
 
-    return _kernels.make_kernel("nan_to_num", positional, (names, *[()] * len(given)), names, native=True)
+    return _kernels.make_kernel("nan_to_num", positional, (names, *[()] * len(given)), names, by_index=True)
 
 
 def astype(a: NamedArray, dtype: DTypeLike) -> NamedArray:

@@ -26,6 +26,7 @@ import numpy as np
 
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..core.tree_spec import StaticLeaf
+from ..distribution.operation_scope import DerivedName
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
 from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan
@@ -161,4 +162,4 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:
     """Return the names, with unique ones for axes that an index replaces, so that no index array matches them."""
-    return tuple(f"{n} (indexed)" if n in replaced else n for n in names)
+    return tuple(DerivedName(n, f"{n} (indexed)") if n in replaced else n for n in names)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
 from ..core import errors
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
 from ._blocks import Blocks, blocks_of
@@ -98,7 +99,9 @@ def _interp_kernel(
     in_names, out_names = _layouts(names, point_names, value_names, along, inner, len(given))
 
     def positional(x, xp, fp, *values):
-        return _interpolate(fp, x, xp, *values, in_names=in_names, out_names=out_names, given=given, static=static)
+        x = evenly_sharded("interp", names, x, beside=[xp, fp])
+        found = _interpolate(fp, x, xp, *values, in_names=in_names, out_names=out_names, given=given, static=static)
+        return evenly_sharded("interp", out_names, found, names)
 
     return _kernels.make_along_kernel("interp", positional, in_names, out_names, (inner,), replicated=many)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from ..axis import Axis, AxisSelection, AxisSelector, Names, interned, name_of
 from ..core import errors
 from ..core.tree_spec import StaticLeaf
-from ..distribution.mesh_axes import replicate_uneven
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
 from ._operands import by_axis, check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
@@ -80,7 +79,7 @@ def _same_axes(what: str, every: tuple[Names, ...]) -> Names:
 @_kernels.shared("every", "axis")
 def _stack_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
     names = _same_axes("stack", every)
-    out_names = distinct("stack", (sys.intern(name_of(axis)), *names))
+    out_names = distinct("stack", (interned(axis), *names))
     check_new_axis("stack", axis, len(every))
 
     def positional(*arrays):
@@ -282,8 +281,9 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
             times = times.astype(jnp.int32)  # a small dtype may not hold their sum
         if not isinstance(repeats, int) and not isinstance(times, int):
             # On several mesh axes, XLA takes the wrong elements if the axis is sharded unevenly.
-            x = replicate_uneven("repeat", names, x, several=True)
-            times = replicate_uneven("repeat", repeats, times, several=True)
+            x, times = evenly_sharded("repeat", names, x), evenly_sharded("repeat", repeats, times, beside=[x])
+            found = jnp.repeat(x, times, axis=where, total_repeat_length=total)
+            return evenly_sharded("repeat", names, found, [names[where]])
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
 
     in_names = (names,) if isinstance(repeats, int) else (names, repeats)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..axis import AxisSelector, Names, name_of, selectors
 from ..core import errors
-from ..distribution.kept_shards import in_pipeline, kept_over, reduced_over, scope_of_shards
+from ..distribution.kept_shards import in_pipeline, is_kept, kept_over, reduced_over, scope_of_shards
 from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
@@ -74,7 +74,7 @@ def _reduce_leaf(
         )
     axis = _kernels.hashable(axis)
     # A pipeline may hand its layers shards of the axis. Their results are then combined over the mesh axes of `over`.
-    if fn is _logsumexp and in_pipeline() and not options:
+    if fn is _logsumexp and in_pipeline() and not options and not [n for n in array.names if is_kept(n)]:
         reduced = array.names if axis is None else [*map(name_of, selectors(axis))]
         sizes = {n: size for n, size in array.shape.items() if n in reduced and kept_over(n) is not None}
         if sizes:

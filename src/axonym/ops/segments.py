@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelection, Names
-from ..distribution.mesh_axes import replicate_uneven
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray
 from . import _kernels
 from ._operands import (
     as_float,
     as_positions,
     at_least_float32,
+    at_least_int32,
     distinct,
     extreme,
     one_axis,
@@ -145,12 +146,11 @@ def _segment_kernel(what: str, names: Names, own: Names, new_axis: Axis, axis: A
     def positional(x, segments):
         if not jnp.issubdtype(segments.dtype, jnp.integer):
             raise TypeError(f"{what}: `segments` must be integers, got {segments.dtype}.")
-        # On several mesh axes, XLA reduces the padding too if an axis is sharded unevenly.
-        x = replicate_uneven(what, names, x, several=True)
-        segments = replicate_uneven(what, own, segments, several=True)
         sizes = dict(zip(names, x.shape, strict=True)) | {new_axis.name: new_axis.size}
-        numbers = as_positions(_kernels.transpose_to(segments, own, ordered), new_axis.size)[..., None]
-        return scatter([sizes[n] for n in out_names], numbers, x)
+        numbers = at_least_int32(as_positions(_kernels.transpose_to(segments, own, ordered), new_axis.size))
+        numbers = evenly_sharded(what, ordered, numbers, along, beside=[x], fill=new_axis.size)  # which is dropped
+        x = evenly_sharded(what, names, x, along, beside=[segments], fill=0)
+        return scatter([sizes[n] for n in out_names], numbers[..., None], x)
 
     return _kernels.make_kernel(what, positional, (names, own), out_names, selection=axis)
 

@@ -16,6 +16,7 @@ import numpy as np
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import varying_axes
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
 from ._operands import as_positions, one_axis, operand, private, require_named, require_subset, scalar, vectors
@@ -88,7 +89,7 @@ def _broadcast_kernel(fn: Callable[..., Any], name: str, all_names: tuple[Names,
     def positional(*arrays):
         return fn(*(_kernels.align(x, own, names) for x, own in zip(arrays, all_names, strict=True)))
 
-    return _kernels.make_kernel(name, positional, all_names, names, native=True)
+    return _kernels.make_kernel(name, positional, all_names, names, by_index=True)
 
 
 @_kernels.shared("x_names", "y_names")
@@ -221,7 +222,9 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
     def positional(x, indices):
         _kernels.check_operands(what, (_apart(names, along), index_names), (x, indices))
         indices = as_positions(indices, x.shape[position])
+        indices = evenly_sharded(what, index_names, indices, (along,), beside=[x])
         taken = jnp.take_along_axis(x, _kernels.align(indices, index_names, names), position, mode)
+        taken = evenly_sharded(what, names, taken, (along,))
         return taken if along in index_names else jax.lax.squeeze(taken, (position,))
 
     in_names = (names, index_names)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
 from ._operands import (
@@ -122,10 +123,12 @@ def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _ker
         _require_dtype("bincount", x, jnp.integer, "integers")
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
             x = jnp.where(x < 0, Counts.size, x.astype(jnp.promote_types(x.dtype, jnp.int32)))
+        x = evenly_sharded("bincount", names, x, beside=weights)
         spread = _spread(weights, own, names, x.shape)
         if spread is None:
             return jnp.bincount(x.reshape(-1), length=Counts.size)
         kind = jax.eval_shape(jnp.sum, spread).dtype
+        spread = evenly_sharded("bincount", names, spread, beside=[x])
         spread = spread.reshape(-1).astype(kind)  # sums overflow in a small dtype
         if jnp.issubdtype(kind, jnp.inexact):  # and a small number added to a larger one is lost
             spread = at_least_float32(spread)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 
-from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, interned, name_of, selectors
 from ..core import errors
 from ..named_array import NamedArray, resolve_axes, wrap
 from . import _kernels
@@ -35,7 +34,7 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
 def _renamed(
     names: Names, shape: tuple[int, ...] | None, renames: tuple[tuple[AxisSelector, AxisSelector], ...]
 ) -> Names:
-    new = {name_of(old): sys.intern(name_of(new)) for old, new in renames}
+    new = {name_of(old): interned(new) for old, new in renames}
     missing = [n for n in new if n not in names]
     if missing:
         raise ValueError(errors.missing_axes("rename", missing, names, shape))
@@ -140,7 +139,7 @@ def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Na
 @_kernels.shared("names", "old_axes", "new_axis")
 def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelector) -> _kernels.Kernel:
     old = _kernels.select(what, names, old_axes)
-    new = sys.intern(name_of(new_axis))
+    new = interned(new_axis)
     together, out_names = _flattened(what, names, old, new)
     where = out_names.index(new)
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..axis import Names, name_of
 from ..core import errors
 from ..core.tree_spec import StaticLeaf
-from ..distribution.mesh_axes import replicate_uneven
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
 from . import _kernels
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
@@ -160,7 +160,7 @@ def _update_kernel(
 
     def positional(a, value, *operands):
         # On several mesh axes, XLA drops updates, or repeats them, if their axis is sharded unevenly.
-        even = functools.partial(replicate_uneven, what, several=True)
+        even = functools.partial(evenly_sharded, what, beside=[a])
         value, *operands = map(even, (value_names, *layout.operands), (value, *operands))
         return layout.update(how, a, value, value_names, operands, dict(options))
 

@@ -217,10 +217,10 @@ def weibull_min(
 
 @_document_sampler("Draw True or False.", "0.2", "bool", p="the probability of True.")
 def bernoulli(key: Key, shape: AxisSpec, p: Parameter = 0.5) -> NamedArray:
-    return draw(_raw_bernoulli, key, shape, {"p": p})
+    return draw(_bernoulli, key, shape, {"p": p})
 
 
-def _raw_bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
+def _bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
     # JAX draws numbers of the dtype of the probabilities.
     return jax.random.bernoulli(key, at_least_float32(p), shape)
 
@@ -321,10 +321,10 @@ def multinomial(
     NamedArray(float32[batch=2], [10. 10.])
     """
     along = (axis_of("random.multinomial", "p", p, axis),)
-    return draw(_raw_multinomial, key, shape, {"n": n, "p": p}, dtype=dtype, along=along, further={"p": along})
+    return draw(_multinomial, key, shape, {"n": n, "p": p}, dtype=dtype, along=along, further={"p": along})
 
 
-def _raw_multinomial(
+def _multinomial(
     key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: DTypeLike | None = None
 ) -> jax.Array:
     # The meaning of the shape differs between versions of JAX; without one, the result has the shape of `p`.

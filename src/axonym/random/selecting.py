@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelector, AxisSpec
 from ..core import errors
+from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray
 from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
@@ -63,7 +64,11 @@ def _choice_kernel(
         if p is not None:
             p = at_least_float32(p)
         index = jax.random.choice(key, along.size, sizes, replace=replace, p=p)
+        chosen_names = [axis.name for axis in axes]
+        index = evenly_sharded(what, chosen_names, index, beside=[a])
         found = jnp.take(a, index, axis=position, mode="clip")
+        names = [axis.name for axis in (*rest[:position], *axes, *rest[position:])]
+        found = evenly_sharded(what, names, found, chosen_names)
         return jnp.transpose(found, (*chosen, *before, *after)) if before else found
 
     in_names = [tuple(a.name for a in from_axes)] + [(along.name,)] * weighted
@@ -94,7 +99,9 @@ def _permutation_kernel(what: str, axes: tuple[Axis, ...], along: Axis, independ
         if not independent and len(axes) > 1:
             # As JAX does, but with positions of 32 bits: see `as_positions`.
             order = jax.random.permutation(key, jnp.arange(x.shape[position], dtype=jnp.int32))
-            return jnp.take(x, order, position, unique_indices=True)
+            order = evenly_sharded(what, [along.name], order, beside=[x])
+            found = jnp.take(x, order, position, unique_indices=True)
+            return evenly_sharded(what, [a.name for a in axes], found, [along.name])
         # Here JAX sorts the elements themselves, the gradient of which XLA cannot partition: see `sort_along`.
         order = jax.random.permutation(key, positions_along(position, x), axis=position, independent=independent)
         return take_in_order(x, order, position)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ..axis import name_of
 from ..core import errors
@@ -21,9 +20,10 @@ from ..core.jax_versions import varying_axes
 from ..distribution.active_settings import activate_here, active_mapping
 from ..distribution.kept_shards import KeptShards
 from ..distribution.mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
+from ..distribution.on_shards import NeedsCompleteAxes
 from ..distribution.per_device import gather_axes, varying_over
 from ..named_array import is_named_array
-from ._sharded_code import NeedsCompleteAxes, check_computed_from_shards
+from ._sharded_code import check_computed_from_shards
 from ._stage_arrays import Arrays, at
 from ._stages import Stages
 
@@ -37,17 +37,15 @@ class KeptAxes(Stages):
     def _keep(self) -> KeptShards:
         """Return which axes stay sharded in the layers, and why others do not."""
         sharded = self._names_over([a for a in self._mesh.axis_names if a not in self._stages])
-        wanted = sorted({*map(name_of, self._schedule.keep_sharded)} & sharded)
-        kept = self._choose(
-            [(a,) for a in dict.fromkeys(a for n in wanted for a in mapped_axes(n))], self._check_layers
-        )
-        for name, why in kept.gathered:
-            if name in wanted:
-                raise ValueError(
-                    f"{self._what}: the schedule keeps {name!r} sharded, and its layers need all of it: {why}"
-                )
-        others = sorted(sharded - kept.names)
-        return kept._replace(gathered=tuple((n, f"its schedule lacks `keep_sharded=[{n!r}]`.") for n in others))
+        written = [*map(name_of, self._schedule.keep_sharded)]
+        known = {n for tree in self._trees for names in tree.names for n in names or ()} | {*active_mapping()}
+        for name in written:
+            if name not in known:
+                hint = errors.suggestion(name, known)
+                raise ValueError(f"{self._what}: the schedule keeps {name!r} sharded, and there is no such axis.{hint}")
+        kept = self._names_over({a for n in sharded.intersection(written) for a in mapped_axes(n)})
+        others = sorted(sharded - kept)
+        return KeptShards(kept, gathered=tuple((n, f"its schedule lacks `keep_sharded=[{n!r}]`.") for n in others))
 
     def _choose(
         self, candidates: Iterable[Axes], check: Callable[[frozenset[str], frozenset[str]], None]
@@ -69,30 +67,6 @@ class KeptAxes(Stages):
         """Return the axes that the mapping shards over some mesh axes only, except layers and the batch."""
         found = {n for n in active_mapping() if 0 < len(own := mapped_axes(n)) == len({*own} & {*axes})}
         return frozenset(found - {self._Layers.name, self._batch})
-
-    def _check_layers(self, names: frozenset[str], added: frozenset[str]) -> None:
-        """Check that the layers can be computed from shards of some axes."""
-        self._kept = KeptShards(names)
-        self._place()
-
-        def on_device(stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
-            groups = self._prepared(stacked, carry, rest)
-            groups[0] = self._gathered(0, groups[0])
-            first = (self._in_round(0, groups[0], _FIRST), at(groups[1], 0), self._in_round(2, groups[2], _FIRST))
-
-            def trace(complete: bool) -> Any:
-                self._kept = KeptShards(names, added if complete else frozenset())
-                own = [self._complete(i, xs, added) if complete else xs for i, xs in enumerate(first)]
-                return jax.make_jaxpr(functools.partial(self._apply, microbatch=_FIRST))(*own)
-
-            programs = trace(True), trace(False)
-            self._check_programs(*programs, added, sums=False)
-            for x, y in zip(programs[1].out_avals, first[1], strict=True):
-                if mixed := varying_axes(x) - varying_axes(y):
-                    raise NeedsCompleteAxes(f"its results differ between devices along {errors.quoted(sorted(mixed))}.")
-            return jnp.zeros(())
-
-        jax.eval_shape(lambda: self._per_device(on_device, PartitionSpec()))
 
     def _check_programs(self, whole: Any, shards: Any, names: frozenset[str], sums: bool) -> bool:
         counts = {n: shard_count(self._mesh, mapped_axes(n)) for n in names}

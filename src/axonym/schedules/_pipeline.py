@@ -28,6 +28,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Axis
 from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_count
+from ..distribution.on_shards import NeedsCompleteAxes
 from ..distribution.per_device import vary_like
 from ._kept_axes import KeptAxes
 from ._stage_arrays import Arrays, added, at, chosen, floating_parts, wide_dtype, with_none
@@ -66,7 +67,10 @@ class _Pipeline(KeptAxes):
 
     def run(self) -> Any:
         self._kept = self._keep()
-        self._place()
+        try:
+            self._place()
+        except NeedsCompleteAxes as error:
+            raise self._refusal(error) from None
         if self._then is not None:
             return self._per_device(self._on_device, PartitionSpec())
         results = self._per_device(self._on_device, tuple(self._specs[1]))

@@ -1,4 +1,4 @@
-"""Decide whether code written for complete axes computes the same from shards of them: layers, and losses.
+"""Decide whether a loss written for complete axes computes the same from shards of them.
 
 The code is traced twice, on complete axes and on their shards, which have other sizes. Both programs must have the same
 operations, with the same numbers. Operations on a sharded axis must be elementwise, or run along other axes: products
@@ -25,6 +25,7 @@ import numpy as np
 from ..core.jax_versions import programs_in
 from ..core.operation_rules import rule_of
 from ..distribution.kept_shards import read_scope
+from ..distribution.on_shards import NeedsCompleteAxes
 
 _CALLS = frozenset("jit pjit checkpoint remat remat2 closed_call".split())
 _LOOPS = frozenset("scan while cond".split())
@@ -32,10 +33,6 @@ _WITH_RULES = {"relu", "logaddexp", "_softmax", "softmax", "_log_normalizer", "_
 """Functions with their own derivatives, which act on each element, or along the axes that they reduce."""
 _PACKAGES = f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
 _CHANGES_NO_VALUE = frozenset(("pcast", "pvary", "sharding_constraint"))
-
-
-class NeedsCompleteAxes(Exception):
-    """Raised with the reason why code cannot be computed from shards."""
 
 
 def check_computed_from_shards(
@@ -118,6 +115,8 @@ class _ProgramPair:
         """Compare an operation in both programs; return which of its results are partial sums."""
         (first, all_operands), (second, own_operands) = whole, shards
         name, refused = first.primitive.name, NeedsCompleteAxes(f"{_described(first)} needs all of a sharded axis.")
+        if "callback" in name:  # Python may close over a size
+            raise NeedsCompleteAxes(f"{_described(first)} calls Python, which has no shards.")
         if name != second.primitive.name or len(all_operands) != len(own_operands):
             raise refused
         if not all(map(_same_number, all_operands, own_operands)):
@@ -168,8 +167,9 @@ def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bo
         return False
     if name in ("mul", "div"):
         return partial == {0} or (name == "mul" and len(partial) == 1)
-    linear = rule is not None and rule.values in ("moved", "linear", "sum") and not rule.product
-    return linear and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
+    if rule is None or rule.values not in ("moved", "linear", "sum") or "sort" in rule.uses.values():
+        return False
+    return not rule.product and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
 
 
 def _is_by_groups(first: Any, second: Any, operands: Sequence[set[int]]) -> bool:

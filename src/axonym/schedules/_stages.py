@@ -34,8 +34,8 @@ from ..distribution.mesh_axes import (
     restricted,
     shard_count,
 )
-from ..distribution.per_device import gather_axes, permute, run_per_device, varying_over
-from ._sharded_code import NeedsCompleteAxes
+from ..distribution.on_shards import NeedsCompleteAxes, OnShards, Shard
+from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
 from ._stage_arrays import Arrays, folded_in, slice_of, summed_wide, which_are_keys, wide_dtype
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
 
@@ -198,12 +198,56 @@ class Stages:
         return self._apply(stacked, here, rest, microbatch)
 
     def _apply(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
-        layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
-        args, kwargs = self._trees[2].unflatten(self._microbatch(2, rest, microbatch))
+        groups = [stacked, here, self._microbatch(2, rest, microbatch)]
+        if not self._kept.names:
+            with activate_here(kept=self._kept):
+                return self._folded(groups)
+        kept = self._kept._replace(complete=self._kept.names, once=True)
+        context = functools.partial(activate_here, kept=kept)
+        runner = OnShards(self._mesh.shape, self._written_names(), context)
+        shards = [
+            self._shard(names, x)
+            for tree, xs in zip(self._trees, groups, strict=False)
+            for names, x in zip(tree.names, xs, strict=True)
+        ]
+        ends = [0, *itertools.accumulate(map(len, groups))]
+        with context():
+            program = jax.make_jaxpr(lambda *xs: self._folded([[*xs[a:b]] for a, b in itertools.pairwise(ends)]))(
+                *map(runner.complete, shards)
+            )
+            try:
+                found = runner.run(program.jaxpr, program.consts, shards)
+                wanted = shards[ends[1] : ends[2]]
+                found = [runner.moved(None, x, y.over).here for x, y in zip(found, wanted, strict=True)]
+            except NeedsCompleteAxes as error:
+                raise self._refusal(error) from None
+        for x, y in zip(found, here, strict=True):
+            if mixed := varying_axes(x) - varying_axes(y):
+                shown = errors.quoted(sorted(mixed))
+                raise self._refusal(NeedsCompleteAxes(f"its results differ between devices along {shown}."))
+        return [vary_like(x, y) for x, y in zip(found, here, strict=True)]
+
+    def _shard(self, names: Names | None, x: jax.Array) -> Shard:
+        """Return an array of a layer as a shard over the axes that the schedule keeps."""
+        over = tuple([mapped_axes(n) if n in self._kept.names else () for n in names or ((),) * x.ndim])
+        of_batch = {a for n in self._kept.names for a in mapped_axes(n)}.intersection(self._mesh_axes_of_batch)
+        return Shard(x, over, frozenset(of_batch if self._batch in (names or ()) else ()))
+
+    def _written_names(self) -> dict[Axes, str]:
+        """Return the axis that is sharded over some mesh axes, for messages: one that the schedule names."""
+        written = [*map(name_of, self._schedule.keep_sharded)]
+        return {mapped_axes(n): n for n in reversed([*written, *sorted(self._kept.names - {*written})])}
+
+    def _refusal(self, error: NeedsCompleteAxes) -> ValueError:
+        kept = errors.quoted([error.axis] if error.axis in self._kept.names else sorted(self._written_names().values()))
+        return ValueError(f"{self._what}: the schedule keeps {kept} sharded, and its layers need all of it: {error}")
+
+    def _folded(self, groups: Sequence[Arrays]) -> Arrays:
+        layers, carry = self._trees[0].unflatten(groups[0]), self._trees[1].unflatten(groups[1])
+        args, kwargs = self._trees[2].unflatten(groups[2])
         Layers = self._Layers.resize(self._Layers.size // (self._count * self._rounds))
-        with activate_here(kept=self._kept):
-            result = self._fold(layers, Layers, carry, *args, **kwargs)
-        return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
+        result = self._fold(layers, Layers, carry, *args, **kwargs)
+        return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], groups[1], strict=True)]
 
     # --- timing ---
 

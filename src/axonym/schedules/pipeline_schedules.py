@@ -24,8 +24,8 @@ class GPipe:
             multiple of the number of stages, and `remat` must be True: otherwise the layers of a round would be stored
             for each tick.
         keep_sharded: axes that stay sharded inside the layers as the active mapping says, such as experts, or
-            positions whose keys go around in a ring. An axis whose layers need all of it is an error. Other axes are
-            gathered, or left to the partitioner.
+            positions whose keys go around in a ring. Layers see complete axes, and are run on shards; one that needs
+            all of an axis is an error. Other axes are gathered, or left to the partitioner.
 
     >>> schedule = axn.schedules.GPipe(microbatches=8)
     >>> schedule.ticks(stages=3), schedule.idle(stages=3)

@@ -152,8 +152,9 @@ def fsdp(
     a weight with embed and mlp is stored over both mesh axes.
 
     In the step, `compute_mapping` is active. An operation between a parameter and an array sharded along the batch
-    all-gathers the parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on
-    any mesh. To gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
+    all-gathers the parameter and reduce-scatters its gradient: the program asks for one of each for each use, on any
+    mesh. (The compiler for TPUs makes an all-reduce of a reduce-scatter over a whole square or cubic slice.) To gather
+    again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
 
     An argument or result with an axis of `parameter_mapping` counts as a parameter, unless `compute_mapping` shards
     another of its axes over the same mesh axis, as in a batch. `compute_mapping` places everything else.

@@ -91,7 +91,7 @@ def _make_leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
         return Leaf(keys, value, value.names, shape, made_from=value.names if other else None)
     if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, PaddedArray)):
         return Leaf(keys, value, None, None)
-    parents = _parent_nodes(path, tree)
+    parents = parent_nodes(path, tree)
     around = next((p for p in parents if isinstance(p, NamedArray)), None)
     names = _field_names(path, parents) if around is None else around.names
     return Leaf(keys, value, names, tuple(value.shape), made_from=None if around is None else around.names)
@@ -105,7 +105,7 @@ def _is_mapped(x: Any) -> bool:
 # --- names of fields ---
 
 
-def _parent_nodes(path: Sequence[Any], tree: Any) -> list[Any]:
+def parent_nodes(path: Sequence[Any], tree: Any) -> list[Any]:
     """Return the nodes that contain a leaf, from the root, as far as a name of a field may be among their keys."""
     last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=-1)
     return [*itertools.accumulate(path[:last], child_of, initial=tree)] if last >= 0 else []

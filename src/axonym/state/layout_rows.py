@@ -152,7 +152,7 @@ def _operand(what: str, text: str, part: str) -> RowArray:
 def _dtype(what: str, text: str) -> np.dtype:
     try:
         return np.dtype(text.strip())
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
         raise ValueError(
             f"{what}: no dtype is called {text.strip()!r}: write bfloat16, int8 or float8_e4m3fn."
         ) from None

@@ -16,6 +16,7 @@ import numpy as np
 from ..axis import Names
 from ..core import errors
 from ..core.tree_spec import StaticLeaf, flatten_arrays
+from ..distribution.padded_array import is_padded
 from ..named_array import NamedArray, raw, wrap
 from ._function_types import ToOtherAndSame, ToSame, ToSameAndOther
 
@@ -167,7 +168,9 @@ class _Argument:
         # An argument that is a number can be differentiated, as in `jax.grad`; numbers inside trees are static.
         numbers = (float, complex, np.inexact)
         chosen = [jnp.asarray(a) if isinstance(a, numbers) else a for a in (args[i] for i in self._positions)]
-        self._all, self._spec = flatten_arrays(chosen)
+        # The derivative by an array that is stored padded is stored alike: trees are then flattened as in `jax.grad`.
+        plain = not any(map(is_padded, jax.tree.leaves(chosen, is_leaf=is_padded)))
+        self._all, self._spec = flatten_arrays(chosen, named=plain)
         self._changes = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self._all]
         self.arrays = list(itertools.compress(self._all, self._changes))
         self.names = list(itertools.compress(self._spec.names, self._changes))

@@ -27,7 +27,16 @@ from jax.typing import DTypeLike
 
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ...core import errors
-from ...distribution.mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
+from ...distribution.kept_shards import exchange, is_kept
+from ...distribution.mesh_axes import (
+    axes_in,
+    entries_of,
+    entry_of,
+    explicit_mesh,
+    mapped_axes,
+    mesh_axes,
+    reshard,
+)
 from ...named_array import NamedArray, resolve_axes
 from ...ops import _kernels
 from ...ops._operands import dtype_key, require_named, require_subset
@@ -103,6 +112,22 @@ def dot_product_attention(
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
     dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
+    if implementation is None and not dropping and _is_along_kept(query, key, features, positions):
+        return exchange(
+            what,
+            lambda xs: dot_product_attention(
+                *xs[:3],
+                KPos=KPos,
+                Key=Key,
+                mask=xs[3],
+                bias=xs[4],
+                attention_dtype=attention_dtype,
+                precision=precision,
+                scaling_factor=xs[5],
+                context=context,
+            ),
+            (query, key, value, mask, bias, scaling_factor),
+        )
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
     given = {"dropout": dropping, "attention_dtype": not float32}
     refused = [argument for argument, is_given in given.items() if is_given]
@@ -127,6 +152,14 @@ def dot_product_attention(
     kept = query.names if features in value.names else tuple(n for n in query.names if n != features)
     own = tuple(n for n in (*weights.names, *value.names) if n not in positions and n not in kept)
     return dot(weights, value, axis=positions, precision=precision, out_axes=(*kept, *dict.fromkeys(own)))
+
+
+def _is_along_kept(query: NamedArray, key: NamedArray, features: str, positions: Names) -> bool:
+    """Return whether queries and keys are sharded alike along a sequence, in code that is traced for all of it."""
+    over = mapped_axes(positions[0]) if len(positions) == 1 and is_kept(positions[0]) else ()
+    return bool(over) and any(
+        is_kept(n) and mapped_axes(n) == over for n in query.names if n not in (*key.names, features)
+    )
 
 
 def dot_product_attention_weights(

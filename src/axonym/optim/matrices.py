@@ -1,0 +1,397 @@
+"""Optimizers of matrices, and the exchange that gives each device whole matrices: `on_matrices`, `muon`, `shampoo`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..axis import Axis, AxisSelection, Names
+from ..distribution import active_settings
+from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution.mesh_axes import Axes, check_mesh_axes, entry_of, mesh_axes
+from ..linalg import eigh
+from ..named_array import NamedArray, is_named_array, wrap
+from ..ops.contraction import dot
+from ..ops.creation import zeros
+from ..ops.joining import concatenate
+from ..ops.shaping import flatten_axes, unflatten_axis
+from ..sharding.leaves import Leaf, leaves_of
+from ..sharding.mapping import ResourceMapping, normalize_mapping
+from ..sharding.meshes import AnyMesh, required_mesh
+from ..sharding.shard import shard
+from .roles import Matrix, Role, roles, roles_of_leaves
+
+if TYPE_CHECKING:
+    import optax
+
+_MATRIX, _ROWS, _COLUMNS = "matrix", "rows", "columns"
+
+
+def on_matrices(
+    fn: Callable[[NamedArray], NamedArray] | optax.GradientTransformation,
+    *,
+    over: str | Sequence[str] = (),
+    storage: ResourceMapping | None = None,
+    batch: AxisSelection = (),
+    matrix: Mapping[str, Matrix] | None = None,
+) -> optax.GradientTransformation:
+    """Make an Optax transformation that applies a function to whole matrices, which devices share out among them.
+
+    With `over`, parameters are exchanged from their storage sharding, where each device has a shard of every matrix,
+    for a sharding where it has some matrices whole, and back: one all-to-all for each mesh axis and way. If devices do
+    not divide the number of matrices, parameters of equal sizes are joined, and zero matrices are added.
+
+    Arguments:
+        fn: a function of an array of matrices with the axes `matrix`, `rows` and `columns`, which may have further
+            batch axes, to an array of the same axes; or an Optax transformation of a dictionary of such arrays, if it
+            has a state, which is then sharded over `over`. Zero matrices must give finite ones.
+        over: the mesh axes that matrices are shared out over. By default matrices stay where they are.
+        storage: the mapping that parameters are stored by; by default the active ones. Batch axes that it shards, such
+            as experts, stay sharded.
+        batch, matrix: as for `roles`. A parameter that is no matrix is an error: see `optax.partition`.
+
+    >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0), use_bias=False)
+    >>> tx = axn.optim.on_matrices(lambda x: x / axn.linalg.norm(x, axis=("rows", "columns")))
+    >>> updates, state = tx.update(layer, tx.init(layer))
+    >>> axn.linalg.norm(updates.weight).item()
+    1.0
+    """
+    import optax
+
+    axes = mesh_axes(over if isinstance(over, str) else tuple(over))
+    if isinstance(fn, optax.GradientTransformation):
+        inner: Any = fn
+    else:
+        each = fn
+        inner = optax.stateless(lambda updates, _: jax.tree.map(each, updates, is_leaf=is_named_array))
+
+    def apply(tree: Any, function: Callable[[dict[str, NamedArray]], Any]) -> tuple[Any, Any]:
+        """Apply a function from matrices to matrices and a state."""
+        leaves, structure = leaves_of(tree)
+        kept = normalize_mapping({**active_mapping(), **active_parameter_mapping()} if storage is None else storage)
+        found = roles_of_leaves(leaves, tree, batch, matrix)
+        if no := [r for r in found if r is not None and r.no_matrix]:
+            raise ValueError(f"optim.on_matrices: {no[0].path} is no matrix ({no[0].no_matrix}). Use optax.partition.")
+        mesh = required_mesh("optim.on_matrices", None) if axes else None
+        if mesh is not None:
+            check_mesh_axes("optim.on_matrices: over", dict.fromkeys(["matrix"], axes), mesh)
+        # Mappings are for the axes of the model, and not for those of matrices.
+        with active_settings.activate_here(mapping={}, parameter_mapping={}):
+            groups = _groups_of_matrices(leaves, found, kept, axes, mesh)
+            matrices, state = function({group.name: group.exchanged(leaves) for group in groups})
+            for group in groups:
+                for i, x in zip(group.members, group.returned(matrices[group.name]), strict=True):
+                    leaf = leaves[i]
+                    value = x if isinstance(leaf.value, NamedArray) else x.array
+                    leaves[i] = dataclasses.replace(leaf, value=value)
+        return jax.tree.unflatten(structure, [leaf.value for leaf in leaves]), state
+
+    def init(params: Any) -> Any:
+        empty = jax.tree.map(jnp.zeros_like, params)
+        return apply(empty, lambda matrices: (matrices, inner.init(matrices)))[1]
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        return apply(updates, lambda matrices: inner.update(matrices, state))
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupOfMatrices:
+    """Parameters whose matrices are exchanged as one array."""
+
+    name: str
+    members: tuple[int, ...]
+    """The numbers of the leaves."""
+    roles: tuple[Role, ...]
+    entries: Mapping[str, Axes]
+    """The mesh axes that each axis is stored sharded over."""
+    over: Axes
+    """The mesh axes that matrices are shared out over, in the order in which they are exchanged."""
+    shards: int
+
+    def exchanged(self, leaves: Sequence[Leaf]) -> NamedArray:
+        """Return the matrices, whole, and shared out over the devices."""
+        parts = []
+        for i, role in zip(self.members, self.roles, strict=True):
+            value = leaves[i].value
+            x = value if isinstance(value, NamedArray) else wrap(value, tuple(role.sizes))
+            x = _with_axis_of(x.rename({n: _inner(role, n) for n in x.names}), self._free(role), _MATRIX)
+            parts.append(x if not parts else x.rearrange(parts[0].names))
+        x = parts[0] if len(parts) == 1 else concatenate(parts, _MATRIX)
+        if more := -x.axis_size(_MATRIX) % self.shards:
+            x = concatenate([x, zeros([a.resize(more) if a.name == _MATRIX else a for a in x.axes], x.dtype)], _MATRIX)
+        if self.over:
+            # XLA would exchange all operands that these were computed from, such as gradients and momentum.
+            x = jax.lax.optimization_barrier(self._placed(x, 0))
+        for count in range(1, len(self.over) + 1):
+            x = self._placed(x, count)
+        role = self.roles[0]
+        for part, own in ((_ROWS, role.rows), (_COLUMNS, role.columns)):
+            x = _with_axis_of(x, tuple(_inner(role, n) for n in own), part)
+        return x.rearrange((_MATRIX, *(n for n in x.names if n not in (_MATRIX, _ROWS, _COLUMNS)), _ROWS, _COLUMNS))
+
+    def returned(self, x: NamedArray) -> list[NamedArray]:
+        """Return the matrices as parameters, in their storage sharding."""
+        first = self.roles[0]
+        for part, own in ((_ROWS, first.rows), (_COLUMNS, first.columns)):
+            x = unflatten_axis(x, part, [Axis(_inner(first, n), first.sizes[n]) for n in own])
+        # The first one keeps XLA from exchanging the terms of a sum.
+        for count in reversed(range(len(self.over) + 1)):
+            x = self._placed(x, count) if self.over else x
+        found, start = [], 0
+        for role in self.roles:
+            count = math.prod(role.sizes[n] for n in self._free_names(role))
+            part = x if x.axis_size(_MATRIX) == count else x[_MATRIX, start : start + count]
+            free = [Axis(_inner(role, n), role.sizes[n]) for n in self._free_names(role)]
+            part = unflatten_axis(part, _MATRIX, free) if free else part[_MATRIX, 0]
+            part = part.rename({_inner(role, n): n for n in role.sizes})
+            found.append(part.rearrange(tuple(role.sizes)))
+            start += count
+        return found
+
+    def _free_names(self, role: Role) -> Names:
+        return tuple(n for n in role.batch if not self.entries.get(_inner(role, n)))
+
+    def _free(self, role: Role) -> Names:
+        return tuple(_inner(role, n) for n in self._free_names(role))
+
+    def _placed(self, x: NamedArray, count: int) -> NamedArray:
+        """Shard matrices as they are after so many exchanges."""
+        moved = self.over[:count]
+        axes = {n: tuple(a for a in own if a not in moved) for n, own in self.entries.items()} | {_MATRIX: moved}
+        return shard(x, PartitionSpec(*(entry_of(axes.get(n, ())) for n in x.names)))
+
+
+def _inner(role: Role, name: str) -> str:
+    """Return the name of an axis of a parameter while its matrices are exchanged: by its part, so that none clash."""
+    part = next((p for p in (_ROWS, _COLUMNS) if name in getattr(role, p)), "batch")
+    return f"{part}: {name}"
+
+
+def _with_axis_of(x: NamedArray, names: Names, name: str) -> NamedArray:
+    """Merge axes into one; without any, add one of size 1."""
+    return flatten_axes(x, names, name) if names else x.broadcast_axis(Axis(name, 1))
+
+
+def _groups_of_matrices(
+    leaves: Sequence[Leaf], found: Sequence[Role | None], storage: Mapping[str, Any], over: Axes, mesh: AnyMesh | None
+) -> list[_GroupOfMatrices]:
+    """Return each parameter as a group, or several of equal sizes as one if that leaves fewer devices idle."""
+    alike: dict[Any, list[int]] = collections.defaultdict(list)
+    known: dict[int, tuple[dict[str, Axes], Axes, int]] = {}
+    for i, role in enumerate(found):
+        if role is None:
+            continue
+        entries = {_inner(role, n): mesh_axes(storage.get(n)) if over else () for n in role.sizes}
+        own = tuple(a for a in over if not any(a in entries[_inner(role, n)] for n in role.batch))
+        shards = math.prod(mesh.shape[a] for a in own) if mesh is not None else 1
+        known[i] = entries, _exchange_order(own, entries), shards
+        free = {n for n in role.batch if not entries[_inner(role, n)]}
+        count = math.prod(role.sizes[n] for n in free)
+        sizes = frozenset((_inner(role, n), size) for n, size in role.sizes.items() if n not in free)
+        alike[sizes, tuple(entries.items()), leaves[i].value.dtype, i if count % shards == 0 else None].append(i)
+    groups = []
+    for members in alike.values():
+        entries, order, shards = known[members[0]]
+        these = tuple([role for role in map(found.__getitem__, members) if role is not None])
+        groups.append(_GroupOfMatrices(leaves[members[0]].path, tuple(members), these, entries, order, shards))
+    return groups
+
+
+def _exchange_order(over: Axes, entries: Mapping[str, Axes]) -> Axes:
+    """Return mesh axes in the order in which they are exchanged: of those of one axis, the minor ones first.
+
+    One after another, as XLA replicates arrays that two mesh axes leave at once. Those that shard no axis come first,
+    since they take no exchange and leave less to the others.
+    """
+
+    def minor_first(mesh_axis: str) -> float:
+        return -max([own.index(mesh_axis) for own in entries.values() if mesh_axis in own], default=math.inf)
+
+    return tuple(sorted(over, key=minor_first))
+
+
+# --- Muon ---
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""The polynomial that Muon applies to singular values: its fifth power moves them all near one."""
+
+
+class _MuonState(NamedTuple):
+    """The state of `muon` for matrices."""
+
+    step: Any
+    mu: Any
+    """The momentum, sharded as the parameters."""
+
+
+def muon(
+    learning_rate: Any,
+    *,
+    adam: optax.GradientTransformation | None = None,
+    beta: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+    steps: int = 5,
+    consistent_rms: float | None = None,
+    over: str | Sequence[str] = (),
+    storage: ResourceMapping | None = None,
+    batch: AxisSelection = (),
+    matrix: Mapping[str, Matrix] | None = None,
+) -> optax.GradientTransformation:
+    """Make the Muon optimizer: matrices are updated by their orthogonalized momentum, other parameters by Adam.
+
+    Updates are those of `optax.contrib.muon` if it is told the rows and columns: see `roles`. With `over`, matrices are
+    shared out over devices, each of which orthogonalizes its own: see `on_matrices`.
+
+    Arguments:
+        learning_rate: a number, or a schedule of Optax.
+        adam: the optimizer of parameters that are no matrices; by default AdamW with the learning rate, and no decay.
+        beta: the decay of the momentum.
+        nesterov: whether momentum is Nesterov's.
+        weight_decay: the decay of matrices, times the learning rate.
+        steps: the number of Newton-Schulz steps.
+        consistent_rms: scales updates to this root mean square, as AdamW has about 0.2; by default they are scaled by
+            sqrt(max(1, columns / rows)).
+        over, storage, batch, matrix: as for `on_matrices`.
+
+    >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
+    >>> tx = axn.optim.muon(2e-2)
+    >>> updates, state = tx.update(layer, tx.init(layer), layer)
+    >>> updates.weight.shape
+    {'mlp': 8, 'embed': 4}
+    """
+    import optax
+
+    def scaled(x: NamedArray) -> NamedArray:
+        """Orthogonalize matrices, and scale them by their sizes."""
+        rows, columns = x.axis_size(_ROWS), x.axis_size(_COLUMNS)
+        width = math.sqrt(max(1, columns / rows))
+        scale = width if consistent_rms is None else math.sqrt(max(rows, columns)) * consistent_rms
+        return wrap(scale * _orthogonalized(x.array, steps), x.names)
+
+    def init(params: Any) -> Any:
+        return _MuonState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        count = optax.safe_increment(state.step)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
+        if nesterov:
+            now = optax.tree.bias_correction(updates, beta, count)
+            ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return ahead, _MuonState(count, mu)
+
+    exchange = on_matrices(scaled, over=over, storage=storage, batch=batch, matrix=matrix)
+    of_matrices = optax.chain(optax.GradientTransformation(init, update), exchange)
+    return _with_adam(of_matrices, learning_rate, adam, weight_decay, batch, matrix)
+
+
+def _with_adam(
+    of_matrices: optax.GradientTransformation,
+    learning_rate: Any,
+    adam: optax.GradientTransformation | None,
+    weight_decay: float,
+    batch: AxisSelection,
+    matrix: Mapping[str, Matrix] | None,
+) -> optax.GradientTransformation:
+    """Add weight decay and the learning rate to the updates of matrices, and another optimizer for other parameters."""
+    import optax
+
+    def labels(params: Any) -> Any:
+        roles(params, batch=batch, matrix=matrix)  # checks the arguments
+        leaves, structure = leaves_of(params)
+        found = []
+        for leaf, role in zip(leaves, roles_of_leaves(leaves, params, batch, matrix), strict=True):
+            label = "other" if role is None or role.no_matrix else "matrix"
+            found.append(jax.tree.map(lambda _, label=label: label, leaf.value))
+        return jax.tree.unflatten(structure, found)
+
+    decayed, scaled = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
+    others = optax.adamw(learning_rate, weight_decay=0.0) if adam is None else adam
+    return optax.partition({"matrix": optax.chain(of_matrices, decayed, scaled), "other": others}, labels)
+
+
+def _orthogonalized(x: jax.Array, steps: int) -> jax.Array:
+    """Return matrices with singular values near one, by Newton-Schulz steps."""
+    turned = x.shape[-2] > x.shape[-1]
+    x = x.mT if turned else x
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+    a, b, c = (jnp.asarray(k, x.dtype) for k in _COEFFICIENTS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if turned else x
+
+
+# --- Shampoo ---
+
+
+def shampoo(
+    learning_rate: Any,
+    *,
+    adam: optax.GradientTransformation | None = None,
+    beta: float = 0.95,
+    epsilon: float = 1e-6,
+    weight_decay: float = 0.0,
+    over: str | Sequence[str] = (),
+    storage: ResourceMapping | None = None,
+    batch: AxisSelection = (),
+    matrix: Mapping[str, Matrix] | None = None,
+) -> optax.GradientTransformation:
+    """Make the Shampoo optimizer: gradients of matrices are divided by roots of the statistics of rows and columns.
+
+    The statistics of a matrix are kept by the device that has the matrix: see `on_matrices`.
+
+    Arguments:
+        learning_rate: a number, or a schedule of Optax.
+        adam: the optimizer of parameters that are no matrices; by default AdamW with the learning rate, and no decay.
+        beta: the decay of the statistics.
+        epsilon: the share of the largest eigenvalue that is added to all.
+        weight_decay: the decay of matrices, times the learning rate.
+        over, storage, batch, matrix: as for `on_matrices`.
+
+    >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
+    >>> tx = axn.optim.shampoo(2e-2)
+    >>> updates, state = tx.update(layer, tx.init(layer), layer)
+    >>> updates.weight.shape
+    {'mlp': 8, 'embed': 4}
+    """
+    import optax
+
+    def squares(x: NamedArray, side: str) -> NamedArray:
+        return dot(x, x.rename({side: f"{side} of others"}), axis=_COLUMNS if side == _ROWS else _ROWS)
+
+    def divided(x: NamedArray, statistics: NamedArray, side: str) -> NamedArray:
+        """Multiply by the inverse fourth root of statistics."""
+        values, vectors = eigh(statistics, (side, f"{side} of others"), "eigenvalues")
+        values = values.clip(0) + epsilon * values.max("eigenvalues") + jnp.finfo(x.dtype).tiny
+        projected = dot(x, vectors, axis=side) * values**-0.25
+        return dot(projected, vectors, axis="eigenvalues").rearrange(x.names)
+
+    def init(params: Any) -> Any:
+        return {name: {side: squares(x, side) for side in (_ROWS, _COLUMNS)} for name, x in params.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        new, found = {}, {}
+        for name, x in updates.items():
+            new[name] = {side: beta * s + (1 - beta) * squares(x, side) for side, s in state[name].items()}
+            for side, statistics in new[name].items():
+                x = divided(x, statistics, side)
+            found[name] = x
+        return found, new
+
+    inner = optax.GradientTransformation(init, update)
+    of_matrices = on_matrices(inner, over=over, storage=storage, batch=batch, matrix=matrix)
+    return _with_adam(of_matrices, learning_rate, adam, weight_decay, batch, matrix)

@@ -1,0 +1,196 @@
+"""Say which parameters are matrices, and which of their axes are rows, columns and batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ..axis import Axis, AxisSelection, Names, axes_of_spec, name_of, selectors
+from ..core import errors
+from ..nn.batch_norm import BatchNorm
+from ..nn.embedding import Embedding
+from ..nn.linear import stored_inputs
+from ..nn.normalization import LayerNormBase
+from ..sharding.leaves import Leaf, leaves_of, parent_nodes
+from ..tree import LayerStack
+
+Matrix = tuple[AxisSelection, AxisSelection] | None
+"""The axes of the rows (inputs) and the columns (outputs) of a matrix; None for a parameter that is not a matrix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """The axes of one parameter as an optimizer of matrices sees them.
+
+    >>> print(axn.optim.Role("w", {"layers": 2, "embed": 4, "mlp": 8}, rows=("embed",), columns=("mlp",)))
+    embed=4 x mlp=8   each of layers=2
+    """
+
+    path: str
+    sizes: Mapping[str, int]
+    rows: Names = ()
+    """The axes of the input, which the layer sums over."""
+    columns: Names = ()
+    """The axes of the output."""
+    no_matrix: str = ""
+    """The reason why the parameter is not a matrix; empty for matrices."""
+
+    @property
+    def batch(self) -> Names:
+        """Return the axes along which each index has its own matrix.
+
+        >>> axn.optim.Role("w", {"layers": 2, "embed": 4, "mlp": 8}, rows=("embed",), columns=("mlp",)).batch
+        ('layers',)
+        """
+        return tuple(n for n in self.sizes if n not in (*self.rows, *self.columns))
+
+    def __str__(self) -> str:
+        if self.no_matrix:
+            return f"no matrix: {self.no_matrix}"
+        shown = {part: " ".join(f"{n}={self.sizes[n]}" for n in getattr(self, part)) for part in ("rows", "columns")}
+        each = " ".join(f"{n}={self.sizes[n]}" for n in self.batch)
+        return f"{shown['rows']} x {shown['columns']}" + (f"   each of {each}" if each else "")
+
+
+class Roles(tuple[Role, ...]):
+    """The roles of all parameters of a model, in the order of its leaves; printed as a table.
+
+    >>> axn.optim.Roles([axn.optim.Role("w", {"embed": 4, "mlp": 8}, rows=("embed",), columns=("mlp",))])
+    w  embed=4 x mlp=8
+    """
+
+    def __str__(self) -> str:
+        width = max((len(role.path) for role in self), default=0)
+        return "\n".join(f"{role.path:{width}}  {role}" for role in self)
+
+    __repr__ = __str__
+
+
+def roles(model: Any, *, batch: AxisSelection = (), matrix: Mapping[str, Matrix] | None = None) -> Roles:
+    """Return the role of each parameter: which of its axes are the rows, the columns and the batch of matrices.
+
+    Layers with axes `In` and `Out` say it themselves: rows are the axes of the input, columns those of the output, and
+    each index of any other axis (`layers`, `experts`) has a matrix of its own. Embeddings, norms, biases and the layer
+    that predicts tokens, whose output is an axis that an embedding looks up, are no matrices. Another array with two
+    axes or more is an error that asks for `matrix`.
+
+    Arguments:
+        model: the parameters, or a tree of the same structure, such as gradients.
+        batch: axes of layers that are batch axes, too, as heads are if each head is to be one matrix.
+        matrix: roles of parameters whose path contains a pattern, as in `TreePathShardingRule`: the rows and the
+            columns, or None for no matrix. The first pattern that is found decides.
+
+    >>> Embed, Mlp = axn.make_axes(embed=4, mlp=8)
+    >>> layers = axn.nn.Stacked.init(axn.Axis("layers", 2), axn.nn.Linear)(Embed, Mlp, key=jax.random.key(0))
+    >>> print(axn.optim.roles(layers))
+    stacked/weight  embed=4 x mlp=8   each of layers=2
+    stacked/bias    no matrix: Linear.bias
+    """
+    leaves, _ = leaves_of(model)
+    found = roles_of_leaves(leaves, model, batch, matrix)
+    unused = [p for p in matrix or {} if not any(re.search(p, leaf.path) for leaf in leaves)]
+    if unused:
+        hint = errors.suggestions(unused, [leaf.path for leaf in leaves])
+        raise ValueError(f"optim.roles: no path of the parameters contains {errors.quoted(unused)}.{hint}")
+    named = {n for role in found if role is not None for n in role.sizes}
+    if missing := [n for n in map(name_of, selectors(batch)) if n not in named]:
+        raise ValueError(errors.missing_axes("optim.roles: batch", missing, sorted(named)))
+    return Roles(role for role in found if role is not None)
+
+
+def dimension_numbers(params: Any, *, batch: AxisSelection = (), matrix: Mapping[str, Matrix] | None = None) -> Any:
+    """Tell Optax's own Muon which axes are rows and columns: a value of its `muon_weight_dimension_numbers`.
+
+    The arguments are as for `roles`; pass some with `functools.partial`.
+
+    >>> import optax
+    >>> tx = optax.contrib.muon(2e-2, muon_weight_dimension_numbers=axn.optim.dimension_numbers)
+    >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
+    >>> axn.optim.dimension_numbers(layer).weight.array
+    MuonDimensionNumbers(reduction_axis=(1,), output_axis=(0,))
+    """
+    from optax.contrib import MuonDimensionNumbers
+
+    leaves, structure = leaves_of(params)
+    found: list[Any] = []
+    for leaf, role in zip(leaves, roles_of_leaves(leaves, params, batch, matrix), strict=True):
+        numbers = None
+        if role is not None and not role.no_matrix:
+            at = {n: i for i, n in enumerate(role.sizes)}
+            numbers = MuonDimensionNumbers(tuple(at[n] for n in role.rows), tuple(at[n] for n in role.columns))
+        found.append(jax.tree.map(lambda _, numbers=numbers: numbers, leaf.value))
+    return jax.tree.unflatten(structure, found)
+
+
+def roles_of_leaves(
+    leaves: Sequence[Leaf], tree: Any, batch: AxisSelection = (), matrix: Mapping[str, Matrix] | None = None
+) -> list[Role | None]:
+    """Return the role of each leaf; None for a leaf that is not an array, such as one that Optax has masked."""
+    parents = [parent_nodes(leaf.keys, tree) for leaf in leaves]
+    looked_up = {node.Vocab.name for nodes in parents for node in nodes if isinstance(node, Embedding)}
+    found: list[Role | None] = []
+    for leaf, nodes in zip(leaves, parents, strict=True):
+        if leaf.shape is None:
+            found.append(None)
+            continue
+        names = leaf.names or tuple(f"dimension {i}" for i in range(len(leaf.shape)))
+        role = Role(leaf.path, dict(zip(names, leaf.shape, strict=True)))
+        told = next((m for pattern, m in (matrix or {}).items() if re.search(pattern, leaf.path)), ...)
+        if told is None:
+            found.append(dataclasses.replace(role, no_matrix="matrix= says so"))
+        elif told is not ...:
+            found.append(_told_role(role, told))
+        else:
+            found.append(_role_in_layer(role, leaf, nodes, looked_up, {name_of(n) for n in selectors(batch)}))
+    return found
+
+
+def _told_role(role: Role, told: tuple[AxisSelection, AxisSelection]) -> Role:
+    rows, columns = (tuple(map(name_of, selectors(axes))) for axes in told)
+    if missing := [n for n in (*rows, *columns) if n not in role.sizes]:
+        problem = errors.missing_axes(
+            f"optim.roles: {role.path}", missing, tuple(role.sizes), tuple(role.sizes.values())
+        )
+        raise ValueError(problem)
+    errors.distinct(f"optim.roles: {role.path}", (*rows, *columns))
+    return dataclasses.replace(role, rows=rows, columns=columns)
+
+
+def _role_in_layer(role: Role, leaf: Leaf, nodes: Sequence[Any], looked_up: set[str], batch: set[str]) -> Role:
+    """Return the role of a parameter by the layer that it belongs to."""
+    layer, field = (nodes[-1] if nodes else None), str(getattr(leaf.keys[-1], "name", "")) if leaf.keys else ""
+    called = f"{type(layer).__name__}.{field}" if field else "a vector"
+    stacks = axes_of_stacks(nodes)
+    own = [n for n in role.sizes if n not in stacks]
+    if layer is not None and hasattr(layer, "In") and hasattr(layer, "Out") and field == "weight":
+        ins, outs = axes_of_spec(layer.In), axes_of_spec(layer.Out)
+        spatial = tuple(map(name_of, getattr(layer, "Spatial", ())))  # a convolution sums over its window, too
+        rows = (*(a.name for a in stored_inputs(ins, outs)), *spatial)
+        columns = tuple(a.name for a in outs)
+        if predicted := looked_up.intersection(columns):
+            return dataclasses.replace(role, no_matrix=f"predicts {', '.join(sorted(predicted))}")
+        # In the order of the array, so that renamed or reordered axes give the same matrices.
+        rows, columns = (tuple(n for n in role.sizes if n in part and n not in batch) for part in (rows, columns))
+        if rows and columns:
+            return dataclasses.replace(role, rows=rows, columns=columns)
+        return dataclasses.replace(role, no_matrix=f"{called} has no {'columns' if rows else 'rows'}")
+    is_bias = field == "bias" and hasattr(layer, "Out")
+    if is_bias or isinstance(layer, (Embedding, LayerNormBase, BatchNorm)) or len(own) < 2:
+        return dataclasses.replace(role, no_matrix=called)
+    described = errors.describe_axes(leaf.names, leaf.shape or ()) if leaf.names else f"of shape {leaf.shape}"
+    pair = f"({own[0]!r}, {own[1]!r})" if leaf.names else "None"
+    raise ValueError(
+        f"optim.roles: {role.path} {described} is in no layer with axes `In` and `Out`, so it is not known which axes "
+        f"are the rows and the columns of matrices. Say it with `matrix={{{re.escape(role.path)!r}: {pair}}}`, or that "
+        "it is no matrix, with None."
+    )
+
+
+def axes_of_stacks(nodes: Sequence[Any]) -> dict[str, None]:
+    """Return the axes of the layers in stacks of layers among nodes of a tree."""
+    blocks = [getattr(node, "Block", None) for node in nodes if isinstance(node, LayerStack)]
+    return dict.fromkeys(block.name for block in blocks if isinstance(block, Axis))
