@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -184,6 +185,11 @@ def parse(arguments: Sequence[str] | None, default: Config | None = None) -> Con
     """The settings that the command line gives; the default has the others."""
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     config = tyro.cli(Config, args=arguments, default=default or Config(), config=options, prog="train_lm.py")
+    if config.accept is not None:
+        if re.fullmatch(r"step-[0-9]+", config.accept) is None:
+            raise Problem(f"--accept needs the name of a checkpoint, such as step-000100, and {config.accept} is none.")
+        if not config.resume:
+            raise Problem("--accept is for a run that goes on: add --resume.")
     if default is None and config.mapping == "expert":  # with another default, which --experts 0 is not to become
         experts = Config(model=ModelSizes(experts=8))
         config = tyro.cli(Config, args=arguments, default=experts, config=options, prog="train_lm.py")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,8 +82,6 @@ def _next_free() -> Path:
 
 def to_resume(config: Config) -> Path:
     """The folder of the run to go on with."""
-    if config.accept is not None and re.fullmatch(r"step-[0-9]+", config.accept) is None:
-        raise Problem(f"--accept needs the name of a checkpoint, such as step-000100, and {config.accept} is none.")
     if config.out is not None:
         folder = config.out
     elif numbers := _numbers():

@@ -150,8 +150,8 @@ def cut(run: Path) -> None:
 
 
 def strays(run: Path) -> None:
-    """Add foreign files to the folders, such as an empty folder with a higher number, and odd lines of losses."""
-    for name in ("step-backup", "step-000099", "step-"):
+    """Add foreign files to the folders, such as an empty folder with a lower number, and odd lines of losses."""
+    for name in ("step-backup", "step-000001", "step-"):
         (run / "checkpoints" / name).mkdir()
     (run / "checkpoints" / "notes-7").write_text("mine")
     (run / "notes").write_text("mine")
@@ -192,12 +192,12 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "the latest without its table": (
         RESUMED,
         lambda run: shutil.rmtree(run / "checkpoints" / "step-000006" / "about"),
-        r"step-000006 is no complete checkpoint: it has no about/; the last complete one is \S+step-000004\. .*--accept",
+        r"step-000006 is no complete checkpoint: it has no about/; the last complete one is \S+step-000004\. .*--acc",
     ),
     "an empty folder that looks later": (
         RESUMED,
         lambda run: (run / "checkpoints" / "step-000009").mkdir(),
-        r"step-000009 is no complete checkpoint: it has no about/; the last complete one is \S+step-000006\. .*--accept",
+        r"step-000009 is no complete checkpoint: it has no about/; the last complete one is \S+step-000006\. .*--acc",
     ),
     "a checkpoint under another name": (
         RESUMED,
@@ -207,12 +207,17 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "a checkpoint of another run": (
         RESUMED,
         settings(run=7),
-        r"step-000006 is of the run \d+, and this is the run 7; to go on from it all the same, add --accept step-000006",
+        r"step-000006 is of the run \d+, and this is the run 7; to go on from it all the same, add --accept step-",
     ),
     "to accept what is no checkpoint": (
         (*RESUMED, "--accept", "latest"),
         None,
         r"--accept needs the name of a checkpoint, such as step-000100, and latest is none\.",
+    ),
+    "to accept without going on": (
+        ("--accept", "step-000004"),
+        None,
+        r"--accept is for a run that goes on: add --resume",
     ),
     "stray things beside a run": (("--out", "RUN"), strays, "has a run already, up to step-000006: go on with it"),
     "stray things beside a damaged checkpoint": (
@@ -508,7 +513,7 @@ def test_stray_things_in_the_folder_are_left(
     run = shutil.copytree(finished, tmp_path / "run")
     saved, metrics = run / "checkpoints", run / "metrics.jsonl"
     shutil.rmtree(saved / "step-000006")
-    for name in ("step-backup", "step-000099", "step-"):
+    for name in ("step-backup", "step-000001", "step-"):
         (saved / name).mkdir()
     (saved / "notes-7").write_text("mine")
     odd = [
@@ -526,7 +531,7 @@ def test_stray_things_in_the_folder_are_left(
     assert said.startswith(f"train_lm.py: {metrics} has 6 lines that are no losses") and said.count("\n") == 1
     assert (run / "metrics.jsonl.odd").read_bytes() == b"".join(odd)
     assert losses(run)[-1] == losses(finished)[-1] and len(rows(run)) == len(rows(finished)) + 1
-    assert {path.name for path in saved.iterdir()} == {"step-backup", "step-000099", "step-", "notes-7", "step-000006"}
+    assert {path.name for path in saved.iterdir()} == {"step-backup", "step-000001", "step-", "notes-7", "step-000006"}
 
 
 def test_accepted_checkpoints(finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

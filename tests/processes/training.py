@@ -196,7 +196,8 @@ def check_hosts_that_differ(folder: Path) -> None:
         changed = shuffled if name == "order" else changed
         with changed, contextlib.chdir(own), contextlib.redirect_stderr(io.StringIO()) as said:
             assert train_lm.main(arguments) == 1
-        expected = f"train_lm.py: The start: {'texts' if name == 'order' else name} must be the same in every process, but differ: process 0: "
+        said_of = "texts" if name == "order" else name
+        expected = f"train_lm.py: The start: {said_of} must be the same in every process, but differ: process 0: "
         assert said.getvalue().startswith(expected) and said.getvalue().count("\n") == 1, said.getvalue()
         assert "; process 1: " in said.getvalue()
         assert not list((folder / "run").glob("checkpoints/*"))
