@@ -133,7 +133,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
         found[again] = report.timeline.kept_for_backward
         assert {h.kind for h in found[again]} == {"temporary"} and {h.phase for h in found[again]} == {"forward"}
         total = re.escape(errors.describe_bytes(sum(h.bytes for h in found[again])))
-        assert re.search(f"^kept for the backward pass, of the temporaries: {total}: ", str(report), re.MULTILINE)
+        assert re.search(f"^(- )?kept for the backward pass, of the temporaries: {total}: ", str(report), re.MULTILINE)
         assert len(report.to_dict()["timeline"]["kept_for_backward"]) == len(found[again])
     assert sum(h.bytes for h in found[True]) == 4 * layer + layer  # and that of the last one, for the loss
     hidden = found[False][0]

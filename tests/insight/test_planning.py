@@ -440,7 +440,7 @@ def test_a_batch_of_the_size_of_the_sequence_is_sharded(per_example: bool) -> No
 def test_what_is_doubtful_is_said_first() -> None:
     w, x = jax.eval_shape(lambda: (axn.ones({"embed": 8}), axn.ones({"batch": 8, "embed": 8})))
     found = plan(lambda w, x: axn.sort(axn.dot(x, w, axis="embed"), "batch"), w, x, chips=8, ask=0, verify=0)
-    title, nothing, blank, *_ = str(found).splitlines()
+    title, blank, nothing, *_ = str(found).splitlines()
     assert title.startswith("<lambda> on 8 x v5p") and not blank
     assert not found.best.compute and "each of the 8 devices computes everything" in nothing
     assert all(c in str(found) for c in found.cautions)

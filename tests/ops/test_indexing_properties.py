@@ -171,7 +171,7 @@ def test_slices_with_a_start_and_a_length(names: tuple[str, ...], data: st.DataO
 
 @st.composite
 def contraction_problems(draw: st.DrawFn) -> tuple[list[axn.NamedArray], tuple[str, ...]]:
-    """Draw up to three arrays, and some of their axes in some order for the result."""
+    """Draw up to three arrays, and axes of the result in some order: some, and all that one of several has alone."""
     seed = draw(st.integers(0, 2**16))
     arrays = [
         axn.named(_values(names, SIZES, seed + i).astype(np.float32), names)
@@ -179,6 +179,7 @@ def contraction_problems(draw: st.DrawFn) -> tuple[list[axn.NamedArray], tuple[s
     ]
     union = list(dict.fromkeys(n for x in arrays for n in x.names))
     kept = draw(st.lists(st.sampled_from(union), unique=True)) if union else []
+    kept += [n for n in union if n not in kept and len(arrays) > 1 and sum(n in x.names for x in arrays) == 1]
     return arrays, tuple(kept)
 
 

@@ -227,7 +227,7 @@ def test_a_function_under_vmap_writes_to_its_variables(mesh) -> None:
 def test_parameters_on_the_mesh_axis_of_the_batch_under_vmap(auto_mesh) -> None:
     """They cannot be gathered for each shard of the batch, so the function runs as usual."""
     w, x = axn.ones({"experts": 8, "embed": 8}), axn.ones({"batch": 8, "embed": 8})
-    call = lambda w, x: axn.vmap(lambda x: axn.dot(w, x, axis=("experts", "embed")), "batch")(x)
+    call = lambda w, x: axn.vmap(lambda x: axn.dot(w, x, axis="embed").sum("experts"), "batch")(x)
     compute, storage = {"batch": ("data", "model"), "experts": "data"}, {"embed": "model"}
     with jax.set_mesh(auto_mesh):
         found = jax.block_until_ready(axn.fsdp(call, storage, compute)(w, x))

@@ -331,7 +331,7 @@ def test_an_interrupted_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for save in (save_checkpoint, save_checkpoint_async):
         with pytest.raises(FileExistsError, match="1 is being written already"):
             save(tmp_path / "1", {"x": 2})
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     assert not pending.is_written()

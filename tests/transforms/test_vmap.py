@@ -81,7 +81,7 @@ def test_of_a_gradient() -> None:
 def test_is_a_stack_of_calls(x_order: list[str], y_order: list[str], data: st.DataObject) -> None:
     """Whatever the layout, element i of the result is the function of element i of the arguments."""
     name = data.draw(st.sampled_from(["batch", "pos", "heads"]))
-    x, y = X.rearrange(tuple(x_order)), draw(Batch, Heads).rearrange(tuple(y_order))
+    x, y = X.rearrange(tuple(x_order)), draw(Batch, Heads, Embed).rearrange((*y_order, "embed"))
 
     def fn(x: axn.NamedArray, y: axn.NamedArray) -> axn.NamedArray:
         return axn.dot(x, y, axis="embed")
