@@ -112,38 +112,32 @@ def as_if_complete(name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if kept is None else activate_here(kept=kept._replace(complete=kept.names | {name}))
 
 
-def scope_of_shards(
-    sizes: Mapping[str, int], fixed: str = "", own_rows: bool = False
-) -> contextlib.AbstractContextManager[Any]:
+def scope_of_shards(sizes: Mapping[str, int], fixed: str = "") -> contextlib.AbstractContextManager[Any]:
     """Mark operations as right for shards of axes.
 
     Arguments:
         sizes: the sizes that the axes of the operands have here.
         fixed: what must be the same for shards and for complete axes.
-        own_rows: whether they are right only where each device has the rows of its own groups, as in `dispatch`.
     """
     kept = _active()
     found = [f"{n}={size}" for n, size in sizes.items() if kept is not None and n in kept.names]
     if not found:
         return contextlib.nullcontext()
-    return jax.named_scope(f"of_{'own_rows' if own_rows else 'all_shards'}[{','.join(found)}]{fixed}#{next(_NUMBERS)}")
+    return jax.named_scope(f"of_all_shards[{','.join(found)}]{fixed}#{next(_NUMBERS)}")
 
 
 _NUMBERS = itertools.count()
 """Each scope has a number of its own, or two in a row of the same sizes would look like one."""
-_SCOPE = re.compile(r"of_(all_shards|own_rows)\[(.*?)\]([^/)#]*)#(\d+)")
+_SCOPE = re.compile(r"of_all_shards\[(.*?)\]([^/)#]*)#(\d+)")
 
 
-def read_scope(scope: str, own_rows: bool) -> tuple[dict[str, int], str, int] | None:
-    """Return the sizes, the fixed part and the number that `scope_of_shards` wrote; None outside of its scopes.
-
-    Scopes that are right only for devices with the rows of their own groups count if devices have these.
-    """
-    found = next((x for x in _SCOPE.finditer(scope) if own_rows or x[1] == "all_shards"), None)
+def read_scope(scope: str) -> tuple[dict[str, int], str, int] | None:
+    """Return the sizes, the fixed part and the number that `scope_of_shards` wrote; None outside of its scopes."""
+    found = _SCOPE.search(scope)
     if found is None:
         return None
-    sizes = {n: int(size) for n, _, size in (part.rpartition("=") for part in found[2].split(","))}
-    return sizes, found[3], int(found[4])
+    sizes = {n: int(size) for n, _, size in (part.rpartition("=") for part in found[1].split(","))}
+    return sizes, found[2], int(found[3])
 
 
 def refuse_gathered(what: str, argument: str, name: str) -> None:

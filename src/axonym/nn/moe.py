@@ -13,7 +13,6 @@ from ..axis import Axis, AxisSpec, Names
 from ..core import errors
 from ..core.jax_versions import active_platform
 from ..core.named_scope import named_call
-from ..distribution.kept_shards import scope_of_shards
 from ..named_array import NamedArray, named
 from ..ops import _kernels
 from ..ops._operands import distinct, one_axis, private, require_named
@@ -126,8 +125,7 @@ class MoELinear(eqx.Module):
         kernel = _grouped_kernel(
             inputs.names, self.weight.names, group_sizes.names, self.Experts.name, self.In, self.Out, self.use_gmm
         )
-        with scope_of_shards(group_sizes.shape, own_rows=True):
-            result = kernel.apply(inputs.array, self.weight.array, group_sizes.array)
+        result = kernel.apply(inputs.array, self.weight.array, group_sizes.array)
         return result if self.bias is None else result + self.bias
 
 

@@ -35,9 +35,7 @@ _PACKAGES = f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]
 _CHANGES_NO_VALUE = frozenset(("pcast", "pvary", "sharding_constraint"))
 
 
-def check_computed_from_shards(
-    whole: Any, shards: Any, counts: Mapping[str, int], sums: bool = False, own_rows: bool = False
-) -> bool:
+def check_computed_from_shards(whole: Any, shards: Any, counts: Mapping[str, int], sums: bool = False) -> bool:
     """Check that a program on shards of some axes computes shards of what the program on the complete axes computes.
 
     Arguments:
@@ -45,15 +43,14 @@ def check_computed_from_shards(
         shards: the jaxpr for their shards.
         counts: the number of shards of each of these axes.
         sums: whether results may be partial sums; returned is whether the first one is.
-        own_rows: whether devices have the rows of their own groups: the code is the function of `dispatch`.
     """
-    partial = _ProgramPair(counts, sums, own_rows).of_closed(whole, shards, ())
+    partial = _ProgramPair(counts, sums).of_closed(whole, shards, ())
     return 0 in partial
 
 
 class _ProgramPair:
-    def __init__(self, counts: Mapping[str, int], sums: bool, own_rows: bool):
-        self._counts, self._sums, self._own_rows = counts, sums, own_rows
+    def __init__(self, counts: Mapping[str, int], sums: bool):
+        self._counts, self._sums = counts, sums
 
     def of_closed(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         """Compare two programs, and return which results are partial sums, if these operands are."""
@@ -64,7 +61,7 @@ class _ProgramPair:
 
     def _of(self, whole: Any, shards: Any, partial: Collection[int]) -> set[int]:
         sums = {shards.invars[i] for i in partial}
-        programs = _ComparedProgram(whole, self._own_rows), _ComparedProgram(shards, self._own_rows)
+        programs = _ComparedProgram(whole), _ComparedProgram(shards)
         alike = _Correspondence()
         alike.check(*((*x.constvars, *x.invars) for x in (whole, shards)))
         # Both were traced from one function: their operations come in one order, unless it looks at sizes.
@@ -106,11 +103,6 @@ class _ProgramPair:
                 return found
         raise NeedsCompleteAxes(f"arrays of shapes {sizes[0]} and {sizes[1]} take each other's place.")
 
-    def _keeps_shards(self, first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
-        if first.primitive.name == "ragged_dot_general":
-            return self._own_rows and _is_by_groups(first, second, operands)
-        return _keeps_shards(first, second, operands, results)
-
     def _operation(self, whole: Any, shards: Any, partial: set[int]) -> set[int]:
         """Compare an operation in both programs; return which of its results are partial sums."""
         (first, all_operands), (second, own_operands) = whole, shards
@@ -137,11 +129,7 @@ class _ProgramPair:
             if sharded or not _is_linear(second, own_operands, partial) or _parameters(first) != _parameters(second):
                 raise refused
             return {0}
-        if (
-            self._keeps_shards(first, second, operands, results)
-            if sharded
-            else _parameters(first) == _parameters(second)
-        ):
+        if _keeps_shards(first, second, operands, results) if sharded else _parameters(first) == _parameters(second):
             return set()
         if self._sums and _adds_up(first, operands):
             return {0}
@@ -172,13 +160,6 @@ def _is_linear(operation: Any, operands: Sequence[Any], partial: set[int]) -> bo
     return not rule.product and all(i in partial or _is_zero(x) for i, x in enumerate(operands))
 
 
-def _is_by_groups(first: Any, second: Any, operands: Sequence[set[int]]) -> bool:
-    """Return whether a ragged product has a shard of the groups, and the rows of these groups."""
-    dimensions = first.params["ragged_dot_dimension_numbers"]
-    places = [{*dimensions.lhs_ragged_dimensions}, {*dimensions.rhs_group_dimensions}, {0}]
-    return _parameters(first) == _parameters(second) and operands == places
-
-
 _OF_SHAPES = {"shape", "new_sizes", "limit_indices", "slice_sizes"}
 """Parameters that are sizes of results, which are compared anyway."""
 
@@ -186,6 +167,8 @@ _OF_SHAPES = {"shape", "new_sizes", "limit_indices", "slice_sizes"}
 def _keeps_shards(first: Any, second: Any, operands: Sequence[set[int]], results: Sequence[set[int]]) -> bool:
     """Return whether an operation gives shards of its results from shards of its operands."""
     name = first.primitive.name
+    if name == "ragged_dot_general":  # each device has other groups
+        return False
     params = [{k: v for k, v in _parameters(x).items() if k not in _OF_SHAPES} for x in (first, second)]
     if params[0] != params[1]:
         return False
@@ -213,14 +196,14 @@ def _adds_up(operation: Any, operands: Sequence[set[int]]) -> bool:
 class _ComparedProgram:
     """The operations of a program that are compared, and the scopes of those that exchange shards."""
 
-    def __init__(self, jaxpr: Any, own_rows: bool):
+    def __init__(self, jaxpr: Any):
         self._same: dict[Any, Any] = {}
         self.compared, self.exchanged, self.scopes = list[Any](), list[Any](), list[tuple[dict[str, int], str, int]]()
         self.gets = list[set[Any]]()
         """The values that each exchange gets."""
         made = set[Any]()
         for operation in jaxpr.eqns:
-            scope = read_scope(str(operation.source_info.name_stack), own_rows)
+            scope = read_scope(str(operation.source_info.name_stack))
             name = operation.primitive.name
             if name in _CHANGES_NO_VALUE or (
                 name == "convert_element_type" and _is_literal(self.operands(operation)[0])
