@@ -1,4 +1,4 @@
-"""What an operation does to the axes of its operands: one rule for each primitive of JAX, from which all readers work.
+"""Say what an operation does to the axes of its operands: one rule for each primitive of JAX, which all readers share.
 
 A *factor* is an axis, or a part of an axis that a reshape joins with others. A rule numbers the factors of an equation,
 says which of them each dimension of each operand and result has, major to minor, and what the operation does along
@@ -29,7 +29,7 @@ class PartOf(NamedTuple):
 
 
 class OperationRule(NamedTuple):
-    """What an operation does to axes."""
+    """Describes what an operation does to axes."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
