@@ -15,8 +15,7 @@ from ..names.distributing import PRODUCTS
 from ..ops._kernels import GATHERING
 from ..ops._pencils import pivot_of
 from . import _scopes
-from ._branches import Branches, least, mean
-from ._figures import Bounds, Memory, bounds_on
+from ._branches import Branches, Computed
 from ._named_events import (
     Dims,
     Exchanged,
@@ -34,7 +33,6 @@ from ._named_events import (
 )
 from ._named_layout import Layout, check_sizes
 from ._text import array_said
-from .chips import Chip
 from .collectives import Collective, sent_by
 
 
@@ -72,11 +70,10 @@ class Account:
         """
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
-        self.flops: int | None = None if trace.uncounted else 0
-        self.computed: dict[str, int] = {}
-        """The flops in each phase."""
-        self._counted: list[tuple[Branches, str, int]] = []
-        """The flops of each product; also as `wide`, unless it is of 8 bits."""
+        self.computed = Computed()
+        self.computed.flops = None if trace.uncounted else 0
+        self.products: list[tuple[Occurrence, Axes, int]] = []
+        """Each product, the mesh axes that divide it, and its flops on each device."""
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self.saved = 0
@@ -90,16 +87,6 @@ class Account:
             self._add(event)
         if self.open:
             raise _refusal(self.open)
-
-    @property
-    def least_flops(self) -> int | None:
-        """Return the flops if each conditional takes the branch with the fewest."""
-        return None if self.flops is None else least(self._counted)["flops"]
-
-    def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
-        """Return lower bounds on time."""
-        flops = None if self.flops is None else least(self._counted)["wide"]
-        return bounds_on(chip, self.exchanges, memory, flops)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -253,15 +240,13 @@ class Account:
         return lies
 
     def _count_flops(self, event: Sum) -> None:
-        used = distinct(a for n, _ in event.axes for a in self.layout.used(n))
-        times = event.place.times
-        each = event.flops // self.layout.count(used)
-        mean_flops = mean(each * (times or 1), event.place.branches)
-        self.flops = None if times is None or self.flops is None else self.flops + mean_flops
-        self.computed[event.place.phase] = self.computed.get(event.place.phase, 0) + mean_flops
-        kinds = ("flops",) if event.narrow else ("flops", "wide")
-        self._counted += [(event.place.branches, kind, each * (times or 1)) for kind in kinds]
-        self.saved += each * (times or 1) if event.place.avoidable else 0
+        used, place = distinct(a for n, _ in event.axes for a in self.layout.used(n)), event.place
+        flops = event.flops // self.layout.count(used) * (place.times or 1)
+        self.computed.add(place.phase, flops, place.branches, event.narrow)
+        if place.times is None:
+            self.computed.flops = None
+        self.products.append((place, used, flops))
+        self.saved += flops if place.avoidable else 0
 
     def _must_lie(self, event: Sum) -> PlacedAxes | None:
         """Return where the sum must lie in the end if it is the gradient of a parameter: as that is stored."""

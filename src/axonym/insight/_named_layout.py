@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,18 @@ from ..distribution.mesh_axes import Axes, mapped_axes
 from ._named_events import Dims, NamedTrace, Value
 
 
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of a pipeline, along the mesh axis `stage`."""
+
+    layers: str
+    """The axis of the layers."""
+    size: int
+    """The number of layers."""
+    count: int
+    microbatches: int
+
+
 class Layout(Mappings):
     """The mesh axes that each name is sharded over; mesh axes of size one do not count."""
 
@@ -23,15 +36,23 @@ class Layout(Mappings):
         compute: Mapping[str, Entry],
         storage: Mapping[str, Entry],
         joined: Mapping[str, Axes] = MappingProxyType({}),
+        stages: Stages | None = None,
     ):
         super().__init__(mesh, compute, storage)
-        self.joined = joined
+        self.joined, self.stages = joined, stages
         # A step uses the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
         self.used, self.stored = cached(self._used), cached(self._stored)
         lies = super().is_stored
         self._is_stored = cached(lambda names: lies(n for name in names for n in self._parts(name)))
         self._over = cached(lambda names: [*map(self.stored if self.is_stored(names) else self.used, names)])
+
+    def over_stages(self) -> Layout:
+        """Return where arguments and results lie, whose layers are divided over the stages, if there are any."""
+        if self.stages is None:
+            return self
+        own = {self.stages.layers: "stage"}
+        return Layout(self.mesh, {**self.compute, **own}, self.storage and {**self.storage, **own}, self.joined)
 
     def _used(self, name: str | None) -> Axes:
         return self._large(a for n in self._parts(name) for a in super(Layout, self).used(n))

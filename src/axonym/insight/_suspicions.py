@@ -12,9 +12,18 @@ from ..core.source_lines import Source
 from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
 from ._figures import Figures, needed_memory
-from ._parameters import carried_axes, without_numbers
 from ._text import Said, described_axes
-from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
+from ._transfer_groups import (
+    SMALL,
+    at_line,
+    carried_axes,
+    grouped,
+    known_sent,
+    path_of,
+    percentage,
+    some,
+    without_numbers,
+)
 from .repeating import RepeatedWork
 from .timeline import described_held
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import counted
 from ..core.source_lines import Source
-from ._parameters import without_numbers
+from ._text import Said
 from .collectives import Collective
 
 SMALL = 0.01
@@ -80,3 +80,13 @@ def at_line(source: Source | None) -> str:
 
 def percentage(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1g}%"
+
+
+def carried_axes(c: Collective) -> tuple[str, ...]:
+    """Return the names of the axes of the array that a collective carries, as far as known."""
+    return c.array.of[0] if isinstance(c.array, Said) else ()
+
+
+def without_numbers(path: str) -> str:
+    """Write a path for all layers of a kind: `layers/*/weight`."""
+    return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ..core.source_lines import Frame, Source, source
-from ..distribution.decisions import distinct
 from . import _scopes
 from ._arguments import only_axes
 from ._branches import Branches, mean
 from ._lowered import Product
-from ._named_events import NamedTrace, Sum
 
 _LEAST = 1.5
 """The least number of computations of a product that counts as repeated: convolutions repeat a little at edges."""
@@ -85,22 +82,6 @@ def repeated(
         if flops and own.get(key, 0) * devices >= _LEAST * flops:
             copies = round(own[key] * devices / flops)
             yield RepeatedWork(*key, taken[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
-
-
-def repeated_by_names(trace: NamedTrace, layout: Any) -> Iterator[RepeatedWork]:
-    """Find the products of a traced step that a mapping makes devices repeat, in the order of the step."""
-    found: dict[tuple[Key, tuple[str, ...]], int] = {}
-    for event in trace.events:
-        if isinstance(event, Sum) and event.flops:
-            used = distinct(a for n, _ in event.axes for a in layout.used(n))
-            idle = tuple(a for a, n in layout.mesh.items() if n > 1 and a not in used)
-            place = event.place
-            each = mean(event.flops // layout.count(used) * (place.times or 1), place.branches)
-            key = (_scopes.said_of(place.operation), place.phase, source(place.frames)), idle
-            found[key] = found.get(key, 0) + each
-    for (key, idle), flops in found.items():
-        if idle:
-            yield RepeatedWork(*key, flops, layout.count(idle), idle)
 
 
 def _axes(operation: _scopes.ScopedOperation | None, copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:

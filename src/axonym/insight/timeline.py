@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
@@ -89,6 +90,13 @@ def arguments_and_others(timeline: MemoryTimeline) -> tuple[int, list[HeldArray]
     """Return the bytes of arguments at the peak, and the other arrays."""
     others = [h for h in timeline.at_peak if h.kind != "argument"]
     return sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others), others
+
+
+def together(arrays: Iterable[HeldArray]) -> tuple[HeldArray, ...]:
+    """Count identical arrays, and return the largest first."""
+    counts = Counter(arrays).items()
+    rows = (dataclasses.replace(one, count=count, bytes=count * one.bytes) for one, count in counts)
+    return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
 def described_held(held: Sequence[HeldArray]) -> str:
