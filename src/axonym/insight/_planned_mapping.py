@@ -93,10 +93,8 @@ class PlannedMapping:
         if where := self.place():
             lines.insert(1, f"# {where}")
         if self.choices:
-            chosen = (
-                f"{n}=choices[{n!r}][{x!r}]" if n in self.keyed else f"{n}={x!r}" for n, x in self.choices.items()
-            )
-            lines.append(f"step = build({', '.join(chosen)})")
+            value = {n: f"choices[{n!r}][{x!r}]" if n in self.keyed else repr(x) for n, x in self.choices.items()}
+            lines.append(f"step = build({', '.join(f'{n}={x}' for n, x in value.items())})")
         if self.storage:
             lines.append(f"storage = {dict(self.storage)!r}")
         if self.raw:

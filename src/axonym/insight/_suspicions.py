@@ -418,7 +418,7 @@ class _Lost(NamedTuple):
 
 
 def _lost(report: Figures) -> dict[_Lost, float]:
-    """Find activations that are gathered, or moved to another axis, and their share of the bytes sent, if it is large."""
+    """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent: their share."""
     # Where placements trade shards along one axis for shards along another, as of experts, exchanges are asked for.
     asked = "a placement shards another axis"
     moves = [c for c in report.collectives if c.moved]
