@@ -19,9 +19,8 @@ from ..distribution.decisions import distinct
 from ..distribution.mesh_axes import Axes
 from . import cost_model
 from ._branches import Branches, ways
-from ._counted_exchanges import CountedExchange
+from ._counted_exchanges import CountedExchange, Layout
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
-from ._named_layout import Layout
 from .cost_model import Amount, Multiplication, Part, Rates, Sent
 from .linked_chips import Placement, Topology
 from .report import Report

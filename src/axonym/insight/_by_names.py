@@ -10,16 +10,14 @@ from ..distribution.active_settings import Entry
 from . import _scopes
 from ._arguments import GivenArray
 from ._branches import NOTE, mean
-from ._counted_exchanges import Account
+from ._counted_exchanges import Account, Layout
 from ._figures import Memory
 from ._named_events import NamedTrace, Sum, Use
-from ._named_layout import Layout
 from ._parameters import HeldArgument, kind_of, report_of
 from ._text import array_said
 from .chips import Chip
-from .repeating import RepeatedWork
+from .records import HeldArray, RepeatedWork, together
 from .report import Report
-from .timeline import HeldArray, together
 
 
 def by_names(

@@ -10,12 +10,11 @@ from typing import NamedTuple
 from ..core.source_lines import Frame, source
 from . import _scopes
 from ._branches import Branches
-from ._constraints import Constraints
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
+from ._lowered import Constraints
 from ._text import Said, array_said
-from .collectives import Collective, sent_by
-from .timeline import HeldArray, MemoryTimeline, together
+from .records import Collective, HeldArray, MemoryTimeline, sent_by, together
 
 
 class Origin(NamedTuple):

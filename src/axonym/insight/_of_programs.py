@@ -6,28 +6,26 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from ..core.source_lines import Frame, source
+from ..core.source_lines import Frame, Source, source
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
-from ._arguments import ArgumentNames, GivenArray
-from ._branches import NOTE, Branches, Computed
-from ._constraints import Constraints
+from ._arguments import ArgumentNames, GivenArray, only_axes
+from ._branches import NOTE, Branches, Computed, mean
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
-from ._lowered import Product, read_step
+from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
 from .chips import Chip
-from .collectives import Collective
-from .repeating import repeated
+from .records import Collective, RepeatedWork
 from .report import Report
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
@@ -89,6 +87,52 @@ def report_on(
         devices=program.devices if mesh is None else None,
         **_widened(found.products),
     )
+
+
+_LEAST = 1.5
+"""The least number of computations of a product that counts as repeated: convolutions repeat a little at edges."""
+
+
+Key = tuple[str | None, str, Source | None]
+
+
+def _key(scope: str, frames: Sequence[Frame]) -> Key:
+    return _scopes.said_of(_scopes.operation(scope)), _scopes.phase(scope), source(frames)
+
+
+def repeated(
+    step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame], int, Branches]], mesh: Mapping[str, int]
+) -> Iterator[RepeatedWork]:
+    """Compare the products of a step with the ones that each device computes, in the order of the step.
+
+    Arguments:
+        computed: the scope, the lines, the flops and the branches of products of each device.
+    """
+    own, taken = dict[Key, int](), dict[Key, int]()
+    for scope, frames, flops, branches in computed:
+        key = _key(scope, frames)
+        own[key] = own.get(key, 0) + flops
+        taken[key] = taken.get(key, 0) + mean(flops, branches)
+    needed: dict[Key, int | None] = {}
+    scopes: dict[Key, str] = {}
+    for product in step:
+        key = _key(product.scope, product.frames)
+        before = needed.get(key, 0)
+        needed[key] = None if before is None or product.flops is None else before + product.flops
+        scopes.setdefault(key, product.scope)
+    devices = math.prod(mesh.values())
+    for key, flops in needed.items():
+        if flops and own.get(key, 0) * devices >= _LEAST * flops:
+            copies = round(own[key] * devices / flops)
+            yield RepeatedWork(*key, taken[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
+
+
+def _axes(operation: _scopes.ScopedOperation | None, copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes that shard no axis of an operation, or else the only ones that repeat it so often."""
+    idle = () if operation is None else tuple(a for a, n in mesh.items() if n > 1 and a not in operation.over)
+    if operation is not None and math.prod(mesh[a] for a in idle) == copies:
+        return idle
+    return only_axes(mesh, copies)
 
 
 class _Visited:

@@ -1,4 +1,4 @@
-"""Find the parameter that a collective carries, or the gradient of: the argument that its operation uses."""
+"""Make a report of what was found of a step, with the parameters that its collectives carry, or the gradients of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._figures import Memory, bounds_on
 from ._text import Said, described_axes
 from ._transfer_groups import carried_axes, without_numbers
 from .chips import Chip
-from .collectives import Collective
+from .records import Collective
 from .report import Report
 
 Place = tuple[str | None, Source | None]

@@ -24,9 +24,7 @@ from ._transfer_groups import (
     some,
     without_numbers,
 )
-from .collectives import Collective
-from .repeating import RepeatedWork
-from .timeline import described_held
+from .records import Collective, RepeatedWork, described_held
 
 _MUCH = 0.05
 """The share from which repeated work, copies, and transfers without a reason are worth a remark."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import counted
 from ..core.source_lines import Source
 from ._text import Said
-from .collectives import Collective
+from .records import Collective
 
 SMALL = 0.01
 """The share of a total below which rows are folded, and work that is repeated is not said."""

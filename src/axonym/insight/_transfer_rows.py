@@ -14,7 +14,7 @@ from ..core.source_lines import Source
 from ._figures import total_sent
 from ._text import Said, described_seconds, phase_of
 from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
-from .collectives import Collective
+from .records import Collective
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""

@@ -15,7 +15,7 @@ from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ..distribution.mesh_axes import Axes
 from ._accounts import Meshes
-from ._named_layout import Stages
+from ._counted_exchanges import Stages
 from ._planned_mapping import PlannedMapping
 from ._searching import Ranked, Search, TracedStep, abstract
 from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number

@@ -21,9 +21,8 @@ from ._text import (
     written_number,
 )
 from ._transfer_groups import SMALL, known_sent, path_of, without_numbers
-from .collectives import Collective
 from .page import Page
-from .timeline import described_held
+from .records import Collective, described_held
 from .verdict import Verdict, verdict_of
 
 _SHOWN = 8
