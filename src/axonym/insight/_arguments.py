@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,11 +169,3 @@ class ArgumentNames:
 def _plain(scope: str) -> str:
     """Return the name of an array without quotes, which programs write differently, and without the parts of it."""
     return re.sub(r"[\\'\"]", "", scope).removesuffix(".array")
-
-
-def added_up(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Add up the values with the same name."""
-    total: dict[str, int] = {}
-    for name, size in sizes:
-        total[name] = total.get(name, 0) + size
-    return total

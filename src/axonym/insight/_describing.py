@@ -115,7 +115,7 @@ def _carried(
             operation = None
     if kind == "all-gather" and array is not None:
         gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
-    stored = () if array is None else array.stored_over(axes)
+    stored = () if array is None else tuple(a.name for a in _scopes.stored_over([array.term], axes))
     return _Carried(origin, operation, phase, array, shape, longer, gathered, stored)
 
 

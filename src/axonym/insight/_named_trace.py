@@ -220,16 +220,14 @@ class _Events:
                 what, along, *details = step.params["names"]
                 place = dataclasses.replace(around, avoidable=xs[0].origin in self._constants)
                 self.found.append(Exchanged(place, ys[0], what, along, tuple(details)))
-        elif step.rule is not None and step.rule.values == "moved" and not step.rule.parts and step.name not in _OTHERS:
-            if step.name == "reshape" or (len(xs) == len(ys) and not step.rule.needed):
-                return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
-            self._by_rule(step, step.rule, xs, ys, dataclasses.replace(around, avoidable=avoidable))
+        elif step.rule is None or step.name in _OTHERS:
+            self._without_rule(step, xs, ys, dataclasses.replace(around, avoidable=avoidable))
+        elif (step.rule.values == "moved" and not step.rule.parts) and (
+            step.name == "reshape" or (len(xs) == len(ys) and not step.rule.needed)
+        ):
+            return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
         else:
-            place = dataclasses.replace(around, avoidable=avoidable)
-            if step.rule is None or step.name in _OTHERS:
-                self._without_rule(step, xs, ys, place)
-            else:
-                self._by_rule(step, step.rule, xs, ys, place)
+            self._by_rule(step, step.rule, xs, ys, dataclasses.replace(around, avoidable=avoidable))
         return ys
 
     def _inside(
@@ -314,7 +312,7 @@ class _Events:
         """Return an array in another layout: it is the same one, unless a reshape joins or splits axes."""
         if step.name == MARK:
             return self._marked(step, x, y)
-        if step.name == "reshape" and _large(x.dims) != _large(y.dims):
+        if step.name == "reshape" and [n for _, n in x.dims if n != 1] != [n for _, n in y.dims if n != 1]:
             if not self.rows.are_moved(step, [x], place):
                 self._open(place, step.name, _torn(x.dims, y.dims, place.operation is not None))
                 if any(n is not None and size < dict(x.dims).get(n, size) for n, size in y.dims):
@@ -337,7 +335,7 @@ class _Events:
             for own in ys:
                 self._meet(rule, xs, own, place)
                 self._noted(place, xs[:2] if rule.product else xs, own, rule.product)
-        summed = tuple(map(_either, (_alone(f, rule, xs) for f in rule.summed)))
+        summed = tuple(_axis_of(f, rule, xs) for f in rule.summed)
         if not rule.product:
             if not summed:
                 return
@@ -513,22 +511,11 @@ def _around(step: AxisStep) -> Occurrence:
     return (Occurrence() if step.outer is None else _around(step.outer)).inside(step.eqn)
 
 
-def _large(dims: Dims) -> list[int]:
-    return [n for _, n in dims if n != 1]
-
-
-def _alone(f: int, rule: OperationRule, xs: Sequence[Value]) -> list[tuple[str | None, int]]:
-    """Return the dimensions of operands that are this factor."""
-    return [
-        d
-        for x, term in zip(xs, rule.operands, strict=False)
-        for d, own in zip(x.dims, term, strict=True)
-        if own == (f,)
-    ]
-
-
-def _either(dims: Sequence[tuple[str | None, int]]) -> tuple[str | None, int]:
-    return next((d for d in dims if d[0] is not None), dims[0])
+def _axis_of(factor: int, rule: OperationRule, xs: Sequence[Value]) -> tuple[str | None, int]:
+    """Return a dimension of operands that is this factor, one with a name if there is one."""
+    pairs = [pair for x, term in zip(xs, rule.operands, strict=False) for pair in zip(x.dims, term, strict=True)]
+    alone = [d for d, own in pairs if own == (factor,)]
+    return next((d for d in alone if d[0] is not None), alone[0])
 
 
 def _having(factors: Collection[int], rule: OperationRule, xs: Sequence[Value], ys: Sequence[Value]) -> list[Any]:

@@ -20,7 +20,7 @@ from ._arguments import ArgumentNames, GivenArray, only_axes
 from ._branches import NOTE, Branches, Computed, mean
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory
-from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
+from ._hlo import COLLECTIVES, HloProgram, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
 from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
@@ -271,7 +271,9 @@ def _exchange(
     along_all = along_all and not (of_a_slice and axes is not None and any(a in between for a in axes))
     origin = functools.partial(_origin, program)
     carried = [(origin(producer), shape) for producer, shapes in program.operands(visit) for shape in shapes]
-    results = _result_shapes(instruction, len(carried))
+    results = instruction.shapes
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":  # it lists its operands before them
+        results = results[len(carried) : 2 * len(carried)]
     pieces = 1
     if kind == "ragged-all-to-all":  # the operand comes with its destination, offsets and sizes
         carried, results = carried[:1], results[:1]
@@ -290,10 +292,3 @@ def _exchange(
         pieces=pieces,
         users=lambda: map(origin, program.users(visit)),
     )
-
-
-def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ...]:
-    """Return the results of a collective; the start of an asynchronous one lists its operands before them."""
-    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
-        return instruction.shapes
-    return instruction.shapes[carried : 2 * carried]

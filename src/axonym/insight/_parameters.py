@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ..core.source_lines import Frame, Source, source
 from ..distribution.active_settings import Entry
 from ..distribution.operation_scope import ScopedOperation
 from . import _scopes
-from ._arguments import GivenArray, added_up
+from ._arguments import GivenArray
 from ._branches import Computed
 from ._figures import Memory, bounds_on
 from ._text import Said, described_axes
@@ -78,6 +79,9 @@ def report_of(
         converted: by path, the dtype to which the step converts an argument once it is gathered.
         **more: other fields of the report.
     """
+    sizes = Counter[str]()
+    for x in held:
+        sizes[x.argument] += x.bytes
     updated = {x: None for x in given if kind_of(x.axes, x.sizes) in kinds}
     shards = {x.path: sizes for _, x, sizes, _ in held if x is not None}
     placed = (x.on_devices(sizes, mesh, mappings) for _, x, sizes, _ in held if x and len(x.sizes) == len(sizes))
@@ -90,7 +94,7 @@ def report_of(
         memory,
         computed.flops,
         None if chip is None else bounds_on(chip, collectives, memory, computed.wide),
-        arguments=added_up((x.argument, x.bytes) for x in held),
+        arguments=dict(sizes),
         placed=tuple(placed),
         mapping=mappings[0],
         parameter_mapping=mappings[1],
@@ -131,7 +135,7 @@ def _with_parameters(
         exact = _exact(c, next(filter(None, carried), []), shards)
         paths = tuple(dict.fromkeys(x.path for x in exact))
         few = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
-        reason = _reason(c, few, exact, shards) if few else c.reason
+        reason = _reason(c, exact[0], few, shards) if few else c.reason
         array = (
             Said(re.sub(r"\d+ of held array \d+=", "", c.array), ((), _sizes_of(c)))
             if few and "held array" in c.array
@@ -149,25 +153,17 @@ def _exact(c: Collective, found: Sequence[GivenArray], shards: Mapping[str, Sequ
     return own or [x for x in found if sorted(x.sizes) == sizes] or found
 
 
-def _reason(
-    c: Collective, paths: Sequence[str], found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]
-) -> str | None:
-    """Return the reason of a collective that carries parameters."""
+def _reason(c: Collective, x: GivenArray, paths: Sequence[str], shards: Mapping[str, Sequence[int]]) -> str | None:
+    """Return the reason of a collective that carries parameters; of a gather, by sizes, the axes that it completes."""
+    over = described_axes(c.axes)
     if "reduce" in c.kind and (c.reason is None or "held array" in c.reason):
-        over = f" over {described_axes(c.axes)}" if c.axes else ""
-        return f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, paths)))} is summed{over}"
-    return _complete(c, found[0], shards) if c.kind == "all-gather" and c.reason is None else c.reason
-
-
-def _complete(c: Collective, x: GivenArray, shards: Mapping[str, Sequence[int]]) -> str | None:
-    """Say which axes of a parameter a gather completes, from the sizes."""
+        gradient = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, paths)))} is summed"
+        return f"{gradient} over {over}" if c.axes else gradient
+    if c.kind != "all-gather" or c.reason is not None:
+        return c.reason
     sizes = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
     names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_of(c)]
-    return (
-        f"{' and '.join(names)} is stored sharded over {described_axes(c.axes)}, and all of it is used"
-        if names
-        else None
-    )
+    return f"{' and '.join(names)} is stored sharded over {over}, and all of it is used" if names else None
 
 
 _AT_MOST = 3
