@@ -851,8 +851,10 @@ EXCEPTIONS = {
 
 
 def in_messages() -> Iterator[str]:
-    """Yield the code in the texts of the library, apart from docstrings."""
+    """Yield the code in the texts of the library, apart from docstrings, and `foreign_names`, tested below."""
     for path in ROOT.rglob("*.py"):
+        if path.name == "foreign_names.py":
+            continue
         nodes = [*ast.walk(ast.parse(path.read_text()))]
         parts = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values}
         docs = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
