@@ -44,11 +44,11 @@ class Block(eqx.Module):
         return x + self.down(axn.tanh(self.up(x)))
 
 
-def make_model(key: jax.Array) -> nn.Stacked[Block]:
+def make_model(key: jax.Array) -> Any:
     return nn.Stacked.init(Layers, Block)(key=key)
 
 
-def loss(model: nn.Stacked[Block], x: NamedArray) -> NamedArray:
+def loss(model: Any, x: NamedArray) -> NamedArray:
     """Return how far the model is from rolling its input along `embed`."""
     return axn.mean((model.fold(x) - x.roll(1, "embed")) ** 2)
 
@@ -82,7 +82,7 @@ def as_sent(change: NamedArray) -> NamedArray:
     return axn.shard(sent, everywhere) * axn.shard(scale, everywhere)
 
 
-def agree_on(first: jax.Array, anchor: Any, momentum: Any, models: Any, *, count: int = 2) -> tuple[Any, Any, Any]:
+def agree_on(first: Any, anchor: Any, momentum: Any, models: Any, *, count: int = 2) -> tuple[Any, Any, Any]:
     """Agree on some layers from the first one on, and leave the others to later rounds: as much less is sent."""
     before = anchor, momentum, models
     part = axn.tree.map(lambda x: x["layers", axn.ds(first, count)], before)
@@ -128,7 +128,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         anchor, momentum, models, states = start(replicas)
         insight.contract(max_sent={"slice": 0}).check(inner_step, models, states, texts(jax.random.key(1), replicas))
-        sent = insight.explain(outer, anchor, momentum, models).total_sent("slice")
+        sent = insight.explain(outer, anchor, momentum, models).total_sent("slice") or 0
         print(f"over the slices, an inner step sends nothing, and an outer step {sent / 1024:.1f} KiB")
         for i in range(options.rounds):
             for key in jax.random.split(jax.random.key(i + 1), options.steps):

@@ -30,7 +30,7 @@ def batches(count: int) -> list[axn.NamedArray]:
 
 def in_a_loop() -> Any:
     """Return the anchor of plain code, in which each replica is a model of its own."""
-    model = diloco.make_model(jax.random.key(0))
+    model: Any = diloco.make_model(jax.random.key(0))
     momentum, states = diloco.NESTEROV.init(model), [diloco.ADAM.init(model)] * REPLICAS
     step, given = jax.jit(diloco.step), iter(batches(ROUNDS * STEPS))
     for _ in range(ROUNDS):
@@ -38,7 +38,11 @@ def in_a_loop() -> Any:
         for _ in range(STEPS):
             x = next(given)
             models, states = map(
-                list, zip(*[step(m, s, x["replica", i]) for i, (m, s) in enumerate(zip(models, states))], strict=True)
+                list,
+                zip(
+                    *[step(m, s, x["replica", i]) for i, (m, s) in enumerate(zip(models, states, strict=True))],
+                    strict=True,
+                ),
             )
         change = jax.tree.map(lambda a, *m: a - sum(m) / REPLICAS, model, *models)
         updates, momentum = diloco.NESTEROV.update(change, momentum, model)
