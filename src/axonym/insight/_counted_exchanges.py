@@ -41,7 +41,7 @@ from .records import Collective, sent_by
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class LayerStages:
     """The stages of a pipeline, along the mesh axis `stage`."""
 
     layers: str
@@ -61,7 +61,7 @@ class Layout(Mappings):
         compute: Mapping[str, Entry],
         storage: Mapping[str, Entry],
         joined: Mapping[str, Axes] = MappingProxyType({}),
-        stages: Stages | None = None,
+        stages: LayerStages | None = None,
     ):
         super().__init__(mesh, compute, storage)
         self.joined, self.stages = joined, stages

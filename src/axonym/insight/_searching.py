@@ -15,7 +15,7 @@ from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
 from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_report, parts_of_trace, rates_at
-from ._counted_exchanges import Account, Layout, Stages, check_sizes
+from ._counted_exchanges import Account, Layout, LayerStages, check_sizes
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from ._planned_mapping import Over, PlannedMapping
@@ -58,14 +58,14 @@ class TracedStep:
         parameters = (frozenset(leaf.names or ()) - {"_"} for leaf in leaves_of(of_model)[0])
         self.trace = dataclasses.replace(trace, parameters=frozenset(parameters))
 
-    def stages(self, count: int, microbatches: int) -> Stages | None:
+    def stages(self, count: int, microbatches: int) -> LayerStages | None:
         """Return the stages over which the layers can be divided: the axis of the model that a loop goes over."""
         loops = [n for e in loops_over(self.trace) for n in sorted(e.names)]
         layers = next((n for n in loops if n in self.of_model), None)
         if layers is None:
             return None
         size = next(size for x in self.trace.arguments for n, size in x.dims if n == layers)
-        return Stages(layers, size, count, microbatches)
+        return LayerStages(layers, size, count, microbatches)
 
 
 class Search:
@@ -75,7 +75,7 @@ class Search:
         self,
         step: TracedStep,
         topologies: Sequence[Topology],
-        stages: Stages | None = None,
+        stages: LayerStages | None = None,
         like: Search | None = None,
     ):
         """Arguments:
