@@ -15,7 +15,7 @@ from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
 from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_report, parts_of_trace, rates_at
-from ._counted_exchanges import Account, Layout, LayerStages, check_sizes
+from ._counted_exchanges import Account, LayerStages, Layout, check_sizes
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from ._planned_mapping import Over, PlannedMapping
