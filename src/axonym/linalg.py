@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -39,17 +38,13 @@ from .ops._pencils import pencils
 
 __all__ = [
     "cholesky",
-    "cond",
     "det",
     "eig",
     "eigh",
     "eigvals",
     "eigvalsh",
-    "expm",
     "inv",
     "lstsq",
-    "matrix_power",
-    "matrix_rank",
     "norm",
     "pinv",
     "qr",
@@ -192,15 +187,6 @@ def cholesky(a: NamedArray, axes: MatrixAxes) -> NamedArray:
     return _apply(jnp.linalg.cholesky, "linalg.cholesky", _MATRIX, a, axes)
 
 
-def expm(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the exponential of square matrices, whose rows and columns mean the same.
-
-    >>> axn.linalg.expm(axn.named([[0., 1.], [0., 0.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[i=2, j=2], [[1. 1.] [0. 1.]])
-    """
-    return _apply(jax.scipy.linalg.expm, "linalg.expm", _MATRIX._replace(transposes=True), a, axes)
-
-
 def det(a: NamedArray, axes: MatrixAxes) -> NamedArray:
     """Compute the determinant of square matrices.
 
@@ -230,53 +216,6 @@ def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArr
     """
     form = _Form((("col", "row"),), transposes=True)
     return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=_number(rtol))
-
-
-def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
-    """Raise square matrices, whose rows and columns mean the same, to an integer power; a negative one inverts first.
-
-    >>> axn.linalg.matrix_power(axn.named([[1., 1.], [0., 1.]], ("i", "j")), ("i", "j"), 3)
-    NamedArray(float32[i=2, j=2], [[1. 3.] [0. 1.]])
-    """
-    what = "linalg.matrix_power"
-    axes, n = _pair(what, axes), operator.index(n)
-    form = _MATRIX._replace(transposes=True, decomposes=n < 0)
-    return _apply(jnp.linalg.matrix_power, what, form, a, axes, n=n)
-
-
-def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
-    """Compute the rank of matrices: the number of singular values that are not zero.
-
-    Singular values below the fraction `rtol` of the largest count as zero.
-
-    >>> axn.linalg.matrix_rank(axn.named([[1., 1.], [1., 1.]], ("i", "j")), ("i", "j"))
-    NamedArray(int32[], 1)
-    """
-    return _apply(_matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, rtol=_number(rtol))
-
-
-def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
-    if 0 in x.shape[-2:]:
-        return jnp.zeros(x.shape[:-2], int)
-    if rtol is None:
-        return jnp.linalg.matrix_rank(x)
-    # `jnp.linalg.matrix_rank` would take the fraction as an absolute bound.
-    values = jnp.linalg.svdvals(x)
-    return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
-
-
-def cond(a: NamedArray, axes: MatrixAxes, p: float | str | None = None) -> NamedArray:
-    """Compute the condition number of matrices: the ratio of the extreme singular values, or by the norm `p`.
-
-    >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[], 2.)
-    """
-    # The 1-norm of a transposed matrix is the infinity norm, so these matrices must not be transposed.
-    form = _Form(((),), square=p not in (None, 2, -2), transposes=p in _SYMMETRIC_NORMS)
-    return _apply(jnp.linalg.cond, "linalg.cond", form, a, axes, p=p)
-
-
-_SYMMETRIC_NORMS = (None, 2, -2, "fro", "nuc")
 
 
 def _number(x: Any) -> float | None:

@@ -23,7 +23,7 @@ from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
 from ._op_types import A, Binary, Unary, is_tree, map_tree, publish
-from ._operands import as_float, at_least_float32, operand, require_named, scalar
+from ._operands import as_float, at_least_float32, operand, require_named
 
 # --- the two factories ---
 
@@ -181,7 +181,6 @@ arctan2 = _binary("arctan2", jnp.arctan2, "Compute the angle of the point (b, a)
 bitwise_and = _binary("bitwise_and", jnp.bitwise_and, "Compute the bitwise and: the bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
 bitwise_or = _binary("bitwise_or", jnp.bitwise_or, "Compute the bitwise or: the bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
 bitwise_xor = _binary("bitwise_xor", jnp.bitwise_xor, "Compute the bitwise exclusive or: the bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
-copysign = _binary("copysign", jnp.copysign, "Return the absolute value of `a` with the sign of `b`.", "[1., 2.]", "-1.", "float32[x=2], [-1. -2.]")
 divide = _binary("divide", jnp.divide, "Compute the quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
 equal = _binary("equal", jnp.equal, "Return whether the operands are equal, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
 float_power = _binary("float_power", jnp.float_power, "Raise `a` to the power of `b`, as a float.", "[1, 2]", "2", "float32[x=2], [1. 4.]")
@@ -189,13 +188,9 @@ floor_divide = _binary("floor_divide", jnp.floor_divide, "Compute the quotient r
 fmax = _binary("fmax", jnp.fmax, "Return the larger operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [1. 0.]")
 fmin = _binary("fmin", jnp.fmin, "Return the smaller operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [0. 0.]")
 fmod = _binary("fmod", jnp.fmod, "Compute the remainder with the sign of `a`.", "[3, -3]", "2", "int32[x=2], [ 1 -1]")
-gcd = _binary("gcd", jnp.gcd, "Compute the greatest common divisor.", "[4, 6]", "6", "int32[x=2], [2 6]")
 greater = _binary("greater", jnp.greater, "Return whether `a` is greater than `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [False True]")
 greater_equal = _binary("greater_equal", jnp.greater_equal, "Return whether `a` is at least `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
-heaviside = _binary("heaviside", jnp.heaviside, "Return 0 where `a` is negative, 1 where it is positive, and `b` where it is zero.", "[-1., 0.]", "0.5", "float32[x=2], [0. 0.5]")
 hypot = _binary("hypot", jnp.hypot, "Compute the length of the vector (a, b).", "[3., 0.]", "4.", "float32[x=2], [5. 4.]")
-lcm = _binary("lcm", jnp.lcm, "Compute the least common multiple.", "[4, 6]", "6", "int32[x=2], [12 6]")
-ldexp = _binary("ldexp", jnp.ldexp, "Compute `a` times two to the power of `b`.", "[1., 2.]", "3", "float32[x=2], [ 8. 16.]")
 left_shift = _binary("left_shift", jnp.left_shift, "Shift the bits of `a` up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
 less = _binary("less", jnp.less, "Return whether `a` is less than `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
 less_equal = _binary("less_equal", jnp.less_equal, "Return whether `a` is at most `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [ True False]")
@@ -287,51 +282,12 @@ def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
     return _two_results(jnp.frexp, "frexp", a)
 
 
-def modf(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-    """Split each element into its fractional and its integer part.
-
-    >>> axn.modf(axn.named([1.5, -0.25], "x"))
-    (NamedArray(float32[x=2], [ 0.5 -0.25]), NamedArray(float32[x=2], [ 1. -0.]))
-    """
-    return _two_results(jnp.modf, "modf", a)
-
-
 def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     if not any(isinstance(x, NamedArray) for x in operands):
         return fn(*operands)
     arrays, names = zip(*map(operand, operands), strict=True)
     kernel = _unary_kernel(fn, name, *names, 2) if len(names) == 1 else _binary_kernel(fn, name, *names, 2)
     return kernel.apply(*arrays)
-
-
-def nan_to_num(a: A, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> A:
-    """Replace each NaN and infinity by a number.
-
-    Arguments:
-        posinf: the number that replaces infinity; the largest one of the dtype by default.
-        neginf: the number that replaces minus infinity; the smallest one of the dtype by default.
-
-    >>> axn.nan_to_num(axn.named([jnp.nan, 1.], "x"))
-    NamedArray(float32[x=2], [0. 1.])
-    """
-    if isinstance(a, NamedArray):
-        given = {"nan": nan, "posinf": posinf, "neginf": neginf}
-        values = {name: scalar("nan_to_num", name, x) for name, x in given.items() if x is not None}
-        kernel = _nan_to_num_kernel(a.names, tuple(values))
-        return kernel.apply(a.array, *values.values())
-    if is_tree(a):
-        return map_tree(lambda leaf: nan_to_num(leaf, nan=nan, posinf=posinf, neginf=neginf), a)
-    x: Any = a
-    found: Any = jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
-    return found
-
-
-@_kernels.shared("names")
-def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
-    def positional(x, *values):
-        return jnp.nan_to_num(x, **dict(zip(given, values, strict=True)))
-
-    return _kernels.make_kernel("nan_to_num", positional, (names, *[()] * len(given)), names, by_index=True)
 
 
 def astype(a: NamedArray, dtype: DTypeLike) -> NamedArray:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelector, Names
-from ..core import errors
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
@@ -25,7 +24,6 @@ from ._operands import (
     require_named,
     require_subset,
     scalar,
-    vectors,
 )
 
 # --- distinct values ---
@@ -99,34 +97,23 @@ def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = No
     Counts = one_axis("bincount", "Counts", Counts)
     if minlength > Counts.size:
         raise ValueError(f"bincount: `minlength` is {minlength}, but axis {Counts.name!r} only has size {Counts.size}.")
-    weight, own = _weights("bincount", weights, x.names)
-    return _bincount_kernel(x.names, Counts, own).apply(x.array, *weight)
-
-
-def _require_dtype(what: str, x: jax.Array, kind: Any, expected: str) -> None:
-    if not jnp.issubdtype(x.dtype, kind) and (kind is jnp.uint8 or x.dtype != jnp.bool_):
-        raise TypeError(f"{what}: expected {expected}, got {x.dtype}.")
-
-
-def _weights(what: str, weights: NamedOrNumeric | None, names: Names) -> tuple[tuple[Any, ...], tuple[Names, ...]]:
-    """Return the weights as operands of a kernel (none or one), and their names, which the array must also have."""
-    if weights is None:
-        return (), ()
-    array, own = operand(weights)
-    require_subset(what, "weights", own, names)
-    return (array,), (own,)
+    array, own = (None, ()) if weights is None else operand(weights)
+    require_subset("bincount", "weights", own, x.names)
+    kernel = _bincount_kernel(x.names, Counts, None if weights is None else own)
+    return kernel.apply(x.array) if weights is None else kernel.apply(x.array, array)
 
 
 @_kernels.shared("names", "Counts", "own")
-def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _kernels.Kernel:
+def _bincount_kernel(names: Names, Counts: Axis, own: Names | None) -> _kernels.Kernel:
     def positional(x, *weights):
-        _require_dtype("bincount", x, jnp.integer, "integers")
+        if not jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.bool_:
+            raise TypeError(f"bincount: expected integers, got {x.dtype}.")
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
             x = jnp.where(x < 0, Counts.size, x.astype(jnp.promote_types(x.dtype, jnp.int32)))
         x = evenly_sharded("bincount", names, x, beside=weights)
-        spread = _spread(weights, own, names, x.shape)
-        if spread is None:
+        if own is None:
             return jnp.bincount(x.reshape(-1), length=Counts.size)
+        spread = jnp.broadcast_to(_kernels.align(weights[0], own, names), x.shape)
         kind = jax.eval_shape(jnp.sum, spread).dtype
         spread = evenly_sharded("bincount", names, spread, beside=[x])
         spread = spread.reshape(-1).astype(kind)  # sums overflow in a small dtype
@@ -134,71 +121,7 @@ def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _ker
             spread = at_least_float32(spread)
         return jnp.bincount(x.reshape(-1), spread, length=Counts.size).astype(kind)
 
-    return _kernels.make_kernel("bincount", positional, (names, *own), (Counts.name,))
-
-
-def _spread(weights: Any, own: tuple[Names, ...], names: Names, shape: tuple[int, ...]) -> jax.Array | None:
-    """Broadcast the weights, if any, to the shape of the array."""
-    return jnp.broadcast_to(_kernels.align(weights[0], own[0], names), shape) if own else None
-
-
-def histogram(
-    array: NamedArray,
-    Bins: Axis | NamedArray,
-    *,
-    range: tuple[Any, Any] | None = None,
-    weights: NamedOrNumeric | None = None,
-    density: bool = False,
-) -> tuple[NamedArray, NamedArray]:
-    """Count the elements in each bin, over all axes, and return the counts and the edges of the bins.
-
-    Arguments:
-        Bins: the axis of the counts, for bins of one width. Or the edges of the bins, rising, as a named array with one
-            axis; the axis of the counts has the same name and is shorter by one.
-        range: the lowest and the highest edge; the smallest and the largest element by default.
-        weights: the weight of each element, by name; one by default.
-        density: scale the counts so that the integral over the bins is one.
-
-    >>> axn.histogram(axn.named([1., 2., 2., 5.], "x"), axn.Axis("bin", 2))
-    (NamedArray(float32[bin=2], [3. 1.]), NamedArray(float32[bin=3], [1. 3. 5.]))
-    """
-    require_named("histogram", array)
-    weight, of_weight = _weights("histogram", weights, array.names)
-    if isinstance(Bins, NamedArray):
-        if range is not None:
-            raise ValueError("histogram: `range` is for bins of one width; given edges already define the bins.")
-        limits, own = vectors("histogram", Bins=Bins)
-        bins = Bins.names[0]
-    else:
-        bins = one_axis("histogram", "Bins", Bins)
-        limits, own = [scalar("histogram", "range", limit) for limit in (() if range is None else range)], ()
-        if len(limits) not in (0, 2):
-            raise ValueError(
-                f"histogram: `range` is the lowest and the highest edge, got {errors.counted(len(limits), 'value')}."
-            )
-    kernel = _histogram_kernel(array.names, bins, len(limits), own, of_weight, bool(density))
-    return kernel.apply(array.array, *limits, *weight)
-
-
-@_kernels.shared("names", "bins", "own", "of_weight")
-def _histogram_kernel(
-    names: Names, bins: Axis | str, limits: int, own: Names, of_weight: tuple[Names, ...], density: bool
-) -> _kernels.Kernel:
-    """Make a kernel; `bins` is an axis, with two limits or none, or the axis name of the edges, as the only limit.
-
-    `own` are the axes of a limit.
-    """
-    name = bins.name if isinstance(bins, Axis) else bins
-
-    def positional(x, *rest):
-        among, weights = rest[:limits], rest[limits:]
-        x = at_least_float32(x)  # JAX counts in this dtype, and bfloat16 has no number between 256 and 258
-        spread = _spread(weights, of_weight, names, x.shape)
-        if isinstance(bins, Axis):
-            return jnp.histogram(x, bins.size, among or None, spread, density)
-        return jnp.histogram(x, *among, weights=spread, density=density)
-
-    return _kernels.make_kernel("histogram", positional, (names, *[own] * limits, *of_weight), ((name,), (name,)))
+    return _kernels.make_kernel("bincount", positional, (names,) if own is None else (names, own), (Counts.name,))
 
 
 # --- bits ---
@@ -240,10 +163,12 @@ def _check_order(what: str, bitorder: str) -> None:
 
 
 def _packed(x: jax.Array, axis: int, bitorder: str) -> jax.Array:
-    _require_dtype("packbits", x, jnp.integer, "integers or bools")
+    if not jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.bool_:
+        raise TypeError(f"packbits: expected integers or bools, got {x.dtype}.")
     return jnp.packbits(x, axis, bitorder)
 
 
 def _unpacked(x: jax.Array, axis: int, bitorder: str, count: int | None = None) -> jax.Array:
-    _require_dtype("unpackbits", x, jnp.uint8, "bytes, of dtype uint8")
+    if x.dtype != jnp.uint8:
+        raise TypeError(f"unpackbits: expected bytes, of dtype uint8, got {x.dtype}.")
     return jnp.unpackbits(x, axis, count, bitorder)
