@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
+from .ops._op_types import publish
 from .ops._operands import (
     as_float,
     at_least_float32,
@@ -55,6 +56,8 @@ __all__ = [
 ]
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
+_Two: TypeAlias = tuple[NamedArray, NamedArray]
+T_co = TypeVar("T_co", covariant=True)
 
 
 # --- kernels for operations on matrices ---
@@ -161,49 +164,53 @@ def _apply(
 _USE_PINV = " `linalg.pinv` and `linalg.lstsq` take a matrix of any shape."
 _INVERSE = _Form((("col", "row"),), square=True, way_out=_USE_PINV, transposes=True)
 _MATRIX = _Form((("row", "col"),), square=True)
-_SCALAR = _Form(((),), transposes=True)
+_SCALARS = _Form(((), ()), square=True, transposes=True)
 _EIGENVALUES = _Form((("new",),), square=True, way_out=" `linalg.svd` takes a matrix of any shape.")
 _EIGENVECTORS = _EIGENVALUES._replace(results=(("new",), ("row", "new")))
 
 
-# --- functions of a matrix ---
+# --- one row each: the function of matrices, its form, its summary, a matrix, the result ---
 
 
-def inv(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the inverse of square matrices, with the axes (col, row).
+class _MatrixFunction(Protocol[T_co]):
+    def __call__(self, a: NamedArray, axes: MatrixAxes) -> T_co: ...
 
-    >>> axn.linalg.inv(axn.named([[2., 0.], [1., 1.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])
+
+class _Decomposition(Protocol[T_co]):
+    def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> T_co: ...
+
+
+def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, shown: str) -> Any:
+    what = f"linalg.{fn.__name__}"
+    makes_axis = any("new" in result for result in form.results)
+
+    def function(a: NamedArray, axes: MatrixAxes) -> Any:
+        return _apply(fn, what, form, a, axes)
+
+    def decomposition(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> Any:
+        return _apply(fn, what, form, a, axes, new_axis)
+
+    doc = f"""{summary}
+
+    >>> axn.{what}(axn.named({example}, ("i", "j")), ("i", "j"){makes_axis * ', "k"'})
+    {shown}
     """
-    return _apply(jnp.linalg.inv, "linalg.inv", _INVERSE, a, axes)
+    return publish(decomposition if makes_axis else function, fn.__name__, __name__, doc)
 
 
-def cholesky(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.
-
-    >>> axn.linalg.cholesky(axn.named([[4., 2.], [2., 5.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])
-    """
-    return _apply(jnp.linalg.cholesky, "linalg.cholesky", _MATRIX, a, axes)
-
-
-def det(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the determinant of square matrices.
-
-    >>> axn.linalg.det(axn.named([[1., 2.], [3., 4.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[], -2.)
-    """
-    return _apply(jnp.linalg.det, "linalg.det", _SCALAR._replace(square=True), a, axes)
+# fmt: off
+inv: _MatrixFunction[NamedArray] = _function(jnp.linalg.inv, _INVERSE, "Compute the inverse of square matrices, with the axes (col, row).", "[[2., 0.], [1., 1.]]", "NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])")
+cholesky: _MatrixFunction[NamedArray] = _function(jnp.linalg.cholesky, _MATRIX, "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.", "[[4., 2.], [2., 5.]]", "NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])")
+det: _MatrixFunction[NamedArray] = _function(jnp.linalg.det, _SCALARS._replace(results=((),)), "Compute the determinant of square matrices.", "[[1., 2.], [3., 4.]]", "NamedArray(float32[], -2.)")
+slogdet: _MatrixFunction[_Two] = _function(jnp.linalg.slogdet, _SCALARS, "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.", "[[-1., 0.], [0., 1.]]", "(NamedArray(float32[], -1.), NamedArray(float32[], 0.))")
+eigh: _Decomposition[_Two] = _function(jnp.linalg.eigh, _EIGENVECTORS, "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).", "[[3., 0.], [0., 2.]]", "(NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))")
+eigvalsh: _Decomposition[NamedArray] = _function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", "[[3., 0.], [0., 2.]]", "NamedArray(float32[k=2], [2. 3.])")
+eig: _Decomposition[_Two] = _function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", "[[3., 0.], [0., 2.]]", "(NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), NamedArray(complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]))")
+eigvals: _Decomposition[NamedArray] = _function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", "[[3., 0.], [0., 2.]]", "NamedArray(complex64[k=2], [3.+0.j 2.+0.j])")
+# fmt: on
 
 
-def slogdet(a: NamedArray, axes: MatrixAxes) -> tuple[NamedArray, NamedArray]:
-    """Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.
-
-    >>> axn.linalg.slogdet(axn.named([[-1., 0.], [0., 1.]], ("i", "j")), ("i", "j"))
-    (NamedArray(float32[], -1.), NamedArray(float32[], 0.))
-    """
-    form = _Form(((), ()), square=True, transposes=True)
-    return _apply(jnp.linalg.slogdet, "linalg.slogdet", form, a, axes)
+# --- functions of any matrix ---
 
 
 def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
@@ -215,14 +222,7 @@ def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArr
     NamedArray(float32[j=3, i=2], [[0.5 0. ] [0. 0.25] [0. 0. ]])
     """
     form = _Form((("col", "row"),), transposes=True)
-    return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=_number(rtol))
-
-
-def _number(x: Any) -> float | None:
-    return None if x is None else float(x)
-
-
-# --- decompositions ---
+    return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=None if rtol is None else float(rtol))
 
 
 def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
@@ -268,43 +268,6 @@ def svd(
         form = _Form((("row", "new"), ("new",), ("new", "col")))
         return _apply(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
     return _apply(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
-
-
-def eigh(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
-    """Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).
-
-    >>> axn.linalg.eigh(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    (NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))
-    """
-    return _apply(jnp.linalg.eigh, "linalg.eigh", _EIGENVECTORS, a, axes, new_axis)
-
-
-def eigvalsh(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray:
-    """Compute the ascending eigenvalues of symmetric or Hermitian matrices.
-
-    >>> axn.linalg.eigvalsh(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    NamedArray(float32[k=2], [2. 3.])
-    """
-    return _apply(jnp.linalg.eigvalsh, "linalg.eigvalsh", _EIGENVALUES, a, axes, new_axis)
-
-
-def eig(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
-    """Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.
-
-    >>> values, vectors = axn.linalg.eig(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    >>> values, vectors.shape
-    (NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), {'i': 2, 'k': 2})
-    """
-    return _apply(jnp.linalg.eig, "linalg.eig", _EIGENVECTORS, a, axes, new_axis)
-
-
-def eigvals(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray:
-    """Compute the eigenvalues of square matrices, which are complex.
-
-    >>> axn.linalg.eigvals(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    NamedArray(complex64[k=2], [3.+0.j 2.+0.j])
-    """
-    return _apply(jnp.linalg.eigvals, "linalg.eigvals", _EIGENVALUES, a, axes, new_axis)
 
 
 # --- systems of equations ---
@@ -376,7 +339,9 @@ def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = 
     """
     what = "linalg.lstsq"
     require_named(what, a), require_named(what, b)
-    kernel = _system_kernel(_lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (_number(rcond),))
+    kernel = _system_kernel(
+        _lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (None if rcond is None else float(rcond),)
+    )
     return kernel.apply(a.array, b.array)
 
 

@@ -25,7 +25,6 @@ POSITIVE, UNIT = (0.5, 3.0), (0.1, 0.9)
 SAMPLERS: dict[str, dict[str, tuple[float, float]]] = {
     "bernoulli": {"p": UNIT},
     "beta": {"a": POSITIVE, "b": POSITIVE},
-    "bits": {},
     "cauchy": {},
     "exponential": {},
     "gamma": {"a": POSITIVE},
@@ -71,7 +70,7 @@ def expected(name: str, key: Any, *values: Any) -> jax.Array:
     """Draw by position with JAX."""
     shape = tuple(a.size for a in AXES)
     given = dict(zip(SAMPLERS[name], values, strict=True))
-    options = {} if name in ("bernoulli", "bits") else {"dtype": int if name in INTEGERS else float}
+    options = {} if name == "bernoulli" else {"dtype": int if name in INTEGERS else float}
     return getattr(jax.random, name)(key, **given, shape=shape, **options)
 
 

@@ -42,8 +42,8 @@ def test_wrong_shapes() -> None:
         random.normal(KEY, (Batch, Batch))
     with pytest.raises(ValueError, match=r"random.ball: 'batch' would name more than one axis"):
         random.ball(KEY, Batch, Batch)
-    with pytest.raises(ValueError, match=r"random.orthogonal: `Row` must be one axis, got \(batch=8, pos=3, embed=4\)"):
-        random.orthogonal(KEY, (), AXES, Batch)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"random.ball: `D` must be one axis, got \(batch=8, pos=3, embed=4\)"):
+        random.ball(KEY, (), AXES)  # pyright: ignore[reportArgumentType]
 
 
 def test_wrong_parameters() -> None:

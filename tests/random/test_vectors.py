@@ -52,14 +52,6 @@ def test_vectors_with_parameters_by_name(name: str, explicit_mesh: Mesh) -> None
         assert jax.eval_shape(typed, KEY, *given).axes == (*AXES, Space)
 
 
-def test_orthogonal() -> None:
-    Row, Col = axn.make_axes(row=3, col=2)
-    drawn = random.orthogonal(KEY, Batch, Row, Col)
-    assert drawn.axes == (Batch, Row, Col)
-    assert_same(drawn, jax.random.orthogonal(KEY, 3, (8,), m=2))
-    assert random.orthogonal(KEY, (), Col, Row).axes == (Col, Row)
-
-
 # --- selections ---
 
 

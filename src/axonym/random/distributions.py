@@ -153,11 +153,6 @@ def _bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
     return jax.random.bernoulli(key, at_least_float32(p), shape)
 
 
-@_document_sampler("Draw random bits.", shown="uint32")
-def bits(key: Key, shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
-    return draw(jax.random.bits, key, shape, dtype=dtype)
-
-
 @_document_sampler("Draw from the Poisson distribution.", "3.0", "int32", lam="the rate, which is the mean.")
 def poisson(key: Key, shape: AxisSpec, lam: Parameter, dtype: DTypeLike | None = int) -> NamedArray:
     return draw(jax.random.poisson, key, shape, {"lam": lam}, dtype=dtype)
@@ -196,21 +191,3 @@ def ball(key: Key, shape: AxisSpec, D: Axis, p: float = 2.0, dtype: DTypeLike | 
     coordinates = one_axis("random.ball", "D", D)
     p = scalar("random.ball", "p", p)
     return draw(jax.random.ball, key, shape, {"p": p}, dtype=dtype, along=(coordinates,), d=coordinates.size)
-
-
-def orthogonal(key: Key, shape: AxisSpec, Row: Axis, Col: Axis, dtype: DTypeLike | None = float) -> NamedArray:
-    """Draw matrices with orthonormal rows or columns, uniformly.
-
-    Arguments:
-        shape: the axes of the result, without `Row` and `Col`; `()` for one matrix.
-        Row: the axis of the rows.
-        Col: the axis of the columns, which is last in the result.
-
-    >>> Row, Col = axn.make_axes(row=3, col=2)
-    >>> x = axn.random.orthogonal(jax.random.key(0), (), Row, Col)
-    >>> axn.dot(x, x.rename({"col": "other"}), axis="row").array.round(3) + 0
-    Array([[1., 0.],
-           [0., 1.]], dtype=float32)
-    """
-    row, col = one_axis("random.orthogonal", "Row", Row), one_axis("random.orthogonal", "Col", Col)
-    return draw(jax.random.orthogonal, key, shape, dtype=dtype, along=(row, col), n=row.size, m=col.size)
