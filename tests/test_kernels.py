@@ -63,7 +63,6 @@ WITH_NUMBERS: dict[str, Callable[[axn.NamedArray], axn.NamedArray]] = {
     "update of integers": lambda x: x.astype(int).at["a", axn.named([0, 1], "i")].add(2),
     "updated_slice": lambda x: updated_slice(x, {"a": 1}, axn.zeros({"a": 2})),
     "quantile": lambda x: axn.quantile(x, 0.25, "a"),
-    "trapezoid": lambda x: axn.trapezoid(x, "a", dx=0.5),
     "draw": lambda x: axn.random.truncated_normal(jax.random.key(0), x.axes, -1, 1),
 }
 

@@ -192,12 +192,6 @@ from .ops.selection import (
     take_along_axis as take_along_axis,
     where as where,
 )
-from .ops.sets import (
-    bincount as bincount,
-    packbits as packbits,
-    unique as unique,
-    unpackbits as unpackbits,
-)
 from .ops.shaping import (
     flatten as flatten,
     flatten_axes as flatten_axes,
@@ -212,14 +206,17 @@ from .ops.signal import (
 )
 from .ops.sorting import (
     argsort as argsort,
+    bincount as bincount,
+    packbits as packbits,
     sort as sort,
+    unique as unique,
+    unpackbits as unpackbits,
 )
 from .ops.statistics import (
     diff as diff,
     gradient as gradient,
     median as median,
     quantile as quantile,
-    trapezoid as trapezoid,
 )
 from .ops.updating import updated_slice as updated_slice
 from .typing import Named as Named

@@ -112,29 +112,6 @@ ALONG = [
         rtol=1e-4,
         atol=1e-4,
     ),
-    Case(
-        "trapezoid",
-        (f(*BPE),),
-        lambda y: axn.trapezoid(y, "pos", dx=0.5),
-        lambda y: jnp.trapezoid(y, dx=0.5, axis=1),
-        names=("batch", "embed"),
-    ),
-    Case(
-        "trapezoid",
-        (f(*BPE), f("pos")),
-        lambda y, x: axn.trapezoid(y, "pos", x=x),
-        lambda y, x: jnp.trapezoid(y, jnp.broadcast_to(x[None, :, None], y.shape), axis=1),
-        "places",
-        names=("batch", "embed"),
-    ),
-    Case(
-        "trapezoid",
-        (of("int", *BPE), f("embed", "batch")),
-        lambda y, x: axn.trapezoid(y, axn.Axis("batch", 8), x=x),
-        lambda y, x: jnp.trapezoid(y, x.T[:, None], axis=0),
-        "many places",
-        names=("pos", "embed"),
-    ),
 ]
 
 CASES: list[Case] = [*ORDER, *ALONG]

@@ -26,15 +26,6 @@ def _int8(*values: int) -> axn.NamedArray:
     return axn.named(np.array(values, np.int8), "a")
 
 
-def test_trapezoid_promotes_before_it_adds() -> None:
-    assert axn.trapezoid(_int8(100, 100, 100), "a") == 200.0
-
-
-def test_trapezoid_promotes_before_it_differences() -> None:
-    falling = axn.named(np.array([3, 2, 1], np.uint8), "a")
-    assert axn.trapezoid(axn.ones({"a": 3}), "a", x=falling) == -2.0
-
-
 def test_arange_counts_in_the_dtype_of_the_result() -> None:
     counted = axn.arange(LONG, start=np.int8(1), dtype=jnp.int32)
     np.testing.assert_array_equal(counted.array, np.arange(1, 301))
@@ -217,7 +208,6 @@ WITH_A_LIST: dict[str, Callable[[Any], Any]] = {
     "cumsum": lambda axis: axn.cumsum(X, axis),
     "argmax": lambda axis: axn.argmax(X, axis),
     "diff": lambda axis: axn.diff(X, axis),
-    "trapezoid": lambda axis: axn.trapezoid(X, axis),
     "repeat": lambda axis: axn.repeat(X, 2, axis),
     "take_along_axis": lambda axis: axn.take_along_axis(X, 0, axis),
 }

@@ -32,10 +32,6 @@ F = axn.arange((X, Y), dtype=float)
         (lambda: axn.diff(A, "x", n=-1), ValueError, r"^diff: `n` says how often .* got -1"),
         (lambda: axn.gradient(A, "x", spacing=axn.ones(Y)), ValueError, r"^gradient: `spacing` must be .* got \(y\)"),
         (lambda: axn.gradient(axn.ones(axn.Axis("x", 1)), "x"), ValueError, r"^gradient: axis 'x' has size 1;"),
-        (lambda: axn.trapezoid(A, "x", x=axn.ones(Y)), ValueError, r"^trapezoid: `x` must have axis 'x', got \(y\)"),
-        (lambda: axn.trapezoid(A, "x", x=axn.ones(Z)), ValueError, r"^trapezoid: `x` has axes \(z\)"),
-        (lambda: untyped.trapezoid(A, "x", x=3), TypeError, r"^trapezoid: expected a NamedArray, got int"),
-        (lambda: axn.trapezoid(A, "x", dx=axn.ones(X)), ValueError, r"^trapezoid: `dx` must be a scalar"),
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -50,7 +46,6 @@ def test_short_floats_stay_short() -> None:
         axn.quantile(x, 0.5, "x"),
         axn.quantile(x, 1, "x"),
         axn.gradient(x, "x"),
-        axn.trapezoid(x, "x"),
     )
     assert [f.dtype for f in found] == [jnp.bfloat16] * len(found)
 
@@ -67,15 +62,14 @@ def test_integers_become_floats() -> None:
     found = (
         axn.median(A),
         axn.quantile(A, 1),
-        axn.trapezoid(A, "x"),
     )
     assert [f.dtype for f in found] == [np.float32] * len(found)
 
 
 def test_another_quantile_does_not_compile_again() -> None:
-    axn.quantile(A, 0.25, "x"), axn.trapezoid(A, "x", dx=0.1)
+    axn.quantile(A, 0.25, "x")
     with compilations() as compiled:
-        axn.quantile(A, 0.75, "x"), axn.trapezoid(A, "x", dx=0.2)
+        axn.quantile(A, 0.75, "x")
     assert compiled == []
 
 
@@ -119,14 +113,8 @@ def test_half_precision_does_not_limit_what_is_computed() -> None:
     large = axn.named(np.full(4, 60000, np.float16), "x")
     for found in (axn.median(large), axn.quantile(large, 0.5, method="midpoint")):
         assert found.dtype == jnp.float16 and found.item() == 60000
-    found = axn.trapezoid(large, "x", dx=0.25)
-    assert found.dtype == jnp.float16 and found.item() == 44992
     # A share of small dtype still finds the position in a long axis.
     many = axn.arange(axn.Axis("x", 1025), dtype=float)
     assert axn.quantile(many, jnp.asarray(0.5, jnp.bfloat16)).item() == 512
     short = axn.named(jnp.arange(5, dtype=jnp.bfloat16), "x")
     assert axn.quantile(short, 0.5, method="inverted_cdf").item() == 2
-
-
-def test_the_integral_over_no_elements_is_zero() -> None:
-    assert axn.trapezoid(axn.zeros({"a": 0, "b": 2}), "a").array.tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""Medians and quantiles, and differences and integrals along an axis."""
+"""Medians and quantiles, and differences along an axis."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from ._operands import (
     distinct,
     operand,
     require_named,
-    require_subset,
-    scalar,
 )
 from ._sort_gradient import sort_along
 
@@ -122,7 +120,7 @@ def _ordered(x: jax.Array, q: jax.Array, axes: tuple[int, ...], method: str) -> 
     return jnp.moveaxis(found, axis, 0) if q.ndim else jnp.squeeze(found, axis)
 
 
-# --- differences and integrals along an axis ---
+# --- differences along an axis ---
 
 
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
@@ -172,45 +170,3 @@ def _gradient_kernel(names: Names, axis: AxisSelector, spacing_names: Names) -> 
         return jnp.gradient(as_float(x), spacing, axis=position)
 
     return _kernels.make_kernel("gradient", positional, (names, spacing_names), names, selection=axis)
-
-
-def trapezoid(
-    array: NamedArray, axis: AxisSelector, *, x: NamedArray | None = None, dx: NamedOrNumeric = 1.0
-) -> NamedArray:
-    """Compute the integral along an axis, by the trapezoidal rule.
-
-    `x` holds the coordinates of the elements: it has `axis`, and may have other axes of the array. Without `x`, the
-    distance between elements is `dx`.
-
-    >>> axn.trapezoid(axn.named([1., 2., 3.], "x"), "x", dx=0.5)
-    NamedArray(float32[], 2.)
-    """
-    require_named("trapezoid", array)
-    if x is None:
-        kernel = _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), None)
-        return kernel.apply(array.array, scalar("trapezoid", "dx", dx))
-    x = require_named("trapezoid", x)
-    return _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), x.names).apply(array.array, x.array)
-
-
-@_kernels.shared("names", "axis", "x_names")
-def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -> _kernels.Kernel:
-    along = _kernels.select_one("trapezoid", names, axis)
-    position = names.index(along)
-    if x_names is not None:
-        require_subset("trapezoid", "x", x_names, names)
-        if along not in x_names:
-            raise ValueError(f"trapezoid: `x` must have axis {along!r}, got {errors.describe_axes(x_names)}.")
-
-    def positional(y, x):
-        # Compute with floats: small integers would overflow, and unsigned ones have no negative differences.
-        kind = jnp.result_type(y, x, 0.5)
-        y, x = at_least_float32(y.astype(kind)), at_least_float32(x.astype(kind))
-        size = y.shape[position]
-        after = jax.lax.slice_in_dim(y, min(size, 1), None, axis=position)
-        before = jax.lax.slice_in_dim(y, 0, max(size - 1, 0), axis=position)
-        width = x if x_names is None else jnp.diff(_kernels.align(x, x_names, names), axis=position)
-        return (0.5 * jnp.sum(width * (after + before), position)).astype(kind)
-
-    kept = tuple(n for n in names if n != along)
-    return _kernels.make_kernel("trapezoid", positional, (names, x_names or ()), kept, selection=axis)
