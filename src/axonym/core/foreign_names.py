@@ -111,7 +111,7 @@ PACKAGE = _each({
     "FSDP FullyShardedDataParallel fully_shard": "`axonym.fsdp(step, {'embed': 'data'}, {'batch': 'data'})` computes a step whose parameters are stored sharded",
     "DataLoader": "`axonym.named(a, ('batch', 'embed'))` names the arrays of a batch, whatever loads them",
     "state_dict": "`axonym.state.to_state_dict(model)` makes a state dict",
-    "optim Adam AdamW SGD": "optimizers are Optax's, such as `optax.adamw(1e-3)`",
+    "Adam AdamW SGD": "optimizers are Optax's, such as `optax.adamw(1e-3)`",
     "einops": "axes have names already: " + _MERGE,
     "reduce": "`axonym.mean(x, {last})` and other reductions take the names of axes",
     "DataArray Dataset": "`axonym.from_xarray(data)` takes arrays and names from xarray",
