@@ -325,6 +325,13 @@ TABLE = [
         dots="x, axonym.ones({'mlp': 2})",
     ),
     Advice(
+        "array.flatten('name')",
+        lambda: axn.sort(X),
+        lambda y: y.shape == {"name": 12},
+        run="axonym.sort(CODE)",
+        names={"array": X},
+    ),
+    Advice(
         "axis=...",
         lambda: untyped.dot(X, X),
         lambda y: y.shape == {"batch": 4},

@@ -197,7 +197,7 @@ def _rule(
 
     Arguments:
         axis: the axis to run along, or several; the last one by default. An `Axis` of another size asks for that
-            length, and a mapping `{{old axis: new axis}}` renames as well.
+            length, and a mapping from old to new axes renames as well.
         norm: "backward" (the default), "ortho" or "forward": which direction is scaled.
 
     >>> axn.fft.{what}(axn.named({example}, "t"), {along})

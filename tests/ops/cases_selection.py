@@ -74,16 +74,6 @@ WHERE = [
         "scalar condition",
         names=BP,
     ),
-    Case(
-        "where",
-        (COND,),
-        lambda c: axn.where(c, fill_value=-1, new_axis=FOUND),
-        lambda c: _nonzero(c, 6, -1),
-        "positions",
-        grad=False,
-        layout=False,
-        names=(("found",), ("found",)),
-    ),
 ]
 
 NONZERO = [

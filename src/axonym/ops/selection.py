@@ -27,48 +27,19 @@ def where(condition: NamedOrNumeric, x: NamedArray, y: NamedOrNumeric) -> NamedA
 @overload
 def where(condition: NamedOrNumeric, x: NamedOrNumeric, y: NamedArray) -> NamedArray: ...
 @overload
-def where(
-    condition: NamedArray, *, fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...], new_axis: Axis
-) -> tuple[NamedArray, ...]: ...
-@overload
-def where(
-    condition: NamedOrNumeric,
-    x: NamedOrNumeric | None = None,
-    y: NamedOrNumeric | None = None,
-    fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...] | None = None,
-    new_axis: Axis | None = None,
-) -> Any: ...
+def where(condition: NamedOrNumeric, x: NamedOrNumeric, y: NamedOrNumeric) -> Any: ...
 @errors.say_how_to_call
-def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
+def where(condition: Any, x: Any, y: Any) -> Any:
     """Return elements of `x` where the condition is true, and of `y` where it is not.
-
-    With the condition alone, return the positions of the true elements along each axis, like `nonzero`.
 
     Arguments:
         condition: a named array or a scalar. A Python bool chooses one operand, so that the other is not part of the
             program or its gradient.
         y: a named array or a scalar. One of the three operands has all the axes of the others.
-        fill_value: for the condition alone: the position that fills places without a true element.
-        new_axis: for the condition alone: the axis of the positions. Positions that do not fit are left out.
 
     >>> axn.where(axn.named([True, False], "x"), axn.named([1, 2], "x"), 0)
     NamedArray(int32[x=2], [1 0])
-    >>> axn.where(axn.named([True, False], "x"), fill_value=-1, new_axis=axn.Axis("found", 2))
-    (NamedArray(int32[found=2], [ 0 -1]),)
     """
-    if x is None and y is None:
-        if fill_value is None or new_axis is None:
-            raise ValueError(
-                "where: a condition alone needs both `fill_value` and `new_axis`, the axis of the positions found; "
-                "otherwise pass `x` and `y` to choose from."
-            )
-        return _positions("where", condition, new_axis, fill_value)
-    if x is None or y is None:
-        raise ValueError(f"where: `x` and `y` go together, but `{'x' if x is None else 'y'}` is missing.")
-    if fill_value is not None or new_axis is not None:
-        raise ValueError(
-            "where: `fill_value` and `new_axis` are for a condition alone; do not pass them with `x` and `y`."
-        )
     if not any(isinstance(a, NamedArray) for a in (condition, x, y)):
         return jnp.where(condition, x, y)
     (x, x_names), (y, y_names) = operand(x), operand(y)
@@ -117,28 +88,25 @@ def nonzero(
     >>> axn.nonzero(axn.named([[0, 2], [3, 0]], ("x", "y")), size=axn.Axis("found", 3), fill_value=-1)
     (NamedArray(int32[found=3], [ 0 1 -1]), NamedArray(int32[found=3], [ 1 0 -1]))
     """
-    return _positions("nonzero", array, size, fill_value)
-
-
-def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[NamedArray, ...]:
-    array = require_named(what, array)
-    if not array.names:
+    what = "nonzero"
+    names = require_named(what, array).names
+    if not names:
         raise ValueError(f"{what}: an array without axes has no positions.")
-    fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
-    if len(fill) != len(array.names):
+    fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(names)
+    if len(fill) != len(names):
         raise ValueError(
             f"{what}: {errors.counted(len(fill), 'fill value')} for the axes {errors.describe_shape(array.shape)}."
         )
     fill = [scalar(what, "fill_value", x) for x in fill]
-    return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
+    return _nonzero_kernel(names, one_axis(what, "size", size)).apply(array.array, *fill)
 
 
 @_kernels.shared("names", "size")
-def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
-    in_names, out_names = (names, *[()] * len(names)), ((size.name,),) * len(names)
-    return _kernels.make_kernel(
-        what, lambda x, *fill: jnp.nonzero(x, size=size.size, fill_value=fill), in_names, out_names
-    )
+def _nonzero_kernel(names: Names, size: Axis) -> _kernels.Kernel:
+    def positional(x, *fill):
+        return jnp.nonzero(x, size=size.size, fill_value=fill)
+
+    return _kernels.make_kernel("nonzero", positional, (names, *[()] * len(names)), ((size.name,),) * len(names))
 
 
 @errors.say_how_to_call
