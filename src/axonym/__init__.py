@@ -23,12 +23,6 @@ from .ops.broadcasting import (
     broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to,
 )
-from .ops.comparing import (
-    allclose as allclose,
-    array_equal as array_equal,
-    array_equiv as array_equiv,
-    isclose as isclose,
-)
 from .ops.contraction import dot as dot, einsum as einsum
 from .ops.creation import (
     arange as arange,
@@ -49,6 +43,7 @@ from .ops.diagonals import trace as trace, tril as tril, triu as triu
 from .ops.elementwise import (
     abs as abs,
     add as add,
+    allclose as allclose,
     angle as angle,
     arccos as arccos,
     arccosh as arccosh,
@@ -57,6 +52,8 @@ from .ops.elementwise import (
     arctan as arctan,
     arctan2 as arctan2,
     arctanh as arctanh,
+    array_equal as array_equal,
+    array_equiv as array_equiv,
     astype as astype,
     bitwise_and as bitwise_and,
     bitwise_count as bitwise_count,
@@ -89,6 +86,7 @@ from .ops.elementwise import (
     i0 as i0,
     imag as imag,
     invert as invert,
+    isclose as isclose,
     iscomplex as iscomplex,
     isfinite as isfinite,
     isinf as isinf,

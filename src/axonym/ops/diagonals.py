@@ -20,36 +20,33 @@ from . import _kernels
 from ._operands import dtype_key, require_named
 
 
-def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int) -> jax.Array:
-    """Keep `x` where the comparison of row + `k` with column holds, with zero elsewhere."""
-    first, second = min(row, col), max(row, col)
-    plane = (x.shape[first], x.shape[second])
-    rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
-    mask = jax.lax.broadcast_in_dim(compare(rows + k if k else rows, cols), x.shape, (first, second))
-    return jnp.where(mask, x, jax.lax.full_like(x, 0, shape=()))  # which preserves weak types
-
-
 @_kernels.shared("names", "axes")
 def _matrix_kernel(
-    fn: Callable[..., jax.Array],
-    what: str,
-    names: Names,
-    axes: tuple[AxisSelector, AxisSelector],
-    *static: Any,
+    what: str, compare: Callable[..., Any], names: Names, axes: tuple[AxisSelector, AxisSelector], k: int, dtype: Any
 ) -> _kernels.Kernel:
-    """Make a kernel for `fn(x, row, col, *static)`, which keeps the axes, or adds up over them."""
+    """Make a kernel that keeps or adds up the elements where the comparison of row + `k` with column holds."""
     if name_of(axes[0]) == name_of(axes[1]):
         raise ValueError(f"{what}: the rows and the columns must be two axes, got {name_of(axes[0])!r} for both.")
     row, col = (names.index(n) for n in _kernels.select(what, names, axes))
-    batch = tuple(n for i, n in enumerate(names) if i not in (row, col))
-    out_names = batch if fn is _trace else names
-    return _kernels.make_kernel(what, lambda x: fn(x, row, col, *static), (names,), out_names, selection=axes)
+
+    def positional(x):
+        first, second = min(row, col), max(row, col)
+        plane = (x.shape[first], x.shape[second])
+        rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
+        mask = jax.lax.broadcast_in_dim(compare(rows + k if k else rows, cols), x.shape, (first, second))
+        kept = jnp.where(mask, x, jax.lax.full_like(x, 0, shape=()))  # which preserves weak types
+        return jnp.sum(kept, (row, col), dtype) if what == "trace" else kept
+
+    out_names = names if what != "trace" else tuple(n for i, n in enumerate(names) if i not in (row, col))
+    return _kernels.make_kernel(what, positional, (names,), out_names, selection=axes)
 
 
-def _apply(fn: Callable[..., Any], what: str, array: Any, axis1: Any, axis2: Any, *static: Any) -> NamedArray:
+def _apply(
+    what: str, compare: Callable[..., Any], array: Any, axis1: Any, axis2: Any, k: int, dtype: Any = None
+) -> NamedArray:
     require_named(what, array)
     axes = _kernels.one_selector(what, axis1), _kernels.one_selector(what, axis2)
-    return _matrix_kernel(fn, what, array.names, axes, *static).apply(array.array)
+    return _matrix_kernel(what, compare, array.names, axes, operator.index(k), dtype_key(dtype)).apply(array.array)
 
 
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
@@ -63,11 +60,7 @@ def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
     >>> axn.tril(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 0.] [1. 1.]])
     """
-    return _apply(_lower, "tril", array, axis1, axis2, operator.index(k))
-
-
-def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
-    return _where(operator.ge, x, row, col, k)
+    return _apply("tril", operator.ge, array, axis1, axis2, k)
 
 
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
@@ -76,11 +69,7 @@ def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
     >>> axn.triu(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 1.] [0. 1.]])
     """
-    return _apply(_upper, "triu", array, axis1, axis2, operator.index(k))
-
-
-def _upper(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
-    return _where(operator.le, x, row, col, k)
+    return _apply("triu", operator.le, array, axis1, axis2, k)
 
 
 def trace(
@@ -94,8 +83,4 @@ def trace(
     >>> axn.trace(axn.named([[1, 2], [3, 4]], ("row", "col")), "row", "col")
     NamedArray(int32[], 5)
     """
-    return _apply(_trace, "trace", array, axis1, axis2, operator.index(offset), dtype_key(dtype))
-
-
-def _trace(x: jax.Array, row: int, col: int, k: int, dtype: Any) -> jax.Array:
-    return jnp.sum(_where(operator.eq, x, row, col, k), (row, col), dtype)
+    return _apply("trace", operator.eq, array, axis1, axis2, offset, dtype)
