@@ -74,8 +74,6 @@ class _Form(NamedTuple):
     """Advice for a matrix that is not square."""
     transposes: bool = False
     """The result for a transposed matrix is the transposed result, so no transpose is necessary."""
-    decomposes: bool = True
-    """The function uses a decomposition, for which there are no half-precision routines."""
 
 
 def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
@@ -92,8 +90,7 @@ def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
         raise ValueError(
             f"{what}: the matrix {errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
         )
-    if form.decomposes:
-        _check_dtype(what, x)
+    _check_dtype(what, x)
 
 
 def _check_dtype(what: str, x: jax.Array) -> None:

@@ -37,7 +37,7 @@ def median(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
     NamedArray(float32[x=2], [2. 4.])
     """
     require_named("median", array)
-    return _order_kernel("median", array.names, _kernels.hashable(axis), None, "midpoint").apply(array.array)
+    return _order_kernel("median", array.names, _kernels.hashable(axis), (), "midpoint").apply(array.array, 0.5)
 
 
 def quantile(
@@ -60,30 +60,28 @@ def quantile(
 
 
 @_kernels.shared("names", "axis", "q_names")
-def _order_kernel(name: str, names: Names, axis: Any, q_names: Names | None, method: str) -> _kernels.Kernel:
+def _order_kernel(name: str, names: Names, axis: Any, q_names: Names, method: str) -> _kernels.Kernel:
     reduced = _kernels.select(name, names, axis)
     kept = tuple(n for n in names if n not in reduced)
-    of_q = q_names or ()
     if method not in _METHODS:
         raise ValueError(f"{name}: `method` is one of {errors.quoted(_METHODS)}, got {method!r}.")
-    if len(of_q) > 1:
-        raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {errors.describe_axes(of_q)}.")
+    if len(q_names) > 1:
+        raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {errors.describe_axes(q_names)}.")
 
-    def positional(x, q=None):
+    def positional(x, q):
         sizes = [x.shape[names.index(n)] for n in reduced]
         if 0 in sizes:
             raise ValueError(f"{name}: there are no elements along {errors.describe_axes(reduced, sizes)}.")
         if jnp.iscomplexobj(x):
             raise ValueError(f"{name}: complex numbers have no order.")
-        q = jnp.asarray(0.5) if q is None else at_least_float32(q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0)
+        q = at_least_float32(q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0)
         # The sum of the two elements in the middle may overflow in float16, which cannot count elements either.
         wide = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
         found = _ordered(wide, q, tuple(names.index(n) for n in reduced), method)
         return found if wide is x else found.astype(x.dtype)
 
-    in_names = (names,) if q_names is None else (names, q_names)
-    out_names = distinct(name, (*of_q, *kept))
-    return _kernels.make_kernel(name, positional, in_names, out_names, same_sizes=False, selection=axis)
+    out_names = distinct(name, (*q_names, *kept))
+    return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
 
 
 # How each method turns a share of `n` elements into a position.
