@@ -68,7 +68,7 @@ def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSele
     new_axis = one_axis(what, "new_axis", new_axis)
     kernel = _segment_kernel(what, array.names, segments.names, new_axis, _kernels.hashable(axis))
     result = kernel.apply(array.array, segments.array)
-    require_positions(what, "segment", segments, new_axis, -1, " -1 is for elements of no segment.")
+    require_positions(what, "a segment", segments, new_axis, -1, " -1 is for elements of no segment.")
     return result
 
 
