@@ -91,7 +91,8 @@ class _Pipeline(KeptAxes):
         else:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
-        alike = self._alike(a for spec in self._specs[1] for a in axes_in(spec))
+        shards = (a for spec in self._specs[1] for a in axes_in(spec))
+        alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *shards}))
         # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
         # with the same results, one may count.
         here = jax.lax.axis_index(stages) == last
@@ -244,7 +245,7 @@ class _Pipeline(KeptAxes):
             ]
             for group, xs in ((0, stacked), (2, rest))
         ]
-        dtype = jnp.float32 if given is not None else jax.eval_shape(self._call_then, first, head, 0).dtype
+        dtype = jnp.float32 if given is not None else jax.eval_shape(self._value, first, head, 0).dtype
         total = vary_like(jnp.zeros((), dtype), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
         (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))

@@ -34,7 +34,7 @@ from ..distribution.mesh_axes import (
     restricted,
     shard_count,
 )
-from ..distribution.on_shards import NeedsCompleteAxes, OnShards, Shard
+from ..distribution.on_shards import MICROBATCHES, NeedsCompleteAxes, OnShards, Shard
 from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
 from ._stage_arrays import Arrays, folded_in, slice_of, summed_wide, which_are_keys, wide_dtype
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
@@ -67,9 +67,8 @@ class Stages:
         self._batch, self._rounds = name_of(schedule.axis), schedule.rounds
         self._mesh_axes_of_batch = mapped_axes(self._batch)
         self._arrays, self._trees = zip(*map(flatten_arrays, groups), strict=True)
-        keys = which_are_keys(self._arrays[2], groups[2][1].get("key"))
-        self._keys = {2: keys, 3: which_are_keys(self._arrays[3])}
-        self._kept = self._kept_in_loss = KeptShards(frozenset())
+        self._keys = which_are_keys(self._arrays[2], groups[2][1].get("key"))
+        self._kept = self._kept_in_loss = KeptShards()
         self._place()
         self._check()
 
@@ -202,44 +201,50 @@ class Stages:
         if not self._kept.names:
             with activate_here(kept=self._kept):
                 return self._folded(groups)
-        kept = self._kept._replace(complete=self._kept.names, once=True)
-        context = functools.partial(activate_here, kept=kept)
-        runner = OnShards(self._mesh.shape, self._written_names(), context)
-        shards = [
-            self._shard(names, x)
-            for tree, xs in zip(self._trees, groups, strict=False)
-            for names, x in zip(tree.names, xs, strict=True)
-        ]
-        ends = [0, *itertools.accumulate(map(len, groups))]
-        with context():
-            program = jax.make_jaxpr(lambda *xs: self._folded([[*xs[a:b]] for a, b in itertools.pairwise(ends)]))(
-                *map(runner.complete, shards)
-            )
-            try:
-                found = runner.run(program.jaxpr, program.consts, shards)
-                wanted = shards[ends[1] : ends[2]]
-                found = [runner.moved(None, x, y.over).here for x, y in zip(found, wanted, strict=True)]
-            except NeedsCompleteAxes as error:
-                raise self._refusal(error) from None
+        try:
+            shards, runner = self._on_shards(self._folded, (0, 1, 2), groups, self._kept._replace(complete=True))
+            wanted = [self._shard(names, x, self._kept) for names, x in zip(self._trees[1].names, here, strict=True)]
+            found = [runner.moved(None, x, y.over).here for x, y in zip(shards, wanted, strict=True)]
+        except NeedsCompleteAxes as error:
+            raise self._refusal(error) from None
         for x, y in zip(found, here, strict=True):
             if mixed := varying_axes(x) - varying_axes(y):
                 shown = errors.quoted(sorted(mixed))
                 raise self._refusal(NeedsCompleteAxes(f"its results differ between devices along {shown}."))
         return [vary_like(x, y) for x, y in zip(found, here, strict=True)]
 
-    def _shard(self, names: Names | None, x: jax.Array) -> Shard:
-        """Return an array of a layer as a shard over the axes that the schedule keeps."""
-        over = tuple([mapped_axes(n) if n in self._kept.names else () for n in names or ((),) * x.ndim])
-        of_batch = {a for n in self._kept.names for a in mapped_axes(n)}.intersection(self._mesh_axes_of_batch)
-        return Shard(x, over, frozenset(of_batch if self._batch in (names or ()) else ()))
+    def _on_shards(
+        self,
+        fn: Callable[[Sequence[Arrays]], Arrays],
+        numbers: Sequence[int],
+        groups: Sequence[Arrays],
+        kept: KeptShards,
+        microbatch: jax.Array | int = 0,
+    ) -> tuple[list[Shard], OnShards]:
+        """Run a function of groups of arrays, which is traced for complete axes, on what is here of them."""
+        sizes = {**self._mesh.shape, MICROBATCHES: self._schedule.microbatches}
+        context = functools.partial(activate_here, kept=kept)
+        # Of several axes over the same mesh axes, messages name one that the schedule names.
+        names = [*map(name_of, self._schedule.keep_sharded), *sorted(kept.names), kept.batch]
+        written = {kept.over(n): n for n in reversed(names) if kept.over(n)}
+        runner = OnShards(sizes, written, context, sums=bool(kept.batch), places={MICROBATCHES: microbatch})
+        shards = [
+            [self._shard(names, x, kept) for names, x in zip(self._trees[i].names, xs, strict=True)]
+            for i, xs in zip(numbers, groups, strict=True)
+        ]
+        with context():
+            program = jax.make_jaxpr(fn)([[*map(runner.complete, xs)] for xs in shards])
+            return runner.run(program.jaxpr, program.consts, [*itertools.chain(*shards)]), runner
 
-    def _written_names(self) -> dict[Axes, str]:
-        """Return the axis that is sharded over some mesh axes, for messages: one that the schedule names."""
-        written = [*map(name_of, self._schedule.keep_sharded)]
-        return {mapped_axes(n): n for n in reversed([*written, *sorted(self._kept.names - {*written})])}
+    def _shard(self, names: Names | None, x: jax.Array, kept: KeptShards) -> Shard:
+        """Return an array as a shard over the axes that are kept."""
+        over = tuple([kept.over(n) for n in names or ()]) if names is not None else ((),) * x.ndim
+        of_batch = {a for n in kept.names for a in mapped_axes(n)}.intersection(self._mesh_axes_of_batch)
+        has_own = not kept.batch and self._batch in (names or ())
+        return Shard(x, over, frozenset(of_batch if has_own else ()))
 
     def _refusal(self, error: NeedsCompleteAxes) -> ValueError:
-        kept = errors.quoted([error.axis] if error.axis in self._kept.names else sorted(self._written_names().values()))
+        kept = errors.quoted([error.axis] if error.axis in self._kept.names else sorted(self._kept.names))
         return ValueError(f"{self._what}: the schedule keeps {kept} sharded, and its layers need all of it: {error}")
 
     def _folded(self, groups: Sequence[Arrays]) -> Arrays:
@@ -328,14 +333,15 @@ class Stages:
         return jax.lax.psum(wide, over).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
-        """Return the slices of arrays for a microbatch; keys for it, if all examples have the same key."""
+        """Return the slices of arrays for a microbatch; keys for it, if all examples of a layer have the same key."""
 
         def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
             if names and self._batch in names:
                 return self._cut(names, x)[microbatch]
             return folded_in(x, self._place_of(microbatch)) if is_key else x
 
-        return [*map(own, self._trees[group].names, xs, self._keys[group])]
+        # Not of `then`, which is traced for all of the batch.
+        return [*map(own, self._trees[group].names, xs, self._keys if group == 2 else [False] * len(xs))]
 
     def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
         """Return the number of a microbatch of this device among all of the batch."""
