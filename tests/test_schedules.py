@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -19,6 +20,7 @@ import axonym.haliax as hax
 from axonym import nn
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.schedules import GPipe, OneFOneB
+from axonym.schedules._pipeline import _Pipeline
 from benchmarks.schedules import stage_runs
 from tests.executed import executed
 from tests.helpers import covering, spec
@@ -560,6 +562,17 @@ def test_draw_into_axes(schedule: Any) -> None:
     assert [x.get_text() for x in ax.get_yticklabels()] == ["stage 0", "stage 1"]
     assert sorted(int(x.get_text()) for x in ax.texts) == sorted([0, 1, 2] * 2 * (1 + isinstance(schedule, OneFOneB)))
     assert ax.get_title().startswith(f"{type(schedule).__name__}, 3 microbatches: ")
+
+
+@pytest.mark.parametrize("step", [gradient, inside])
+def test_what_jax_keeps_for_derivatives_has_no_tracers(step: Any) -> None:
+    """`jax.checking_leaks` cannot say so: loops in `shard_map` leak without Axonym, too."""
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        jitted = jax.jit(step(OneFOneB(4)))
+        jitted.trace(*axn.shard(arguments_of(step)))
+    kept = [x for x in gc.get_objects() if isinstance(x, _Pipeline)]
+    folds = [cell.cell_contents for x in kept for cell in x._fold.__closure__ or ()]
+    assert kept and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves([*map(vars, kept), *folds]))
 
 
 def test_layers_in_a_sequence_have_no_stages() -> None:

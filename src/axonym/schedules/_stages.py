@@ -24,7 +24,6 @@ from ..distribution.mesh_axes import (
     Axes,
     axes_in,
     entries_by_name,
-    entries_of,
     entry_of,
     fits,
     has_explicit,
@@ -66,20 +65,22 @@ class Stages:
         self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
         self._batch, self._rounds = name_of(schedule.axis), schedule.rounds
         self._mesh_axes_of_batch = mapped_axes(self._batch)
-        self._arrays, self._trees = zip(*map(flatten_arrays, groups), strict=True)
-        self._keys = which_are_keys(self._arrays[2], groups[2][1].get("key"))
+        arrays, self._trees = zip(*map(flatten_arrays, groups), strict=True)
+        self._keys = which_are_keys(arrays[2], groups[2][1].get("key"))
+        # Not the arrays: JAX keeps this for derivatives, and tracers must not outlive what they trace.
+        self._types: list[list[Any]] = [[*map(jax.typeof, xs)] for xs in arrays]
         self._kept = self._kept_in_loss = KeptShards()
         self._place()
         self._check()
 
-    def _per_device(self, fn: Callable[..., Any], out_specs: Any) -> Any:
+    def _per_device(self, fn: Callable[..., Any], arrays: Sequence[Arrays], out_specs: Any) -> Any:
         """Call a function of the four groups of arrays on the shards of each device."""
-        ends = list(itertools.accumulate(map(len, self._arrays)))
+        ends = list(itertools.accumulate(map(len, arrays)))
 
         def on_device(*shards: jax.Array) -> Any:
-            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, self._arrays, strict=True)))
+            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
 
-        flat, specs = ([x for group in both for x in group] for both in (self._arrays, self._specs))
+        flat, specs = ([x for group in both for x in group] for both in (arrays, self._specs))
         return run_per_device(on_device, flat, specs, out_specs, self._mesh, axis_names=self._manual)
 
     # --- shardings ---
@@ -98,7 +99,7 @@ class Stages:
         mappings = stored, examples, {self._Layers.name: stages, **examples}, {**stored, **examples}
         specs = [
             [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
-            for i, (tree, xs, mapping) in enumerate(zip(self._trees, self._arrays, mappings, strict=True))
+            for i, (tree, xs, mapping) in enumerate(zip(self._trees, self._types, mappings, strict=True))
         ]
         work = {
             *self._stages,
@@ -110,7 +111,7 @@ class Stages:
         self._sums_wide = active_platform() == "cpu" and self._manual != {*self._mesh.axis_names}
         # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
         self._specs = [[restricted(spec, self._manual & work) for spec in own] for own in specs]
-        for tree, xs, own in zip(self._trees, self._arrays, self._specs, strict=True):
+        for tree, xs, own in zip(self._trees, self._types, self._specs, strict=True):
             for names, x, spec in zip(tree.names, xs, own, strict=True):
                 if self._kept.names.intersection(names or ()) and not self._fits(names or (), x, spec):
                     raise NeedsCompleteAxes(
@@ -124,9 +125,9 @@ class Stages:
         ]
         return fits(spec, x.shape, self._mesh) and all(own == found[: len(own)] for own, found in kept)
 
-    def _sharded_like(self, result: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Shard a result along Explicit mesh axes as the carry was, also where stages had all of an axis."""
-        others = restricted(entries_of(x), {*self._mesh.axis_names} - {*axes_in(spec)})
+    def _sharded_like(self, result: jax.Array, x: Any, spec: PartitionSpec) -> jax.Array:
+        """Shard a result along Explicit mesh axes as the carry was, whose type is `x`, also where stages had all."""
+        others = restricted(x.sharding.spec, {*self._mesh.axis_names} - {*axes_in(spec)})
         return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
 
     def _manual_axes(self, work: set[str]) -> set[str]:
@@ -153,7 +154,7 @@ class Stages:
                 "skipped."
             )
         check_stages(self._schedule, self._count)
-        for names, x, spec in zip(self._trees[1].names, self._arrays[1], self._specs[1], strict=True):
+        for names, x, spec in zip(self._trees[1].names, self._types[1], self._specs[1], strict=True):
             if names is None or self._batch not in names:
                 raise ValueError(
                     f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
