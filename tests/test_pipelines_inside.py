@@ -356,13 +356,26 @@ def _mean(y: Any) -> Any:
     return axn.sum(axn.mean(axn.sin(y), "batch")).scalar()
 
 
+@jax.custom_vjp
+def _weighted(x: Any, w: Any) -> Any:
+    return x * w[None, None]
+
+
+def _weighted_backward(kept: Any, g: Any) -> Any:
+    x, w = kept
+    return g * w[None, None] * 2, jnp.sum(g * x, (0, 1))  # of x by its own rule; of w a sum over examples
+
+
+_weighted.defvjp(lambda x, w: (_weighted(x, w), (x, w)), _weighted_backward)
+
+
 def _penalty(y: Any) -> Any:
     slope = jax.grad(lambda z: axn.sum(axn.sin(z) ** 3).scalar())(y)
     return axn.sum(slope * slope).scalar()
 
 
 THENS: dict[str, tuple[Any, str]] = {
-    # A function of all results, and what refuses it.
+    # A function of all results, and of weights if it takes these, and what refuses it.
     "a mean over the batch": (_mean, ""),
     "a mean of all": (lambda y: axn.mean(axn.sin(y)).scalar(), ""),
     "a sum": (lambda y: axn.sum(axn.sin(y)).scalar(), ""),
@@ -390,6 +403,9 @@ THENS: dict[str, tuple[Any, str]] = {
         lambda y: jax.lax.cond(y.axis_size("pos") > 4, lambda: axn.mean(y * y).scalar(), lambda: 0.5), ""
     ),
     "computed again": (lambda y: jax.checkpoint(_mean)(y) * 2 + jax.checkpoint(lambda y: 1.0)(y), ""),
+    "its own derivative": (lambda y, w: axn.sum(axn.named(_weighted(y.array, w.array), y.names)).scalar(), ""),
+    "a penalty of weights": (lambda y, w: axn.mean(y * y).scalar() + axn.sum(w * w).scalar(), ""),
+    "a product with a mean": (lambda y, w: axn.sum(axn.mean(y, "batch") * axn.sin(w)).scalar(), ""),
     "a maximum over the batch": (lambda y: axn.sum(axn.max(y, "batch")).scalar(), "'max' .* all of 'batch'"),
     "a softmax over the batch": (lambda y: axn.sum(nn.softmax(y, "batch") ** 2).scalar(), "all of 'batch'"),
     "a root of a mean": (lambda y: axn.sqrt(axn.mean(y * y)).scalar(), "'sqrt' .* all of 'batch'"),
@@ -407,19 +423,23 @@ def test_a_loss_is_that_of_all_examples_or_refused(name: str) -> None:
     """Of devices with shards of the batch and of positions, and of microbatches."""
     then, refused = THENS[name]
 
-    def loss(weights: Any, x: Any, schedule: Any = None) -> Any:
+    def loss(weights: Any, x: Any, scale: Any, schedule: Any = None) -> Any:
         layer = lambda w, x: axn.tanh(x * w)
-        return nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule, then=then)(x)
+        takes_both = then.__code__.co_argcount == 2
+        given = lambda y, w: then(y * w, w) if takes_both else then(y * w)
+        fold = nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule, then=given, then_args=(scale,))
+        return fold(x)
 
-    mapping, arguments = CP, (axn.ones({"layers": 2}), X.astype(jnp.float32))
-    step = jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(4, keep_sharded=["pos"])), (0, 1))
+    mapping = CP
+    arguments = axn.ones({"layers": 2}), X.astype(jnp.float32), axn.linspace(Embed, start=0.5, stop=1.5)
+    step = jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(4, keep_sharded=["pos"])), (0, 1, 2))
     with jax.set_mesh(axn.make_mesh({"stage": 2, "data": 2, "context": 2})), axn.axis_mapping(mapping):
         if refused:
             with pytest.raises(ValueError, match=f"must be a sum or a mean over 'batch': .*{refused}"):
                 jax.eval_shape(step, *arguments)
             return
         found = jax.block_until_ready(jax.jit(step, compiler_options=QUICK)(*axn.shard(arguments)))
-    expected = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=QUICK)(*arguments)
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options=QUICK)(*arguments)
     for x, y in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

@@ -92,7 +92,7 @@ class OnShards:
         places: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._sizes, self._names, self._context, self._sums, self._gathers = sizes, names, context, sums, gathers
-        self._places = places
+        self.places = places
         self._around: list[Any] = []
         """The operations whose functions run."""
 
@@ -131,7 +131,7 @@ class OnShards:
             if i in x.alike:
                 here = jax.lax.slice_in_dim(here, 0, size, axis=i)
                 continue
-            self._refuse(eqn, tuple(a for a in new if a not in self._places), False)
+            self._refuse(eqn, tuple(a for a in new if a not in self.places), False)
             at = self._place(new) * size
             here = jax.lax.dynamic_slice_in_dim(_varying(here, varying_axes(here) | varying_axes(at)), at, size, i)
         if first := sums - x.sums:
@@ -142,7 +142,7 @@ class OnShards:
         """Return the number of the shard that is here, along some mesh axes."""
         at = jnp.int32(0)
         for a in over:
-            here = jnp.asarray(self._places[a], jnp.int32) if a in self._places else jax.lax.axis_index(a)
+            here = jnp.asarray(self.places[a], jnp.int32) if a in self.places else jax.lax.axis_index(a)
             at = at * self._sizes[a] + here
         return at
 
@@ -642,7 +642,8 @@ def _custom_jvp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Run a function with its own derivative, and the derivative, which is traced for complete axes, too.
 
-    A cotangent of a value that all devices have is summed first, and divided by their number after.
+    A cotangent of a value that all devices have is summed first, and divided by their number after. Along axes that are
+    none of the mesh, it stays a partial sum.
     """
     inner, outs = eqn.params["call_jaxpr"], list[Layout]()
     fn, places = _smooth_part(eqn)
@@ -652,6 +653,9 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     def alike_over(x: Any, over: Layout) -> Axes:
         """Return the mesh axes over which devices have the same value, of which each has part of the cotangent."""
         return tuple(sorted(a for a in axes & varying_axes(x) if a not in own and not any(a in cut for cut in over)))
+
+    def partial_over(over: Layout) -> frozenset[str]:
+        return frozenset(a for a in self.places if not any(a in cut for cut in over))
 
     @jax.custom_vjp
     def on_shards(*here: Any) -> Any:
@@ -666,13 +670,13 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
         with self._context():
             program = jax.make_jaxpr(complete)(_abstract(eqn.invars), _abstract(eqn.outvars))
         total = [
-            Shard(jax.lax.psum(x, over) if (over := alike_over(x, cut)) else x, cut, own)
+            Shard(jax.lax.psum(x, over) if (over := alike_over(x, cut)) else x, cut, own, sums=partial_over(cut))
             for x, cut in zip(cotangents, outs, strict=True)
         ]
         found = self.run(program.jaxpr, program.consts, [*_with(xs, here), *total])
         result: list[Any] = [None] * len(xs)
         for i, x in zip(places, found, strict=True):
-            y = self.moved(eqn, x, xs[i].over).here
+            y = self.moved(eqn, x, xs[i].over, partial_over(xs[i].over)).here
             devices = self.count(alike_over(here[i], xs[i].over))
             result[i] = _varying(y / devices if devices > 1 else y, varying_axes(here[i]))
         return tuple(result)

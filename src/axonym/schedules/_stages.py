@@ -224,11 +224,12 @@ class Stages:
     ) -> tuple[list[Shard], OnShards]:
         """Run a function of groups of arrays, which is traced for complete axes, on what is here of them."""
         sizes = {**self._mesh.shape, MICROBATCHES: self._schedule.microbatches}
+        places = {MICROBATCHES: microbatch} if kept.batch else {}
         context = functools.partial(activate_here, kept=kept)
         # Of several axes over the same mesh axes, messages name one that the schedule names.
         names = [*map(name_of, self._schedule.keep_sharded), *sorted(kept.names), kept.batch]
         written = {kept.over(n): n for n in reversed(names) if kept.over(n)}
-        runner = OnShards(sizes, written, context, sums=bool(kept.batch), places={MICROBATCHES: microbatch})
+        runner = OnShards(sizes, written, context, sums=bool(kept.batch), places=places)
         shards = [
             [self._shard(names, x, kept) for names, x in zip(self._trees[i].names, xs, strict=True)]
             for i, xs in zip(numbers, groups, strict=True)
