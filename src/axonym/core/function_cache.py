@@ -108,8 +108,12 @@ class Functions:
             *specs: further static data: the specs of the caller's arguments. Their leaves are not kept alive.
         """
         weak = tuple([spec.weak() for spec in specs])
-        key = build, plan, self._key, *weak
-        return self._cache.find(key, (self._spec, *weak), lambda: build(self._with_arrays(), plan, *weak))
+        key, spec = (build, plan, self._key, *weak), self._spec
+
+        def with_arrays(held: HeldArrays) -> tuple[Callable[..., Any], ...]:
+            return closed(spec.unflatten(held))
+
+        return self._cache.find(key, (spec, *weak), lambda: build(with_arrays, plan, *weak))
 
     def _where_kept(self) -> tuple[FunctionCache, TreeSpec | None]:
         """Return the cache for the functions, and their part of the key."""
@@ -121,10 +125,6 @@ class Functions:
                 hash(self._spec)
                 return _CACHES.setdefault(_anchor(self._functions[0]), FunctionCache()), self._spec
         return FunctionCache() if self._own is None else self._own, None
-
-    def _with_arrays(self) -> WithArrays:
-        spec = self._spec
-        return lambda held: closed(spec.unflatten(held))
 
 
 def _anchor(function: Any) -> Any:

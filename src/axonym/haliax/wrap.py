@@ -57,11 +57,14 @@ def wrap_elemwise_binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
 
 
 def _positions(what: str, a: NamedArray, axis: AxisSelection, single: bool) -> Any:
-    several: Any = axis if isinstance(axis, (tuple, list, dict)) else (axis,)
-    found = [a.names.index(x.name) for x in a.resolve_axis(several)]
+    found = [a.names.index(x.name) for x in a.resolve_axis(() if axis is None else _several(axis))]
     if single and len(found) > 1:
         raise ValueError(f"{what} takes one axis, got {axis}.")
     return found[0] if single or len(found) == 1 else tuple(found)
+
+
+def _several(axis: Any) -> Any:
+    return axis if isinstance(axis, (tuple, list, dict)) else (axis,)
 
 
 def wrap_axiswise_call(

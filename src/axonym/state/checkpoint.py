@@ -164,11 +164,9 @@ def _last_intact(damaged: Any) -> str:
 def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
     """Return the replicated sharding for arrays that have none, so that a step can use them with the others."""
     mesh = current_mesh() if mesh is None else mesh
-    meshes = [*([] if mesh is None else [with_devices(mesh)]), *(sharding.mesh for sharding in known)]
-    for one in meshes:
-        if isinstance(one, Mesh):
-            return NamedSharding(one, PartitionSpec())
-    return SingleDeviceSharding(jax.local_devices()[0])
+    meshes = [None if mesh is None else with_devices(mesh), *(sharding.mesh for sharding in known)]
+    found = (NamedSharding(one, PartitionSpec()) for one in meshes if isinstance(one, Mesh))
+    return next(found, SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
