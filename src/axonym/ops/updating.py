@@ -39,7 +39,12 @@ class Update(Protocol):
 def _update(name: str, summary: str, example: str, shown: str) -> Update:
     def op(self, value, *, mode=None, indices_are_sorted=False, unique_indices=False):
         options = _options(mode=mode, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices)
-        return _apply_update(name, self.array, self.index, value, options)
+        x = self.array
+        items, operands, checked = make_plan(x, self.index, for_update=True, in_range=mode is None)
+        value, value_names = operand(value)
+        changed = _update_kernel(name, x.names, items, value_names, options).apply(x.array, value, *operands)
+        require_in_range(checked)
+        return changed
 
     doc = f"""{summary}
 
@@ -139,14 +144,6 @@ def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tu
         fill_value = StaticLeaf(static_number("at[...].get", "fill_value", fill_value))
     given = {"mode": mode, "fill_value": fill_value, **{k: v or None for k, v in promises.items()}}
     return tuple((k, v) for k, v in given.items() if v is not None)
-
-
-def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumeric, options: Any) -> NamedArray:
-    items, operands, checked = make_plan(x, index, for_update=True, in_range="mode" not in dict(options))
-    value, value_names = operand(value)
-    changed = _update_kernel(how, x.names, items, value_names, options).apply(x.array, value, *operands)
-    require_in_range(checked)
-    return changed
 
 
 @_kernels.shared("names", "items", "value_names")
