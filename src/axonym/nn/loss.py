@@ -166,7 +166,7 @@ def _cross_entropy(
     )
     result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:
-        require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
+        require_positions(what, "a target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
     return result
 
 
