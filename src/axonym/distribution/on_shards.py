@@ -32,7 +32,7 @@ from .per_device import varying_over
 Layout = tuple[Axes, ...]
 
 
-class NeedsCompleteAxes(Exception):
+class NeedsCompleteAxes(ValueError):
     """Raised with the reason why code cannot be computed from shards, the axis of which it needs more, and the mesh
     axes that this axis is cut over."""
 
@@ -80,6 +80,7 @@ class OnShards:
         sums: whether sums over cut axes stay partial for as long as they can: see `Shard.sums`.
         gathers: whether an operation that needs complete axes gets them; it is refused otherwise.
         places: the number of the shard that is here, along axes that are none of the mesh.
+        rows: the number of all rows. Those here are no neighbours of each other, so they cannot be divided further.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class OnShards:
         sums: bool = False,
         gathers: bool = False,
         places: Mapping[str, Any] = MappingProxyType({}),
+        rows: int = 1,
     ):
-        self._sizes, self._names, self._context, self._sums, self._gathers = sizes, names, context, sums, gathers
-        self.places = places
+        self.sizes, self._names, self._context, self._sums, self._gathers = sizes, names, context, sums, gathers
+        self.places, self._rows = places, rows
         self._around: list[Any] = []
         """The operations whose functions run."""
 
@@ -100,7 +102,7 @@ class OnShards:
 
     def count(self, over: Axes) -> Any:
         """Return the number of shards over some mesh axes."""
-        return math.prod(self._sizes[a] for a in over)
+        return math.prod(self.sizes[a] for a in over)
 
     def cut_sizes(self, sizes: Sequence[int], over: Sequence[Axes]) -> tuple[int, ...]:
         return tuple([int(n // self.count(a)) for n, a in zip(sizes, over, strict=True)])
@@ -135,6 +137,7 @@ class OnShards:
             at = self._place(new) * size
             here = jax.lax.dynamic_slice_in_dim(_varying(here, varying_axes(here) | varying_axes(at)), at, size, i)
         if first := sums - x.sums:
+            self._refuse(eqn, tuple(a for a in first if a not in self.places), False)
             here = jnp.where(self._place(tuple(sorted(first))) == 0, here, jnp.zeros_like(here))
         return Shard(here, to, x.own, frozenset(i for i in x.alike if not to[i]), sums)
 
@@ -143,7 +146,7 @@ class OnShards:
         at = jnp.int32(0)
         for a in over:
             here = jnp.asarray(self.places[a], jnp.int32) if a in self.places else jax.lax.axis_index(a)
-            at = at * self._sizes[a] + here
+            at = at * self.sizes[a] + here
         return at
 
     def _refuse(self, eqn: Any, over: Axes, always: bool) -> None:
@@ -262,7 +265,8 @@ class OnShards:
         layout: dict[int, Axes] = {}
         for f, over in sorted(wanted, key=lambda pair: pair[0] in combined):
             taken = {a for own in layout.values() for a in own}  # a mesh axis cuts one dimension only
-            if f not in layout and not taken & {*over} and rule.sizes[f] % self.count(over) == 0:
+            unit = self._rows if ROWS in over else self.count(over)
+            if f not in layout and not taken & {*over} and rule.sizes[f] % unit == 0:
                 layout[f] = over
         return layout
 
@@ -655,7 +659,8 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
         return tuple(sorted(a for a in axes & varying_axes(x) if a not in own and not any(a in cut for cut in over)))
 
     def partial_over(over: Layout) -> frozenset[str]:
-        return frozenset(a for a in self.places if not any(a in cut for cut in over))
+        apart = [*self.places, *({ROWS} & self.sizes.keys())]
+        return frozenset(a for a in apart if not any(a in cut for cut in over))
 
     @jax.custom_vjp
     def on_shards(*here: Any) -> Any:

@@ -351,7 +351,7 @@ class _Dispatch:
         shards = [*map(of_groups, params, self._tree.names), Shard(x, ((ROWS,), *((),) * (x.ndim - 1)))]
         shards.append(Shard(sizes, ((SIZES,),)))
         counts = {ROWS: Fraction(max(rows, 2), x.shape[0]), GROUPS: count, SIZES: count}
-        runner = OnShards(counts, {(GROUPS,): name})
+        runner = OnShards(counts, {(GROUPS,): name}, rows=max(rows, 2))
         *of_all, all_rows, all_sizes = map(runner.complete, shards)
         with keeping_nothing():
             program = jax.make_jaxpr(self._of_experts)(of_all, all_rows, all_sizes)
