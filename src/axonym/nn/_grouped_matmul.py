@@ -238,5 +238,13 @@ def megablox(
     # The kernel takes complete tiles of rows, and leaves rows after the last group undefined, in gradients too.
     inside = jax.lax.broadcasted_iota(sizes.dtype, (x.shape[0], 1), 0) < jnp.sum(sizes)
     rows = jax.lax.pad(jnp.where(inside, x, 0), jnp.zeros((), x.dtype), [(0, -x.shape[0] % _TILE, 0), (0, 0, 0)])
-    y = gmm(rows, weight, sizes, x.dtype, (_TILE,) * 3, transpose_rhs=transposed, interpret=interpret)
+    try:
+        y = gmm(rows, weight, sizes, x.dtype, (_TILE,) * 3, transpose_rhs=transposed, interpret=interpret)
+    except ValueError as e:
+        if "check_vma" not in str(e):
+            raise
+        raise ValueError(
+            "MoELinear: JAX's kernel megablox (`use_gmm`) does not run where JAX tracks which values are "
+            "device-varying, as in `dispatch` with sharded experts. Leave `use_gmm` out there."
+        ) from e
     return jnp.where(inside, y[: x.shape[0]], 0)

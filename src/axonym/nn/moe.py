@@ -75,7 +75,8 @@ class MoELinear(eqx.Module):
             use_bias: whether there is a bias.
             out_first: whether the axis of the output comes before the axis of the input in the weight.
             init_scale: multiplies the standard deviation of the weights.
-            use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`.
+            use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`. It is
+                refused in `dispatch` with sharded experts.
 
         >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
         >>> axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight.shape
