@@ -97,18 +97,13 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
     at_once = max(most // several, 1) if tiled else 1
     if cut or put:  # whole shards need no program
         at_once = min(at_once, _MOST_AT_ONCE)
-    straight = not (cut or put) and _one_by_one(shape, source, target)
+    # Each device's shard goes to one other device of this process, in order.
+    both = source.device_set | target.device_set
+    apart = not source.device_set & target.device_set and len(both) == len(_of_this_process(both))
+    here, there = (list(s.devices_indices_map(shape).values()) for s in (source, target))
+    straight = not (cut or put) and apart and here == there
     each = 0 if straight else several
     return Route(shape, itemsize, source, target, piece, cut, put, tiled, straight, rounds, flight, each, at_once)
-
-
-def _one_by_one(shape: tuple[int, ...], source: Sharding, target: Sharding) -> bool:
-    """Return whether each device's shard goes to one other device of this process, in order."""
-    both = source.device_set | target.device_set
-    if source.device_set & target.device_set or len(both) != len(_of_this_process(both)):
-        return False
-    here, there = (list(s.devices_indices_map(shape).values()) for s in (source, target))
-    return here == there
 
 
 def _fewest_rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tuple[tuple[Round, ...], int]:

@@ -84,7 +84,10 @@ def save_checkpoint_async(path: str | os.PathLike[str], tree: Any) -> PendingChe
             pending._claim()
             agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
             if jax.process_index() == 0:
-                pending._make_folder(about)
+                _remove(pending._unfinished)  # what a process that was killed has left
+                (pending._unfinished / "about").mkdir(parents=True)
+                (pending._unfinished / "about" / "metadata").write_text(json.dumps(about))
+                (pending._unfinished / "arrays").mkdir()  # or each process that writes would wait for it
             agree()
             pending._begin(about, arrays)
     except BaseException:
@@ -174,12 +177,6 @@ class PendingCheckpoint:
                     "checkpoint its own name, such as the step number."
                 )
             _PENDING[str(self._folder)], self._has_claimed = self, True
-
-    def _make_folder(self, about: Any) -> None:
-        _remove(self._unfinished)  # what a process that was killed has left
-        (self._unfinished / "about").mkdir(parents=True)
-        (self._unfinished / "about" / "metadata").write_text(json.dumps(about))
-        (self._unfinished / "arrays").mkdir()  # or each process that writes would wait for it
 
     def _begin(self, about: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> None:
         """Copy the shards of this process to host memory, and let threads write them."""
