@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import DividedLayers, Meshes, PatternAccount, Sizes, kept, loops_over, parts_of_report, rates_at
+from ._accounts import DividedLayers, Meshes, PatternAccount, Sizes, kept, loops_over, parts_of_report
 from ._counted_exchanges import Account
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_layout import Layout, check_sizes
@@ -22,7 +23,7 @@ from ._named_trace import named_trace
 from ._planned_mapping import Over, PlannedMapping
 from .cost_model import Estimate
 from .explaining import explain
-from .linked_chips import Placement, Topology
+from .linked_chips import Islands
 from .report import Report
 
 
@@ -74,15 +75,15 @@ class Search:
     def __init__(
         self,
         step: TracedStep,
-        topologies: Sequence[Topology],
+        islands: Islands,
         stages: DividedLayers | None = None,
         like: Search | None = None,
     ):
         """Arguments:
         like: the search of the same step by other choices, which considers the same mappings if it has the same axes.
         """
-        self.step, self.trace, self.topologies, self.stages = step, step.trace, topologies, stages
-        self.chip, self.chips = topologies[0].chip, topologies[0].chips
+        self.step, self.trace, self.islands, self.stages = step, step.trace, islands, stages
+        self.chip, self.chips = islands.chip, islands.chips
         of_model, of_batch = step.of_model, step.of_batch
         self.left_out: dict[str, str] = {}
         """The shardings that are not considered, each with the reason."""
@@ -187,9 +188,9 @@ class Search:
 
     def found(self, ranked: Ranked, row: int) -> PlannedMapping:
         """Return the exact costs of a mesh."""
-        topology, placed = ranked.meshes.placed[row]
+        placed = ranked.meshes.placed[row]
         own = {"stage": self.stages.count} if self.stages else {}
-        mesh = {a: n for a, n in placed.mesh.items() if n > 1} or {"data": 1}
+        mesh = {a: n for a, n in placed.items() if n > 1} or {"data": 1}
         layout = Layout({**mesh, **own}, ranked.compute, ranked.storage, self.trace.joined)
         account = Account(self.trace, layout)
         compute = self._with_stages(ranked.compute)
@@ -202,13 +203,16 @@ class Search:
             n = self.stages.count
             flops, sent, memory = flops and flops // n, sent // n, int(ranked.memory[row])
         pattern = self._account(ranked.axes, ranked.compute, ranked.storage)
-        sizes = Sizes({a: float(n) for a, n in placed.mesh.items()})
+        sizes = Sizes({a: float(n) for a, n in placed.items()})
         touched, _ = pattern.memory(sizes)
-        bounds = cost_model.bounds(pattern.parts(sizes, touched), rates_at(topology, placed), self.chip, touched)
+        bounds = cost_model.bounds(pattern.parts(sizes, touched), self._rates(placed), self.chip, touched)
         return PlannedMapping(
             mesh, compute, storage, bounds, memory, flops, sent, account.uncertain, raw=self.step.raw,
-            estimate=ranked.estimate.at(row), topology=topology, placed=placed,
+            estimate=ranked.estimate.at(row), topology=self.islands,
         )  # fmt: skip
+
+    def _rates(self, mesh: Mapping[str, int]) -> cost_model.Rates:
+        return functools.partial(self.islands.rate, mesh)
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
         return {**mapping, **({self.stages.layers: DividedLayers.over} if self.stages else {})}
@@ -226,17 +230,14 @@ class Search:
         sizes = Sizes({a: float(n) for a, n in found.mesh.items()})
         touched, _ = account.memory(sizes)
         parts = parts_of_report(report, account.parts(sizes, touched))
-        each = [
-            (cost_model.estimate(parts, rates_at(topology, placed), self.chip), topology, placed)
-            for topology in self.topologies
-            for placed in topology.placements(found.mesh)
-        ]
-        estimate, topology, placed = min(each, key=lambda one: float(one[0].seconds))
+        placements = self.islands.placements(found.mesh)
+        each = [(cost_model.estimate(parts, self._rates(placed), self.chip), placed) for placed in placements]
+        estimate, placed = min(each, key=lambda one: float(one[0].seconds))
         terms = {name: float(t) for name, t in estimate.terms.items()}
-        bounds = cost_model.bounds(parts, rates_at(topology, placed), self.chip, touched)
+        bounds = cost_model.bounds(parts, self._rates(placed), self.chip, touched)
         if report.bounds is not None:
             bounds = dataclasses.replace(bounds, compute=report.bounds.compute)
-        return dataclasses.replace(found, bounds=bounds, estimate=Estimate(terms), topology=topology, placed=placed)
+        return dataclasses.replace(found, mesh=placed, bounds=bounds, estimate=Estimate(terms))
 
     def ask(self, limit: int) -> Iterator[PlannedMapping]:
         """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
@@ -316,7 +317,7 @@ class Search:
             return None
         found = PlannedMapping(
             mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner", raw=self.step.raw,
-            topology=self.topologies[0], placed=Placement(mesh),
+            topology=self.islands,
         )  # fmt: skip
         return self.estimated(found, report)
 
