@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from .._display import array_tree
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
-from ..core.html_tree import array_tree
 from ._arguments import PlacedArgument
 from ._figures import needed_memory
 from ._parameters import without_numbers
