@@ -47,13 +47,11 @@ _LARGE, _SMALL = (92, 46), (46, 22)
 
 # `!important` is against the styles that notebooks have for outputs.
 _STYLE = f"""{STYLE}
-svg {{ flex: none }} .held {{ fill: var(--fill) }} .empty {{ fill: var(--empty) }}
-.line {{ fill: none; stroke: var(--mid) }} {" ".join(f".cut{i} {{ stroke: var(--m{i}) }}" for i in range(6))}
 .tree {{ padding: 0 !important; margin: 0 }} .tree ul {{ padding-left: 18px !important }} .tree li {{ margin: 0 }}
 .tree, .tree ul {{ list-style: none !important }} code {{ background: none !important; padding: 0 !important }}
 thead, tr {{ background: none !important }} code, pre, table {{ font-size: 13px !important }}
 pre {{ overflow-x: auto }} summary {{ cursor: pointer }}
-p {{ margin: 4px 0 !important }} th, td {{ text-align: left !important }} [class^=cut] {{ stroke-width: 2 }}
+p {{ margin: 4px 0 !important }} th, td {{ text-align: left !important }}
 .tree .name {{ flex: 0 1 calc(220px - 24px * var(--depth, 0)) }}"""
 _SCHEMES = (
     "[data-jp-theme-light=false] .axn, .vscode-dark .axn, "
@@ -112,20 +110,31 @@ class ShownArray:
     def line(self, words: Words, said: str, size: tuple[int, int]) -> Html:
         """Write the picture, the axes, and the description of the array."""
         described = words.placed(self.axes, self.sizes, self.over, self.kind)
-        return joined([self._picture(*size), described, element("span", words.said(said), class_="soft")], " ")
+        picture = array_picture(self.sizes, self.over, self.mesh, size, self.copies > 0)
+        return joined([picture, described, element("span", words.said(said), class_="soft")], " ")
 
-    def _picture(self, width: int, height: int) -> Html:
-        """Draw the array: the columns are the last sharded axis, or the last axis, and the rows are the others."""
-        sharded = [i for i, axes in enumerate(self.over) if axes]
-        columns = sharded[-1] if len(sharded) > 1 or sharded == [len(self.sizes) - 1] else len(self.sizes) - 1
-        rows = tuple(a for i, axes in enumerate(self.over) for a in axes if i != columns)
-        height = {0: 18, 1: 18}.get(len(self.sizes), height)
-        width = width if self.sizes else height
-        over = (rows, self.over[columns] if self.over else ())
-        drawn = cuts((1, 1), (width - 2, height - 2), over, self.mesh)
-        if not self.copies:  # no device holds anything of it
-            drawn = [part for part in drawn if 'class="held"' not in part]
-        return element("svg", *drawn, width=width, height=height, aria_hidden="true")
+
+def array_picture(
+    sizes: Sequence[int],
+    over: Sequence[Sequence[str]],
+    mesh: Mapping[str, int],
+    size: tuple[int, int] = _SMALL,
+    held: bool = True,
+) -> Html:
+    """Draw an array: the columns are its last sharded axis, or its last axis, and the rows are the others.
+
+    Arguments:
+        size: the width and the height.
+        held: whether a device holds anything of it.
+    """
+    sharded = [i for i, axes in enumerate(over) if axes]
+    columns = sharded[-1] if len(sharded) > 1 or sharded == [len(sizes) - 1] else len(sizes) - 1
+    rows = tuple(a for i, axes in enumerate(over) for a in axes if i != columns)
+    height = 18 if len(sizes) < 2 else size[1]
+    width = size[0] if sizes else height
+    drawn = cuts((1, 1), (width - 2, height - 2), (rows, over[columns] if over else ()), mesh)
+    drawn = [part for part in drawn if held or 'class="held"' not in part]
+    return element("svg", *drawn, width=width, height=height, aria_hidden="true")
 
 
 def shown_array(leaf: Leaf) -> ShownArray:
