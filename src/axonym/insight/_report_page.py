@@ -16,7 +16,7 @@ from ._suspicions import Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of, written_number
 from ._transfer_groups import SMALL, known_sent
 from ._transfer_rows import Transfers, percent, short_operation
-from .timeline import HeldArray, MemoryTimeline, arguments_and_others
+from .records import HeldArray, MemoryTimeline, arguments_and_others
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -195,7 +195,7 @@ def _finding(found: Suspicion, words: Words) -> Html:
 
 def _phases(report: Report, words: Words) -> Html:
     """Return a table of the flops in each pass, and of the bytes sent over each set of mesh axes."""
-    phases = ("forward", "recomputed", "backward", "")
+    phases = ("forward", "recomputed", "backward", "optimizer", "")
     sums = {
         phase: {axes: known_sent([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
         for phase in phases

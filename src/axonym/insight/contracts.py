@@ -19,8 +19,8 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import Between, current_mesh
 from ._figures import Memory
 from ._text import parsed_bytes
-from .collectives import Collective
 from .explaining import Mappings, explain, quickest_exact
+from .records import Collective
 from .report import Report
 
 
@@ -85,7 +85,7 @@ def never(
 
     Arguments:
         over: a mesh axis, or `"slices"`.
-        phase: `"forward"`, `"backward"` or `"recomputed"`, if it is only about this one.
+        phase: `"forward"`, `"backward"`, `"recomputed"` or `"optimizer"`, if it is only about this one.
         mapping, mesh, between: as in `explain`.
 
     >>> rule = axn.insight.never(over="slices", phase="forward")

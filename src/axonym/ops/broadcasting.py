@@ -6,8 +6,7 @@ layout, or an intended outer product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
+from ._op_types import A, is_tree, map_tree
 from ._operands import distinct, operand, require_named
 
 MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")
@@ -39,13 +39,19 @@ def broadcast_to(
     return _broadcast_kernel("broadcast_to", names, spec, ensure_order, enforce_no_extra_axes).apply(array)
 
 
+@overload
+def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray: ...
+@overload
+def broadcast_axis(a: A, axis: AxisSpec) -> A: ...
 @errors.say_how_to_call
-def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
-    """Add axes in front of the axes of an array; axes that it already has keep their positions.
+def broadcast_axis(a: Any, axis: AxisSpec) -> Any:
+    """Add axes in front of those of an array, or of a tree of arrays; axes that it already has keep their positions.
 
     >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
     NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
     """
+    if is_tree(a):
+        return map_tree(lambda leaf: broadcast_axis(leaf, axis), a)
     array, names = operand(a)
     spec = axes_of_spec(_kernels.hashable(axis), "broadcast_axis")
     return _broadcast_kernel("broadcast_axis", names, spec, False, False).apply(array)
@@ -83,19 +89,6 @@ def broadcast_arrays(
     return tuple(result)
 
 
-def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
-    """Make the coordinates of a grid: broadcast arrays of one axis each to the axes of all of them, in order.
-
-    >>> x, y = axn.meshgrid(axn.named([1, 2], "x"), axn.named([3, 4, 5], "y"))
-    >>> y
-    NamedArray(int32[x=2, y=3], [[3 4 5] [3 4 5]])
-    """
-    if not arrays:
-        return ()
-    every = tuple(require_named("meshgrid", x).names for x in arrays)
-    return _meshgrid_kernel(every).apply(*(x.array for x in arrays))
-
-
 # --- kernels ---
 
 
@@ -128,6 +121,7 @@ def _broadcast_kernel(
 def _together_kernel(
     what: str, every: tuple[Names, ...], positions: tuple[int, ...], require_subset: bool, ensure_order: bool
 ) -> _kernels.Kernel:
+    """Make a kernel that broadcasts several arrays at once, so that new axes are sharded as in the other arrays."""
     full = max(every, key=len)
     if require_subset:
         _kernels.broadcast_names(what, every)  # raises an error if no array has all the axes
@@ -137,25 +131,6 @@ def _together_kernel(
         out_names = (full,) * len(every)
     else:
         out_names = tuple((*(n for n in full if n not in names), *names) for names in every)
-    return _make_together_kernel(what, every, positions, out_names)
-
-
-@_kernels.shared("every")
-def _meshgrid_kernel(every: tuple[Names, ...]) -> _kernels.Kernel:
-    for names in every:
-        if len(names) != 1:
-            raise ValueError(
-                f"meshgrid: each array must have one axis, got one with {errors.describe_axes(names)}. "
-                "To combine arrays of several axes use `axonym.broadcast_arrays(..., require_subset=False)`."
-            )
-    full = distinct("meshgrid", tuple(n for names in every for n in names))
-    return _make_together_kernel("meshgrid", every, tuple(range(len(every))), (full,) * len(every))
-
-
-def _make_together_kernel(
-    what: str, every: Sequence[Names], positions: Sequence[int], out_names: tuple[Names, ...]
-) -> _kernels.Kernel:
-    """Make a kernel that broadcasts several arrays at once, so that new axes are sharded as in the other arrays."""
 
     def positional(*arrays):
         sizes: dict[str, int] = {}
