@@ -377,11 +377,17 @@ class _Planner:
         pruned = len(large) + sum(r.bound > first.estimate.seconds for r in fit)
         not_fitting = len(large) + sum(p.peak is not None for p in too_large)
         considered = len(self._rows) + len(self._asked) - again
-        cautions = (*_cautions(self._chips, first), *doubts)
+        if self._chips > 1 and not first.compute:
+            doubts.insert(
+                0,
+                f"the first one shards nothing: each of the {self._chips} devices computes everything, which takes "
+                "less time than the others' communication. Plan with the sizes that you will train with, or use fewer "
+                "devices.",
+            )
         name = self._searches[tuple(first.choices.items())].trace.name
         return MappingPlan(
             name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered, len(self._asked),
-            left_out, cautions, pruned, not_fitting,
+            left_out, tuple(doubts), pruned, not_fitting,
         )  # fmt: skip
 
     def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:
@@ -440,15 +446,6 @@ class _Planner:
         memory = self._explained(p, "compiled").memory
         assert memory is not None, "it is compiled"
         return dataclasses.replace(p, peak=max(memory.arguments, memory.results) + memory.temporaries)
-
-
-def _cautions(chips: int, first: PlannedMapping) -> Iterator[str]:
-    """Yield what makes the first mapping of a plan doubtful."""
-    if chips > 1 and not first.compute:
-        yield (
-            f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
-            "than the others' communication. Plan with the sizes that you will train with, or use fewer devices."
-        )
 
 
 # --- writing ---
