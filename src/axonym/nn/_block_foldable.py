@@ -196,11 +196,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 loop.
             schedule: the order of work if the axis of the layers is sharded, `axonym.schedules.GPipe` or `OneFOneB`.
                 A `BlockSeq` takes none.
-            then: a function of the result and `then_args` that returns a sum over examples, the loss. `fold` returns
-                its value. With `OneFOneB`, it gets one microbatch at a time, of the result and of each of `then_args`
-                that has the axis of the batch. An axis of `then_args` that is sharded over the stages, such as the
-                vocabulary, stays so if `then` reduces it by `axonym.nn.cross_entropy_loss` and `axonym.logsumexp` only,
-                and axes that the layers keep sharded, such as positions, if `then` adds them up.
+            then: a function of the result and `then_args` that returns the loss, a number, which `fold` returns. With
+                `OneFOneB`, it is traced once and run on one microbatch at a time, so it must be a sum or a mean over
+                examples. What needs more of the batch is an error with the line of your code.
             then_args: the arguments of `then`, such as labels and the layers of the head.
             **kwargs: more arguments of the layers, by keyword.
 

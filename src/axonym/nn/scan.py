@@ -170,8 +170,10 @@ class Stacked(BlockFoldable[M], LayerStack):
                 "fold", fn, lambda layers, body: layers._scheduled(schedule, body, unroll, then, then_args)
             )
 
+        without_arrays: Any = dataclasses.replace(self, stacked=None)  # JAX keeps what a derivative calls
+
         def of_some(stacked: M, Layers: Axis, carry: Any, *args: Any, **kwargs: Any) -> Any:
-            layers = dataclasses.replace(self, stacked=stacked, Block=Layers)
+            layers = dataclasses.replace(without_arrays, stacked=stacked, Block=Layers)
             return layers._looped("fold", fn, unroll)(carry, *args, **kwargs)
 
         def scheduled(init: Any, *args: Any, **kwargs: Any) -> Any:

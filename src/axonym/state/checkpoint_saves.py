@@ -84,10 +84,7 @@ def save_checkpoint_async(path: str | os.PathLike[str], tree: Any) -> PendingChe
             pending._claim()
             agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
             if jax.process_index() == 0:
-                _remove(pending._unfinished)  # what a process that was killed has left
-                (pending._unfinished / "about").mkdir(parents=True)
-                (pending._unfinished / "about" / "metadata").write_text(json.dumps(about))
-                (pending._unfinished / "arrays").mkdir()  # or each process that writes would wait for it
+                pending._make_folder(about)
             agree()
             pending._begin(about, arrays)
     except BaseException:
@@ -178,6 +175,15 @@ class PendingCheckpoint:
                 )
             _PENDING[str(self._folder)], self._has_claimed = self, True
 
+    def _make_folder(self, about: Any) -> None:
+        beside = self._folder.parent
+        for path in [*beside.iterdir()] if beside.is_dir() else []:
+            if path.name.startswith(f"{self._folder.name}{UNFINISHED}-"):
+                _remove(path)  # what a process that was killed has left
+        (self._unfinished / "about").mkdir(parents=True)
+        (self._unfinished / "about" / "metadata").write_text(json.dumps(about))
+        (self._unfinished / "arrays").mkdir()  # or each process that writes would wait for it
+
     def _begin(self, about: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> None:
         """Copy the shards of this process to host memory, and let threads write them."""
         for key, x in arrays.items():
@@ -233,6 +239,7 @@ class PendingCheckpoint:
         if self._written.done() and (failure := self._written.exception()) is not None:
             text = f"save_checkpoint_async: {self._folder} could not be written: {failure or type(failure).__name__}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+            self._outcome = failure  # which `wait` still raises
         if self._written.done() and jax.process_count() == 1:  # several processes wait together
             self._close()
 
