@@ -12,8 +12,8 @@ from ..distribution import policy
 from ..distribution.decisions import PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes
 from ..names.distributing import PRODUCTS
+from ..ops._blockwise import pivot_of
 from ..ops._kernels import GATHERING
-from ..ops._pencils import pivot_of
 from . import _scopes
 from ._branches import Branches, least, mean
 from ._figures import Bounds, Memory, bounds_on

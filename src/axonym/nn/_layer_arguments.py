@@ -239,7 +239,6 @@ def skipping(fn: Callable[..., Any], layers: Axis, stacked: Any, outputs: bool) 
 
     Arguments:
         fn: the function, from a layer, a carry and further arguments to the next carry.
-        layers: the axis of the layers.
         stacked: the stacked layers.
         outputs: whether the function also returns an output.
     """

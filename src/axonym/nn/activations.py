@@ -188,7 +188,6 @@ def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
     """Multiply the first half of an axis by the sigmoid of the second half.
 
     Arguments:
-        x: a named array.
         axis: the axis, of even size; in the result it is half as long.
 
     >>> axn.nn.glu(axn.named([1., 2., 0., 0.], "x"), "x")

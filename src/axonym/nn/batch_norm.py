@@ -59,13 +59,8 @@ class BatchNorm(ModuleWithStateDictSerialization):
     Arguments:
         axis: the axis of the channels, which the statistics have.
         Batch: all other axes of the input, along which the statistics are computed: batch axes and spatial axes.
-        weight: the scale of each channel, or None.
-        bias: the shift of each channel, or None.
-        running: where the state keeps the running statistics.
-        eps: added to the variance, to avoid division by zero.
         momentum: the share of each batch in the running statistics, as in PyTorch. The momentum of Equinox and Flax is
             one minus this.
-        inference: whether to use the running statistics.
 
     >>> import equinox as eqx
     >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")

@@ -104,16 +104,12 @@ class Conv(_Convolution):
 
         Arguments:
             Spatial: the axes to convolve along. Only their names matter.
-            In: the axis of the input channels.
-            Out: the axis of the output channels.
             kernel_size: the size of the kernel.
             stride: the step between windows.
             padding: zeros around the input: an integer, or for each axis an integer or a pair, before and after; or
                 "SAME" or "VALID", as in `jax.lax`.
             dilation: the distance between the input elements of a window.
             groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
-            use_bias: whether there is a bias.
-            key: a random key.
 
         >>> In, Out = axn.make_axes(channels=4, features=6)
         >>> layer = axn.nn.Conv.init("time", In, Out, 3, padding="SAME", groups=2, key=jax.random.key(0))

@@ -218,9 +218,6 @@ def learning_rate_scales(tree: T) -> T:
     The factor of a weight is its layer's `lr_scale`; all others are one. Multiply the updates of the optimizer, Adam or
     a relative, by these factors.
 
-    Arguments:
-        tree: a tree of layers, with arrays or with the updates for them.
-
     >>> In, Out = axn.make_axes(embed=4, mlp=8)
     >>> layer = axn.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=axn.nn.mup.HiddenLinearMup)
     >>> scales = axn.nn.mup.learning_rate_scales(layer)

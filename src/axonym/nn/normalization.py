@@ -59,7 +59,6 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
     """Divide the exponential of each element by their sum along some axes.
 
     Arguments:
-        a: a named array.
         axis: the axes to sum along; all of them by default.
         where: the elements to include, by name; the others become zero.
 
@@ -91,7 +90,6 @@ def standardize(
     """Subtract the mean from each element, and divide by the standard deviation, along some axes.
 
     Arguments:
-        x: a named array.
         axis: the axes to compute mean and variance along.
         mean: the mean to use, by name; by default the mean of `x`.
         variance: the variance to use, by name; by default the mean of the squares less the square of the mean.
@@ -167,7 +165,6 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         """Make a layer with a scale of one and a shift of zero. `axis`, `eps` and `dtype` are the fields of the layer.
 
         Arguments:
-            use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift. True by default for `RmsNorm`, too, which has none in PyTorch
                 or in most models: pass False for that.
 
@@ -267,8 +264,6 @@ class GroupNorm(LayerNormBase):
 
         Arguments:
             Spatial: the spatial axes, such as `("height", "width")`; `()` if there are none.
-            use_weight: whether there is a learned scale.
-            use_bias: whether there is a learned shift.
 
         >>> axn.nn.GroupNorm.init(axn.Axis("channels", 4), 2, ("height", "width")).weight.shape
         {'channels': 4}

@@ -165,7 +165,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """Return a function that makes all layers from the arguments of the layers' `init`.
 
         Arguments:
-            Block: the axis of the layers.
             module: the class of the layers. Each layer's `init` gets its own random key, and its own slice of arguments
                 that have the layer axis.
             gradient_checkpointing: the values saved for the backward pass: a `ScanCheckpointPolicy`, or a shorthand for
@@ -410,7 +409,6 @@ class Stacked(BlockFoldable[M], LayerStack):
     Arguments:
         stacked: the stacked layers. Named arrays have the axis `Block`, raw arrays have it first; named arrays without
             it are shared by all layers.
-        Block: the axis of the layers.
         gradient_checkpointing: the values of each layer that are saved for the backward pass.
         padding: the number of added layers at the end of the arrays, with which the stages of a pipeline divide the
             layers. They are zeros and are skipped; `init` adds them for `divisible_by`.
@@ -575,7 +573,6 @@ class BlockSeq(BlockFoldable[M]):
     Every layer is compiled separately, so a deep model takes long to compile; `Stacked` compiles one layer.
 
     Arguments:
-        blocks: the layers.
         Block, gradient_checkpointing: as in `Stacked`.
 
     >>> Layers, Embed = axn.make_axes(layers=2, embed=2)

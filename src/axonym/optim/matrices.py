@@ -265,9 +265,9 @@ def muon(
         steps: the number of Newton-Schulz steps.
         consistent_rms: scales updates to this root mean square, as AdamW has about 0.2; by default they are scaled by
             sqrt(max(1, columns / rows)).
-        adam: the optimizer of parameters that are no matrices; by default AdamW with the learning rate, and no decay.
-        weight_decay: the decay of matrices, times the learning rate; by default none.
-        over, storage, batch, matrix: as for `on_matrices`.
+        **options: `adam`, the optimizer of parameters that are no matrices, by default AdamW with the learning rate and
+            no decay; `weight_decay`, the decay of matrices, times the learning rate, by default none; and `over`,
+            `storage`, `batch` and `matrix`, as for `on_matrices`.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
     >>> tx = axn.optim.muon(2e-2)

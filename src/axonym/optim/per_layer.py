@@ -25,10 +25,6 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
     Many transformations compute something of a whole array, such as its norm (`optax.lars`, `optax.lamb`) or means
     along its axes (`optax.adafactor`), so that layers of a stack would depend on each other.
 
-    Arguments:
-        tx: the transformation.
-        axis: the axis of the layers.
-
     >>> import optax
     >>> tx = axn.optim.per_layer(optax.lars(1e-2), "layers")
     >>> layers = {"weight": axn.ones({"layers": 2, "embed": 4}), "scale": axn.ones({"embed": 4})}

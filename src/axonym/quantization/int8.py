@@ -73,17 +73,13 @@ def _product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array 
     return (y.astype(scale.dtype) * scale).astype(lhs.dtype)
 
 
-def _forward(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    return _product(axes, lhs, rhs, like), (lhs, rhs)
-
-
 def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs = operands
     of_lhs: Any = _product(axes.of_lhs_gradient(), gradient, rhs, lhs)
     return of_lhs, multiply(axes.of_rhs_gradient(), lhs, gradient, like=rhs), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda axes, lhs, rhs, like=None: (_product(axes, lhs, rhs, like), (lhs, rhs)), _backward)
 
 
 def _rounded_int8(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:

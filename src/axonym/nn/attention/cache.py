@@ -32,7 +32,6 @@ class KVCache(eqx.Module):
 
     Arguments:
         keys: the keys, with an axis of positions among others.
-        values: the values.
         lengths: the number of positions so far, for each example or for all: the next position.
         KPos: the axis of positions.
         window: the number of positions that queries attend to, if the cache keeps only the latest positions.
@@ -79,7 +78,6 @@ class KVCache(eqx.Module):
             KVHeads: the axes of heads of keys and values; `()` for none.
             KPos: the axis of positions; its size is the capacity.
             HeadSize: the axis of features.
-            dtype: the dtype of keys and values.
             ValueSize: the axis of features of values, if not the same.
             per_example: False if all examples always have one length, which makes `update` faster.
             window: overwrite the oldest positions when the cache is full. Queries attend to the `window` latest
@@ -142,7 +140,6 @@ class KVCache(eqx.Module):
 
         Arguments:
             keys: the keys, along the cache's axis of positions; keys without that axis are for one position.
-            values: the values, likewise.
             count: the number of new positions that are valid, all by default: prompts of different lengths are padded
                 at their end to one length, and `count` is the length of each. The padding is overwritten later.
             at: the index of the cache to append to, if there are several, such as `{"layers": layer}`. In a loop over

@@ -146,14 +146,18 @@ def attend_along_sequence(
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if not isinstance(scale, (int, float)):  # a traced scale
         query, scale = query * scale, 1.0
-    shards = shard_count(placed.mesh, way.kept)
-    plan = Blockwise(roles.causal, roles.window, float(scale), precision, way.kept, shards)
+    kept = way.kept, shard_count(placed.mesh, way.kept)
+    plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
     sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
     with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
         if in_pipeline():
-            terms = _gathered(terms, _needed_whole(way, roles), sizes, placed.sequence)
+            whole = _needed_whole(way, roles)
+            for label, x in terms.items():  # all-gather the shards along the axes of which every device needs all
+                shards = (n in whole[label] and size == sizes[n] for n, size in x.shape.items())
+                complete = gather_axes(x.array, (placed.sequence if is_shard else () for is_shard in shards))
+                terms[label] = wrap(complete, x.names)
         return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
@@ -176,18 +180,6 @@ def _needed_whole(way: _Way, roles: AxisRoles) -> dict[str, Names]:
     """Return the sharded axes of which every device needs all: segments, and the keys of masks and biases."""
     of_scores = (*roles.positions, *roles.keys) if way.exchanged else roles.keys
     return {"segments": roles.positions, "bias": of_scores, "mask": of_scores}
-
-
-def _gathered(
-    terms: dict[str, NamedArray], whole: dict[str, Names], sizes: dict[str, int], over: Axes
-) -> dict[str, NamedArray]:
-    """All-gather the shards of terms in a pipeline along the axes of which every device needs all."""
-
-    def complete(label: str, x: NamedArray) -> NamedArray:
-        shards = ((n in whole[label] and size == sizes[n]) for n, size in x.shape.items())
-        return wrap(gather_axes(x.array, (over if is_shard else () for is_shard in shards)), x.names)
-
-    return {label: complete(label, x) for label, x in terms.items()}
 
 
 def _described(context: Context | None) -> str:
@@ -348,87 +340,69 @@ def _kernel(
 ) -> _kernels.Kernel:
     manual = has_manual(placed.mesh)
     whole = _needed_whole(way, roles)
-
-    def positional(*arrays):
-        fn = functools.partial(_on_device, way, roles, plan, names, labels, hops, exchanged)
-        if placed.mesh.empty or manual:
-            return fn(*arrays)
-        in_specs = [placed.spec(n) for n in names[:3]]
-        in_specs += [placed.spec(n, whole[label]) for label, n in zip(labels, names[3:], strict=True)]
-        return run_per_device(fn, arrays, in_specs, placed.spec(roles.out), placed.mesh)
-
-    # Inside another `shard_map`, masks have all keys, and keys are sharded.
-    return _kernels.make_kernel(what, positional, names, roles.out, mesh_aware=True, same_sizes=not manual)
-
-
-def _on_device(
-    way: _Way,
-    roles: AxisRoles,
-    plan: Blockwise,
-    names: tuple[Names, ...],
-    labels: tuple[str, ...],
-    hops: int,
-    exchanged: int | None,
-    *arrays: jax.Array,
-) -> jax.Array:
-    """Compute attention for the shards of one device."""
-    sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
-    dtype = jnp.result_type(*arrays[:3])
-    features, values = roles.features, roles.values
-    parts = (*roles.of_queries, features), (*roles.of_keys, features), (*roles.of_keys, values)
-    q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
-    scores = (*roles.of_queries, roles.keys)
-    of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, roles.heads, roles.positions)}
-    terms = ScoreTerms(
-        **{
-            label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
-            for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
-        }
-    )
     axes, count = plan.axes, plan.shards
 
     def split(x: jax.Array, **dims: Any) -> jax.Array:
         return set_apart(jax.lax.all_to_all(set_apart(x), way.exchanged, **dims, tiled=True))
 
-    if way.devices > 1:
-        assert exchanged is not None
-        q = split(q, split_axis=exchanged, concat_axis=QUERIES)
-        k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
-        terms = jax.tree.map(functools.partial(_own_slice, way.exchanged, way.devices, exchanged), terms)
-        own_queries = functools.partial(_own_slice, axes, count, QUERIES)
-        terms = terms._replace(**jax.tree.map(own_queries, {"bias": terms.bias, "mask": terms.mask}))
-    if count > 1:
-        plan, q, k, v = _with_sharded_queries(plan, q, k, v, terms, hops if way.is_ring else None)
-    result, log_total = attend(plan, q, k, v, terms)
-    queries, keys = q.shape[QUERIES], k.shape[KEYS]
-    queries, keys = queries * (count if plan.sharded_queries else 1), keys * (count if plan.sharded_keys else 1)
-    # A query that may attend to no key has equal scores in plain attention, and so the mean of all values.
-    if terms.mask is not None or (plan.window is not None and queries > keys):
-        mean = jnp.mean(v, KEYS)
-        mean = jax.lax.pmean(mean, axes) if plan.sharded_keys else mean
-        result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
-    if plan.zigzag:
-        result = to_zigzag(result, QUERIES, axes, count, inverse=True)
-    if way.devices > 1:
-        result = split(result, split_axis=QUERIES, concat_axis=exchanged)
-    return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
+    def on_device(*arrays: jax.Array) -> jax.Array:
+        """Compute attention for the shards of one device."""
+        sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
+        dtype = jnp.result_type(*arrays[:3])
+        features, values = roles.features, roles.values
+        parts = (*roles.of_queries, features), (*roles.of_keys, features), (*roles.of_keys, values)
+        q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
+        scores = (*roles.of_queries, roles.keys)
+        of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, roles.heads, roles.positions)}
+        terms = ScoreTerms(
+            **{
+                label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
+                for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
+            }
+        )
+        if way.devices > 1:
+            assert exchanged is not None
+            q = split(q, split_axis=exchanged, concat_axis=QUERIES)
+            k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
+            terms = jax.tree.map(functools.partial(_own_slice, way.exchanged, way.devices, exchanged), terms)
+            own_queries = functools.partial(_own_slice, axes, count, QUERIES)
+            terms = terms._replace(**jax.tree.map(own_queries, {"bias": terms.bias, "mask": terms.mask}))
+        planned = plan
+        if count > 1:  # each device attends for its own queries: keys and values make hops in a ring, or are gathered
+            # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
+            unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
+            even = q.shape[QUERIES] % 2 == 0 and k.shape[KEYS] % 2 == 0
+            zigzag = plan.causal and plan.window is None and unsharded and even
+            own_hops = hops if way.is_ring else 0
+            planned = plan._replace(sharded_queries=True, sharded_keys=way.is_ring, zigzag=zigzag, hops=own_hops)
+            if not way.is_ring:
+                k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
+            elif zigzag:
+                k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
+            q = to_zigzag(q, QUERIES, axes, count) if zigzag else q
+        result, log_total = attend(planned, q, k, v, terms)
+        queries = q.shape[QUERIES] * (count if planned.sharded_queries else 1)
+        keys = k.shape[KEYS] * (count if planned.sharded_keys else 1)
+        # A query that may attend to no key has equal scores in plain attention, and so the mean of all values.
+        if terms.mask is not None or (plan.window is not None and queries > keys):
+            mean = jnp.mean(v, KEYS)
+            mean = jax.lax.pmean(mean, axes) if planned.sharded_keys else mean
+            result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
+        if planned.zigzag:
+            result = to_zigzag(result, QUERIES, axes, count, inverse=True)
+        if way.devices > 1:
+            result = split(result, split_axis=QUERIES, concat_axis=exchanged)
+        return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
 
+    def positional(*arrays):
+        if placed.mesh.empty or manual:
+            return on_device(*arrays)
+        in_specs = [placed.spec(n) for n in names[:3]]
+        in_specs += [placed.spec(n, whole[label]) for label, n in zip(labels, names[3:], strict=True)]
+        return run_per_device(on_device, arrays, in_specs, placed.spec(roles.out), placed.mesh)
 
-def _with_sharded_queries(
-    plan: Blockwise, q: jax.Array, k: jax.Array, v: jax.Array, terms: ScoreTerms, hops: int | None
-) -> tuple[Blockwise, jax.Array, jax.Array, jax.Array]:
-    """Plan attention of each device's own queries: keys and values make `hops` in a ring, or are gathered if None."""
-    axes, count = plan.axes, plan.shards
-    # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
-    unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
-    even = q.shape[QUERIES] % 2 == 0 and k.shape[KEYS] % 2 == 0
-    zigzag = plan.causal and plan.window is None and unsharded and even
-    plan = plan._replace(sharded_queries=True, sharded_keys=hops is not None, zigzag=zigzag, hops=hops or 0)
-    if hops is None:
-        k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
-    elif zigzag:
-        k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
-    return plan, to_zigzag(q, QUERIES, axes, count) if zigzag else q, k, v
+    # Inside another `shard_map`, masks have all keys, and keys are sharded.
+    return _kernels.make_kernel(what, positional, names, roles.out, mesh_aware=True, same_sizes=not manual)
 
 
 def _own_slice(axes: Axes, count: int, axis: int, x: jax.Array) -> jax.Array:

@@ -116,10 +116,6 @@ def _kernel_roles(
     return roles
 
 
-def _sizes(all_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str, int]:
-    return {n: s for names, x in zip(all_names, arrays, strict=True) for n, s in zip(names, x.shape, strict=True)}
-
-
 # --- the kernels of jax.nn ---
 
 
@@ -139,7 +135,7 @@ def _jax_kernel(
         options["local_window_size"] = (roles.window - 1, 0)  # JAX does not count the query's own position
 
     def positional(*arrays):
-        sizes = _sizes(in_names, arrays)
+        sizes = {n: s for names, x in zip(in_names, arrays, strict=True) for n, s in zip(names, x.shape, strict=True)}
         dtype = jnp.result_type(*arrays[:3])
         merged = [
             merge_axes(x.astype(dtype), names, layout) if i < 3 else merge_axes(x, names, layout, sizes)
