@@ -19,7 +19,7 @@ from ..axis import Axis
 from ..core import errors
 from ..core.tree_spec import NUMBERS, is_key
 from ..distribution.mesh_axes import entries_of, fits, mapped_on, mesh_around, mesh_axes, reshard, spec_of
-from ..named_array import NamedArray, is_jax_array_like, raw, wrap, wrap_like
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.indexing import index
 from ..ops.joining import stack
 from ..ops.rearranging import rearrange
@@ -63,14 +63,15 @@ def first_axis(x: Any) -> int | None:
 def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise an error unless the size of the layer axis of each argument is the number of layers."""
     leaves, _ = _mapped_axis.flatten((args, dict(kwargs)))
-    sizes = [_size(layers, leaf) for leaf in leaves]
+    positions = [layers_at(leaf, layers.name) for leaf in leaves]
+    sizes = [None if at is None else raw(leaf).shape[at] for leaf, at in zip(leaves, positions, strict=True)]
     if all(size in (None, layers.size) for size in sizes):
         return
     found = zip(_mapped_axis.argument_paths(args, dict(kwargs)), leaves, sizes, strict=True)
     wrong = {path: (leaf, size) for path, leaf, size in found if size not in (None, layers.size)}
     sides = [*((path, size) for path, (_, size) in wrong.items()), ("the layers", layers.size)]
-    raw = [path for path, (leaf, _) in wrong.items() if not isinstance(leaf, NamedArray)]
-    hint = f" Raw arrays are sliced along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
+    unnamed = [path for path, (leaf, _) in wrong.items() if not isinstance(leaf, NamedArray)]
+    hint = f" Raw arrays are sliced along their first axis: {', '.join(unnamed)}. Name their axes." if unnamed else ""
     raise ValueError(errors.size_mismatch(what, layers.name, sides) + hint)
 
 
@@ -97,12 +98,6 @@ def check_index(what: str, layers: Axis, i: Any) -> Any:
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
     """Return a leaf that has a layer axis as a named array, or None if every layer gets the same leaf."""
     return None if layers_at(leaf, layers.name) is None else as_named(leaf, layers.name)
-
-
-def _size(layers: Axis, leaf: Any) -> int | None:
-    """Return the size of a leaf's layer axis, or None if there is none."""
-    position = layers_at(leaf, layers.name)
-    return None if position is None else raw(leaf).shape[position]
 
 
 def _each_layer(layers: Axis, leaf: Any) -> Sequence[Any]:
@@ -143,14 +138,15 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
     elif not any(isinstance(x, NamedArray) or _mapped_axis.is_array(x) for x in leaves):
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
             return leaves[0]
-    kinds = ", ".join(dict.fromkeys(map(_described, leaves)))
-    raise TypeError(f"{what}: the results of the layers cannot be stacked: {kinds}.")
-
-
-def _described(x: Any) -> str:
-    if isinstance(x, NamedArray):
-        return str(jax.typeof(x.array).dtype) + errors.describe_axes(x.names, jnp.shape(x.array))
-    return f"raw {x.dtype}{tuple(x.shape)}" if _mapped_axis.is_array(x) else repr(x)
+    kinds = [
+        describe_array(x)
+        if isinstance(x, NamedArray)
+        else f"raw {x.dtype}{tuple(x.shape)}"
+        if _mapped_axis.is_array(x)
+        else repr(x)
+        for x in leaves
+    ]
+    raise TypeError(f"{what}: the results of the layers cannot be stacked: {', '.join(dict.fromkeys(kinds))}.")
 
 
 # --- added layers ---
@@ -237,10 +233,7 @@ def _numbers(x: Any, position: int) -> np.ndarray:
 def skipping(fn: Callable[..., Any], layers: Axis, stacked: Any, outputs: bool) -> Callable[..., Any]:
     """Return a function that is also told whether a layer is real, and returns the carry of an added layer unchanged.
 
-    Arguments:
-        fn: the function, from a layer, a carry and further arguments to the next carry.
-        stacked: the stacked layers.
-        outputs: whether the function also returns an output.
+    The function goes from a layer, a carry and further arguments to the next carry, and an output if it has `outputs`.
     """
     per_layer = [layers_at(x, layers.name) is not None for x in named_trees.leaves(stacked)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -194,7 +194,20 @@ class KVCache(eqx.Module):
                 "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
             )
         for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
-            _check_new(label, require_named("KVCache.update", new), old, self.KPos, at)
+            names, KPos = require_named("KVCache.update", new).names, self.KPos
+            missing = [n for n in old.names if n not in names and n != KPos and n not in at]
+            extra = [n for n in names if n not in old.names or n in at]
+            problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
+            problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
+            hint = ""
+            if not missing and len(extra) == 1 and KPos not in names and extra[0] not in old.names:
+                hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
+            if problems:
+                raise ValueError(
+                    f"KVCache.update: the {label} {errors.describe_shape(new.shape)} {' and '.join(problems)}, "
+                    f"compared to the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
+                    f"{hint}"
+                )
         sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
         if len(sizes) > 1:
             raise ValueError(
@@ -279,19 +292,3 @@ class KVCache(eqx.Module):
 def _counted(Pos: Axis, lengths: NamedArray) -> NamedArray:
     """Return the numbers from 0 along an axis, broadcast to the axes of the lengths."""
     return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*lengths.axes, Pos))
-
-
-def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Collection[str]) -> None:
-    """Raise an error unless new keys or values have the axes of the cache; the axis of positions can be missing."""
-    missing = [n for n in old.names if n not in new.names and n != KPos and n not in at]
-    extra = [n for n in new.names if n not in old.names or n in at]
-    if missing or extra:
-        problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
-        problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
-        hint = ""
-        if not missing and len(extra) == 1 and KPos not in new.names and extra[0] not in old.names:
-            hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
-        raise ValueError(
-            f"KVCache.update: the {label} {errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
-        )
