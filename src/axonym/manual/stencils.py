@@ -210,7 +210,16 @@ class _Fields:
 
     def __init__(self, what: str, fields: Sequence[Any], boundary: Any):
         self.what, self.fields = what, [require_named(what, f) for f in fields]
-        self.check_sizes()
+        first: dict[str, tuple[int, int]] = {}
+        for i, f in enumerate(self.fields):
+            for n, size in f.shape.items():
+                known = first.setdefault(n, (i, size))
+                if known[1] != size:
+                    raise ValueError(
+                        f"{what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
+                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
+                        "one, and let the boundary of the field supply its values."
+                    )
         several = isinstance(boundary, Sequence) and not isinstance(boundary, str)
         every = boundary if several else [boundary] * len(fields)
         if len(every) != len(fields):
@@ -232,19 +241,6 @@ class _Fields:
         self.blocks: dict[str, Blocks] = collections.defaultdict(Blocks)
         for f in reversed(self.fields):  # where fields disagree, the first one counts
             self.blocks |= _blocks(what, f)
-
-    def check_sizes(self) -> None:
-        """Check that an axis has one size in all fields."""
-        first: dict[str, tuple[int, int]] = {}
-        for i, f in enumerate(self.fields):
-            for n, size in f.shape.items():
-                known = first.setdefault(n, (i, size))
-                if known[1] != size:
-                    raise ValueError(
-                        f"{self.what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
-                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
-                        "one, and let the boundary of the field supply its values."
-                    )
 
     def check_axes(self, axes: Iterable[AxisSelector]) -> None:
         """Check that fields have some axes, in their sizes."""

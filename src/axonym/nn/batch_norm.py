@@ -123,11 +123,11 @@ class BatchNorm(ModuleWithStateDictSerialization):
         if isinstance(inference, Tracer) or not inference:
             center, variance, size = _statistics(wide, batch)
             unbiased = variance * (size / max(size - 1, 1))
-            new = RunningStatistics(
-                _moved(old.running_mean, center, self.momentum),
-                _moved(old.running_var, unbiased, self.momentum),
-                old.num_batches_tracked + 1,
+            means, variances = (
+                (x + (jax.lax.stop_gradient(own) - x) * self.momentum).astype(x.dtype)
+                for x, own in ((old.running_mean, center), (old.running_var, unbiased))
             )
+            new = RunningStatistics(means, variances, old.num_batches_tracked + 1)
             if isinstance(inference, Tracer):
                 new = jax.tree.map(lambda a, b: jnp.where(inference, a, b), old, new)
                 center = where(inference, old.running_mean, center)
@@ -168,14 +168,10 @@ def with_state(model: T, state: eqx.nn.State) -> T:
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
 
-    def of_index(x: Any) -> Any:
-        return _index(x, state.get(x)) if _is_index(x) else x
+    def is_index(x: Any) -> bool:
+        return isinstance(x, eqx.nn.StateIndex)
 
-    return jax.tree.map(of_index, model, is_leaf=_is_index)
-
-
-def _is_index(x: Any) -> bool:
-    return isinstance(x, eqx.nn.StateIndex)
+    return jax.tree.map(lambda x: _index(x, state.get(x)) if is_index(x) else x, model, is_leaf=is_index)
 
 
 def _index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
@@ -207,8 +203,3 @@ def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, Name
 
     center = average(x)
     return center, average(square(x - center)), count(over) * math.prod(x.axis_size(n) for n in batch)
-
-
-def _moved(old: NamedArray, new: NamedArray, share: float) -> NamedArray:
-    """Move a running statistic towards the statistic of a batch, without a gradient with respect to the batch."""
-    return (old + (jax.lax.stop_gradient(new) - old) * share).astype(old.dtype)

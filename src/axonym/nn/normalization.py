@@ -31,27 +31,24 @@ __all__ = ["GroupNorm", "LayerNorm", "LayerNormBase", "RmsNorm", "log_softmax", 
 
 @_kernels.shared("names", "axis", "where")
 def _along_kernel(
-    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, where: Names | None
+    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, *where: Names
 ) -> _kernels.Kernel:
     positions = tuple(names.index(n) for n in _kernels.select(name, names, axis))
-    if where is None:
-        return _kernels.make_kernel(
-            name, lambda x: fn(as_float(x), axis=positions), (names,), names, native=True, selection=axis
-        )
-    require_subset(name, "where", where, names)
+    for own in where:
+        require_subset(name, "where", own, names)
 
-    def masked(x, mask):
-        return fn(as_float(x), axis=positions, where=_kernels.align(mask, where, names))
+    def positional(x, *masks):
+        masked = {"where": _kernels.align(*masks, *where, names)} if masks else {}
+        return fn(as_float(x), axis=positions, **masked)
 
-    return _kernels.make_kernel(name, masked, (names, where), names, selection=axis)
+    return _kernels.make_kernel(name, positional, (names, *where), names, native=not where, selection=axis)
 
 
 def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
     names, axis = require_named(name, a).names, _kernels.hashable(axis)
-    if where is None:
-        return _along_kernel(fn, name, names, axis, None).apply(a.array)
-    mask, mask_names = operand(where)
-    return _along_kernel(fn, name, names, axis, mask_names).apply(a.array, mask)
+    masks = [] if where is None else [operand(where)]
+    kernel = _along_kernel(fn, name, names, axis, *(own for _, own in masks))
+    return kernel.apply(a.array, *(mask for mask, _ in masks))
 
 
 @errors.say_how_to_call

@@ -112,20 +112,16 @@ def dispatch(
     arrays, tree = flatten_arrays(params)
     if exchange is not None:
         refuse_gathered(f"dispatch by exchange={exchange!r}", "exchange", experts.name)
-    dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, _is_ragged(exchange))
-    return dispatched.run([jnp.asarray(a) for a in arrays])
-
-
-def _is_ragged(exchange: str | None) -> bool:
     if exchange not in ("all_to_all", "ragged", None):
         raise ValueError(f'dispatch: `exchange` is "all_to_all", "ragged" or None, got {exchange!r}.')
-    has = active_platform() != "cpu"
-    if exchange == "ragged" and not has:
+    has_ragged = active_platform() != "cpu"
+    if exchange == "ragged" and not has_ragged:
         raise ValueError(
             'dispatch: XLA has no ragged all-to-all for CPUs, on which this runs: use `exchange="all_to_all"` or None, '
             "which is ragged on GPUs and TPUs."
         )
-    return has if exchange is None else exchange == "ragged"
+    dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, has_ragged and exchange != "all_to_all")
+    return dispatched.run([jnp.asarray(a) for a in arrays])
 
 
 class _Dispatch:

@@ -241,7 +241,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
         Arguments:
             init: the input of the first layer.
-            *args: more arguments of the layers.
             unroll: the number of layers in one iteration of the loop, True for all; None is one. A `BlockSeq` has no
                 loop.
             schedule: the order of work if the axis of the layers is sharded, `axonym.schedules.GPipe` or `OneFOneB`.
@@ -252,7 +251,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 vocabulary, stays so if `then` reduces it by `axonym.nn.cross_entropy_loss` and `axonym.logsumexp` only,
                 and axes that the layers keep sharded, such as positions, if `then` adds them up.
             then_args: the arguments of `then`, such as labels and the layers of the head.
-            **kwargs: more arguments of the layers, by keyword.
+            *args, **kwargs: more arguments of the layers.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
@@ -319,9 +318,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     ) -> Any:
         """Return a function that does what `fold` does, with a function of a layer in place of the layer's call.
 
-        Arguments:
-            fn: the function, from a layer, a carry and further arguments to the next carry.
-            unroll, schedule, then, then_args: see `fold`.
+        The other arguments are as in `fold`.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
@@ -340,10 +337,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     ) -> Callable[Concatenate[CarryT, P], tuple[CarryT, OutputT_co]]:
         """Return a function that does what `scan` does, with a function of a layer in place of the layer's call.
 
-        Arguments:
-            fn: the function, from a layer, a carry and further arguments to the next carry and an output.
-            unroll: see `fold`.
-
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
         >>> layers.scan_via(lambda layer, x: (layer(x), x.mean()))(axn.ones(Embed))[1].shape
@@ -353,9 +346,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     def vmap_via(self, fn: VmapFunction[M, P, OutputT_co]) -> Callable[P, OutputT_co]:
         """Return a function that does what `vmap` does, with a function of a layer in place of the layer's call.
-
-        Arguments:
-            fn: the function, from a layer and further arguments to an output.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))

@@ -119,10 +119,25 @@ def attend_along_sequence(
         return None
     what = _described(context)
     mask = as_truth_values(what, mask)
-    found = _roles_and_sharding(what, context is None, KPos, Key, (query, key, value), mask, refused)
-    if found is None:
+    problems, operands = [f"it takes no {argument}" for argument in refused], (query, key, value)
+    mesh = mesh_around([x.array for x in operands])
+    found = _sharded_over(what, mesh, operands)
+    roles = find_roles(*operands, KPos, Key, mask, problems, found)
+    if len(KPos) != 1 and not roles.causal:
+        problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
+    if not roles.positions:
+        problems.append("the query has no positions")
+    placed = None if problems else _placed(roles, mesh, found, operands, problems)
+    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
+    if context is None and (problems or not alike or (has_manual(mesh) and not in_pipeline())):
         return None
-    roles, placed = found
+    if in_pipeline():
+        for n in (*KPos, *roles.positions):
+            refuse_gathered(what, "context", n)
+        if not alike and any(n in found for n in (*KPos, *roles.positions)):
+            problems.append(f"positions of queries and keys are not sharded alike, as {found}")
+    if placed is None or problems:
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
     terms = _terms(what, roles, mask, bias)
     if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
@@ -133,7 +148,11 @@ def attend_along_sequence(
         hops = _hops(placed, _way(what, "ring", placed), *lengths, mask)
         # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
         hops = hops if _exchanged(roles, placed, query, placed.shards) is not None else 0
-        context = _cheapest(roles, placed, query, key, value, hops)
+        keys, queries = placed.local(key) + placed.local(value), placed.local(query)
+        result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
+        share = (placed.shards - 1) / placed.shards
+        # The one that moves fewer bytes: `hops` times keys and values, or each operand and result once.
+        context = "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
     way = _way(what, context, placed)
     hops, exchanged = _hops(placed, way, *lengths, mask), _exchanged(roles, placed, query, way.devices)
     if way.devices > 1 and exchanged is None:
@@ -150,7 +169,7 @@ def attend_along_sequence(
     plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
-    sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
+    sizes = {n: size for x in operands for n, size in x.shape.items()}
     with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
         if in_pipeline():
             whole = _needed_whole(way, roles)
@@ -196,42 +215,6 @@ def _described(context: Context | None) -> str:
 
 
 # --- the roles and shardings of axes ---
-
-
-def _roles_and_sharding(
-    what: str,
-    optional: bool,
-    KPos: Names,
-    Key: str,
-    operands: tuple[NamedArray, NamedArray, NamedArray],
-    mask: Mask,
-    refused: Sequence[str],
-) -> tuple[AxisRoles, SequenceSharding] | None:
-    """Return the roles of the axes and how they are sharded, if attention can be computed along the sequence.
-
-    If not, that is an error; where it is `optional`, the result is None, also if positions of queries and keys are not
-    sharded alike.
-    """
-    problems = [f"it takes no {argument}" for argument in refused]
-    mesh = mesh_around([x.array for x in operands])
-    found = _sharded_over(what, mesh, operands)
-    roles = find_roles(*operands, KPos, Key, mask, problems, found)
-    if len(KPos) != 1 and not roles.causal:
-        problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
-    if not roles.positions:
-        problems.append("the query has no positions")
-    placed = None if problems else _placed(roles, mesh, found, operands, problems)
-    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
-    if optional and (problems or not alike or (has_manual(mesh) and not in_pipeline())):
-        return None
-    if in_pipeline():
-        for n in (*KPos, *roles.positions):
-            refuse_gathered(what, "context", n)
-        if not alike and any(n in found for n in (*KPos, *roles.positions)):
-            problems.append(f"positions of queries and keys are not sharded alike, as {found}")
-    if placed is None or problems:
-        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
-    return roles, placed
 
 
 def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
@@ -314,16 +297,6 @@ def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, co
         if names and placed.local(query, names) % count == 0:
             return position
     return None
-
-
-def _cheapest(
-    roles: AxisRoles, placed: SequenceSharding, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
-) -> Context:
-    """Return the context that moves fewer bytes: `hops` times keys and values, or each operand and result once."""
-    keys, queries = placed.local(key) + placed.local(value), placed.local(query)
-    result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
-    share = (placed.shards - 1) / placed.shards
-    return "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
 
 
 @_kernels.cached

@@ -54,7 +54,18 @@ def fused_attention(
         )
     chosen = _choose_kernel(what, implementation, query.dtype)
     mask = as_truth_values(what, mask)
-    roles = _kernel_roles(what, query, key, value, KPos, Key, mask)
+    problems: list[str] = []
+    roles = find_roles(query, key, value, KPos, Key, mask, problems)
+    sizes = [value.axis_size(n) for n in roles.values]
+    if sizes != [key.axis_size(Key)]:
+        problems.append(
+            f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
+            f"{errors.describe_axes(roles.values, sizes)}"
+        )
+    if problems:
+        given = {"query": query, "key": key, "value": value}
+        described = ", ".join(f"{label} {errors.describe_shape(x.shape)}" for label, x in given.items())
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
     extra = {"mask": mask.further(KPos[0]) if isinstance(mask, Causal) else mask, "bias": bias}
     extra = {label: x for label, x in extra.items() if x is not None}
     for label, x in extra.items():
@@ -93,27 +104,6 @@ def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
             "computes by XLA, or cast the arrays."
         )
     return implementation
-
-
-def _kernel_roles(
-    what: str, query: NamedArray, key: NamedArray, value: NamedArray, KPos: Names, Key: str, mask: Mask
-) -> AxisRoles:
-    """Return the roles of the axes; raise an error if kernels cannot have them."""
-    problems: list[str] = []
-    roles = find_roles(query, key, value, KPos, Key, mask, problems)
-    sizes = [value.axis_size(n) for n in roles.values]
-    if sizes != [key.axis_size(Key)]:
-        problems.append(
-            f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
-            f"{errors.describe_axes(roles.values, sizes)}"
-        )
-    if problems:
-        described = ", ".join(
-            f"{label} {errors.describe_shape(x.shape)}"
-            for label, x in (("query", query), ("key", key), ("value", value))
-        )
-        raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
-    return roles
 
 
 # --- the kernels of jax.nn ---
