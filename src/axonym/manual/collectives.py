@@ -142,7 +142,12 @@ def all_gather(
     """
     what = "all_gather"
     if not tiled:
-        return _gathered_along_new_axis(what, x, axis, over, invariant)
+        name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
+        if not axes:
+            return wrap(x.array[None], (name, *x.names))
+        require_varying(what, x, axes, f"axis {name!r} would repeat it.")
+        gathered = jax.lax.all_gather(x.array, axes, axis=0, to=_varying_word(x.array, axes, invariant))
+        return wrap(gathered, (name, *x.names))
     position, name, axes = _axis_and_devices(what, x, axis, over)
     if not axes:
         return x
@@ -213,8 +218,13 @@ def all_to_all(
     position, _, _ = _axis_and_devices(what, x, gather, over)
     if not axes:
         return x
-    if split_position != position:
-        axes = _exchange_order(what, x, name_of(split), name_of(gather), axes)
+    if split_position != position:  # the order of mesh axes suits both axes
+        axes = _gather_order(what, x, name_of(gather), _scatter_order(what, x, name_of(split), axes), chosen=True)
+        if _scatter_order(what, x, name_of(split), axes) != axes:
+            raise ValueError(
+                f"{what}: {describe_axes(axes)}: axes {name_of(split)!r} and {name_of(gather)!r} are sharded over "
+                "these in different orders. Use one order for both, or exchange over one mesh axis at a time."
+            )
     _check_divides(what, x, split_position, axes)
     require_varying(what, x, axes, f"axis {name_of(gather)!r} would be repeated.")
     result = jax.lax.all_to_all(x.array, axes, split_position, position, tiled=True)
@@ -371,17 +381,6 @@ def sharded_over(what: str, x: NamedArray, axis: AxisSelector) -> Axes:
 # --- without tiling ---
 
 
-def _gathered_along_new_axis(
-    what: str, x: NamedArray, axis: AxisSelector, over: AnyAxis | None, invariant: bool
-) -> NamedArray:
-    name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
-    if not axes:
-        return wrap(x.array[None], (name, *x.names))
-    require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-    varies = _varying_word(x.array, axes, invariant)
-    return wrap(jax.lax.all_gather(x.array, axes, axis=0, to=varies), (name, *x.names))
-
-
 def _exchanged_entries(
     what: str, x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AnyAxis | None
 ) -> NamedArray:
@@ -475,17 +474,6 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
             f"{what}: axis {x.names[position]!r} of {describe_array(x)} cannot be sharded over {describe_axes(axes)}: "
             f"{size} is not a multiple of {parts}."
         )
-
-
-def _exchange_order(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
-    """Return the order of mesh axes that suits both the axis to shard and the axis to gather."""
-    gathered = _gather_order(what, x, gather, _scatter_order(what, x, split, axes), chosen=True)
-    if _scatter_order(what, x, split, gathered) != gathered:
-        raise ValueError(
-            f"{what}: {describe_axes(gathered)}: axes {split!r} and {gather!r} are sharded over these in different "
-            "orders. Use one order for both, or exchange over one mesh axis at a time."
-        )
-    return gathered
 
 
 # --- the order of mesh axes ---

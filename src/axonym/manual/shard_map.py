@@ -351,7 +351,13 @@ def _place_results(
     mapping = active_mapping()
     with active_settings.activate(None):  # so that a leaf without a placement has no spec
         leaves, structure = resolve(result, placement, mesh, what)
-        by_position = _by_position(result, placement, mesh, what)
+        # Which leaves have a spec by position; a mapping is not one, as it applies to replicated axes, too.
+        positional = jax.tree.map(
+            lambda p: p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced(),
+            placement,
+            is_leaf=is_placement,
+        )
+        by_position = [leaf.spec is not None for leaf in resolve(result, positional, mesh, what)[0]]
     placed, problems = [], []
     for leaf, given in zip(leaves, by_position, strict=True):
         if leaf.shape is None:
@@ -375,16 +381,6 @@ def _place_results(
 class _Unplaced(Rule):
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> LeafPlacement:
         return None
-
-
-def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) -> list[bool]:
-    """Return whether each leaf has a spec by position; a mapping is not one, as it applies to replicated axes, too."""
-
-    def of_its_own(p: LeafPlacement) -> LeafPlacement:
-        return p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced()
-
-    leaves, _ = resolve(result, jax.tree.map(of_its_own, placement, is_leaf=is_placement), mesh, what)
-    return [leaf.spec is not None for leaf in leaves]
 
 
 def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Entry]) -> tuple[PartitionSpec, list[str]]:

@@ -158,7 +158,13 @@ def _pool_kernel(
         check_spans(what, along, sizes, window, pads)
         windows = _Windows(for_all_axes(window, 1), for_all_axes(strides, 1), for_all_axes(pads, (0, 0)))
         if init:
-            return _combined(x, jnp.asarray(init[0], x.dtype), reduction, windows)
+            # One elementwise operation for each position in the window: so the reduction can be any function, and the
+            # result is differentiable if that is. Not padded with `init` directly: JAX cannot differentiate
+            # `jax.lax.pad` for its padding value alone.
+            start = jnp.asarray(init[0], x.dtype)
+            inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
+            padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), start)
+            return functools.reduce(reduction, _each_position(padded, windows), start)
         if wrong := [
             f"{max(own)} for a window of {size} along {name!r}"
             for name, size, own in zip(along, window, pads, strict=True)
@@ -272,17 +278,6 @@ def _counts(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
     before, after = padding
     starts = np.arange(-before, size + after - window + 1, stride)
     return np.minimum(starts + window, size) - np.maximum(starts, 0)
-
-
-def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], windows: _Windows) -> jax.Array:
-    """Reduce windows as a sequence of elementwise operations, one for each position in the window.
-
-    So `fn` can be any function, and the result is differentiable if `fn` is.
-    """
-    # Not padded with `init` directly: JAX cannot differentiate `jax.lax.pad` for its padding value alone.
-    inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
-    padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), init)
-    return functools.reduce(fn, _each_position(padded, windows), init)
 
 
 def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:

@@ -204,7 +204,14 @@ def _groups_of_matrices(
         entries = {_inner(role, n): mesh_axes(storage.get(n)) if over else () for n in role.sizes}
         own = tuple(a for a in over if not any(a in entries[_inner(role, n)] for n in role.batch))
         shards = math.prod(mesh.shape[a] for a in own) if mesh is not None else 1
-        known[i] = entries, _exchange_order(own, entries), shards
+
+        def minor_first(mesh_axis: str, entries: dict[str, Axes] = entries) -> float:
+            return -max([e.index(mesh_axis) for e in entries.values() if mesh_axis in e], default=math.inf)
+
+        # Mesh axes are exchanged one after another, as XLA replicates arrays that two of them leave at once: of those
+        # of one axis, the minor ones first. Those that shard no axis come before them, since they take no exchange and
+        # leave less to the others.
+        known[i] = entries, tuple(sorted(own, key=minor_first)), shards
         free = {n for n in role.batch if not entries[_inner(role, n)]}
         count = math.prod(role.sizes[n] for n in free)
         sizes = frozenset((_inner(role, n), size) for n, size in role.sizes.items() if n not in free)
@@ -215,19 +222,6 @@ def _groups_of_matrices(
         these = tuple([role for role in map(found.__getitem__, members) if role is not None])
         groups.append(_GroupOfMatrices(leaves[members[0]].path, tuple(members), these, entries, order, shards))
     return groups
-
-
-def _exchange_order(over: Axes, entries: Mapping[str, Axes]) -> Axes:
-    """Return mesh axes in the order in which they are exchanged: of those of one axis, the minor ones first.
-
-    One after another, as XLA replicates arrays that two mesh axes leave at once. Those that shard no axis come first,
-    since they take no exchange and leave less to the others.
-    """
-
-    def minor_first(mesh_axis: str) -> float:
-        return -max([own.index(mesh_axis) for own in entries.values() if mesh_axis in own], default=math.inf)
-
-    return tuple(sorted(over, key=minor_first))
 
 
 # --- Muon ---

@@ -52,22 +52,16 @@ def multiply(
     Over Explicit mesh axes, the result is sharded like another array, if one is given.
     """
     if lhs.dtype.itemsize == rhs.dtype.itemsize == 1 and jax.default_backend() == "gpu":
-        lhs, rhs = _fill_summed(axes, lhs, rhs)
+        # XLA for NVIDIA GPUs is wrong for few 8-bit numbers (seen on an H100 with jaxlib 0.11.2): it returns twice the
+        # sum of 5 integers, and a layer with 4 outputs had NaN in its gradient. So a multiple of 16 is summed.
+        sizes = {n: lhs.shape[i] for i, n in enumerate(axes.lhs) if n not in axes.out}
+        if sizes and math.prod(sizes.values()) % 16:
+            first, size = next(iter(sizes.items()))
+            lhs, rhs = (
+                jnp.pad(x, [(0, -size % 16 if n == first else 0) for n in names])
+                for x, names in ((lhs, axes.lhs), (rhs, axes.rhs))
+            )
     sharding = None if like is None or explicit_mesh((like,)) is None else jax.typeof(like).sharding
     return jnp.einsum(
         lhs, axes.lhs, rhs, axes.rhs, axes.out, precision=precision, preferred_element_type=dtype, out_sharding=sharding
     )
-
-
-def _fill_summed(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Append zeros until a multiple of 16 numbers is summed.
-
-    XLA for NVIDIA GPUs is wrong for few 8-bit numbers (seen on an H100 with jaxlib 0.11.2): it returns twice the sum of
-    5 integers, and a layer with 4 outputs had NaN in its gradient.
-    """
-    sizes = {n: lhs.shape[i] for i, n in enumerate(axes.lhs) if n not in axes.out}
-    if not sizes or math.prod(sizes.values()) % 16 == 0:
-        return lhs, rhs
-    first, size = next(iter(sizes.items()))
-    lhs_widths, rhs_widths = ([(0, -size % 16 if n == first else 0) for n in names] for names in (axes.lhs, axes.rhs))
-    return jnp.pad(lhs, lhs_widths), jnp.pad(rhs, rhs_widths)

@@ -74,7 +74,17 @@ def fused_attention(
     if chosen == "splash":
         if bias is not None:
             raise ValueError(f"{what}: splash attention takes no bias. Use implementation=None, which does.")
-        return _splash_attention(query * scale, key, value, extra.get("mask"), roles)
+        for further in extra.values():
+            if lacking := [n for n in further.names if n not in (*roles.batch, *roles.keys)]:
+                raise ValueError(
+                    "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries "
+                    f"of an example; got one with {errors.describe_axes(lacking)}. Use implementation=None, which "
+                    "takes any mask."
+                )
+        # The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be
+        # sharded over batch axes and heads and, without a causal mask, over the positions of queries.
+        operation = _splash_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
+        return operation(query * scale, key, value, *extra.values(), roles=roles)
     if not isinstance(scale, (int, float)):  # a traced scale: cuDNN needs a static one
         query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
@@ -138,24 +148,6 @@ def _jax_kernel(
 
 
 # --- splash attention ---
-
-
-def _splash_attention(
-    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None, roles: AxisRoles
-) -> NamedArray:
-    """Compute splash attention of scaled queries on every device's shard of the operands.
-
-    The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be sharded
-    over batch axes and heads and, without a causal mask, over the positions of queries.
-    """
-    if mask is not None and (extra := [n for n in mask.names if n not in (*roles.batch, *roles.keys)]):
-        raise ValueError(
-            "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries of an "
-            f"example; got one with {errors.describe_axes(extra)}. Use implementation=None, which takes any mask."
-        )
-    replicated = (*roles.values, *roles.positions) if roles.causal else roles.values
-    operands = (query, key, value) if mask is None else (query, key, value, mask)
-    return _splash_operation(replicated)(*operands, roles=roles)
 
 
 @functools.lru_cache(maxsize=512)
