@@ -349,26 +349,22 @@ def _run_operation(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
         return plan.by_partitioner(*arrays)
     shardings = _known_shardings(operation, mesh, arrays)
     if around.manual_axes:
-        return _not_differentiated(operation, functools.partial(per_device, operation, mesh, shardings))(*arrays)
+        call = jax.custom_jvp(functools.partial(per_device, operation, mesh, shardings))
+
+        @call.defjvp
+        def refused(primals: Arrays, tangents: Arrays) -> Any:  # JAX's own error is unreadable
+            raise ValueError(
+                f"{operation.what}: inside a shard_map over some mesh axes, the operation is a shard_map over the "
+                "others, and JAX cannot differentiate one inside another. Let the outer one handle all mesh axes, or "
+                "none."
+            )
+
+        return call(*arrays)
     # In a traced function, operands can be on a mesh that is not active.
     with (
         jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
     ):
         return per_device(operation, mesh, shardings, *arrays)
-
-
-def _not_differentiated(operation: PartitionedOperation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """Make a function raise a readable error when differentiated, where JAX's own error is unreadable."""
-    call = jax.custom_jvp(fn)
-
-    @call.defjvp
-    def refused(primals: Arrays, tangents: Arrays) -> Any:
-        raise ValueError(
-            f"{operation.what}: inside a shard_map over some mesh axes, the operation is a shard_map over the others, "
-            "and JAX cannot differentiate one inside another. Let the outer one handle all mesh axes, or none."
-        )
-
-    return call
 
 
 def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:

@@ -392,7 +392,13 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
         return PartitionSpec(), [f"{_result_path(leaf)}: {errors.wrong_rank(leaf.names, leaf.shape)}"]
     entries, problems, taken = [], [], set()
     for name, size in zip(leaf.names, leaf.shape, strict=True):
-        ways = _possible_axes(environment, name, size)
+        possible: list[Axes] = []
+        for _, now, at_most in possible_shardings(name, size):
+            possible.append(now)
+            if not environment.checked and 1 < count(now) < count(at_most):
+                possible.append(at_most)  # resized, or gathered over some mesh axes: only its type would show which
+        ways = list(dict.fromkeys(possible))
+        ways = ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
         if len(ways) > 1:
             listed = " or ".join(f"sharded over {' and '.join(map(repr, w))}" if w else "replicated" for w in ways)
             problems.append(
@@ -405,17 +411,6 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
         taken.update(axes)
         entries.append(entry_of(axes))
     return PartitionSpec(*entries), problems
-
-
-def _possible_axes(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
-    """Return the possible shardings of an axis with this size."""
-    found = []
-    for _, now, at_most in possible_shardings(name, size):
-        found.append(now)
-        if not environment.checked and 1 < count(now) < count(at_most):
-            found.append(at_most)  # resized, or gathered over some mesh axes: only its type would show which
-    ways = list(dict.fromkeys(found))
-    return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
 
 
 def _made_varying(

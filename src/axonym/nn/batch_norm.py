@@ -121,7 +121,17 @@ class BatchNorm(ModuleWithStateDictSerialization):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         center, variance = old.running_mean, old.running_var
         if isinstance(inference, Tracer) or not inference:
-            center, variance, size = _statistics(wide, batch)
+            # Inside `shard_map`, a device has a shard of the batch.
+            shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
+            over = tuple(a for n in shards for a in sharded_over("BatchNorm", wide, n))
+
+            def average(x: NamedArray) -> NamedArray:
+                found = mean(x, batch)
+                return pmean(found, tuple(map(MeshAxis, over))) if over else found
+
+            center = average(wide)
+            variance = average(square(wide - center))
+            size = count(over) * math.prod(wide.axis_size(n) for n in batch)
             unbiased = variance * (size / max(size - 1, 1))
             means, variances = (
                 (x + (jax.lax.stop_gradient(own) - x) * self.momentum).astype(x.dtype)
@@ -189,17 +199,3 @@ def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
             "it. Pass `axonym.nn.with_state(model, state)`."
         )
     return found
-
-
-def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, NamedArray, int]:
-    """Return mean and variance along some axes, and of how many elements they are."""
-    # Inside `shard_map`, a device has a shard of the batch.
-    shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
-    over = tuple(a for n in shards for a in sharded_over("BatchNorm", x, n))
-
-    def average(x: NamedArray) -> NamedArray:
-        found = mean(x, batch)
-        return pmean(found, tuple(map(MeshAxis, over))) if over else found
-
-    center = average(x)
-    return center, average(square(x - center)), count(over) * math.prod(x.axis_size(n) for n in batch)

@@ -160,7 +160,19 @@ class KVCache(eqx.Module):
                 f"KVCache.update: `count` is how many of the {errors.counted(new.size, 'position')} are valid, got "
                 f"{counts.min()} to {counts.max()}."
             )
-        room = self._room_for(new)
+        room = self.keys.axis_size(self.KPos)
+        if new.size > room:
+            do = "do" if new.size > 1 else "does"
+            raise ValueError(
+                f"KVCache.update: {errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
+                f"for {room}."
+            )
+        if self.window is not None and new.size > (most := room - self.window + 1):
+            raise ValueError(
+                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
+                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
+                "make the cache larger."
+            )
         before = self.lengths[at] if at else self.lengths
         lengths = astype(before + (new.size if count is None else count), before.dtype)
         if at or before.names or count is not None or (self.window is not None and new.size > 1):
@@ -215,23 +227,6 @@ class KVCache(eqx.Module):
                 "numbers of positions."
             )
         return Axis(self.KPos, sizes.pop())
-
-    def _room_for(self, new: Axis) -> int:
-        """Return the number of positions of the cache; raise an error if this many new ones can never fit."""
-        room = self.keys.axis_size(self.KPos)
-        if new.size > room:
-            do = "do" if new.size > 1 else "does"
-            raise ValueError(
-                f"KVCache.update: {errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
-                f"for {room}."
-            )
-        if self.window is not None and new.size > (most := room - self.window + 1):
-            raise ValueError(
-                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
-                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
-                "make the cache larger."
-            )
-        return room
 
     def require_room(self, count: int) -> KVCache:
         """Return the cache, after checking that it has room for more positions.

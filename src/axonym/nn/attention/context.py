@@ -117,7 +117,11 @@ def attend_along_sequence(
     """
     if context is None and not _may_be_sharded(KPos, key):
         return None
-    what = _described(context)
+    what = "dot_product_attention" + ("" if context is None else f" by context={context!r}")
+    if context is not None and context not in _CONTEXTS:
+        words = [c for c in _CONTEXTS if isinstance(c, str)]
+        hint = errors.suggestion(context, words) if isinstance(context, str) else ""
+        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, _CONTEXTS))}.{hint}")
     mask = as_truth_values(what, mask)
     problems, operands = [f"it takes no {argument}" for argument in refused], (query, key, value)
     mesh = mesh_around([x.array for x in operands])
@@ -199,19 +203,6 @@ def _needed_whole(way: _Way, roles: AxisRoles) -> dict[str, Names]:
     """Return the sharded axes of which every device needs all: segments, and the keys of masks and biases."""
     of_scores = (*roles.positions, *roles.keys) if way.exchanged else roles.keys
     return {"segments": roles.positions, "bias": of_scores, "mask": of_scores}
-
-
-def _described(context: Context | None) -> str:
-    """Return the name of the operation for messages; an unknown context is an error."""
-    if context is None:
-        return "dot_product_attention"
-    what = f"dot_product_attention by context={context!r}"
-    if context not in _CONTEXTS:
-        hint = (
-            errors.suggestion(context, [c for c in _CONTEXTS if isinstance(c, str)]) if isinstance(context, str) else ""
-        )
-        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, _CONTEXTS))}.{hint}")
-    return what
 
 
 # --- the roles and shardings of axes ---
