@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
     "names_nnx.py": ("A Flax NNX transformer, unchanged", ""),
+    "diloco.py": ("Replicas that train alone, and agree now and then", "--rounds 6"),
     "shallow_water.py": ("Shallow water on a staggered grid", "--report"),
     "spectral.py": ("Turbulence by Fourier transforms along a sharded axis", ""),
     "explain.py": ("What a mapping costs, before it runs", ""),

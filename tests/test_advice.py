@@ -828,6 +828,12 @@ TABLE = [
         names={"target": jax.eval_shape(lambda: X), "placement": {}, "mesh": AUTO},
     ),
     Advice(
+        "matrix={{…}: {…}}",
+        lambda: axn.optim.roles({"table": axn.ones({"vocab": 3, "embed": 2})}),
+        lambda roles: (roles[0].rows, roles[0].columns) == (("vocab",), ("embed",)),
+        run="axn.optim.roles({'table': axn.ones({'vocab': 3, 'embed': 2})}, CODE)",
+    ),
+    Advice(
         "axn.in_context(fn)",
         lambda: asyncio.run(_together(waits)),
         lambda task: asyncio.run(_together(task)) is None,

@@ -63,8 +63,11 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW, with a learning rate that rises, and then falls as a cosine to a tenth."""
+    """The optimizer, with a learning rate that rises, and then falls as a cosine to a tenth."""
 
+    optimizer: str = "adamw"
+    """adamw, or muon, which orthogonalizes the updates of matrices and leaves other parameters to adamw.
+    --mapping plan is as for adamw."""
     steps: int = 300
     """Steps of training."""
     learning_rate: float = 5e-3
@@ -300,6 +303,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--mesh cannot be given with --mapping plan, which chooses one, got {config.mesh!r:.40}"
     if not 0 < batches.held_out < 1:
         yield f"--held-out must be between 0 and 1, got {batches.held_out}"
+    if optimizer.optimizer not in ("adamw", "muon"):
+        yield f"--optimizer must be one of adamw, muon, got {optimizer.optimizer!r:.40}"
     if optimizer.warmup_steps >= optimizer.steps > 0:
         yield f"--warmup must be less than --steps, got {optimizer.warmup} and {optimizer.steps}"
     if not reports.prompt:

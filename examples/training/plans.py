@@ -67,11 +67,12 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
         known = ", ".join(insight.CHIPS)
         raise Problem(f"--mapping plan has no figures of {devices.describe()}: let --chip be one of {known}.")
 
+    # Where Muon's matrices go depends on the mesh that is chosen here, so the plan is that of AdamW.
+    optimizer = steps.make_optimizer(dataclasses.replace(config.optimizer, optimizer="adamw"))
+
     def build(remat: str = "full", accumulate: int = 1) -> tuple[Any, tuple[Any, NamedArray]]:
         policy = Policy.parse(config.precision)
-        start, train, _ = steps.plain_functions(
-            config.model, config.optimizer, policy, remat=remat, accumulate=accumulate
-        )
+        start, train, _ = steps.plain_functions(config.model, optimizer, policy, remat=remat, accumulate=accumulate)
         return train, (jax.eval_shape(start, jax.random.key(0)), tokens)
 
     _, (abstract, _) = build()

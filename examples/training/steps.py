@@ -78,8 +78,9 @@ def make_functions(
     sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, strategy: Strategy
 ) -> Functions:
     """The functions of a run under a strategy."""
+    optimizer = make_optimizer(optimizer_settings, strategy)
     start, train, evaluate = plain_functions(
-        sizes, optimizer_settings, policy, strategy.schedule(), strategy.remat, strategy.accumulate
+        sizes, optimizer, policy, strategy.schedule(), strategy.remat, strategy.accumulate
     )
     # Each device makes its own shards, so none ever holds more. This runs once, so it need not be fast; on a
     # CPU, most of the time would go into compiling how random numbers are drawn.
@@ -95,7 +96,7 @@ def make_functions(
 
 def plain_functions(
     sizes: settings.ModelSizes,
-    optimizer_settings: settings.Optimizer,
+    optimizer: optax.GradientTransformation,
     policy: Policy,
     schedule: Any = None,
     remat: str = "full",
@@ -106,7 +107,6 @@ def plain_functions(
     `remat` is one of `llama.REMAT`; with `accumulate`, the gradients of so many microbatches are added up.
     """
     axes = dataclasses.replace(model_config(sizes), remat=llama.REMAT[remat])
-    optimizer = make_optimizer(optimizer_settings)
     of_policy = functools.partial(loss, policy=policy, schedule=schedule)
 
     def start(key: jax.Array) -> State:
@@ -117,9 +117,11 @@ def plain_functions(
     def train(state: State, tokens: NamedArray) -> tuple[State, Metrics]:
         of_training = functools.partial(of_policy, penalties=True)
         value, gradients = accumulated(jax.value_and_grad(of_training), state.model, tokens, accumulate)
-        updates, kept = optimizer.update(gradients, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+        with jax.named_scope("optimizer"):  # a phase of the report
+            updates, kept = optimizer.update(gradients, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+            model: Any = optax.apply_updates(state.model, updates)  # pyright: ignore[reportArgumentType]
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
-        return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
+        return State(model, kept, state.key), metrics
 
     return start, train, of_policy
 
@@ -157,14 +159,21 @@ def loss(
     return mixed_precision(policy.with_output_dtype("float32"), of_model)(model, tokens)
 
 
-def make_optimizer(config: settings.Optimizer) -> optax.GradientTransformation:
-    """AdamW with clipping. What it keeps has the names of the parameters, so it is placed as they are."""
+def make_optimizer(config: settings.Optimizer, strategy: Strategy | None = None) -> optax.GradientTransformation:
+    """AdamW, or Muon for matrices, with clipping. What it keeps has the names of the parameters, and is placed alike.
+
+    Under a strategy, Muon shares out whole matrices over all devices.
+    """
     highest = config.learning_rate
     rate = optax.warmup_cosine_decay_schedule(0.0, highest, config.warmup_steps, config.steps, end_value=highest / 10)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix),
-    )
+    adam = optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
+    if config.optimizer == "muon":
+        over, storage = ((), {}) if strategy is None else (tuple(strategy.mesh), strategy.storage)
+        batch = ("kv_heads", "group")  # one matrix for each head
+        adam = axn.optim.muon(
+            rate, adam=adam, weight_decay=config.weight_decay, over=over, storage=storage, batch=batch
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip), adam)
 
 
 def _is_matrix(model: Any) -> Any:

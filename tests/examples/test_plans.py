@@ -55,7 +55,9 @@ def kept(out: Path) -> dict[str, Any]:
 
 def test_the_plan_is_of_the_step_that_trains(planned: Planned) -> None:
     config = train_lm.settings.parse(SMALL)
-    start, step, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
+    start, step, _ = train_lm.steps.plain_functions(
+        config.model, train_lm.steps.make_optimizer(config.optimizer), train_lm.Policy.parse("float32")
+    )
     state = train_lm.jax.eval_shape(start, train_lm.jax.random.key(0))
     tokens = train_lm.steps.abstract_tokens(*train_lm.axn.make_axes(batch=8, pos=16))
     build, *arguments = planned.args

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
+from axonym import insight
 from axonym.state import from_torch_compatible_state_dict, load_state_dict
 from examples.models.layouts import layout
 from tests.examples.runs import EXAMPLES, SMALL, STEPS, Checkpoints, Problem, losses, rows, saved_steps, train, train_lm
@@ -65,6 +66,20 @@ def test_the_same_is_learned(experts: int, mappings: list[str]) -> None:
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4, err_msg=mapping), found, expected
         )
+
+
+def test_muon_exchanges_whole_matrices() -> None:
+    """The optimizer's own phase has all-to-alls, and no weight is all-gathered in it."""
+    config = train_lm.settings.parse([*SMALL, "--optimizer", "muon"])
+    strategy = train_lm.strategies.choose("fsdp", "auto", 2, 8)
+    with jax.set_mesh(train_lm.strategies.make_mesh(strategy)):
+        functions = train_lm.steps.make_functions(config.model, config.optimizer, train_lm.Policy(), strategy)
+        tokens = train_lm.steps.abstract_tokens(*axn.make_axes(batch=8, pos=16))
+        report = insight.explain(functions.train, functions.abstract, tokens, by="partitioner")
+    kinds = {c.kind for c in report.chosen(phase="optimizer") if (c.total_sent or 0) > 100}
+    assert kinds == {"all-to-all"}
+    with pytest.raises(Problem, match="--optimizer must be one of adamw, muon, got 'sgd'"):
+        train_lm.settings.parse(["--optimizer", "sgd"])
 
 
 def test_warmup_by_default() -> None:

@@ -142,67 +142,49 @@ def test_mutated_files(mutate: Callable[[random.Random, bytes], bytes], tmp_path
 
 F32 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "negative offsets": (
-        as_file({"w": {**F32, "data_offsets": [-4, 0]}}),
-        r"'w' in PATH .*: expected a list of at most 64 whole numbers from 0 at byte 53",
-    ),
+    "negative offsets": (as_file({"w": {**F32, "data_offsets": [-4, 0]}}), "integer `-4`, expected usize"),
     "negative shapes": (
         as_file({"w": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}),
-        r"'w' in PATH .*whole numbers from 0 at byte \d+ of the header, found '\[-1, -1\]",
+        "integer `-1`, expected usize",
     ),
-    "offsets in the wrong order": (
-        as_file({"w": {**F32, "data_offsets": [4, 0]}}),
-        r"'w' in PATH has data_offsets \[4, 0\], but they are a start and an end",
-    ),
-    "arrays that overlap": (
-        as_file({"w": F32, "v": {**F32, "data_offsets": [2, 6]}}, bytes(6)),
-        r"'v' in PATH overlaps 'w': it starts at byte 2, before 4",
-    ),
-    "two arrays at one place": (as_file({"w": F32, "v": F32}, bytes(4)), r"'v' in PATH overlaps 'w'"),
-    "a hole": (
-        as_file({"w": F32, "v": {**F32, "data_offsets": [8, 12]}}, bytes(12)),
-        r"'v' in PATH starts at byte 8, but no array has the bytes from 4 on",
-    ),
-    "a hole at the start": (
-        as_file({"w": {**F32, "data_offsets": [4, 8]}}, bytes(8)),
-        r"'w' in PATH starts at byte 4, but no array has the bytes from 0 on",
-    ),
-    "trailing bytes": (as_file({"w": F32}, bytes(6)), r"PATH has 2 bytes after its last array"),
+    "offsets in the wrong order": (as_file({"w": {**F32, "data_offsets": [4, 0]}}), "invalid offset for tensor `w`"),
+    "arrays that overlap": (as_file({"w": F32, "v": {**F32, "data_offsets": [2, 6]}}, bytes(6)), "tensor `v`"),
+    "two arrays at one place": (as_file({"w": F32, "v": F32}, bytes(4)), "invalid offset for tensor `[vw]`"),
+    "a hole": (as_file({"w": F32, "v": {**F32, "data_offsets": [8, 12]}}, bytes(12)), "tensor `v`"),
+    "a hole at the start": (as_file({"w": {**F32, "data_offsets": [4, 8]}}, bytes(8)), "tensor `w`"),
+    "trailing bytes": (as_file({"w": F32}, bytes(6)), "file not fully covered"),
     "a key twice": (
-        as_file(b'{"w":%s,"w":%s}' % ((json.dumps(F32).encode(),) * 2), bytes(4)),
-        r"PATH has 'w' twice",
+        as_file(
+            b'{"w":%s,"w":%s}' % ((json.dumps(F32).encode(), json.dumps({**F32, "data_offsets": [4, 8]}).encode())),
+            bytes(8),
+        ),
+        "invalid offset for tensor `w`",
     ),
-    "a field twice": (
-        as_file(b'{"w":{"dtype":"F32","dtype":"F32"}}'),
-        r"'w' in PATH has 'dtype' twice",
+    "a field twice": (as_file(b'{"w":{"dtype":"F32","dtype":"F32"}}'), "duplicate field `dtype`"),
+    "a field too few": (as_file({"w": {"dtype": "F32", "shape": [1]}}), "missing field `data_offsets`"),
+    "half a character": (as_file(b'{"\\ud800":{}}'), "invalid JSON in header"),
+    "no UTF-8": (as_file(b'{"\xff":{}}'), "invalid UTF-8 in header"),
+    "a byte-order mark": (as_file(b"\xef\xbb\xbf{}", b""), "invalid JSON in header"),
+    "UTF-16": (as_file("{}".encode("utf-16"), b""), "invalid UTF-8 in header"),
+    "metadata that is no text": (as_file({"__metadata__": {"a": 1}}, b""), "integer `1`, expected a string"),
+    "something after the header": (as_file(b"{} 1", b""), "trailing characters"),
+    "a dtype that NumPy lacks": (
+        as_file({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, bytes(1)),
+        "'w' in PATH has dtype F4, which NumPy does not have",
     ),
-    "a field too many": (as_file({"w": {**F32, "z": 1}}, bytes(4)), r"'w' in PATH has a field 'z', which the format"),
-    "a field too few": (as_file({"w": {"dtype": "F32", "shape": [1]}}), r"'w' in PATH has no data_offsets"),
-    "half a character": (as_file(b'{"\\ud800":{}}'), r"PATH has a string that is not Unicode at byte 1"),
-    "no UTF-8": (as_file(b'{"\xff":{}}'), r"PATH has a string that is not Unicode at byte 1"),
-    "a byte-order mark": (
-        as_file(b"\xef\xbb\xbf{}", b""),
-        r"PATH .* its header is not JSON .*: expected '\{' at byte 0",
-    ),
-    "UTF-16": (as_file("{}".encode("utf-16"), b""), r"PATH .* its header is not JSON .*: expected '\{' at byte 0"),
-    "metadata that is no text": (as_file({"__metadata__": {"a": 1}}, b""), r"PATH .* expected a string at byte 23"),
-    "something after the header": (as_file(b"{} 1", b""), r"PATH .* expected nothing more at byte 3 .* found '1'"),
     "sizes without limit": (
         as_file({"w": {"dtype": "F32", "shape": [0, 10**18, 10**18], "data_offsets": [0, 0]}}, b""),
         r"'w' in PATH has a shape that NumPy does not have, \[0, 10+, 10+\]",
     ),
     "dimensions without limit": (
         as_file({"w": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}, bytes(4)),
-        r"'w' in PATH .* expected a list of at most 64 whole numbers",
+        "'w' in PATH has a shape that NumPy does not have",
     ),
-    "deep": (as_file(b'{"w":' + b"[" * 10**6, b""), r"'w' in PATH .* expected '\{' at byte 5"),
-    "deeper": (as_file(b'{"w":{"shape":' + b"[" * 10**6, b""), r"'w' in PATH .* expected a list"),
-    "a number of many digits": (as_file(b'{"w":{"shape":[' + b"9" * 10**6, b""), r"'w' in PATH .* expected a list"),
-    "a key of many characters": (
-        as_file({"w" * 10**6: {**F32, "shape": [2]}}, bytes(4)),
-        r"'w+\.\.\.w+' in PATH has 4 bytes for float32\[2\]",
-    ),
-    "a header longer than the file": (as_file(b"{}", b"", 2**40), r"PATH is not a safetensors file, or is truncated"),
+    "deep": (as_file(b'{"w":' + b"[" * 10**6, b""), "recursion limit exceeded"),
+    "deeper": (as_file(b'{"w":{"shape":' + b"[" * 10**6, b""), "recursion limit exceeded"),
+    "a number of many digits": (as_file(b'{"w":{"shape":[' + b"9" * 10**6, b""), "number out of range"),
+    "a key of many characters": (as_file({"w" * 10**6: {**F32, "shape": [2]}}, bytes(4)), "invalid shape, data type"),
+    "a header longer than the file": (as_file(b"{}", b"", 2**40), "header too large"),
 }
 
 
@@ -210,12 +192,12 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 def test_what_the_format_forbids(content: bytes, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     assert not check(path, content)
-    with pytest.raises(ValueError, match="^load_state_dict: " + expected.replace("PATH", re.escape(str(path)))):
+    with pytest.raises(ValueError, match="^load_state_dict: .*" + expected.replace("PATH", re.escape(str(path)))):
         load_state_dict(path)
 
 
 def test_what_the_format_allows(tmp_path: Path) -> None:
-    """Other writers pad headers otherwise, or align no array."""
+    """Other writers pad headers otherwise, or align no array, or have more than the format has."""
     for content in (
         as_file(b'{\n"w" : {"shape":[ 1 ],"dtype":"F32",\t"data_offsets":[0 , 4]} } \r\n', bytes(4)),
         as_file(
@@ -224,6 +206,8 @@ def test_what_the_format_allows(tmp_path: Path) -> None:
         ),
         as_file({"__metadata__": {"a": "é\n"}, '\u20ac"\\': F32}, bytes(4)),
         as_file({}, b""),
+        as_file(b'{"w":%s,"w":%s}' % ((json.dumps(F32).encode(),) * 2), bytes(4)),
+        as_file({"w": {**F32, "more": 1}}, bytes(4)),
     ):
         assert check(tmp_path / "a.safetensors", content)
 
@@ -232,8 +216,8 @@ def test_nothing_is_allocated_for_what_is_refused(tmp_path: Path) -> None:
     """Both files are holes on the disk: the size of a header says 2 GB, and that of an array 2 TB."""
     path, w = tmp_path / "a.safetensors", {"dtype": "U8", "shape": [2**41], "data_offsets": [0, 2**41]}
     for head, message in (
-        (as_file(b"{", b"", 2**31), "more than the 100,000,000 that"),
-        (as_file({"w": w}, b""), "is trunc"),
+        (as_file(b"{", b"", 2**31), "header too large"),
+        (as_file({"w": w}, b""), "or is truncated"),
     ):
         with path.open("wb") as file:
             file.write(head)
@@ -329,7 +313,7 @@ def test_what_a_file_could_not_give_back_is_not_written(tmp_path: Path, monkeypa
     wrong: dict[Any, Any] = {"a\ud800": x, 3: x}
     with pytest.raises(TypeError, match=r"are text in safetensors, and 'a\\ud800', 3, 7 is not"):
         save_state_dict(wrong, tmp_path / "a.safetensors", metadata={"a": 7})  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("axonym.state.safetensors.MAX_HEADER", 1000)
+    monkeypatch.setattr("axonym.state.safetensors._MAX_HEADER", 1000)
     with pytest.raises(ValueError, match="more than the 1,000 that the format allows"):
         save_state_dict({"w": x}, tmp_path / "a.safetensors", metadata={"a": "a" * 1000})
     assert not any(tmp_path.iterdir())

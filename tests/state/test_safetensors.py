@@ -193,22 +193,16 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         load_state_dict(path)
     save_state_dict({"w": np.ones(8)}, path)
     whole = path.read_bytes()
-    for cut, message in (
-        (4, "is not a safetensors file, or is truncated"),
-        (len(whole) - 8, "is truncated: 'w' ends at"),
+    for content in (
+        whole[:4],
+        whole[:-8],
+        whole.replace(b'"shape": [8]', b'"shape": [7]'),
+        (8).to_bytes(8, "little") + b"not JSON",
+        whole.replace(b'"F64"', b'"F47"'),
     ):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=message):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{path} is not a safetensors file, or is truncated: .*\.$"):
             load_state_dict(path)
-    path.write_bytes(whole.replace(b'"shape": [8]', b'"shape": [7]'))
-    with pytest.raises(ValueError, match=r"'w' in .* has 64 bytes for float64\[7\]"):
-        load_state_dict(path)
-    path.write_bytes((8).to_bytes(8, "little") + b"not JSON")
-    with pytest.raises(ValueError, match="its header is not JSON"):
-        load_state_dict(path)
-    path.write_bytes(whole.replace(b'"F64"', b'"F4" '))
-    with pytest.raises(ValueError, match=r"'w' in .* has dtype F4, which NumPy does not have"):
-        load_state_dict(path)
 
 
 def test_named_arrays_are_not_a_state_dict(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class Figures:
     devices: int | None = None
     """The number of devices, if their mesh is not known."""
     computed: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The flops of each phase: `forward`, `recomputed`, `backward`, or empty for everything else."""
+    """The flops of each phase: `forward`, `recomputed`, `backward`, `optimizer`, or empty for the rest."""
     widened: float = 0.0
     """The share of the flops in products of which an operand is converted to a larger dtype, such as bfloat16 to
     float32, since the other one has it."""

@@ -326,7 +326,7 @@ def _arrow(place: str, length: float, thick: float, kind: str) -> Html:
 
 def _phases(report: Report, words: Words) -> Html:
     """Return a table of the flops in each pass, and of the bytes sent over each set of mesh axes."""
-    phases = ("forward", "recomputed", "backward", "")
+    phases = ("forward", "recomputed", "backward", "optimizer", "")
     sums = {
         phase: {axes: known_sent([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
         for phase in phases

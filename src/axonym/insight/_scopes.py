@@ -54,6 +54,8 @@ def dispatch(scope: str) -> ScopedOperation | None:
 def phase(scope: str) -> str:
     """Return the phase of a training step in which an instruction runs, from its scope."""
     outermost = re.sub(r"[^/()\[\]:]+\[[^\[\]]*->[^\[\]]*\]", "", scope)
+    if "optimizer" in outermost.split("/"):  # `jax.named_scope("optimizer")`
+        return "optimizer"
     after = outermost.rpartition("rematted_computation")
     if after[1]:
         return "backward" if "transpose(" in after[2] else "recomputed"

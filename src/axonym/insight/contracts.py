@@ -85,7 +85,7 @@ def never(
 
     Arguments:
         over: a mesh axis, or `"slices"`.
-        phase: `"forward"`, `"backward"` or `"recomputed"`, if it is only about this one.
+        phase: `"forward"`, `"backward"`, `"recomputed"` or `"optimizer"`, if it is only about this one.
         mapping, mesh, between: as in `explain`.
 
     >>> rule = axn.insight.never(over="slices", phase="forward")

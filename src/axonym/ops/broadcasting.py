@@ -7,7 +7,7 @@ layout, or an intended outer product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
+from ._op_types import A, is_tree, map_tree
 from ._operands import distinct, operand, require_named
 
 MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")
@@ -39,13 +40,19 @@ def broadcast_to(
     return _broadcast_kernel("broadcast_to", names, spec, ensure_order, enforce_no_extra_axes).apply(array)
 
 
+@overload
+def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray: ...
+@overload
+def broadcast_axis(a: A, axis: AxisSpec) -> A: ...
 @errors.say_how_to_call
-def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
-    """Add axes in front of the axes of an array; axes that it already has keep their positions.
+def broadcast_axis(a: Any, axis: AxisSpec) -> Any:
+    """Add axes in front of those of an array, or of a tree of arrays; axes that it already has keep their positions.
 
     >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
     NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
     """
+    if is_tree(a):
+        return map_tree(lambda leaf: broadcast_axis(leaf, axis), a)
     array, names = operand(a)
     spec = axes_of_spec(_kernels.hashable(axis), "broadcast_axis")
     return _broadcast_kernel("broadcast_axis", names, spec, False, False).apply(array)

@@ -95,7 +95,7 @@ def on_matrices(
         if mesh is not None:
             check_mesh_axes("optim.on_matrices: over", dict.fromkeys(["matrix"], axes), mesh)
         # Mappings are for the axes of the model, and not for those of matrices.
-        with active_settings.activate_here(mapping={}, parameter_mapping={}):
+        with active_settings.activate_here(mapping={}, parameter_mapping={}), jax.named_scope("optimizer"):
             groups = _groups_of_matrices(leaves, found, kept, axes, mesh)
             matrices, state = function({group.name: group.exchanged(leaves) for group in groups})
             for group in groups:
@@ -106,6 +106,8 @@ def on_matrices(
         return jax.tree.unflatten(structure, [leaf.value for leaf in leaves]), state
 
     def init(params: Any) -> Any:
+        if inner is not fn:
+            return optax.EmptyState()  # which needs no mesh
         empty = jax.tree.map(jnp.zeros_like, params)
         return apply(empty, lambda matrices: (matrices, inner.init(matrices)))[1]
 

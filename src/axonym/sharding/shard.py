@@ -587,6 +587,10 @@ def _make_constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callab
             x = reshard(x, spec, mesh)
         if AxisType.Auto not in types.values():
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, wanted) if passed else wanted)
+        # XLA moves a conversion to the other side of an exchange, and so would send four bytes for one.
+        is_small = x.dtype.itemsize == 1 and x.dtype != bool
+        x = jax.lax.optimization_barrier(x) if is_small else x
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, wanted) if passed else wanted)
+        return jax.lax.optimization_barrier(x) if is_small else x
 
     return jax.jit(constrain, inline=INLINE)

@@ -1,12 +1,10 @@
 """Read and write state dicts as safetensors files.
 
 A safetensors file starts with the size of its header in eight bytes, and the header as JSON: a dtype, a shape and byte
-offsets for each key. Reading maps the file into memory and returns views, so values are read only when they are used.
-Writing fetches one array at a time. The `safetensors` package is not used: it copies whole dictionaries, and does not
-read all of the format's dtypes into NumPy.
-
-A damaged or malicious file is refused with one `ValueError`, which names the file and the entry, before anything is
-allocated for its arrays.
+offsets for each key. The `safetensors` package parses it, and refuses a damaged or malicious file before anything is
+allocated for its arrays. Values are not read by the package, which copies them, and lacks some dtypes in NumPy: reading
+maps the file into memory and returns views, so values are read only when they are used. Writing fetches one array at a
+time.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import socket
 import uuid
 import zlib
@@ -26,6 +25,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..core.processes import fail_together
@@ -33,9 +33,26 @@ from ..distribution.padded_array import PaddedArray, stored
 from ..named_array import NamedArray, describe_array
 from ..sharding.moving import copied_to_host
 from .naming import StateDict, is_number
-from .safetensors_header import DTYPES, MAX_HEADER, METADATA, InvalidFile, TensorEntry, parse_header, short
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "BF16": np.dtype(jnp.bfloat16),
+    "C64": np.dtype(np.complex64),
+    **{
+        f"{code}{bits}": np.dtype(f"{kind}{bits}")
+        for code, kind in (("U", "uint"), ("I", "int"))
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+_METADATA = "__metadata__"
+_MAX_HEADER = 100_000_000
+"""The limit of the `safetensors` package."""
 
 _INDEX_SUFFIX = ".index.json"
 _USUAL_NAME = "model.safetensors"
@@ -92,13 +109,13 @@ def _head(
     ]:
         raise RuntimeError(f"save_state_dict: {', '.join(deleted)} was deleted, as by a donation.")
     metadata = {"format": "pt", **(metadata or {})}  # other readers require "format"
-    if unfit := [short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
+    if unfit := [_short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
         raise TypeError(f"save_state_dict: keys and metadata are text in safetensors, and {', '.join(unfit)} is not.")
-    if METADATA in entries:
-        raise ValueError(f"save_state_dict: no array can have the key {METADATA!r}, which the header itself uses.")
+    if _METADATA in entries:
+        raise ValueError(f"save_state_dict: no array can have the key {_METADATA!r}, which the header itself uses.")
     # Wide dtypes come first, so that every array starts at a multiple of its item size.
     keys = sorted(entries, key=lambda key: (-entries[key].dtype.itemsize, key))
-    header: dict[str, Any] = {METADATA: metadata}
+    header: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for key in keys:
         x = entries[key]
@@ -106,10 +123,10 @@ def _head(
         header[key] = {"dtype": _CODES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > MAX_HEADER:
+    if len(encoded) > _MAX_HEADER:
         raise ValueError(
             f"save_state_dict: the keys and metadata of {path} take {len(encoded):,} bytes, more than the "
-            f"{MAX_HEADER:,} that the format allows; save the arrays in several files."
+            f"{_MAX_HEADER:,} that the format allows; save the arrays in several files."
         )
     return keys, [len(encoded).to_bytes(8, "little"), encoded]
 
@@ -215,7 +232,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
 def _load_several(index: Path) -> StateDict:
     places = _read_index(index)
     files = {name: _load_file(index.parent / name) for name in sorted(set(places.values()))}
-    absent = [f"{short(key)} in {short(name)[1:-1]}" for key, name in places.items() if key not in files[name]]
+    absent = [f"{_short(key)} in {_short(name)[1:-1]}" for key, name in places.items() if key not in files[name]]
     if absent:
         raise ValueError(f"load_state_dict: {index} lists keys that its files do not have: {_some(absent)}.")
     return {key: files[name][key] for key, name in places.items()}
@@ -236,8 +253,8 @@ def _read_index(index: Path) -> dict[str, str]:
     """Return the file of each key; check that all exist in the folder of the index."""
     _check_regular(index)
     try:
-        if index.stat().st_size > MAX_HEADER:
-            raise ValueError(f"it is larger than {MAX_HEADER:,} bytes")
+        if index.stat().st_size > _MAX_HEADER:
+            raise ValueError(f"it is larger than {_MAX_HEADER:,} bytes")
         text = index.read_bytes()
         others = (token for token in _TOKEN.finditer(text) if token[1])
         if next(itertools.islice(others, _MOST_OTHERS, None), None):
@@ -249,9 +266,9 @@ def _read_index(index: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as e:
         raise ValueError(f"load_state_dict: {index} is not an index of safetensors files: {e}.") from None
     names = sorted(set(places.values()))
-    if outside := [short(name) for name in names if not _is_inside(name)]:
+    if outside := [_short(name) for name in names if not _is_inside(name)]:
         raise ValueError(f"load_state_dict: {index} lists files outside its folder: {_some(outside)}.")
-    if missing := [short(name)[1:-1] for name in names if not os.path.lexists(index.parent / name)]:
+    if missing := [_short(name)[1:-1] for name in names if not os.path.lexists(index.parent / name)]:
         raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {_some(missing)}.")
     return places
 
@@ -260,7 +277,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"it has {short(next(key for key in found if keys.count(key) > 1))} twice")
+        raise ValueError(f"it has {_short(next(key for key in found if keys.count(key) > 1))} twice")
     return found
 
 
@@ -278,32 +295,44 @@ def _check_regular(path: Path) -> None:
 
 def _load_file(path: Path) -> StateDict:
     _check_regular(path)
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        header_size = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_size > size - 8:
-            raise ValueError(f"load_state_dict: {path} is not a safetensors file, or is truncated.")
-        if header_size > MAX_HEADER:
-            raise ValueError(
-                f"load_state_dict: {path} is not a safetensors file: its header would have {header_size:,} bytes, more "
-                f"than the {MAX_HEADER:,} that the format allows."
-            )
-        header = file.read(header_size)
-        # Read-only, not copy-on-write, for which the system would reserve memory for the whole file.
-        values = np.asarray(np.memmap(file, np.uint8, "r"))[8 + header_size :]
-        try:
-            entries = parse_header(header, values.size)
-            return {key: _view(key, entry, values) for key, entry in entries.items()}
-        except InvalidFile as e:
-            what = str(path) if e.key is None else f"{short(e.key)} in {path}"
-            raise ValueError(f"load_state_dict: {what} {e}.") from None
-
-
-def _view(key: str, entry: TensorEntry, values: np.ndarray) -> np.ndarray:
     try:
-        return values[entry.start : entry.end].view(entry.dtype).reshape(entry.shape)
-    except (ValueError, OverflowError):  # an array without values can have sizes that NumPy does not allow
-        raise InvalidFile(f"has a shape that NumPy does not have, {short(list(entry.shape))}", key) from None
+        from safetensors import SafetensorError, safe_open
+    except ImportError as e:
+        raise ImportError("load_state_dict needs safetensors, which is optional: install axonym[safetensors].") from e
+    with open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        try:
+            parsed = safe_open(path, "np")
+        except SafetensorError as e:
+            problem = " ".join(str(e).split())[:200]
+            raise ValueError(
+                f"load_state_dict: {path} is not a safetensors file, or is truncated: {problem}."
+            ) from None
+        # Read-only, not copy-on-write, for which the system would reserve memory for the whole file.
+        values = np.asarray(np.memmap(file, np.uint8, "r"))
+    found: StateDict = {}
+    for key in parsed.offset_keys():  # each begins where the one before ends, as the package has checked
+        entry = parsed.get_slice(key)
+        code, shape = entry.get_dtype(), entry.get_shape()
+        if code not in _DTYPES:
+            raise ValueError(f"load_state_dict: {_short(key)} in {path} has dtype {code}, which NumPy does not have.")
+        end = start + math.prod(shape) * _DTYPES[code].itemsize
+        try:
+            found[key] = values[start:end].view(_DTYPES[code]).reshape(shape)
+        except (ValueError, OverflowError):  # an array without values can have any sizes
+            what = f"{_short(key)} in {path} has a shape that NumPy does not have, {_short(shape)}"
+            raise ValueError(f"load_state_dict: {what}.") from None
+        start = end
+    return found
+
+
+def _short(x: Any) -> str:
+    """Describe a key or a value, however long, in a few words."""
+    return _SHORT.repr(x)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxlist = 100, 8
 
 
 def _described(x: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from ..distribution.fsdp_ops import gathered_for_each_shard
 from ..distribution.mesh_axes import (
     Axes,
     axes_in,
+    axes_of_type,
     entries_of,
     entry_of,
     explicit_mesh,
@@ -107,14 +108,18 @@ def vmap(
             for operand, x in zip(operands, arrays, strict=True):
                 inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
             one_args, one_kwargs = jax.tree.unflatten(structure, inner[: len(leaves)])
-            call: Any = fn if shards is None else closed(jax.tree.unflatten(function, inner[len(leaves) :]))
+            own_closure = shards is not None or auto
+            call: Any = closed(jax.tree.unflatten(function, inner[len(leaves) :])) if own_closure else fn
             result = call(*one_args, **one_kwargs)
             outputs, spec = flatten_arrays(result)
             _mapped_axis.check_placed_elsewhere("vmap", sizes, inner, _mapped_axis.flatten(result)[0])
             returned[:] = [TreeSpec(spec.structure, [_with_axes(slot, names) for slot in spec.slots])]
             return outputs
 
-        levels = [(sizes[n], _mapped_axis.spmd_axes("vmap", n, sizes[n])) for n in names]
+        auto = _explicit_axes(names, sizes) if shards is None else {}
+        if auto:
+            operands += _closure_operands(len(leaves), held, len(names))
+        levels = [(sizes[n], auto.get(n) or _mapped_axis.spmd_axes("vmap", n, sizes[n])) for n in names]
         if shards is not None:
             operands = [operand for operand in operands if operand.leaf not in shards.parameters]
         arrays = _placed_alike(names, sizes, operands)
@@ -124,6 +129,8 @@ def vmap(
         for level, (size, spmd) in reversed([*enumerate(levels)]):
             positions = [operand.position(level) for operand in operands]
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
+        if auto:
+            one = _with_auto_axes(one, [auto.get(n, ()) for n in names])
         with _mapped_axis.collisions_named("vmap", names), _mapped_axis.announced(names, arrays):
             stacked = one(arrays)
         return returned[0].unflatten(stacked if shards is None else map(shards.merged, stacked))
@@ -241,6 +248,41 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
 
 
 # --- parameters that `axonym.fsdp` stores sharded ---
+
+
+def _explicit_axes(names: Names, sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """Return the Explicit mesh axes of the axes mapped over, if parameters are stored sharded."""
+    if not active_parameter_mapping():
+        return {}
+    found = {n: _mapped_axis.mapped_to("vmap", n, sizes[n], AxisType.Explicit) for n in names}
+    return {n: axes for n, axes in found.items() if axes}
+
+
+def _closure_operands(start: int, held: Sequence[Any], levels: int) -> Iterator[_Operand]:
+    """Yield the arrays that a function closes over, which are not mapped, numbered from `start` on."""
+    for i, leaf in enumerate(held, start):
+        is_named = isinstance(leaf, NamedArray)
+        if _mapped_axis.is_array(leaf.array if is_named else leaf):
+            yield _Operand(i, leaf.array if is_named else leaf, leaf.names if is_named else None, (None,) * levels)
+
+
+def _with_auto_axes(fn: Callable[[Sequence[Any]], Sequence[Any]], over: Sequence[Axes]) -> Any:
+    """Make Explicit mesh axes, over which the first axes of the results are sharded, Auto inside of a function.
+
+    Parameters are gathered per device, and `jax.shard_map` under `jax.vmap` gathers an axis that is mapped over, if it
+    lies over Explicit mesh axes; over Auto ones, `spmd_axis_name` keeps it sharded.
+    """
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        mesh = jax.sharding.get_abstract_mesh()
+        inside = mesh.update_axis_types(dict.fromkeys((a for axes in over for a in axes), AxisType.Auto))
+        left = axes_of_type(inside, AxisType.Explicit)
+        with jax.sharding.use_abstract_mesh(inside):
+            stacked = fn([jax.sharding.reshard(x, restricted(entries_of(x), left)) for x in arrays])
+        first = [entry_of(axes) for axes in over]
+        return [jax.sharding.reshard(x, PartitionSpec(*first, *entries_of(x)[len(over) :])) for x in stacked]
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
