@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from ..axis import Names
 from ..distribution.mesh_axes import explicit_mesh
+from ..distribution.per_device import vary_like
 
 
 class ProductAxes(NamedTuple):
@@ -29,14 +30,19 @@ class ProductAxes(NamedTuple):
         return ProductAxes(self.lhs, self.out, self.rhs)
 
 
-def product_axes(lhs_ndim: int, rhs_ndim: int, dimension_numbers: jax.lax.DotDimensionNumbers) -> ProductAxes:
-    """Name the axes of a `jax.lax.dot_general`."""
+def product_operands(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, dtype: DTypeLike | None = None
+) -> tuple[ProductAxes, jax.Array, jax.Array]:
+    """Name the axes of a `jax.lax.dot_general`, and convert its operands to a dtype, by default the one of both."""
+    dtype = jnp.result_type(lhs, rhs) if dtype is None else dtype
+    lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs = tuple(f"lhs {i}" for i in range(lhs_ndim))
+    names = tuple(f"lhs {i}" for i in range(lhs.ndim))
     matched = dict(zip((*rhs_summed, *rhs_batch), (*lhs_summed, *lhs_batch), strict=True))
-    rhs = tuple(lhs[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs_ndim))
-    free = [n for n in lhs if n not in rhs], [n for n in rhs if n not in lhs]
-    return ProductAxes(lhs, rhs, (*(lhs[i] for i in lhs_batch), *free[0], *free[1]))
+    rhs_names = tuple(names[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs.ndim))
+    free = [n for n in names if n not in rhs_names], [n for n in rhs_names if n not in names]
+    axes = ProductAxes(names, rhs_names, (*(names[i] for i in lhs_batch), *free[0], *free[1]))
+    return axes, vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients vary, too
 
 
 def multiply(

@@ -22,8 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..core.jax_versions import varying_axes
-from ..distribution.per_device import vary_like
-from ._products import ProductAxes, multiply, product_axes
+from ._products import ProductAxes, multiply, product_operands
 from .overwriting import OverwriteWithGradient
 
 __all__ = ["Fp8DotGeneralOp", "dot_general_with_precision", "in_qdq", "out_qdq"]
@@ -90,10 +89,8 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
-        dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
-        lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-        lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        axes, short = product_axes(lhs.ndim, rhs.ndim, dimension_numbers), jnp.dtype(self.fwd_dtype)
+        axes, lhs, rhs = product_operands(lhs, rhs, dimension_numbers, self.compute_dtype)
+        short = jnp.dtype(self.fwd_dtype)
         kind = _ProductKind(axes, jnp.dtype(wanted), short, short, jnp.dtype(self.rev_dtype))
         states: Any = (
             (self.input_scale, self.input_amax_history),

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..axis import Names
-from ..distribution.per_device import vary_like
 from ..ops import _kernels
 from ..state.module import ModuleWithStateDictSerialization
-from ._products import ProductAxes, multiply, product_axes
+from ._products import ProductAxes, multiply, product_operands
 
 __all__ = ["Int8DotGeneralOp"]
 
@@ -56,10 +55,7 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
-        dtype = jnp.result_type(lhs, rhs)
-        lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-        lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        y: Any = _product(product_axes(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
+        y: Any = _product(*product_operands(lhs, rhs, dimension_numbers))
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
