@@ -178,8 +178,8 @@ def with_halo(
     axis: int,
     blocks: Blocks,
     widths: Widths,
-    kinds: Sequence[str | None],
-    values: Sequence[Any],
+    kinds: Sequence[str | None] = ("periodic", "periodic"),
+    values: Sequence[Any] = (None, None),
     held: bool = False,
 ) -> jax.Array:
     """Return an array with halos around the blocks of an axis; `halo_kernel` has the arguments."""

@@ -81,7 +81,7 @@ def differences_kernel(what: str, names: Names, axis: str, blocks: Blocks, times
 
     def positional(x):
         size = x.shape[position]
-        wide = _blocks.with_halo(x, position, blocks, (0, times), ("periodic", "periodic"), (None, None))
+        wide = _blocks.with_halo(x, position, blocks, (0, times))
         found = _blocks.merge(jnp.diff(_blocks.split(wide, every), n=times, axis=position + 1), every)
         # The last ones have no neighbors. A slice of the first elements moves nothing.
         return jax.lax.slice_in_dim(found, 0, size - times, axis=position)
@@ -103,8 +103,7 @@ def slopes_kernel(what: str, names: Names, axis: str, blocks: Blocks, spacing_na
 
     def positional(x, spacing):
         x, coordinates = as_float(x), spacing
-        ends = ("periodic", "periodic"), (None, None)
-        wide = _blocks.split(_blocks.with_halo(x, position, blocks, (1, 1), *ends), every)
+        wide = _blocks.split(_blocks.with_halo(x, position, blocks, (1, 1)), every)
         if spacing_names:
             apart = _blocks.split(spacing, [blocks])
             # Behind the ends they go on: two equal neighbors would make the gradient NaN.
@@ -216,7 +215,7 @@ def _look_up_kernel(
                 return x
             if widths is None:
                 return jax.lax.all_gather(x, blocks.axes, axis=names.index(axis), tiled=True)
-            return _blocks.with_halo(x, names.index(axis), blocks, widths, ("periodic", "periodic"), (None, None))
+            return _blocks.with_halo(x, names.index(axis), blocks, widths)
 
         start = 0 if widths is None else jax.lax.axis_index(blocks.axes) * own - widths[0]
         seen = [wide(x, names) for x, names in zip(shards, in_names, strict=True)]
