@@ -452,8 +452,7 @@ class Stacked(BlockFoldable[M], LayerStack):
     ) -> Callable[..., Any]:
         """Return a function that runs all layers, and does not use the results of the added ones.
 
-        Arguments:
-            run: returns the function that runs them, from a `Stacked` of real layers and a function of a layer.
+        From a `Stacked` that counts them as real and a function of a layer, `run` returns the function that runs them.
         """
         body = _layer_arguments.skipping(fn, self.Block, self.stacked, outputs=what == "scan")
 

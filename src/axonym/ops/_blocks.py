@@ -279,11 +279,7 @@ def neighbors_kernel(
 ) -> _kernels.Kernel:
     """Make a kernel that returns, for each offset, the element of blocks with halos that is so far from each element.
 
-    Arguments:
-        blocks: the blocks of each axis.
-        held: the widths of the halo along each axis.
-        kept: the widths of the halo that results have.
-        offsets: the offsets along each axis.
+    The halo has the widths `held` along each axis, and in the results the widths `kept`.
     """
 
     def positional(x):

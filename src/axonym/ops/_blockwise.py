@@ -260,8 +260,7 @@ def pencils(
         fn: a positional function of arrays in the layout of the first one, and of `axis=`, a position. The others may
             lack axes of the first, which then have size one.
         arrays: the operands; the first has all axes, and all of them have the axis.
-        over: the blocks of each sharded axis of the first array.
-        *options: further keywords of the function.
+        over, *options: as in `look_up`.
     """
     if axis not in over:
         return None
