@@ -19,7 +19,7 @@ from ..axis import Axis
 from ..core import errors
 from ..core.tree_spec import NUMBERS, is_key
 from ..distribution.mesh_axes import entries_of, fits, mapped_on, mesh_around, mesh_axes, reshard, spec_of
-from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
+from ..named_array import NamedArray, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.indexing import index
 from ..ops.joining import stack
 from ..ops.rearranging import rearrange
@@ -139,7 +139,7 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
             return leaves[0]
     kinds = [
-        describe_array(x)
+        f"{jax.typeof(x.array).dtype}{errors.describe_axes(x.names, jnp.shape(x.array))}"
         if isinstance(x, NamedArray)
         else f"raw {x.dtype}{tuple(x.shape)}"
         if _mapped_axis.is_array(x)
