@@ -15,10 +15,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 
 import axonym as axn
 from axonym import NamedArray, insight, nn
+
+try:
+    import optax
+except ImportError as e:
+    raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
 jax.config.update("jax_num_cpu_devices", 8)  # simulate eight devices; without effect on accelerators
 

@@ -156,24 +156,42 @@ def test_views_made_and_used_in_jit(view: Callable[[axn.NamedRef], axn.NamedRef]
 
 
 OUT_OF_RANGE = [
-    # an index into the view of 2, 3, 4, and the positions in the memory
-    (jnp.int32(3), [4]),
-    (jnp.int32(99), [4]),
-    (jnp.int32(-1), [4]),
-    (jnp.int32(-3), [2]),
-    (jnp.int32(-9), [2]),
-    (jnp.uint8(7), [4]),
-    (axn.ds(jnp.int32(2), 2), [3, 4]),
-    (axn.ds(jnp.int32(-1), 2), [3, 4]),
-    (axn.ds(jnp.int32(-9), 2), [2, 3]),
+    # an index into the view of 2, 3, 4, the size of a slice, and the positions in the memory
+    (jnp.int32(3), None, [4]),
+    (jnp.int32(99), None, [4]),
+    (jnp.int32(-1), None, [4]),
+    (jnp.int32(-3), None, [2]),
+    (jnp.int32(-9), None, [2]),
+    (jnp.uint8(7), None, [4]),
+    (jnp.int32(2), 2, [3, 4]),
+    (jnp.int32(-1), 2, [3, 4]),
+    (jnp.int32(-9), 2, [2, 3]),
 ]
 
 
-@pytest.mark.parametrize(("position", "expected"), OUT_OF_RANGE)
-def test_no_position_reaches_beyond_a_view(position: Any, expected: list[int]) -> None:
-    assert positions(line().slice({"x": slice(2, 5)}).slice({"x": position})) == expected
-    assert positions(line().slice({"x": slice(4, 1, -1)}).slice({"x": position})) == [6 - e for e in expected]
-    assert positions(line(3).slice({"x": position})) == [e - 2 for e in expected]
+@pytest.mark.parametrize(("position", "size", "expected"), OUT_OF_RANGE)
+def test_no_position_reaches_beyond_a_view(position: Any, size: int | None, expected: list[int]) -> None:
+    def index(position: Any) -> Any:
+        return position if size is None else axn.ds(position, size)
+
+    for bounds, found in (
+        (slice(2, 5), expected),
+        (slice(4, 1, -1), [6 - e for e in expected]),
+        (slice(0, 3), [e - 2 for e in expected]),
+    ):
+
+        @jax.jit
+        def read(ref: axn.NamedRef, i: Any, bounds: slice = bounds) -> Any:
+            return ref.slice({"x": bounds}).slice({"x": index(i)}).value()
+
+        assert np.ravel(read(line(), position).array).tolist() == found
+        view = line().slice({"x": bounds})
+        if size is None and -3 <= position < 3:
+            assert positions(view.slice({"x": position})) == sorted(found)
+            continue
+        for use in (lambda: view.slice({"x": index(position)}), lambda: view["x", index(position)]):  # noqa: B023
+            with pytest.raises(IndexError, match="out of range for axis 'x' of size 3"):
+                use()
 
 
 def test_views_of_several_axes() -> None:

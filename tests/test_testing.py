@@ -323,6 +323,50 @@ def test_a_function_with_a_mesh_of_its_own(auto_mesh: Mesh) -> None:
     assert any("pass `reference=`" in note for note in raised.value.__notes__)
 
 
+BUGS_OF_STEPS = {
+    "": "",
+    "gathered in another order": r"dot_general at .* takes ppermute at .*, all-gathered over data",
+    "not added up": r"dynamic_slice at .* takes a partial sum over data, from dot_general",
+    "a sum for a mean": r"reduce_scatter over data at .* gives 4 times \(the size of data\) a value of the reference",
+    "divided twice": r"div at .* gives 1/4 \(one over the size of data\) of a value of the reference",
+    "loss of one device": r"div at .* gives a partial sum over data, which nothing adds up",
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_STEPS)
+def test_what_is_wrong_with_an_fsdp_step_is_named(bug: str, auto_mesh: Mesh) -> None:
+    """The mean of a loss gives values on each device that are multiples of the reference, and rightly so."""
+    lax = jax.lax
+
+    def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+    def plain(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        value, g = jax.value_and_grad(loss)(w, x, y)
+        return [w - 0.1 * g, value]  # a list is no other result than a tuple
+
+    def step(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        own = w if bug != "gathered in another order" else lax.ppermute(w, "data", [(i, (i + 1) % 4) for i in range(4)])
+        value, g = jax.value_and_grad(loss)(lax.all_gather(own, "data", tiled=True), x, y)
+        if bug == "not added up":
+            g = lax.dynamic_slice_in_dim(g, lax.axis_index("data") * len(w), len(w))
+        else:
+            g = lax.psum_scatter(g, "data", tiled=True) / (1 if bug == "a sum for a mean" else 4)
+        g = g / 4 if bug == "divided twice" else g
+        return w - 0.1 * g, value if bug == "loss of one device" else lax.pmean(value, "data")
+
+    specs: Any = {"mesh": auto_mesh, "in_specs": P("data"), "out_specs": (P("data"), P()), "check_vma": False}
+    args = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 4), (16, 8), (16, 4)])]
+
+    def check() -> None:
+        check_shard_invariance(jax.shard_map(step, **specs), *args, reference=plain)
+
+    if not bug:
+        return check()
+    with pytest.raises(AssertionError, match=r"\n" + BUGS_OF_STEPS[bug]):
+        check()
+
+
 def test_every_copy_of_a_result_counts(auto_mesh: Mesh) -> None:
     def of_the_first(x: jax.Array) -> jax.Array:
         return jnp.where(jax.lax.axis_index("data") == 0, jax.lax.psum(jnp.sum(x, 0), "data"), 0)

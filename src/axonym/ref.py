@@ -29,7 +29,7 @@ from .axis import Axis, AxisSelector, Names
 from .core import errors
 from .distribution.mesh_axes import explicit_mesh
 from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
-from .ops._index_plan import Item, SliceSpec, ds, make_plan
+from .ops._index_plan import Item, SliceSpec, ds, make_plan, require_in_range
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
 from .ops.updating import updated_slice
@@ -179,9 +179,10 @@ class NamedRef:
     def _narrowed(self, index: SliceSpec) -> NamedRef | None:
         """Return the view that an index selects; None if the index contains index arrays."""
         shown = wrap(jax.ShapeDtypeStruct(tuple(a.size for a in self.axes), self.dtype), self.names)
-        items, operands = make_plan(shown, index, for_view=True)
+        items, operands, checked = make_plan(shown, index, for_view=True)
         if any(item.kind == "gather" for item in items):
             return None
+        require_in_range(checked)
         by_name = {item.name: item for item in items}
         given = iter(operands)
         new = {item.name: next(given) for item in items if item.operand_names is not None}

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
 from axonym import nn
-from axonym.insight import PlannedMapping, _accounts, _searching, plan, planning
+from axonym.insight import PlannedMapping, _accounts, _counted_exchanges, _searching, plan, planning
 from axonym.insight._text import described_seconds
 from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
@@ -192,12 +192,12 @@ def test_gradients_of_layers_count_once() -> None:
         (None, weights + batch + carries + product + weights),
         (traced.stages(2, 4), weights / 2 + batch + carries / 2 / 2 + product + weights / 2),
     ):
-        axes = ("stage",) if stages else ()
-        account = _accounts.PatternAccount(traced.trace, traced.parameters, axes, {}, {}, stages)
-        assert account.memory(_accounts.Sizes({"stage": 2.0}))[1] == expected
-        times = {(float(p.times), p.waits) for p in account.parts(_accounts.Sizes({"stage": 2.0}), 0.0) if p.products}
+        layout = _counted_exchanges.Layout({"stage": 2} if stages else {}, {}, {}, stages=stages)
+        assert _accounts.kept_memory(traced.trace, layout, {"stage": 2.0})[1] == expected
+        parts = _accounts.parts_of_trace(traced.trace, layout, (), {"stage": 2.0}, 0.0)
+        times = {(float(p.times), p.waits) for p in parts if p.products}
         assert times == ({(12.0, False), (3.0, True)} if stages else {(24.0, False)})
-        assert all(not x.core for p in account.parts(_accounts.Sizes({"stage": 2.0}), 0.0) for x in p.products)
+        assert all(not x.core for p in parts for x in p.products)
 
 
 def test_what_is_offloaded_takes_time_and_no_memory() -> None:
@@ -245,8 +245,8 @@ def test_all_chips_may_be_stages() -> None:
     found = plan(lambda stages, microbatches: train, w, x, chips=4, choices=choices, ask=0, verify=0)
     assert [(p.mesh, p.compute) for p in found.found] == [({"stage": 4}, {"layers": "stage"})]
     step = _searching.TracedStep(train, (w, x))
-    account = _accounts.PatternAccount(step.trace, step.parameters, ("stage",), {}, {}, step.stages(4, 4))
-    parts = [p for p in account.parts(_accounts.Sizes({"stage": 4.0}), 0.0) if p.products]
+    layout = _counted_exchanges.Layout({"stage": 4}, {}, {}, stages=step.stages(4, 4))
+    parts = [p for p in _accounts.parts_of_trace(step.trace, layout, (), {"stage": 4.0}, 0.0) if p.products]
     # Sixteen turns of layers, of which each stage has four and waits for three; and four tiles of the head.
     assert sorted((float(p.times), p.waits) for p in parts) == [(3.0, True), (4.0, False), (4.0, False)]
 

@@ -157,6 +157,52 @@ def test_what_is_not_known_is_refused(auto_mesh: Mesh) -> None:
         tiling("{unreduced}", 1, 8)
 
 
+def test_ill_conditioned_elements_are_left_out(auto_mesh: Mesh) -> None:
+    """A rounding of the arguments moves the sine of a huge sum as far as another order of summing does."""
+
+    def step(x: jax.Array) -> dict[str, jax.Array]:
+        return {"huge": jnp.sin(1e15 * jnp.sum(x)), "rounded": jnp.round(1e15 * jnp.sum(x)).astype(int), "y": x * 2}
+
+    x = placed(auto_mesh, (64,), ("data", "model"))
+    found = verify(step, x)
+    assert found.same and "result['huge']" in found.ill_conditioned and "result['y']" not in found.ill_conditioned
+    assert "but for elements that a rounding of the arguments moves as far: result['huge']" in str(found)
+    texts = around_partitioning(jax.jit(step).lower(x))
+    broken = HloProgram(texts[1].replace("constant(2)", "constant(3)"), 8)
+    assert compare_programs("step", HloProgram(texts[0], 8), broken).different == ("result[2]",)
+
+
+GROUPS = {
+    "{{0,1},{2,3},{4,5},{6,7}}": "has groups of [2] devices, which do not fit its sizes",
+    "{{0,1,2,3},{4,5},{6,7}}": "has groups of [2, 4] devices, which do not fit its sizes",
+    "{{0,1,2,3},{4,5,6,6}}": "does not have each of 8 devices in one group",
+    "{{0,1,2,3}}": "does not have each of 8 devices in one group",
+    "{{0,1,2,3},{4,5,6,9}}": "does not have each of 8 devices in one group",
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups_of_devices_that_do_not_fit(groups: str, auto_mesh: Mesh) -> None:
+    x = placed(auto_mesh, (8,), "data")
+    whole = NamedSharding(auto_mesh, PartitionSpec())
+    before, after = around_partitioning(jax.jit(lambda x: x * 2, out_shardings=whole).lower(x))
+    wrong, count = re.subn(r"replica_groups=.*?(, dimensions)", rf"replica_groups={groups}\1", after)
+    assert count == 1, after
+    found = compare_programs("f", HloProgram(before, 8), HloProgram(wrong, 8))
+    assert found.same is False and found.first is not None, found
+    assert found.first.what.endswith(f"in the partitioned program, it {GROUPS[groups]}")
+
+
+def test_pairs_of_devices_that_do_not_fit(auto_mesh: Mesh) -> None:
+    x = placed(auto_mesh, (8,), "data")
+    before, after = around_partitioning(jax.jit(lambda x: jnp.roll(x, 2)).lower(x))
+    for pairs in ("{{0,2},{1,2}}", "{{0,1},{0,2}}", "{{0,9}}"):
+        wrong, count = re.subn(r"source_target_pairs=\{\{.*?\}\}", f"source_target_pairs={pairs}", after)
+        assert count, after
+        found = compare_programs("f", HloProgram(before, 8), HloProgram(wrong, 8))
+        assert found.same is False and "sends or receives twice" in str(found), found
+
+
 def test_inputs_have_no_roots_of_negative_numbers(auto_mesh: Mesh) -> None:
     """Moments that a root is taken of become positive, others keep their signs."""
     texts = around_partitioning(

@@ -205,12 +205,12 @@ SLICES = [
     (
         lambda: axn.updated_slice(X, {"pos": 3}, axn.zeros({"pos": 2}, dtype=int)),
         IndexError,
-        "updated_slice: the start 3 is out of range for axis 'pos' of size 4: it must lie in 0..2.",
+        "updated_slice: 3 out of range for axis 'pos' of size 4: the start of a slice lies in 0..2.",
     ),
     (
         lambda: axn.updated_slice(X, {"pos": -1}, axn.zeros({"pos": 2}, dtype=int)),
         IndexError,
-        "the start -1 is out of range",
+        "updated_slice: -1 out of range",
     ),
     (
         lambda: axn.updated_slice(X, {"pos": 0}, axn.zeros({"pos": 5, "batch": 9}, dtype=int)),
@@ -258,32 +258,90 @@ def test_dynamic_index_out_of_range_is_that_of_jax(position: int) -> None:
     array = LINE.array
     for dtype in (jnp.int32, jnp.int8):
         i = jnp.asarray(position, dtype)
-        read = jax.jit(lambda x, i: x["x", i])(LINE, i)
-        assert read.item() == LINE["x", i].item() == array[jnp.int32(position)]
         picked = axn.named(i[None], "picked")
-        assert LINE["x", picked].tolist() == array[jnp.array([position])].tolist()
+        read = jax.jit(lambda x, i, picked: (x["x", i], x["x", picked]))
+        one, several = read(LINE, i, picked)
+        assert one.item() == array[jnp.int32(position)]
+        assert several.tolist() == array[jnp.array([position])].tolist()
         for mode in ("fill", "clip"):
             found = LINE.at["x", picked].get(mode=mode, fill_value=-7.0 if mode == "fill" else None)
             expected = array.at[jnp.array([position])].get(mode=mode, fill_value=-7.0 if mode == "fill" else None)
             assert found.tolist() == expected.tolist()
-        assert LINE.at["x", i].set(9.0).tolist() == array.at[jnp.int32(position)].set(9.0).tolist()
+        changed = jax.jit(lambda x, i: x.at["x", i].set(9.0))(LINE, i)
+        assert changed.tolist() == array.at[jnp.int32(position)].set(9.0).tolist()
+
+
+INDICES = {  # indices that are out of range, and what the message says of them
+    "number": (lambda p: jnp.int32(p), "5 out of range for axis 'x' of size 5: an index lies in -5..4."),
+    "array": (lambda p: jnp.array([1, p, 9]), "5, 9 out of range for axis 'x' of size 5"),
+    "NumPy": (lambda p: np.array([1, p]), "5 out of range for axis 'x' of size 5"),
+    "named": (lambda p: axn.named(jnp.array([p, 0]), "picked"), "5 out of range for axis 'x' of size 5"),
+    "named NumPy": (lambda p: axn.named(np.array([p, 0]), "picked"), "5 out of range for axis 'x' of size 5"),
+    "uint8": (lambda p: jnp.array([p], jnp.uint8), "5 out of range for axis 'x' of size 5"),
+    "slice": (lambda p: axn.ds(jnp.int32(p), 2), "5 out of range for axis 'x' of size 5: the start of a slice lies in"),
+    "slices": (lambda p: axn.ds(axn.named(jnp.array([0, p - 1]), "i"), 2), "4 out of range for axis 'x' of size 5"),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_known_indices_out_of_range_are_errors(kind: str) -> None:
+    make, text = INDICES[kind]
+    index = make(5)
+    uses = {
+        "read": lambda x: x["x", index],
+        "get": lambda x: x.at["x", index].get(),
+        "set": lambda x: x.at["x", index].set(0),
+        "gradient": lambda x: jax.grad(lambda y: axn.sum(y["x", index]).scalar())(x),
+        "vmap": lambda x: axn.vmap(lambda y: y["x", index], "batch")(x.broadcast_axis(axn.Axis("batch", 2))),
+        "constant in jit": lambda x: jax.jit(lambda y: y["x", index])(x),
+        "reference": lambda x: axn.new_ref(x)["x", index],
+    }
+    if "slice" not in kind:
+        uses["take"] = lambda x: axn.take(x, "x", index)
+    for use in uses.values():
+        with pytest.raises(IndexError, match=re.escape(text)):
+            use(LINE)
+    for mode in ("clip", "fill"):
+        LINE.at["x", index].get(mode=mode), LINE.at["x", index].set(0, mode=mode)
+    assert make(3) is not None and LINE["x", make(3) if kind != "array" else jnp.array([-5, 4])].size
+
+
+def test_indices_out_of_range_on_many_devices(mesh: Mesh) -> None:
+    far = axn.shard(axn.named(jnp.arange(8), "picked"), {"picked": "data"}, mesh)
+    for x in (LINE, axn.shard(axn.arange(axn.make_axes(x=4, y=8)), {"y": "model"}, mesh)):
+        with pytest.raises(IndexError, match="out of range for axis 'x'"):
+            x["x", far]
+
+
+@pytest.mark.parametrize("start", [4, -1])
+def test_known_starts_of_updates_are_checked(start: int) -> None:
+    update = axn.ones({"x": 2})
+    for at in (start, jnp.int32(start), np.int32(start)):
+        with pytest.raises(IndexError, match=rf"updated_slice: {start} out of range for axis 'x' of size 5"):
+            axn.updated_slice(LINE, {"x": at}, update)
 
 
 def test_updates_out_of_range_are_dropped() -> None:
-    positions = axn.named(jnp.array([1, 5]), "y")  # of a NumPy array or a list the values are known, and checked
-    assert LINE.at["x", positions].set(9.0).tolist() == [0, 9, 2, 3, 4]
+    @jax.jit  # outside, where the values are known, they are checked
+    def changed(x: axn.NamedArray, positions: axn.NamedArray, start: jax.Array) -> Any:
+        return x.at["x", positions].set(9.0), x.at["x", axn.ds(start, 2)].set(9.0)
+
+    positions = axn.named(jnp.array([1, 5]), "y")
+    assert [x.tolist() for x in changed(LINE, positions, jnp.int32(4))] == [[0, 9, 2, 3, 4], [0, 1, 2, 3, 9]]
     assert LINE.at["x", positions].set(9.0, mode="clip").tolist() == [0, 9, 2, 3, 9]
-    assert LINE.at["x", axn.ds(jnp.int32(4), 2)].set(9.0).tolist() == [0, 1, 2, 3, 9]
+    assert LINE.at["x", positions].set(9.0, mode="drop").tolist() == [0, 9, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, [0, 1]), (3, [3, 4]), (4, [3, 4]), (99, [3, 4]), (-2, [3, 4])])
 def test_dynamic_slices_are_moved_to_fit(start: int, expected: list[int]) -> None:
-    i = jnp.int32(start)
-    assert LINE["x", axn.ds(i, 2)].tolist() == expected
-    assert axn.slice(LINE, "x", start=i, length=2).tolist() == expected
-    assert axn.slice(LINE, "x", "window", start=i, length=2).shape == {"window": 2}
-    assert jax.jit(lambda x, i: x["x", axn.ds(i, 2)])(LINE, i).tolist() == expected
-    changed = axn.updated_slice(axn.zeros_like(LINE), {"x": i}, axn.ones({"x": 2}))
+    @jax.jit
+    def moved(x: axn.NamedArray, i: jax.Array) -> Any:
+        sliced = axn.slice(x, "x", start=i, length=2), axn.slice(x, "x", "window", start=i, length=2)
+        return x["x", axn.ds(i, 2)], *sliced, axn.updated_slice(axn.zeros_like(x), {"x": i}, axn.ones({"x": 2}))
+
+    read, sliced, window, changed = moved(LINE, jnp.int32(start))
+    assert read.tolist() == sliced.tolist() == window.tolist() == expected
+    assert window.shape == {"window": 2}
     assert np.flatnonzero(changed.array).tolist() == expected
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import (
     Axis as Axis, NamedArray as NamedArray, NamedRef, broadcast_arrays as broadcast_arrays,
@@ -20,7 +21,7 @@ from .. import (
     rearrange as _rearrange, rename as _rename, slice as _slice, split as split, top_k as _top_k, unbind as unbind,
     unflatten_axis as unflatten_axis, updated_slice as _updated_slice,
 )
-from ..named_array import SHAPE_CHECKS as _CHECKS
+from ..named_array import SHAPE_CHECKS as _CHECKS, raw, wrap_like
 from ..axis import (
     axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
     selects_axis as selects_axis,
@@ -169,11 +170,12 @@ def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: A
     """
     starts = axis if isinstance(axis, Mapping) else start
     if not isinstance(starts, Mapping):
-        return _slice(array, axis, new_axis, start=_as_movable(start), length=length)
+        size = new_axis if length is None else length
+        return _slice(array, axis, new_axis, start=_moved(array, axis, start, size), length=length)
     lengths = new_axis if isinstance(new_axis, Mapping) else length
-    if isinstance(lengths, Mapping):
-        _check_room("slice", array, starts, {_name(k): v for k, v in lengths.items()})
-    return _slice(array, {k: _as_movable(v) for k, v in starts.items()}, lengths)
+    sizes = {_name(k): v for k, v in lengths.items()} if isinstance(lengths, Mapping) else {}
+    _check_room("slice", array, starts, sizes)
+    return _slice(array, {k: _moved(array, k, v, sizes.get(_name(k))) for k, v in starts.items()}, lengths)
 
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
@@ -183,7 +185,8 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
     NamedArray(float32[x=4], [0. 0. 1. 1.])
     """
     _check_room("updated_slice", array, start, update.shape)
-    return _updated_slice(array, {k: _as_movable(v) for k, v in start.items()}, update)
+    sizes = update.shape
+    return _updated_slice(array, {k: _moved(array, k, v, sizes.get(_name(k), 1)) for k, v in start.items()}, update)
 
 
 def _check_room(what: str, array: NamedArray, starts: Mapping[Any, Any], sizes: Mapping[str, Any]) -> None:
@@ -207,9 +210,16 @@ def check_shape(jnp_shape: Sequence[int], hax_axes: AxisSelection) -> tuple[Axis
     return named(jax.ShapeDtypeStruct(tuple(jnp_shape), bool), hax_axes).axes
 
 
-def _as_movable(start: Any) -> Any:
-    """Turn an integer position into an array: arrays out of range are clamped, where integers raise an error."""
-    return np.asarray(start, np.int32) if isinstance(start, (int, np.integer)) else start
+def _moved(array: NamedArray, axis: Any, start: Any, length: Any) -> Any:
+    """Return the start of a slice, moved until the slice fits where it is known; there, native code raises an error."""
+    size = length.size if isinstance(length, Axis) else length
+    if start is None or isinstance(raw(start), Tracer) or not isinstance(size, int):
+        return start
+    known = np.asarray(raw(start))
+    if not array.has_axis(_name(axis)) or not np.issubdtype(known.dtype, np.integer):
+        return start  # native code raises the error
+    room = array.axis_size(_name(axis))
+    return wrap_like(np.clip(np.where(known < 0, known + room, known), 0, max(room - size, 0)), start)
 
 
 def flatten_all_axes_but(

@@ -165,13 +165,16 @@ def where(
     fill_value: NamedOrNumeric | None = None,
     new_axis: Axis | None = None,
 ) -> Any:
-    """Choose as `axonym.where` does; a named condition without axes counts as a scalar.
+    """Choose as `axonym.where` does; the condition alone gives positions. One without axes counts as a scalar.
 
     >>> hax.where(hax.named(True, ()), -1, 3)
     Array(-1, dtype=int32, weak_type=True)
     """
-    scalar = x is not None and isinstance(condition, NamedArray) and not condition.names
-    return _where(raw(condition) if scalar else condition, x, y, fill_value, new_axis)
+    if x is None and y is None and fill_value is not None and new_axis is not None:
+        return nonzero(cast(NamedArray, condition), size=new_axis, fill_value=fill_value)
+    if x is None or y is None or fill_value is not None or new_axis is not None:
+        raise ValueError("where: pass either `x` and `y`, or `fill_value` and `new_axis` for a condition alone.")
+    return _where(raw(condition) if isinstance(condition, NamedArray) and not condition.names else condition, x, y)
 
 
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:

@@ -14,7 +14,6 @@ from ._planned_mapping import PlannedMapping as PlannedMapping
 from ._suspicions import Suspicion as Suspicion
 from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
-from .collectives import Collective as Collective
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract, never as never
 from .cost_model import Bounds as Bounds, Estimate as Estimate
@@ -23,9 +22,13 @@ from .explaining import explain as explain
 from .linked_chips import Islands as Islands, Torus as Torus
 from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, plan as plan
-from .repeating import RepeatedWork as RepeatedWork
+from .records import (
+    Collective as Collective,
+    HeldArray as HeldArray,
+    MemoryTimeline as MemoryTimeline,
+    RepeatedWork as RepeatedWork,
+)
 from .report import Report as Report
 from .snapshots import snapshot as snapshot
-from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline
 from .verdict import Verdict as Verdict
 from .verifying import Verification as Verification, verify as verify

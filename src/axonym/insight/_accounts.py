@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,28 +19,14 @@ from ..distribution.decisions import distinct
 from ..distribution.mesh_axes import Axes
 from . import cost_model
 from ._branches import Branches, ways
-from ._counted_exchanges import Account, CountedExchange
+from ._counted_exchanges import CountedExchange, Layout
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
-from ._named_layout import Layout
-from .chips import Chip
-from .cost_model import Amount, Estimate, Multiplication, Part, Rates, Sent
+from .cost_model import Amount, Multiplication, Part, Rates, Sent
 from .linked_chips import Placement, Topology
 from .report import Report
 
-
-class Sizes(dict[str, Amount]):
-    """For each mesh axis, its size on each of several meshes."""
-
-    def __init__(self, sizes: Mapping[str, Amount]):
-        super().__init__(sizes)
-        self._counts: dict[Axes, Amount] = {}
-
-    def count(self, axes: Iterable[str]) -> Amount:
-        """Return how many devices are along some mesh axes."""
-        axes = tuple(axes)
-        if axes not in self._counts:
-            self._counts[axes] = functools.reduce(lambda a, b: a * b, (self[a] for a in axes), 1.0)
-        return self._counts[axes]
+Sizes = Mapping[str, Amount]
+"""For each mesh axis, its size, or its sizes on each of several meshes."""
 
 
 class Meshes:
@@ -54,11 +41,9 @@ class Meshes:
             mesh = dict(zip(axes, sizes, strict=True)) or {"data": 1}
             found += [(t, placed) for t in topologies for placed in t.placements(mesh)]
         self.placed = found
-        self.sizes = Sizes({a: np.array([p.mesh[a] for _, p in found], float) for a in axes})
-        sizes = [tuple(int(p.mesh[a]) for a in axes) for _, p in found]
-        numbers = {own: i for i, own in enumerate(dict.fromkeys(sizes))}
-        self.kinds = [numbers[own] for own in sizes]
-        """For each, the number of its sizes: several are one mesh on several places."""
+        self.sizes: Sizes = {a: np.array([p.mesh[a] for _, p in found], float) for a in axes}
+        self.kinds = [tuple(int(p.mesh[a]) for a in axes) for _, p in found]
+        """The sizes of each: several are one mesh on several places."""
         each = [rates_at(*place) for place in found]
         self.rates = functools.cache(lambda kind, axes: cost_model.stacked([rates(kind, axes) for rates in each]))
         """Returns what an exchange takes on each mesh."""
@@ -81,18 +66,9 @@ def _factors(chips: int, axes: Axes, fixed: Mapping[str, int]) -> list[tuple[int
     return [(n, *more) for n in found for more in _factors(chips // n, tuple(rest), fixed)]
 
 
-class _Bytes:
-    """A sum of bytes, each divided by some mesh axes."""
-
-    def __init__(self) -> None:
-        self.parts: dict[Axes, float] = {}
-
-    def add(self, layout: Layout, x: Value, over: Sequence[Axes] | None = None, share: float = 1.0) -> None:
-        axes, whole = _divided(layout, x, over)
-        self.parts[axes] = self.parts.get(axes, 0.0) + whole * share
-
-    def at(self, sizes: Sizes) -> Amount:
-        return sum((whole / sizes.count(axes) for axes, whole in self.parts.items()), start=0.0)
+def device_count(sizes: Sizes, axes: Iterable[str]) -> Amount:
+    """Return how many devices are along some mesh axes."""
+    return math.prod((sizes[a] for a in axes), start=1.0)
 
 
 def _divided(layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> tuple[Axes, float]:
@@ -101,180 +77,16 @@ def _divided(layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> tu
     return distinct(a for axes in over for a in axes), math.prod(n for _, n in x.base) * x.dtype.itemsize
 
 
-class Evaluated(NamedTuple):
-    """The cost of a step on each of several meshes."""
+class _Bytes(defaultdict[Axes, float]):
+    """A sum of bytes, by the mesh axes that divide them."""
 
-    fits: Any
-    """True where the mesh axes divide the axes of the arguments."""
-    estimate: Estimate
-    bound: Amount
-    memory: Amount
+    def __init__(self, arrays: Iterable[tuple[Axes, float]] = ()):
+        super().__init__(float)
+        for axes, whole in arrays:
+            self[axes] += whole
 
-
-@dataclasses.dataclass(frozen=True)
-class DividedLayers:
-    """The stages of a pipeline."""
-
-    layers: str
-    """The axis of the layers."""
-    size: int
-    """The number of layers."""
-    count: int
-    microbatches: int
-
-    over = "stage"
-    """The mesh axis."""
-
-
-class PatternAccount:
-    """The parts of a step under a mapping, on meshes of any sizes."""
-
-    def __init__(
-        self,
-        trace: NamedTrace,
-        parameters: Sequence[set[str]],
-        axes: Axes,
-        compute: Mapping[str, Any],
-        storage: Mapping[str, Any],
-        stages: DividedLayers | None = None,
-        exchanges: bool = True,
-    ):
-        """Arguments:
-        parameters: the axes of each array of the model.
-        exchanges: whether to work out what it exchanges, which raises `NotKnown` if names do not tell.
-        """
-        self._trace, self._stages = trace, stages
-        sizes = dict.fromkeys(axes, 2)
-        self.layout = Layout(sizes, compute, storage, trace.joined)
-        """Without stages."""
-        self._stored = self.layout
-        if stages is not None:
-            own = {stages.layers: stages.over}
-            self._stored = Layout(sizes, {**compute, **own}, {**storage, **own} if storage else {}, trace.joined)
-        self._exchanges = Account(trace, self.layout, divides=False).exchanges if exchanges else []
-        self._parameters = {frozenset(names) for names in parameters}
-        self._loops = set[int]() if stages is None else {id(e.place.eqns[0]) for e in loops_over(trace, stages.layers)}
-        self._known: dict[frozenset[str], bool] = {}
-
-    def evaluate(self, meshes: Meshes, chip: Chip) -> Evaluated:
-        """Return what the step takes on each mesh."""
-        sizes = meshes.sizes
-        fits = np.ones(len(meshes.placed), bool)
-        for x in self._trace.sized:
-            for (_, size), over in zip(x.dims, self._stored.over(x.dims), strict=True):
-                if over:
-                    fits &= size % sizes.count(over) == 0
-        touched, memory = self.memory(sizes)
-        parts = self.parts(sizes, touched)
-        bound = cost_model.bound(parts, meshes.rates, chip, touched)
-        return Evaluated(fits, cost_model.estimate(parts, meshes.rates, chip), bound, memory)
-
-    def memory(self, sizes: Sizes) -> tuple[Amount, Amount]:
-        """Return the bytes of arguments and results, and the bytes that each device keeps at least: see `kept`."""
-        scale = 1.0
-        if self._stages is not None:
-            scale = min(self._stages.count, self._stages.microbatches) / self._stages.microbatches
-        return _memory(self._trace, self._stored, self.layout, self._parameters, sizes, scale, self._at_once)
-
-    def _at_once(self, place: Occurrence) -> float:
-        """Return the share of a layer's batch that a stage computes at once: schedules may trace it as a whole."""
-        stages, turn = self._stages, self._turn(place)
-        if stages is None or not turn.layers:
-            return 1.0
-        return min(1.0, turn.times / stages.size / stages.microbatches)
-
-    def parts(self, sizes: Sizes, touched: Amount) -> list[Part]:
-        """Return the parts of the step.
-
-        Arguments:
-            touched: the bytes of arguments and results.
-        """
-        products: dict[_Turns, list[Multiplication]] = {}
-        results: dict[_Turns, _Bytes] = {}
-        for event in self._trace.events:
-            if not isinstance(event, Sum) or not event.flops:
-                continue
-            place = self._turn(event.place)
-            product = self._product(event, sizes)
-            products.setdefault(place, []).append(product)
-            if not product.core:
-                results.setdefault(place, _Bytes()).add(self.layout, event.result)
-        sent: dict[_Turns, list[Sent]] = {}
-        for e in self._exchanges:
-            if e.sent:
-                sent.setdefault(self._turn(e.place), []).append(self._sent(e, sizes))
-        moved: dict[_Turns, _Bytes] = {}
-        for event in self._trace.events:
-            if isinstance(event, Offloaded):
-                moved.setdefault(self._turn(event.place), _Bytes()).add(self.layout, event.array)
-        found = [Part(1.0, touched=touched)]
-        for place in dict.fromkeys((*products, *sent, *moved)):
-            read = cost_model.TOUCHED * results[place].at(sizes) if place in results else 0.0
-            offloaded = moved[place].at(sizes) if place in moved else 0.0
-            exchanges = _merged(sent.get(place, ()))
-            part = Part(place.times, tuple(products.get(place, ())), exchanges, read, offloaded, place.forward)
-            found += self._staged(part) if place.layers else [part]
-        return found
-
-    def _turn(self, place: Occurrence) -> _Turns:
-        layers = any(id(eqn) in self._loops for eqn in place.eqns)
-        return _Turns(place.times or 1, place.phase not in ("backward", "recomputed"), layers)
-
-    def _staged(self, part: Part) -> list[Part]:
-        """Divide a loop over layers over stages, of which each waits for others at the beginning and the end."""
-        stages = self._stages
-        assert stages is not None
-        own = dataclasses.replace(part, times=part.times / stages.count)
-        waits = dataclasses.replace(own, times=own.times * (stages.count - 1) / stages.microbatches, waits=True)
-        return [own, waits]
-
-    def _product(self, event: Sum, sizes: Sizes) -> Multiplication:
-        layout = self.layout
-
-        def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
-            dims = list(dims)
-            return math.prod(n for _, n in dims) / sizes.count(distinct(a for n, _ in dims for a in layout.used(n)))
-
-        operation = event.place.operation
-        terms = () if operation is None else operation.operands[:2]
-        names = [frozenset(a.name for a in term) for term in terms]
-        flops = 2 * local(event.axes)
-        around: dict[str, Any] = {"narrow": event.narrow, "branches": event.place.branches}
-        if len(names) < 2:
-            return Multiplication(flops, 1e9, **around)
-        given = dict(event.axes)
-        rows, columns, summed = (
-            local([(n, given[n]) for n in found if n in given])
-            for found in (names[0] - names[1], names[1] - names[0], _summed(event, names))
-        )
-        core = not any(self._is_parameter(term) for term in names)
-        return Multiplication(flops, functools.reduce(np.minimum, (rows, columns, summed)), core, **around)
-
-    def _is_parameter(self, names: frozenset[str]) -> bool:
-        """Return whether an array with some axes is a parameter, or a slice of one."""
-        if names not in self._known:
-            self._known[names] = any(names <= x and len(x - names) <= 1 for x in self._parameters)
-        return self._known[names]
-
-    def _sent(self, e: CountedExchange, sizes: Sizes) -> Sent:
-        over = None if e.over is None else list(e.over)
-        axes, whole = _divided(self.layout, e.value, over)
-        size = whole / sizes.count(axes)
-        if e.kind == "all-to-all":
-            size = size * sizes.count(e.axes)
-        parameter = self._is_parameter(frozenset(e.value.names)) and bool(e.value.names)
-        gradient = parameter and e.place.phase == "backward"
-        gathered = parameter and e.kind == "all-gather"
-        return _named_exchange(e.kind, e.axes, size, gradient, gathered, e.place.branches)
-
-
-class _Turns(NamedTuple):
-    """The turn of a loop in a phase: what happens there overlaps."""
-
-    times: int
-    forward: bool
-    layers: bool
-    """True in a loop over layers that stages divide."""
+    def at(self, sizes: Sizes) -> Amount:
+        return sum((whole / device_count(sizes, axes) for axes, whole in self.items()), start=0.0)
 
 
 def loops_over(trace: NamedTrace, axis: str | None = None) -> list[Open]:
@@ -283,12 +95,98 @@ def loops_over(trace: NamedTrace, axis: str | None = None) -> list[Open]:
     return [e for e in loops if axis is None or axis in e.names]
 
 
-def _summed(event: Sum, names: Sequence[frozenset[str]]) -> frozenset[str]:
-    """Return the axes that a product sums over, or if it is a gradient, that its forward pass did."""
+class _Turn(NamedTuple):
+    """The turn of a loop in a phase: what happens there overlaps."""
+
+    times: int
+    forward: bool
+    layers: bool
+    """True in a loop over layers that stages divide."""
+
+
+class _Turns:
+    """Finds the turn of a loop in which an operation runs."""
+
+    def __init__(self, trace: NamedTrace, layout: Layout):
+        stages = layout.stages
+        self._loops = {id(e.place.eqns[0]) for e in loops_over(trace, stages.layers)} if stages else set[int]()
+
+    def of(self, place: Occurrence) -> _Turn:
+        layers = any(id(eqn) in self._loops for eqn in place.eqns)
+        return _Turn(place.times or 1, place.phase not in ("backward", "recomputed"), layers)
+
+
+def parts_of_trace(
+    trace: NamedTrace, layout: Layout, exchanges: Iterable[CountedExchange], sizes: Sizes, touched: Amount
+) -> list[Part]:
+    """Return the parts of a step.
+
+    Arguments:
+        exchanges: what it sends, as `Account` counts it.
+        touched: the bytes of arguments and results.
+    """
+    turn_of, stages = _Turns(trace, layout).of, layout.stages
+    is_parameter = functools.cache(lambda names: any(names <= x and len(x - names) <= 1 for x in trace.parameters))
+
+    def sent(e: CountedExchange) -> Sent:
+        axes, whole = _divided(layout, e.value, e.over)
+        size = whole / device_count(sizes, axes)
+        if e.kind == "all-to-all":
+            size = size * device_count(sizes, e.axes)
+        parameter = is_parameter(frozenset(e.value.names)) and bool(e.value.names)
+        gradient = parameter and e.place.phase == "backward"
+        return _named_exchange(e.kind, e.axes, size, gradient, parameter and e.kind == "all-gather", e.place.branches)
+
+    found: dict[_Turn, tuple[list[Multiplication], _Bytes, list[Sent], _Bytes]] = defaultdict(
+        lambda: ([], _Bytes(), [], _Bytes())
+    )
+    """The products, their results, exchanges, and what goes to the host, in each turn."""
+    for event in trace.events:
+        if isinstance(event, Sum) and event.flops:
+            products, results, *_ = found[turn_of(event.place)]
+            products.append(_product(event, layout, sizes, is_parameter))
+            if not products[-1].core:
+                axes, whole = _divided(layout, event.result)
+                results[axes] += whole
+    for e in exchanges:
+        if e.sent:
+            found[turn_of(e.place)][2].append(sent(e))
+    for event in trace.events:
+        if isinstance(event, Offloaded):
+            axes, whole = _divided(layout, event.array)
+            found[turn_of(event.place)][3][axes] += whole
+    parts = [Part(1.0, touched=touched)]
+    for turn, (products, results, exchanged, moved) in found.items():
+        read = cost_model.TOUCHED * results.at(sizes)
+        part = Part(turn.times, tuple(products), _merged(exchanged), read, moved.at(sizes), turn.forward)
+        if stages is not None and turn.layers:
+            # The layers are divided over stages, of which each waits for others at the beginning and the end.
+            part = dataclasses.replace(part, times=part.times / stages.count)
+            waiting = part.times * (stages.count - 1) / stages.microbatches
+            parts += [part, dataclasses.replace(part, times=waiting, waits=True)]
+        else:
+            parts.append(part)
+    return parts
+
+
+def _product(event: Sum, layout: Layout, sizes: Sizes, is_parameter: Any) -> Multiplication:
+    def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
+        dims = list(dims)
+        return math.prod(n for _, n in dims) / device_count(sizes, distinct(a for n, _ in dims for a in layout.used(n)))
+
     operation = event.place.operation
-    assert operation is not None
-    results = {a.name for term in operation.results for a in term}
-    return (names[0] & names[1]) - results
+    flops = 2 * local(event.axes)
+    around: dict[str, Any] = {"narrow": event.narrow, "branches": event.place.branches}
+    if operation is None or len(operation.operands) < 2:
+        return Multiplication(flops, 1e9, **around)
+    first, second = (frozenset(a.name for a in term) for term in operation.operands[:2])
+    # A gradient counts as its forward pass.
+    summed = (first & second) - {a.name for term in operation.results for a in term}
+    given = dict(event.axes)
+    least = (local([(n, given[n]) for n in names if n in given]) for names in (first - second, second - first, summed))
+    return Multiplication(
+        flops, functools.reduce(np.minimum, least), not (is_parameter(first) or is_parameter(second)), **around
+    )
 
 
 def _named_exchange(kind: str, axes: Axes, size: Amount, gradient: bool, parameter: bool, branches: Branches) -> Sent:
@@ -351,59 +249,43 @@ def _add(one: Sent, times: int, forward: bool, parts: list[Part]) -> None:
     parts[i] = dataclasses.replace(parts[i], sent=(*parts[i].sent, one))
 
 
-# --- memory ---
-
-
-def kept(trace: NamedTrace, layout: Layout, parameters: Sequence[set[str]]) -> int:
-    """Return the bytes that each device keeps at least, on the mesh of a layout."""
-    return int(_memory(trace, layout, layout, {frozenset(names) for names in parameters}, Sizes(layout.mesh))[1])
-
-
-def _memory(
-    trace: NamedTrace,
-    layout: Layout,
-    used: Layout,
-    parameters: Collection[frozenset[str]],
-    sizes: Sizes,
-    in_flight: float = 1.0,
-    at_once: Callable[[Occurrence], float] = lambda _: 1.0,
-) -> tuple[Amount, Amount]:
+def kept_memory(trace: NamedTrace, layout: Layout, sizes: Sizes) -> tuple[Amount, Amount]:
     """Return the bytes of arguments and results, and the bytes that each device keeps at least.
 
     Results that become arguments of the next step count once. Beside what loops keep, a backward pass that recomputes
     layers has the products of one of them, and the gradients of all layers that a loop goes through, since it stacks
     them.
-
-    Arguments:
-        used: the layout where arrays are computed.
-        in_flight: the share of what loops keep that a device keeps at once.
-        at_once: returns the share of a product that a device has at once.
     """
-    arguments, results, loops, gradients = (_Bytes() for _ in range(4))
-    for x in trace.arguments:
-        arguments.add(layout, x, layout.over(x.base))
-    for x in trace.results:
-        results.add(layout, x, layout.over(x.base))
-    for x, _ in trace.kept:
-        loops.add(layout, x)
+    stored, stages, turn_of = layout.over_stages(), layout.stages, _Turns(trace, layout).of
+
+    def at_once(place: Occurrence) -> float:
+        """Return the share of a layer's batch that a stage computes at once: schedules may trace it as a whole."""
+        turn = turn_of(place)
+        return min(1.0, turn.times / stages.size / stages.microbatches) if stages and turn.layers else 1.0
+
+    given, made = (
+        _Bytes(_divided(stored, x, stored.over(x.base)) for x in arrays).at(sizes)
+        for arrays in (trace.arguments, trace.results)
+    )
+    in_flight = min(stages.count, stages.microbatches) / stages.microbatches if stages else 1.0
+    loops = _Bytes(_divided(stored, x) for x, _ in trace.kept).at(sizes) * in_flight
     largest: dict[Axes, float] = {}
-    again: dict[int, _Bytes] = {}
-    found = [e for e in trace.events if isinstance(e, Sum) and e.flops]
-    for e in found:
-        (axes, whole), share = _divided(used, e.result), at_once(e.place)
+    again: dict[int, _Bytes] = defaultdict(_Bytes)
+    gradients: list[tuple[Axes, float]] = []
+    stacked = [x for x in trace.arguments if frozenset(x.names) in trace.parameters]
+    for e in trace.events:
+        if not isinstance(e, Sum) or not e.flops:
+            continue
+        (axes, whole), share, x = _divided(layout, e.result), at_once(e.place), e.result
         largest[axes] = max(largest.get(axes, 0.0), whole * share)
         if e.place.recomputes and e.place.phase == "recomputed":
-            again.setdefault(e.place.within, _Bytes()).add(used, e.result, share=share)
-    stacked = [x for x in trace.arguments if frozenset(x.names) in parameters]
-    for e in found:
-        if e.place.phase == "backward" and e.place.times != 1 and (layers := _stacked_along(e.result, stacked)):
-            all_layers = dataclasses.replace(e.result, base=(*e.result.base, layers))
-            gradients.add(used, all_layers, [*used.over(e.result.base), layout.used(layers[0])])
-    products = [whole / sizes.count(axes) for axes, whole in largest.items()]
-    most = functools.reduce(np.maximum, [*products, *(b.at(sizes) for b in again.values())], 0.0)
-    given, made = arguments.at(sizes), results.at(sizes)
-    kept = np.maximum(given, made) + loops.at(sizes) * in_flight + most + gradients.at(sizes)
-    return given + made, kept
+            again[e.place.within][axes] += whole * share
+        if e.place.phase == "backward" and e.place.times != 1 and (layers := _stacked_along(x, stacked)):
+            all_layers = dataclasses.replace(x, base=(*x.base, layers))
+            gradients.append(_divided(layout, all_layers, [*layout.over(x.base), stored.used(layers[0])]))
+    products = (_Bytes([one]) for one in largest.items())
+    most = functools.reduce(np.maximum, (b.at(sizes) for b in (*products, *again.values())), 0.0)
+    return given + made, np.maximum(given, made) + loops + most + _Bytes(gradients).at(sizes)
 
 
 def _stacked_along(x: Value, stacked: Iterable[Value]) -> tuple[str | None, int] | None:

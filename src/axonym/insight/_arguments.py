@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -144,10 +144,6 @@ class ArgumentNames:
         self._lists = lowered.by_parameter(numbers) if isinstance(lowered, Stage) else {}
         self._by_scope = {_plain(x.scope): i for i, x in enumerate(self.arrays)}
 
-    def added_up(self, sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-        """Return the bytes of each argument, from the scopes and the bytes of arrays."""
-        return added_up((self._name(scope), size) for scope, size in sizes)
-
     def find(self, scope: str) -> GivenArray | None:
         """Return the array with a name such as `state[0].count`, `rest[1]` or `options['scale']`."""
         listed = re.fullmatch(r"(\w+)\[(\d+)\]", scope)
@@ -159,19 +155,9 @@ class ArgumentNames:
         number = self._by_scope.get(_plain(scope))
         return None if number is None else self.arrays[number]
 
-    def placed(
-        self, shards: Iterable[tuple[str, Sizes]], mesh: Mapping[str, int], mappings: Sequence[Mapping[str, Any]]
-    ) -> Iterator[PlacedArgument]:
-        """Describe the arrays that devices hold shards of, from the scopes and the sizes of these."""
-        for scope, local in shards:
-            array = self.find(scope)
-            if array is not None and len(array.sizes) == len(local):
-                yield array.on_devices(local, mesh, mappings)
-
-    def _name(self, scope: str) -> str:
-        """Return the argument that contains an array such as `state[0].count`, `rest[1]` or `options['scale']`."""
-        array = self.find(scope)
-        if array is not None:
+    def argument(self, scope: str) -> str:
+        """Return the argument that contains an array, with such a name."""
+        if (array := self.find(scope)) is not None:
             return array.argument
         found = re.match(r"(\w+)(?:\[(\d+)\]|\[\\?'(\w+)\\?'\])?", scope)
         if found is None:
@@ -183,11 +169,3 @@ class ArgumentNames:
 def _plain(scope: str) -> str:
     """Return the name of an array without quotes, which programs write differently, and without the parts of it."""
     return re.sub(r"[\\'\"]", "", scope).removesuffix(".array")
-
-
-def added_up(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Add up the values with the same name."""
-    total: dict[str, int] = {}
-    for name, size in sizes:
-        total[name] = total.get(name, 0) + size
-    return total

@@ -54,5 +54,39 @@ def least(amounts: Iterable[tuple[Branches, Thing, Any]]) -> defaultdict[Thing, 
     return total
 
 
+class Computed:
+    """The flops of the products that each device computes."""
+
+    def __init__(self) -> None:
+        self.flops: int | None = 0
+        """The flops, with the mean of the branches of conditionals; None if they are not known."""
+        self.phases: dict[str, int] = {}
+        """The flops in each phase."""
+        self._needed: list[tuple[Branches, str, int]] = []
+
+    def add(self, phase: str, flops: int, branches: Branches, narrow: bool, needed: int | None = None) -> None:
+        """Add a product.
+
+        Arguments:
+            narrow: whether its operands have at most 8 bits, of which chips multiply more in a second.
+            needed: the flops that a chip has to compute, if these are less.
+        """
+        done = mean(flops, branches)
+        self.flops = None if self.flops is None else self.flops + done
+        self.phases[phase] = self.phases.get(phase, 0) + done
+        needed = flops if needed is None else needed
+        self._needed += [(branches, kind, needed) for kind in (("flops",) if narrow else ("flops", "wide"))]
+
+    @property
+    def least(self) -> int | None:
+        """Return the needed flops if each conditional takes the branch with the fewest."""
+        return None if self.flops is None else least(self._needed)["flops"]
+
+    @property
+    def wide(self) -> int | None:
+        """Return these flops without narrow products, by which bounds are computed."""
+        return None if self.flops is None else least(self._needed)["wide"]
+
+
 def _smaller(a: Any, b: Any) -> Any:
     return np.minimum(a, b) if np.ndim(a) or np.ndim(b) else min(a, b)

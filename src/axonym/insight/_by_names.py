@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.source_lines import source
 from ..distribution.active_settings import Entry
 from . import _scopes
-from ._arguments import GivenArray, added_up
-from ._branches import NOTE
-from ._counted_exchanges import Account
+from ._arguments import GivenArray
+from ._branches import NOTE, mean
+from ._counted_exchanges import Account, Layout
 from ._figures import Memory
 from ._named_events import NamedTrace, Sum, Use
-from ._named_layout import Layout
-from ._parameters import kind_of, updated, used_by, with_parameters
+from ._parameters import HeldArgument, kind_of, report_of
 from ._text import array_said
 from .chips import Chip
-from .repeating import repeated_by_names
+from .records import HeldArray, RepeatedWork, together
 from .report import Report
-from .timeline import HeldArray
 
 
 def by_names(
@@ -39,38 +36,34 @@ def by_names(
     """
     layout = Layout(mesh, compute, storage, trace.joined)
     account = Account(trace, layout)
-    found, temporaries = tuple(map(account.described, account.exchanges)), _temporaries(trace, layout)
-    own = [layout.bytes(x, layout.over(x.base)) for x in trace.arguments]
-    results = sum(layout.bytes(x, layout.over(x.base)) for x in trace.results)
+    temporaries = together(_temporaries(trace, layout))
+    held, results = (
+        [(layout.local(x.dims, layout.over(x.dims)), layout.bytes(x, layout.over(x.base))) for x in arrays]
+        for arrays in (trace.arguments, trace.results)
+    )
     # A lower bound: all arguments and results, and some of the temporaries.
-    memory = Memory(sum(own), results, aliased=0, temporaries=sum(x.bytes for x in temporaries))
-    kinds = {kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results}
+    own, made, more = sum(n for _, n in held), sum(n for _, n in results), sum(x.bytes for x in temporaries)
     names = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
     names |= {n for event in trace.events if hasattr(event, "place") and (op := event.place.operation) for n in op.axes}
-    shards = [layout.local(value.dims, layout.over(value.dims)) for value in trace.arguments]
-    sizes = {x.path: shard for x, shard in zip(given, shards, strict=True)}
-    placed = (x.on_devices(shard, mesh, (compute, storage)) for x, shard in zip(given, shards, strict=True))
-    return Report(
+    return report_of(
         trace.name,
         "any platform",
         dict(mesh),
         "names",
-        tuple(with_parameters(found, used_by(_uses(trace, given)), given, sizes, kinds)),
-        memory,
-        account.flops,
-        None if chip is None else account.bounds(chip, memory),
-        tuple(_notes(account)),
-        account.uncertain,
-        arguments=added_up(zip([x.argument for x in given], own, strict=True)),
-        placed=tuple(placed),
-        repeated=tuple(repeated_by_names(trace, layout)),
-        mapping=compute,
-        parameter_mapping=storage,
-        axes=tuple(sorted(n for n in names if n is not None)),
-        least_flops=account.least_flops,
-        updated=tuple(x.path for x in updated(given, kinds)),
-        temporaries=tuple(temporaries),
+        chip=chip,
+        collectives=[account.described(x) for x in account.exchanges],
+        uses=_uses(trace, given),
+        given=given,
+        held=[HeldArgument(x.argument, x, *found) for x, found in zip(given, held, strict=True)],
+        kinds={kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results},
+        mappings=(compute, storage),
+        memory=Memory(own, made, aliased=0, temporaries=more),
         computed=account.computed,
+        notes=tuple(_notes(account)),
+        uncertain=account.uncertain,
+        repeated=tuple(_repeated(account)),
+        axes=tuple(sorted(n for n in names if n is not None)),
+        temporaries=temporaries,
     )
 
 
@@ -86,9 +79,21 @@ def _uses(trace: NamedTrace, given: Sequence[GivenArray]) -> Iterator[Any]:
                 yield event.place.operation, event.place.frames, [known[origin]]
 
 
+def _repeated(account: Account) -> Iterator[RepeatedWork]:
+    """Find the products that a mapping makes devices repeat, in the order of the step."""
+    found: dict[Any, int] = {}
+    for place, used, flops in account.products:
+        idle = tuple(a for a, n in account.layout.mesh.items() if n > 1 and a not in used)
+        key = _scopes.said_of(place.operation), place.phase, source(place.frames), idle
+        found[key] = found.get(key, 0) + mean(flops, place.branches)
+    for (operation, phase, line, idle), flops in found.items():
+        if idle:
+            yield RepeatedWork(operation, phase, line, flops, account.layout.count(idle), idle)
+
+
 def _notes(account: Account) -> Iterator[str]:
     """Note what names leave open."""
-    trace = account.trace
+    trace, computed = account.trace, account.computed
     yield (
         "by='names' assumes that the mappings shard every array, and counts each exchange separately: a compiler may "
         "combine some, leave some out, or send another dtype"
@@ -108,23 +113,18 @@ def _notes(account: Account) -> Iterator[str]:
         yield f"a compiler may save up to {account.saved:,} of the flops, of constants and of repeated operations"
     if any(len(e.axes) > 1 and e.kind == "all-gather" for e in account.exchanges):
         yield "an array gathered over several mesh axes may be gathered over one after the other, at the same bytes"
-    if any(e.branches for e in account.exchanges) or account.flops != account.least_flops:
+    if any(e.branches for e in account.exchanges) or computed.flops != computed.least:
         yield NOTE
 
 
-def _temporaries(trace: NamedTrace, layout: Layout) -> list[HeldArray]:
-    """Return what loops keep for the backward pass, and the largest product, the largest first.
+def _temporaries(trace: NamedTrace, layout: Layout) -> Iterator[HeldArray]:
+    """Yield what loops keep for the backward pass, and the largest product.
 
     At some time, this product exists; the others may use its memory before or after.
     """
     products = ((e.result, e.place) for e in trace.events if isinstance(e, Sum) and e.flops)
     most = max(products, key=lambda pair: layout.bytes(pair[0]), default=None)
-    found: dict[HeldArray, int] = {}
     for x, place in (*trace.kept, *([] if most is None else [most])):
-        sizes = zip(x.base, layout.local(x.base), strict=True)
-        array = array_said(x.short_dtype, [(n, own) for (n, _), own in sizes])
+        array = array_said(x.short_dtype, [(n, own) for (n, _), own in zip(x.base, layout.local(x.base), strict=True)])
         made = "kept by a loop" if most is None or x is not most[0] else _scopes.said_of(place.operation) or "a product"
-        held = HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))
-        found[held] = found.get(held, 0) + 1
-    alike = (dataclasses.replace(x, count=n, bytes=n * x.bytes) for x, n in found.items())
-    return sorted(alike, key=lambda x: -x.bytes)
+        yield HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))

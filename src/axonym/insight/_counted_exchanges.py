@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from ..core.errors import describe_axes, indivisible
 from ..core.source_lines import source
 from ..distribution import policy
-from ..distribution.decisions import PlacedAxes, Undecided, distinct
-from ..distribution.mesh_axes import Axes
+from ..distribution.active_settings import Entry
+from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
+from ..distribution.mesh_axes import Axes, mapped_axes
 from ..names.distributing import PRODUCTS
 from ..ops._blockwise import pivot_of
 from ..ops._kernels import GATHERING
 from . import _scopes
-from ._branches import Branches, least, mean
-from ._figures import Bounds, Memory, bounds_on
+from ._branches import Branches, Computed
 from ._named_events import (
     Dims,
     Exchanged,
@@ -24,6 +27,7 @@ from ._named_events import (
     NamedTrace,
     NotKnown,
     Occurrence,
+    Offloaded,
     Open,
     PerDevice,
     Renamed,
@@ -32,10 +36,101 @@ from ._named_events import (
     Use,
     Value,
 )
-from ._named_layout import Layout, check_sizes
 from ._text import array_said
-from .chips import Chip
-from .collectives import Collective, sent_by
+from .records import Collective, sent_by
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStages:
+    """The stages of a pipeline, along the mesh axis `stage`."""
+
+    layers: str
+    """The axis of the layers."""
+    size: int
+    """The number of layers."""
+    count: int
+    microbatches: int
+
+
+class Layout(Mappings):
+    """The mesh axes that each name is sharded over; mesh axes of size one do not count."""
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int],
+        compute: Mapping[str, Entry],
+        storage: Mapping[str, Entry],
+        joined: Mapping[str, Axes] = MappingProxyType({}),
+        stages: LayerStages | None = None,
+    ):
+        super().__init__(mesh, compute, storage)
+        self.joined, self.stages = joined, stages
+        # A step uses the same few names again and again.
+        cached = functools.lru_cache(maxsize=4096)
+        self.used, self.stored = cached(self._used), cached(self._stored)
+        lies = super().is_stored
+        self._is_stored = cached(lambda names: lies(n for name in names for n in self._parts(name)))
+        self._over = cached(lambda names: [*map(self.stored if self.is_stored(names) else self.used, names)])
+
+    def over_stages(self) -> Layout:
+        """Return where arguments and results lie, whose layers are divided over the stages, if there are any."""
+        if self.stages is None:
+            return self
+        own = {self.stages.layers: "stage"}
+        return Layout(self.mesh, {**self.compute, **own}, self.storage and {**self.storage, **own}, self.joined)
+
+    def _used(self, name: str | None) -> Axes:
+        return self._large(a for n in self._parts(name) for a in super(Layout, self).used(n))
+
+    def _stored(self, name: str | None) -> Axes:
+        return self._large(a for n in self._parts(name) for a in super(Layout, self).stored(n))
+
+    def _parts(self, name: str | None) -> Axes:
+        """Return the names of the joined axes that it is sharded by, such as the first of `batch*pos`, or its own."""
+        if name is None:
+            return ()
+        if name in self.compute or name in self.storage:
+            return (name,)
+        return self.joined.get(name, (name.partition("*")[0],))
+
+    def _large(self, axes: Iterable[str]) -> Axes:
+        return tuple(a for a in axes if self.mesh.get(a, 1) > 1)
+
+    def is_stored(self, names: Iterable[str | None]) -> bool:
+        """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
+        return self._is_stored(tuple(names))
+
+    def over(self, dims: Dims) -> list[Axes]:
+        """Return the mesh axes that each axis of an array is sharded over."""
+        return self._over(tuple([n for n, _ in dims]))
+
+    def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
+        """Return the sizes of a shard."""
+        over = [self.used(n) for n, _ in dims] if over is None else over
+        return tuple(size // self.count(axes) for (_, size), axes in zip(dims, over, strict=True))
+
+    def bytes(self, x: Value, over: Sequence[Axes] | None = None) -> int:
+        """Return the bytes of a shard."""
+        return math.prod(self.local(x.base, over)) * x.dtype.itemsize
+
+
+def check_sizes(layout: Layout, trace: NamedTrace) -> None:
+    """Raise an error if a mesh axis is unknown, or does not divide an axis."""
+    for mapping in (layout.compute, layout.storage):
+        for name in mapping:
+            if unknown := [a for a in mapped_axes(name, mapping) if a not in layout.mesh]:
+                raise ValueError(
+                    f"explain: axis {name!r} is mapped to mesh axis {unknown[0]!r}, but the mesh has "
+                    f"{describe_axes(layout.mesh)}."
+                )
+    for x in trace.sized:
+        for (name, size), axes in zip(x.dims, layout.over(x.dims), strict=True):
+            if size % layout.count(axes):
+                problem = indivisible(f"axis {name!r}", size, {a: layout.mesh[a] for a in axes})
+                raise ValueError(
+                    f"explain: {problem} Names tell nothing of axes that are stored padded: count with a rounded size, "
+                    "or explain the compiled program."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +167,10 @@ class Account:
         """
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
-        self.flops: int | None = None if trace.uncounted else 0
-        self.computed: dict[str, int] = {}
-        """The flops in each phase."""
-        self._counted: list[tuple[Branches, str, int]] = []
-        """The flops of each product; also as `wide`, unless it is of 8 bits."""
+        self.computed = Computed()
+        self.computed.flops = None if trace.uncounted else 0
+        self.products: list[tuple[Occurrence, Axes, int]] = []
+        """Each product, the mesh axes that divide it, and its flops on each device."""
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self.saved = 0
@@ -86,42 +180,32 @@ class Account:
         self._given = {x.origin for x in trace.arguments}
         if divides:
             check_sizes(layout, trace)
+        counts: dict[type, Callable[[Any], None]] = {
+            Sum: self._sum, Use: self._use, Lookup: self._lookup, Together: self._together, Renamed: self._renamed,
+            Exchanged: self._exchanged, PerDevice: self._per_device, Open: self._along, Offloaded: lambda _: None,
+        }  # fmt: skip
         for event in trace.events:
-            self._add(event)
+            counts[type(event)](event)
         if self.open:
-            raise _refusal(self.open)
+            at = ((what, source(place.frames)) for what, place in self.open.items())
+            lines = [f"{what}{f' (at {line})' if line else ''}" for what, line in at]
+            listed = f"{'; '.join(lines[:4])}{f'; and {len(lines) - 4} more' if lines[4:] else ''}"
+            message = f"explain: by='names' cannot know what this mapping exchanges: {listed}"
+            raise NotKnown(f"{message}. by='partitioner' shows it.", lines[0])
 
-    @property
-    def least_flops(self) -> int | None:
-        """Return the flops if each conditional takes the branch with the fewest."""
-        return None if self.flops is None else least(self._counted)["flops"]
+    def _per_device(self, event: PerDevice) -> None:
+        used = {a for n, _ in event.result.dims for a in self.layout.used(n)}
+        if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
+            self._exchange(event.place, "all-reduce", idle, event.result)
 
-    def bounds(self, chip: Chip, memory: Memory | None) -> Bounds:
-        """Return lower bounds on time."""
-        flops = None if self.flops is None else least(self._counted)["wide"]
-        return bounds_on(chip, self.exchanges, memory, flops)
+    def _along(self, event: Open) -> None:
+        stored = self.layout.is_stored(event.names)
+        if sharded := sorted(n for n in event.names if self.layout.used(n) or (stored and self.layout.stored(n))):
+            self._leave_open(f"{event.what} along {', '.join(sharded)}", event.place)
 
-    def _add(self, event: object) -> None:
-        if isinstance(event, Sum):
-            self._sum(event)
-        elif isinstance(event, Use):
-            self._use(event)
-        elif isinstance(event, Lookup):
-            (self._updated if event.backward else self._looked_up)(event)
-        elif isinstance(event, Together):
-            self._together(event)
-        elif isinstance(event, Renamed):
-            self._renamed(event)
-        elif isinstance(event, Exchanged):
-            self._exchanged(event)
-        elif isinstance(event, PerDevice):
-            used = {a for n, _ in event.result.dims for a in self.layout.used(n)}
-            if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
-                self._exchange(event.place, "all-reduce", idle, event.result)
-        elif isinstance(event, Open):
-            stored = self.layout.is_stored(event.names)
-            if sharded := sorted(n for n in event.names if self.layout.used(n) or (stored and self.layout.stored(n))):
-                self._leave_open(f"{event.what} along {', '.join(sharded)}", event.place)
+    def _may_send(self, place: Occurrence, sent: int | None) -> None:
+        """Add bytes that a compiler may send, or save, each time."""
+        self.uncertain += (place.times or 1) * (sent or 0)
 
     def _leave_open(self, what: str, place: Occurrence) -> None:
         """Record that names do not tell what an operation exchanges."""
@@ -213,7 +297,13 @@ class Account:
     def _sum(self, event: Sum) -> None:
         layout, place, result = self.layout, event.place, event.result
         if event.flops:
-            self._count_flops(event)
+            used = distinct(a for n, _ in event.axes for a in layout.used(n))
+            flops = event.flops // layout.count(used) * (place.times or 1)
+            self.computed.add(place.phase, flops, place.branches, event.narrow)
+            if place.times is None:
+                self.computed.flops = None
+            self.products.append((place, used, flops))
+            self.saved += flops if place.avoidable else 0
         # A parameter is summed where it is stored, as for its norm; in a product it lies as it is used.
         whole = layout.is_stored(n for n, _ in event.axes) and not event.flops
         at = layout.stored if whole else layout.used
@@ -231,7 +321,15 @@ class Account:
         except Undecided as undecided:
             self._leave_open(str(undecided), place)
             return
-        lies = self._add_up(place, result, sums, final)
+        lies = None
+        for part in sums:
+            self._exchange(place, part.kind, part.axes, result, lies)
+            self.uncertain += (self.exchanges[-1].sent or 0) * place.kept_inside
+            if part.kind == "reduce-scatter":
+                lies = final.over
+                if self.trace.spliced or "vmap(" in place.scope:
+                    # No operation of this library does it, so a compiler may add it up on all devices.
+                    self.uncertain += self.exchanges[-1].total_sent or 0
         if event.flops and lies is None:
             self._may_be_apart(place, layout.bytes(result), parts)
         if lies is not None and target is None:
@@ -239,29 +337,6 @@ class Account:
             # operations assume that the sum lies by the mapping, so it is gathered at once.
             for part in sums:
                 self._exchange(place, "all-gather", part.axes, result)
-
-    def _add_up(self, place: Occurrence, result: Value, sums: Sequence[policy.PartialSum], final: PlacedAxes) -> Any:
-        """Count the collectives of a sum; return over what its axes are sharded if one is a reduce-scatter."""
-        lies = None
-        for part in sums:
-            self._exchange(place, part.kind, part.axes, result, lies)
-            self.uncertain += (self.exchanges[-1].sent or 0) * place.kept_inside
-            if part.kind == "reduce-scatter" and (self.trace.spliced or "vmap(" in place.scope):
-                # No operation of this library does it, so a compiler may add it up on all devices.
-                self.uncertain += self.exchanges[-1].total_sent or 0
-            lies = final.over if part.kind == "reduce-scatter" else lies
-        return lies
-
-    def _count_flops(self, event: Sum) -> None:
-        used = distinct(a for n, _ in event.axes for a in self.layout.used(n))
-        times = event.place.times
-        each = event.flops // self.layout.count(used)
-        mean_flops = mean(each * (times or 1), event.place.branches)
-        self.flops = None if times is None or self.flops is None else self.flops + mean_flops
-        self.computed[event.place.phase] = self.computed.get(event.place.phase, 0) + mean_flops
-        kinds = ("flops",) if event.narrow else ("flops", "wide")
-        self._counted += [(event.place.branches, kind, each * (times or 1)) for kind in kinds]
-        self.saved += each * (times or 1) if event.place.avoidable else 0
 
     def _must_lie(self, event: Sum) -> PlacedAxes | None:
         """Return where the sum must lie in the end if it is the gradient of a parameter: as that is stored."""
@@ -278,7 +353,7 @@ class Account:
         """Add the bytes sent if the compiler reduces the axes of an array one after another."""
         together = sent_by("all-reduce", size, self.layout.count(distinct(a for axes in parts for a in axes))) or 0
         apart = sum(sent_by("all-reduce", size, self.layout.count(axes)) or 0 for axes in parts)
-        self.uncertain += (place.times or 1) * max(0, apart - together)
+        self._may_send(place, max(0, apart - together))
 
     # --- parameters ---
 
@@ -292,19 +367,16 @@ class Account:
         if extra == () or (elementwise and over.isdisjoint(layout.extra(names))):
             return  # it is used as it is stored
         stored = f"[{', '.join(names)}], which is stored sharded"
-        if extra is None or not (elementwise or self._gathers(place.operation)):
+        # Convolutions gather parameters if `distribute` constrains their results.
+        gathers = {*GATHERING, *(("conv",) if self.trace.spliced else ())}
+        gathered = elementwise or (place.operation is not None and place.operation.name in gathers)
+        if extra is None or not gathered:
             why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
             self.open.setdefault(why, place)
         elif _scopes.dispatch(place.scope) and any(layout.used(n) for n in names):
             self._leave_open(f"{stored}, and sharded where it is used", place)
         else:
             self._gather(event, extra)
-
-    def _gathers(self, operation: _scopes.ScopedOperation | None) -> bool:
-        """Return whether an operation gathers parameters; convolutions do whose results `distribute` constrains."""
-        return operation is not None and (
-            operation.name in GATHERING or (self.trace.spliced and operation.name == "conv")
-        )
 
     def _gather(self, event: Use, extra: Axes) -> None:
         """Count the all-gather of a parameter, unless it was gathered before for the same use."""
@@ -329,57 +401,48 @@ class Account:
         if origin in self._given:
             # The compiler may gather an array only once that is gathered several times, and outside of a loop if
             # the loop does not change it.
-            sent, times = self.exchanges[-1].sent or 0, place.times or 1
-            self.uncertain += sent * (times if origin in known else times - 1)
+            self.uncertain += (self.exchanges[-1].sent or 0) * ((place.times or 1) - (origin not in known))
 
     # --- look-ups ---
 
-    def _columns_move(self, event: Lookup) -> Axes:
-        """Return the mesh axes over which columns of a table are exchanged for rows."""
-        names = event.table.names, event.indices.names, event.rows[0]
-        found = policy.exchange_columns(*names, self.layout) if self._is_look_up(event.place) else None
-        return () if found is None else found.axes
-
-    def _looked_up(self, event: Lookup) -> None:
-        layout, place = self.layout, event.place
-        of_rows = layout.used(event.rows[0])
-        if moved := self._columns_move(event):
-            self._gather_indices(event, moved)
-            self._exchange(place, "all-to-all", moved, event.result)
-            self._may_share(event, moved)
-        elif layout.is_stored(event.table.names) and not layout.is_stored(event.result.names):
-            self._leave_open("a table that is stored sharded", place)
-        elif over := layout.extra(event.result.names) if layout.is_stored(event.result.names) else ():
-            # The compiler may gather it here, again where it is used, and once more in the backward pass.
-            size, count = layout.bytes(event.result), layout.count(over)
-            self.uncertain += (place.times or 1) * 3 * (size // count) * (count - 1)
-        # Each device has some of the rows, and zeros for all others.
-        if of_rows:
-            if set(of_rows) & {a for n in event.indices.names for a in layout.used(n)}:
-                self._leave_open("indices that are sharded like rows", place)
-            self._exchange(place, "all-reduce", of_rows, event.result)
-
-    def _updated(self, event: Lookup) -> None:
-        layout, place = self.layout, event.place
-        over = distinct(a for n in event.indices.names for a in layout.used(n))
-        if moved := self._columns_move(event):
-            if self.trace.spliced:
+    def _lookup(self, event: Lookup) -> None:
+        layout, table, result, place = self.layout, event.table, event.result, event.place
+        # Otherwise it is a named update, or its gradient.
+        looks_up = self.trace.spliced or (place.operation is not None and place.operation.name == "index")
+        names = table.names, event.indices.names, event.rows[0]
+        columns = policy.exchange_columns(*names, layout) if looks_up else None
+        moved = () if columns is None else columns.axes
+        over = distinct(a for n in event.indices.names for a in layout.used(n) if a not in moved)
+        if moved:
+            if not event.backward or self.trace.spliced:
                 self._gather_indices(event, moved)
-            self._exchange(place, "all-to-all", moved, event.result)
-            self._may_share(event, moved)
-            over = tuple(a for a in over if a not in moved)
-        elif layout.is_stored(event.table.names) and (not self._is_look_up(place) or layout.gathered(event.rows[0])):
-            self._leave_open("an update of a table that is stored sharded", place)
-        if over:
-            # The gradient lies like the table, so each device adds up its own shard.
-            own = layout.over(event.table.base)
-            self._exchange(place, "all-reduce", over, event.table, own)
-            parts = [tuple(a for a in layout.used(n) if a in over) for n in event.indices.names]
-            self._may_be_apart(place, layout.bytes(event.table, own), [axes for axes in parts if axes])
-
-    def _is_look_up(self, place: Occurrence) -> bool:
-        """Return whether an operation is a look-up or its gradient, rather than a named update or its gradient."""
-        return self.trace.spliced or (place.operation is not None and place.operation.name == "index")
+            self._exchange(place, "all-to-all", moved, result)
+            used = {*moved, *(a for n in table.names for a in layout.stored(n))}
+            if self.trace.spliced and (others := [a for a, n in layout.mesh.items() if n > 1 and a not in used]):
+                # The compiler may share a look-up of raw JAX among the devices along other mesh axes.
+                sent = sent_by("all-reduce", layout.bytes(table, layout.over(table.base)), layout.count(others)) or 0
+                self._may_send(place, layout.bytes(result, [()] * len(result.base)) + sent * event.backward)
+        elif layout.is_stored(table.names):
+            if event.backward and (not looks_up or layout.gathered(event.rows[0])):
+                self._leave_open("an update of a table that is stored sharded", place)
+            elif not event.backward and not layout.is_stored(result.names):
+                self._leave_open("a table that is stored sharded", place)
+        if event.backward:
+            if over:
+                # The gradient lies like the table, so each device adds up its own shard.
+                own = layout.over(table.base)
+                self._exchange(place, "all-reduce", over, table, own)
+                parts = [tuple(a for a in layout.used(n) if a in over) for n in event.indices.names]
+                self._may_be_apart(place, layout.bytes(table, own), [axes for axes in parts if axes])
+            return
+        if not moved and layout.is_stored(result.names) and (extra := layout.extra(result.names)):
+            # The compiler may gather it here, again where it is used, and once more in the backward pass.
+            size, count = layout.bytes(result), layout.count(extra)
+            self._may_send(place, 3 * (size // count) * (count - 1))
+        if of_rows := layout.used(event.rows[0]):  # each device has some of the rows, and zeros for all others
+            if not {a for n in event.indices.names for a in layout.used(n)}.isdisjoint(of_rows):
+                self._leave_open("indices that are sharded like rows", place)
+            self._exchange(place, "all-reduce", of_rows, result)
 
     def _gather_indices(self, event: Lookup, moved: Axes) -> None:
         """Count the all-gather of indices. Indices of one column are kept from the forward pass."""
@@ -389,18 +452,7 @@ class Account:
             self._exchange(place, "all-gather", moved, indices, over, of_indices=True)
         elif indices.dims[-1][1] > 1:
             count = layout.count(moved)
-            sent = sent_by("all-gather", layout.bytes(indices, over) // count, count) or 0
-            self.uncertain += sent * (place.times or 1)
-
-    def _may_share(self, event: Lookup, moved: Axes) -> None:
-        """Add the bytes sent if the compiler shares a look-up of raw JAX among the devices along other mesh axes."""
-        layout, table = self.layout, event.table
-        used = {*moved, *(a for n in table.names for a in layout.stored(n))}
-        if self.trace.spliced and (others := [a for a, n in layout.mesh.items() if n > 1 and a not in used]):
-            sent = layout.bytes(event.result, [()] * len(event.result.base))
-            if event.backward:
-                sent += sent_by("all-reduce", layout.bytes(table, layout.over(table.base)), layout.count(others)) or 0
-            self.uncertain += sent * (event.place.times or 1)
+            self._may_send(place, sent_by("all-gather", layout.bytes(indices, over) // count, count))
 
     # --- collectives ---
 
@@ -423,7 +475,7 @@ class Account:
         self.exchanges.append(CountedExchange(place, kind, axes, value, own, of_indices, size, sent))
         known = of_indices and (value.origin, axes) in self._indices
         if place.avoidable or known:
-            self.uncertain += (sent or 0) * (place.times or 1)
+            self._may_send(place, sent)
         if of_indices:
             self._indices.add((value.origin, axes))
 
@@ -461,17 +513,6 @@ class Account:
             source=source(place.frames),
             scope=place.scope,
         )
-
-
-def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
-    lines = []
-    for what, place in list(found.items())[:4]:
-        line = source(place.frames)
-        lines.append(f"{what}{f' (at {line})' if line else ''}")
-    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-    listed = "; ".join(lines)
-    message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' shows it."
-    return NotKnown(message, lines[0])
 
 
 def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.ScopedOperation:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from ..core.source_lines import Frame, source
 from . import _scopes
 from ._branches import Branches
-from ._constraints import Constraints
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
+from ._lowered import Constraints
 from ._text import Said, array_said
-from .collectives import Collective, sent_by
-from .timeline import HeldArray, MemoryTimeline
+from .records import Collective, HeldArray, MemoryTimeline, sent_by, together
 
 
 class Origin(NamedTuple):
@@ -117,7 +115,7 @@ def _carried(
             operation = None
     if kind == "all-gather" and array is not None:
         gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
-    stored = () if array is None else array.stored_over(axes)
+    stored = () if array is None else tuple(a.name for a in _scopes.stored_over([array.term], axes))
     return _Carried(origin, operation, phase, array, shape, longer, gathered, stored)
 
 
@@ -164,7 +162,7 @@ def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
     at_peak = found.held_at(held.index(max(held)))
     backward = {m.at for m, phase in zip(moments, phases, strict=True) if phase in ("backward", "recomputed")}
     kept = _kept(program, found, backward, mesh)
-    return MemoryTimeline(held, phases, _together(_held(program, b, mesh) for b in at_peak), _together(kept))
+    return MemoryTimeline(held, phases, together(_held(program, b, mesh) for b in at_peak), together(kept))
 
 
 def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mapping[str, int]) -> list[HeldArray]:
@@ -185,13 +183,6 @@ def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mappi
         return [described for first, last, described in kept if first <= moment <= last]
 
     return max((held_at(first) for first, _, _ in kept), key=lambda held: sum(h.bytes for h in held), default=[])
-
-
-def _together(arrays: Iterable[HeldArray]) -> tuple[HeldArray, ...]:
-    """Count identical arrays, and return the largest first."""
-    counted = Counter(arrays).items()
-    rows = (dataclasses.replace(one, count=count, bytes=count * one.bytes) for one, count in counted)
-    return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
 def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldArray:

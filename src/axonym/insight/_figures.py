@@ -13,10 +13,8 @@ from ._arguments import PlacedArgument
 from ._branches import Branches, least as fewest
 from ._text import in_order
 from .chips import Chip
-from .collectives import Collective
 from .cost_model import Bounds, Multiplication, Part, Sent
-from .repeating import RepeatedWork
-from .timeline import HeldArray, MemoryTimeline
+from .records import Collective, HeldArray, MemoryTimeline, RepeatedWork
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,14 +63,15 @@ class PlacedArray:
             found[(p, *(slice(n) for n in piece.shape))] = piece
         return found
 
-    def agree(self, x: np.ndarray, y: np.ndarray) -> bool:
-        """Return whether each device has its shard of an array."""
+    def agree(self, x: np.ndarray, y: np.ndarray, moved: np.ndarray | None = None) -> bool:
+        """Return whether each device has its shard of an array, whose elements may be moved so far."""
         if y.shape[1:] != self.shard():
             raise UnknownForm(f"a result of the sizes {y.shape[1:]}, which should be {self.shard()}")
         far = far_from(x)
         for p in range(len(self.tiling.index)):
             piece = x[p % len(x)][self._piece(p)]
-            if not close(piece, y[p % len(y)][tuple(slice(n) for n in piece.shape)], far):
+            more = 0.0 if moved is None else moved[p % len(x)][self._piece(p)]
+            if not close(piece, y[p % len(y)][tuple(slice(n) for n in piece.shape)], far + more):
                 return False
         return True
 
@@ -83,10 +84,10 @@ def far_from(x: np.ndarray) -> float:
     return NOTHING + CLOSE * float(usual_sizes(x).max(initial=0))
 
 
-def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
+def close(x: np.ndarray, y: np.ndarray, far: Any) -> bool:
     """Return whether values are equal, or not too far from each other. NaN is equal to nothing."""
     if x.dtype.kind not in "fc":
-        return bool((x == y).all())
+        return bool(((x == y) | (far == np.inf)).all())
     with np.errstate(invalid="ignore"):
         return bool(((x == y) | (np.abs(x - y) <= far + CLOSE * np.minimum(np.abs(x), 1e300))).all())
 

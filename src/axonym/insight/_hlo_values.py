@@ -411,12 +411,19 @@ def _among(i: Instruction, m: Machine, fn: Callable[..., Array], *xs: Array) -> 
     """Apply a function of the arrays in a group, and the place of the device that gets the result."""
     found = groups(i, m.devices)
     if sorted(itertools.chain(*found)) != [*range(m.devices)]:
-        raise UnknownForm(f"{i.opcode} among some of the devices")
+        raise IllFormed(i, f"does not have each of {m.devices} devices in one group")
     order = [g[1:] for g in sorted((device, group, place) for group in found for place, device in enumerate(group))]
     every = [np.broadcast_to(x, (m.devices, *x.shape[1:])) for x in xs]
-    if i.opcode == "all-to-all" and not axes_of(i):  # of an array for each device in a group
-        return _one_or_more([np.stack([every[p][group[k]] for group, p in order]) for k in range(len(xs))])
-    return _one_or_more([np.stack([fn(x[[*group]], place) for group, place in order]) for x in every])
+    try:
+        if i.opcode == "all-to-all" and not axes_of(i):  # of an array for each device in a group
+            out = [np.stack([every[p][group[k]] for group, p in order]) for k in range(len(xs))]
+        else:
+            out = [np.stack([fn(x[[*group]], place) for group, place in order]) for x in every]
+    except (ValueError, IndexError):  # shards of several sizes, or more devices than arrays
+        out = []
+    if [x.shape[1:] for x in out] != [s.sizes for s in i.shapes]:
+        raise IllFormed(i, f"has groups of {sorted({*map(len, found)})} devices, which do not fit its sizes")
+    return _one_or_more(out)
 
 
 def _reducing(i: Instruction, m: Machine, *xs: Array) -> Value:
@@ -442,6 +449,8 @@ def _moving(i: Instruction, m: Machine, *xs: Array) -> Value:
 
 def _permute(i: Instruction, m: Machine, x: Array) -> Array:
     sources, targets = np.array(groups(i, m.devices), int).reshape(-1, 2).T
+    if any(len({*p}) < len(p) or max(p, default=0) >= m.devices for p in (sources.tolist(), targets.tolist())):
+        raise IllFormed(i, f"sends or receives twice on one of {m.devices} devices, or on another device")
     # A device to which nothing is sent gets zeros.
     out = np.zeros((m.devices, *x.shape[1:]), x.dtype)
     out[targets] = np.broadcast_to(x, out.shape)[sources]

@@ -1,18 +1,18 @@
-"""Read the products of a lowered step, before it is partitioned: their flops, and the arguments that they use."""
+"""Read a lowered step, before it is partitioned: its products, the arguments that they use, and its constraints."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.source_lines import Frame
 from . import _flops, _scopes
-from ._constraints import frames_of, scope_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,3 +231,137 @@ def _bits(dtype: str) -> int:
     """Return the size of an element of a type such as `bf16` or `f8E4M3FN`."""
     found = re.match(r"\D+(\d+)", dtype)
     return int(found[1]) if found else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """A sharding constraint on the result of another operation."""
+
+    scopes: tuple[str, ...]
+    """Its own scope, the scope of the constrained operation, and, if that is elementwise, of the operations before it:
+    XLA shards their results alike."""
+    sizes: tuple[int, ...]
+    """The sizes of the array on all devices together."""
+    over: tuple[tuple[str, ...] | None, ...]
+    """The mesh axes that the constraint shards each axis over; None if it leaves the axis to the compiler."""
+    frames: tuple[Frame, ...]
+
+    @property
+    def kept(self) -> set[str]:
+        """Return the mesh axes that the array is sharded over."""
+        return {a for axes in self.over for a in axes or ()}
+
+    def local_sizes(self, mesh: Mapping[str, int]) -> dict[int, int]:
+        """Return the sizes of the array on each device, by position, for the axes that it constrains."""
+        return {
+            place: size // math.prod(mesh.get(a, 1) for a in axes)
+            for place, (size, axes) in enumerate(zip(self.sizes, self.over, strict=True))
+            if axes is not None
+        }
+
+
+class Constraints:
+    """The sharding constraints of a lowered function, found on first use."""
+
+    def __init__(self, lowered: Any):
+        self._lowered = lowered
+        self._by_scope: dict[str, list[Constraint]] | None = None
+
+    def that_gathers(
+        self, scope: str, sizes: Mapping[int, int], over: Collection[str], mesh: Mapping[str, int]
+    ) -> Constraint | None:
+        """Find the constraint that makes XLA all-gather the result of an operation, if any.
+
+        Arguments:
+            sizes: by position, the sizes on each device of the axes that become longer.
+        """
+        for constraint in self._after(scope):
+            if constraint.kept.isdisjoint(over) and sizes.items() <= constraint.local_sizes(mesh).items():
+                return constraint
+        return None
+
+    def that_moves(self, scope: str, place: int, over: Collection[str]) -> Constraint | None:
+        """Find the constraint that reshards the result of an operation to another axis, if any.
+
+        Arguments:
+            place: the position of the axis that was sharded over these mesh axes before.
+        """
+        for constraint in self._after(scope):
+            own = constraint.over[place] if place < len(constraint.over) else None
+            if own is not None and constraint.kept.issuperset(over) and set(over).isdisjoint(own):
+                return constraint
+        return None
+
+    def knows(self, scope: str) -> bool:
+        """Return whether constraints on the result of an operation, or at this scope, were found."""
+        return bool(self._after(scope))
+
+    def _after(self, scope: str) -> Sequence[Constraint]:
+        """Return the constraints on the result of an operation."""
+        if self._by_scope is None:
+            self._by_scope = {}
+            # Modules have no public interface for reading. If this fails, only the compiler's own lines are known.
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                for constraint in _constraints(self._lowered.compiler_ir("stablehlo").operation):
+                    for known in constraint.scopes:
+                        self._by_scope.setdefault(known, []).append(constraint)
+        # In a function that a compiled function calls, scopes lack the scope of the call and its transformations.
+        called = re.sub(r"(jvp|transpose)\(|\)", "", scope)
+        inner = (c for known, c in self._by_scope.items() if known and called.endswith(f"/{known}"))
+        return self._by_scope.get(scope) or next(inner, ())
+
+
+def _constraints(operation: Any) -> Iterator[Constraint]:
+    """Yield the constraints in an operation, except the ones that JAX adds for the type of a result."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                inner = inner.operation
+                if inner.name == "sdy.sharding_constraint":
+                    location, before = str(inner.location), tuple(_computing(inner.operands[0]))
+                    own = scope_of(location)
+                    if before[:1] != ((own, False),):
+                        sizes, over = tuple(inner.results[0].type.shape), _over(str(inner.attributes["sharding"]))
+                        yield Constraint((own, *(of for of, _ in before)), sizes, over, frames_of(location))
+                yield from _constraints(inner)
+
+
+_SAY_NOTHING_OF_AXES = {"comparison_direction", "compare_type", "result_accuracy"}
+
+
+def _is_elementwise(operation: Any) -> bool:
+    plain = _SAY_NOTHING_OF_AXES.issuperset(operation.attributes) and not len(operation.regions)
+    return plain and operation.name.startswith("stablehlo.") and "dynamic" not in operation.name
+
+
+def _computing(value: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the scopes that produce an array, back through elementwise operations and other constraints.
+
+    Each comes with whether it is a constraint.
+    """
+    waiting = [value]
+    # A bound on the work: every constraint follows its own chain of elementwise operations.
+    for inner in itertools.islice(waiting, 32):
+        producer = getattr(inner.owner, "operation", inner.owner)
+        if hasattr(producer, "location"):  # it is not an argument of the function
+            placed = producer.name == "sdy.sharding_constraint"
+            yield scope_of(str(producer.location)), placed
+            if placed or _is_elementwise(producer):
+                waiting += [x for x in producer.operands if x.type == value.type]
+
+
+def scope_of(location: str) -> str:
+    found = re.match(r'loc\("((?:[^"\\]|\\.)*)"', location)
+    return found[1] if found else ""
+
+
+def frames_of(location: str) -> tuple[Frame, ...]:
+    """Return the lines in a location, the innermost first."""
+    found = re.findall(r'"([^"]*)"\("([^"]+)":(\d+)', location)
+    return tuple(Frame(file, int(line), function) for function, file, line in found)
+
+
+def _over(sharding: str) -> tuple[tuple[str, ...] | None, ...]:
+    """Return the mesh axes of each axis in a sharding such as `#sdy.sharding<@mesh, [{"data"}, {}, {?}]>`."""
+    listed = re.findall(r"\{([^{}]*)\}", sharding[sharding.index("[") : sharding.rindex("]")])
+    return tuple(None if axes == "?" else tuple(re.findall(r'"([^"]+)"', axes)) for axes in listed)

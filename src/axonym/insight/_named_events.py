@@ -238,6 +238,8 @@ class NamedTrace:
     """True if only products have sharding constraints, as `axonym.names.distribute` adds them."""
     joined: Mapping[str, tuple[str, ...]]
     """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
+    parameters: frozenset[frozenset[str]] = frozenset()
+    """The axes of each array of the model, if it is known which are."""
 
     @property
     def sized(self) -> tuple[Value, ...]:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import warnings
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
+from ..core import errors
 from ..core.jax_versions import is_on_host
 from ..core.operation_rules import Inside, OperationRule, inside
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
@@ -39,7 +40,6 @@ from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import step_name
-from ._dispatched_rows import DispatchedRows
 from ._named_events import (
     Dims,
     Event,
@@ -110,16 +110,22 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
     """Trace without a mesh or mapping; a step that asks for a mesh is refused."""
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(nothing was placed|no mesh is active)")
-        # They compute all the same.
-        warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
+    asks = "explain: by='names' traces a step without a mesh, which it asks for: "
+
+    def handle(warning: str) -> bool:
+        if re.match(r"(named_jit|distribute)\(.*no mesh is active", warning):
+            return True  # they compute all the same
+        if re.search("nothing was placed|no mesh is active", warning):
+            raise NotKnown(asks + warning)
+        return False
+
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), errors.handling_warnings(handle):
         try:
             yield
-        except (RuntimeError, UserWarning) as e:
+        except RuntimeError as e:
             if "mesh" not in str(e):
                 raise
-            raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
+            raise NotKnown(f"{asks}{e}") from e
 
 
 def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
@@ -221,16 +227,14 @@ class _Events:
                 what, along, *details = step.params["names"]
                 place = dataclasses.replace(around, avoidable=xs[0].origin in self._constants)
                 self.found.append(Exchanged(place, ys[0], what, along, tuple(details)))
-        elif step.rule is not None and step.rule.values == "moved" and not step.rule.parts and step.name not in _OTHERS:
-            if step.name == "reshape" or (len(xs) == len(ys) and not step.rule.needed):
-                return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
-            self._by_rule(step, step.rule, xs, ys, dataclasses.replace(around, avoidable=avoidable))
+        elif step.rule is None or step.name in _OTHERS:
+            self._without_rule(step, xs, ys, dataclasses.replace(around, avoidable=avoidable))
+        elif (step.rule.values == "moved" and not step.rule.parts) and (
+            step.name == "reshape" or (len(xs) == len(ys) and not step.rule.needed)
+        ):
+            return [self._relaid(step, x, y, around) for x, y in zip(xs, ys, strict=True)]
         else:
-            place = dataclasses.replace(around, avoidable=avoidable)
-            if step.rule is None or step.name in _OTHERS:
-                self._without_rule(step, xs, ys, place)
-            else:
-                self._by_rule(step, step.rule, xs, ys, place)
+            self._by_rule(step, step.rule, xs, ys, dataclasses.replace(around, avoidable=avoidable))
         return ys
 
     def _inside(
@@ -315,7 +319,7 @@ class _Events:
         """Return an array in another layout: it is the same one, unless a reshape joins or splits axes."""
         if step.name == MARK:
             return self._marked(step, x, y)
-        if step.name == "reshape" and _large(x.dims) != _large(y.dims):
+        if step.name == "reshape" and [n for _, n in x.dims if n != 1] != [n for _, n in y.dims if n != 1]:
             if not self.rows.are_moved(step, [x], place):
                 self._open(place, step.name, _torn(x.dims, y.dims, place.operation is not None))
                 if any(n is not None and size < dict(x.dims).get(n, size) for n, size in y.dims):
@@ -338,7 +342,7 @@ class _Events:
             for own in ys:
                 self._meet(rule, xs, own, place)
                 self._noted(place, xs[:2] if rule.product else xs, own, rule.product)
-        summed = tuple(map(_either, (_alone(f, rule, xs) for f in rule.summed)))
+        summed = tuple(_axis_of(f, rule, xs) for f in rule.summed)
         if not rule.product:
             if not summed:
                 return
@@ -440,6 +444,70 @@ class _Events:
         return tuple(d for d in dims if d[0] not in rows)
 
 
+class DispatchedRows:
+    """The dispatches of rows to experts in a step: the names of their axes, and the operations that only move them.
+
+    In a dispatch, each device sorts, repeats, joins and counts its own rows, and exchanges rows with the others once.
+    """
+
+    def __init__(self, given: Collection[str]) -> None:
+        """Arguments:
+        given: the axis names of the arguments of the step.
+        """
+        self.joined: dict[str, tuple[str, ...]] = {}
+        """For each axis made by joining axes of rows, the names of those axes."""
+        self._given = given
+        self._places: dict[_scopes.ScopedOperation, tuple[Occurrence, set[str]]] = {}
+        """The place of each dispatch, and the names of the groups in its products."""
+
+    def add(self, dispatch: _scopes.ScopedOperation, place: Occurrence, results: list[Value]) -> None:
+        """Record the results of an operation of a dispatch."""
+        self._places.setdefault(dispatch, (dataclasses.replace(place, dispatch=dispatch), set()))
+        for axes in _rows(dispatch):
+            names, count = tuple(a.name for a in axes), _count(axes)
+            for n, size in (d for y in results for d in y.dims):
+                if n is not None and (n == "*".join(names) or (size == count and n not in self._given)):
+                    self.joined.setdefault(n, names)
+
+    def add_groups(self, dispatch: _scopes.ScopedOperation, dims: Dims) -> None:
+        """Record the axes of the groups in a product of rows."""
+        self._places[dispatch][1].update(n for n, _ in dims if n is not None)
+
+    def are_moved(self, step: AxisStep, xs: list[Value], place: Occurrence) -> bool:
+        """Return whether an operation sorts, repeats, joins, counts or restores rows, which each device does."""
+        dispatch = _scopes.dispatch(place.scope)
+        if dispatch is None:
+            return False
+        if step.name == "scatter-add" and xs[0].dtype.kind in "iu":
+            return True
+        starts = [start for axes in _rows(dispatch) for start in (tuple(a.size or 1 for a in axes), (_count(axes),))]
+        shapes = tuple(n for _, n in xs[0].dims), step.shape
+        return all(any(shape[: len(start)] == start for start in starts) for shape in shapes)
+
+    def in_names(self, names: Collection[str | None], place: Occurrence) -> set[str | None]:
+        """Return which names are of rows: of joined axes, and in a dispatch of the axes of its rows."""
+        dispatch = _scopes.dispatch(place.scope)
+        rows = set() if dispatch is None else {a.name for a in dispatch.operands[0]}
+        return {n for n in names if n in self.joined or n in rows}
+
+    def exchanges(self) -> Iterator[Open]:
+        """Yield the exchange of rows of each dispatch, with the axes over which they are exchanged between experts."""
+        for dispatch, (place, groups) in self._places.items():
+            of_x = {a.name for term in dispatch.operands[:2] for a in term}
+            own = {a.name for term in dispatch.operands[2:] for a in term}
+            yield Open(place, "an exchange of rows", frozenset(groups or own - of_x))
+
+
+def _rows(dispatch: _scopes.ScopedOperation) -> list[_scopes.Term]:
+    """Return the axes of rows, and the axes that rows for several experts have in common."""
+    rows = dispatch.operands[0]
+    return [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]
+
+
+def _count(axes: _scopes.Term) -> int:
+    return math.prod(a.size or 1 for a in axes)
+
+
 def _changed_alike(xs: Sequence[Value], some: Sequence[Value] | None = None) -> list[Value]:
     """Return values, or some of them, as if the loops around changed all if they change one."""
     depth = max((x.depth for x in xs), default=0)
@@ -450,22 +518,11 @@ def _around(step: AxisStep) -> Occurrence:
     return (Occurrence() if step.outer is None else _around(step.outer)).inside(step.eqn)
 
 
-def _large(dims: Dims) -> list[int]:
-    return [n for _, n in dims if n != 1]
-
-
-def _alone(f: int, rule: OperationRule, xs: Sequence[Value]) -> list[tuple[str | None, int]]:
-    """Return the dimensions of operands that are this factor."""
-    return [
-        d
-        for x, term in zip(xs, rule.operands, strict=False)
-        for d, own in zip(x.dims, term, strict=True)
-        if own == (f,)
-    ]
-
-
-def _either(dims: Sequence[tuple[str | None, int]]) -> tuple[str | None, int]:
-    return next((d for d in dims if d[0] is not None), dims[0])
+def _axis_of(factor: int, rule: OperationRule, xs: Sequence[Value]) -> tuple[str | None, int]:
+    """Return a dimension of operands that is this factor, one with a name if there is one."""
+    pairs = [pair for x, term in zip(xs, rule.operands, strict=False) for pair in zip(x.dims, term, strict=True)]
+    alone = [d for d, own in pairs if own == (factor,)]
+    return next((d for d in alone if d[0] is not None), alone[0])
 
 
 def _having(factors: Collection[int], rule: OperationRule, xs: Sequence[Value], ys: Sequence[Value]) -> list[Any]:

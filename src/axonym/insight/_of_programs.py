@@ -2,81 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from ..core.source_lines import Frame, source
-from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
+from ..core.source_lines import Frame, Source, source
+from ..distribution.active_settings import active_mapping, active_parameter_mapping
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
-from ._arguments import ArgumentNames, GivenArray
-from ._branches import NOTE, Branches, least, mean
-from ._constraints import Constraints
+from ._arguments import ArgumentNames, GivenArray, only_axes
+from ._branches import NOTE, Branches, Computed, mean
 from ._describing import Exchange, Origin, describe, timeline
-from ._figures import Memory, bounds_on
-from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
+from ._figures import Memory
+from ._hlo import COLLECTIVES, HloProgram, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
-from ._lowered import Product, read_step
-from ._parameters import Kind, kind_of, updated, used_by, with_parameters
+from ._lowered import Constraints, Product, read_step
+from ._parameters import HeldArgument, kind_of, report_of
 from .chips import Chip
-from .collectives import Collective
-from .repeating import repeated
+from .records import Collective, RepeatedWork
 from .report import Report
-from .timeline import MemoryTimeline
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
 """Calls in programs for TPUs that compute nothing."""
-
-
-class _Count:
-    """The products of a program, and their flops so far."""
-
-    def __init__(self, program: HloProgram, platform: str):
-        self._program, self._platform = program, platform
-        self.products: list[tuple[str, Sequence[Frame], int, Branches]] = []
-        """The scope, the lines, the flops and the branches of each product that runs a known number of times."""
-        self.flops: int | None = 0
-        """The flops, with the mean of the branches of conditionals; None if the length of a loop depends on values."""
-        self.grouped = 0
-        """The flops of products of rows with matrices of other groups."""
-        self.computed: dict[str, int] = {}
-        """The flops in each phase, of products that run a known number of times."""
-        self._needed: list[tuple[Branches, str, int]] = []
-
-    @property
-    def least_flops(self) -> int | None:
-        """Return the flops without the branches that take more, and without products of rows with other groups."""
-        return None if self.flops is None else least(self._needed)["flops"]
-
-    @property
-    def wide_flops(self) -> int | None:
-        """Return the least flops without products of 8 bits, of which chips multiply more in a second."""
-        return None if self.flops is None else least(self._needed)["wide"]
-
-    def add(self, visit: Visit) -> None:
-        """Add the flops of a product or convolution."""
-        instruction, operands = visit.instruction, self._program.operands(visit)
-        given = [s for _, shapes in operands for s in shapes]
-        each = _flops.of_instruction(instruction, given)
-        own = each // _scopes.groups(instruction.scope) if self._platform == "cpu" else each
-        self.grouped += (each - own) * (visit.times or 1)
-        if visit.times is None:
-            self.flops = None
-            return
-        self.products.append((instruction.scope, self._program.frames(instruction), own * visit.times, visit.branches))
-        kinds = ("flops",) if all(s.bits <= 8 for s in given) else ("flops", "wide")
-        self._needed += [(visit.branches, kind, own * visit.times) for kind in kinds]
-        done, phase = mean(each * visit.times, visit.branches), _scopes.phase(instruction.scope)
-        self.flops = None if self.flops is None else self.flops + done
-        self.computed[phase] = self.computed.get(phase, 0) + done
 
 
 def report_on(
@@ -94,79 +47,138 @@ def report_on(
     between: Mapping[str, int],
 ) -> Report:
     """Report on a compiled program; `donates` says whether the step says itself which arguments it donates."""
-    collectives, count, custom_calls = _visited(program, Constraints(lowered), mesh, platform, between)
-    notes = [*_notes(collectives, count, custom_calls, mesh)]
-    # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
-    course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
-    shards = [(i.scope, shape) for i in program.parameters() for shape in i.shapes]
-    mappings, found = _mappings(compiled_step), read_step(lowered, mesh or {})
-    kept = [names.find(scope) for scope, _ in shards]
-    operands = ([kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products)
-    uses = used_by((_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, operands, strict=True))
-    late = {x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted}
-    sizes = {x.path: shape.sizes for x, (_, shape) in zip(kept, shards, strict=True) if x is not None}
-    kinds = _kinds_of(lowered.out_info)
-    carried = with_parameters(collectives, uses, names.arrays, sizes, kinds)
-    return Report(
+    compiled_step = compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
+    own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
+    visited = _Visited(program, Constraints(lowered), mesh, platform, between)
+    notes = [*_notes(visited, mesh)]
+    course = None
+    if platform == "cpu":  # others use several kinds of memory, and their collectives run beside other work
+        try:
+            course = timeline(program, mesh or {})
+        except UnknownForm as e:
+            notes.append(f"the memory over the course of the step is not known: {e}")
+    arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
+    kept = [x for _, x, _ in arrays]
+    found = read_step(lowered, mesh or {})
+    given = ([kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products)
+    results = leaves_of(lowered.out_info)[0]
+    in_scopes = _scopes.names_in(lowered.as_text(debug_info=True))
+    return report_of(
         step,
         platform,
         mesh or {},
         by,
-        tuple(_converted(c, late) for c in carried),
-        memory,
-        count.flops,
-        None if chip is None else bounds_on(chip, collectives, memory, count.wide_flops),
-        tuple(notes),
+        chip=chip,
+        collectives=visited.collectives,
+        uses=((_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, given, strict=True)),
+        given=names.arrays,
+        held=[HeldArgument(names.argument(scope), x, shape.sizes, shape.bytes) for scope, x, shape in arrays],
+        kinds={kind_of([n for n in x.names or () if n != "_"], x.shape or ()) for x in results},
+        mappings=(own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())),
+        memory=memory,
+        computed=visited.computed,
+        converted={x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted},
+        notes=tuple(notes),
         timeline=course,
-        arguments=names.added_up((scope, shape.bytes) for scope, shape in shards),
-        placed=tuple(names.placed(((scope, shape.sizes) for scope, shape in shards), mesh or {}, mappings)),
-        repeated=tuple(repeated(found.products, count.products, mesh)) if mesh else (),
-        mapping=mappings[0],
-        parameter_mapping=mappings[1],
-        placed_by_rule=getattr(_function_of(compiled_step), "placed_by_rule", False),
-        axes=_names_in(lowered, names.arrays),
-        least_flops=count.least_flops,
-        updated=tuple(x.path for x in updated(names.arrays, kinds)),
+        repeated=tuple(repeated(found.products, visited.products, mesh)) if mesh else (),
+        placed_by_rule=getattr(compiled_step, "placed_by_rule", False),
+        axes=tuple(sorted(in_scopes | {n for x in names.arrays for n in x.axes if n is not None})),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
-        computed=count.computed,
         **_widened(found.products),
     )
 
 
-def _visited(
-    program: HloProgram,
-    constraints: Constraints,
-    mesh: dict[str, int] | None,
-    platform: str,
-    between: Mapping[str, int],
-) -> tuple[list[Collective], _Count, set[str]]:
-    """Go through a program; return its collectives, its products, and the custom calls that may compute."""
-    collectives, count, custom_calls = list[Collective](), _Count(program, platform), set[str]()
-    for visit in program.visits():
-        instruction = visit.instruction
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            collectives += describe(_exchange(program, visit, kind, mesh, between), constraints, mesh or {})
-        elif kind == "send":
-            collectives += describe(_exchange_of_slices(program, visit, between), constraints, mesh or {})
-        elif kind in ("dot", "convolution"):
-            count.add(visit)
-        elif kind == "custom-call":
-            custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
-    return collectives, count, custom_calls - WITHOUT_FLOPS
+_LEAST = 1.5
+"""The least number of computations of a product that counts as repeated: convolutions repeat a little at edges."""
 
 
-def _names_in(lowered: Any, given: Sequence[GivenArray]) -> tuple[str, ...]:
-    """Return the names of all axes of a step."""
-    of_arguments = {n for x in given for n in x.axes if n is not None}
-    return tuple(sorted(of_arguments | _scopes.names_in(lowered.as_text(debug_info=True))))
+Key = tuple[str | None, str, Source | None]
 
 
-def _converted(c: Collective, late: Mapping[str, str]) -> Collective:
-    """Add to a gather of parameters the dtype to which a step converts them after that."""
-    dtypes = {late.get(path) for path in c.parameters} if c.kind == "all-gather" else set[str | None]()
-    return dataclasses.replace(c, converted=dtypes.pop()) if len(dtypes) == 1 else c
+def _key(scope: str, frames: Sequence[Frame]) -> Key:
+    return _scopes.said_of(_scopes.operation(scope)), _scopes.phase(scope), source(frames)
+
+
+def repeated(
+    step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame], int, Branches]], mesh: Mapping[str, int]
+) -> Iterator[RepeatedWork]:
+    """Compare the products of a step with the ones that each device computes, in the order of the step.
+
+    Arguments:
+        computed: the scope, the lines, the flops and the branches of products of each device.
+    """
+    own, taken = dict[Key, int](), dict[Key, int]()
+    for scope, frames, flops, branches in computed:
+        key = _key(scope, frames)
+        own[key] = own.get(key, 0) + flops
+        taken[key] = taken.get(key, 0) + mean(flops, branches)
+    needed: dict[Key, int | None] = {}
+    scopes: dict[Key, str] = {}
+    for product in step:
+        key = _key(product.scope, product.frames)
+        before = needed.get(key, 0)
+        needed[key] = None if before is None or product.flops is None else before + product.flops
+        scopes.setdefault(key, product.scope)
+    devices = math.prod(mesh.values())
+    for key, flops in needed.items():
+        if flops and own.get(key, 0) * devices >= _LEAST * flops:
+            copies = round(own[key] * devices / flops)
+            yield RepeatedWork(*key, taken[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
+
+
+def _axes(operation: _scopes.ScopedOperation | None, copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes that shard no axis of an operation, or else the only ones that repeat it so often."""
+    idle = () if operation is None else tuple(a for a, n in mesh.items() if n > 1 and a not in operation.over)
+    if operation is not None and math.prod(mesh[a] for a in idle) == copies:
+        return idle
+    return only_axes(mesh, copies)
+
+
+class _Visited:
+    """A program that was gone through: its collectives, its products, and the custom calls that may compute."""
+
+    def __init__(
+        self,
+        program: HloProgram,
+        constraints: Constraints,
+        mesh: dict[str, int] | None,
+        platform: str,
+        between: Mapping[str, int],
+    ):
+        self.collectives: list[Collective] = []
+        self.custom_calls: set[str] = set()
+        self.computed = Computed()
+        self.products: list[tuple[str, Sequence[Frame], int, Branches]] = []
+        """The scope, the lines, the flops and the branches of each product that runs a known number of times."""
+        self.grouped = 0
+        """The flops of products of rows with matrices of other groups."""
+        for visit in program.visits():
+            instruction = visit.instruction
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                self.collectives += describe(_exchange(program, visit, kind, mesh, between), constraints, mesh or {})
+            elif kind == "send":
+                self.collectives += describe(_exchange_of_slices(program, visit, between), constraints, mesh or {})
+            elif kind in ("dot", "convolution"):
+                self._add(program, visit, platform)
+            elif kind == "custom-call":
+                self.custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
+        self.custom_calls -= WITHOUT_FLOPS
+
+    def _add(self, program: HloProgram, visit: Visit, platform: str) -> None:
+        """Add a product or convolution."""
+        instruction, times = visit.instruction, visit.times
+        given = [s for _, shapes in program.operands(visit) for s in shapes]
+        each = _flops.of_instruction(instruction, given)
+        own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
+        self.grouped += (each - own) * (times or 1)
+        if times is None:
+            self.computed.flops = None
+            return
+        phase, narrow = _scopes.phase(instruction.scope), all(s.bits <= 8 for s in given)
+        self.products.append((instruction.scope, program.frames(instruction), own * times, visit.branches))
+        self.computed.add(phase, each * times, visit.branches, narrow, own * times)
 
 
 def _undonated(kept: Sequence[GivenArray | None], donated: Collection[int], results: Any) -> tuple[str, ...]:
@@ -182,40 +194,27 @@ def _undonated(kept: Sequence[GivenArray | None], donated: Collection[int], resu
     return tuple(found)
 
 
-def _notes(
-    collectives: Sequence[Collective], count: _Count, custom_calls: set[str], mesh: Mapping[str, int] | None
-) -> Iterator[str]:
+def _notes(found: _Visited, mesh: Mapping[str, int] | None) -> Iterator[str]:
     """Note the unknowns, and which numbers depend on values."""
     if mesh is None:
         yield (
             "neither the active mesh nor the mesh of an argument has this number of devices, so mesh axes are not known"
         )
-    if custom_calls:
-        yield f"flops do not include custom calls: {', '.join(sorted(custom_calls))}"
-    if count.grouped:
+    if found.custom_calls:
+        yield f"flops do not include custom calls: {', '.join(sorted(found.custom_calls))}"
+    if found.grouped:
         yield (
-            f"{count.grouped:,} of the flops multiply rows by the matrices of other groups; compilers with grouped "
+            f"{found.grouped:,} of the flops multiply rows by the matrices of other groups; compilers with grouped "
             "products do not compute these, and bounds on time leave them out"
         )
-    if count.flops is None:
+    if found.computed.flops is None:
         yield "flops are not known, because the length of a loop depends on values"
-    if any(c.times is None for c in collectives):
+    if any(c.times is None for c in found.collectives):
         yield "a loop whose length depends on values: how often its collectives run is not known"
-    if any(c.branches for c in collectives):
+    if any(c.branches for c in found.collectives):
         yield NOTE
-    if any(c.sent is None for c in collectives):
+    if any(c.sent is None for c in found.collectives):
         yield "the bytes that a ragged all-to-all sends depend on values"
-
-
-def _mappings(compiled_step: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
-    """Return the compute and the parameter mapping that are active in a step."""
-    compiled_step = _function_of(compiled_step)
-    own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
-    return own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())
-
-
-def _function_of(compiled_step: Any) -> Any:
-    return compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
 
 
 def _widened(products: Sequence[Product]) -> dict[str, Any]:
@@ -229,20 +228,6 @@ def _widened(products: Sequence[Product]) -> dict[str, Any]:
     said = f"{operation or 'a product without names'}{f', at {line}' if line else ''}"
     share = sum(p.flops or 0 for p in found) / total
     return {"widened": share, "widened_at": f"{before} to {after}, first in {said}"}
-
-
-def _kinds_of(results: Any) -> set[Kind]:
-    """Return the kind of each array in the results of a step."""
-    leaves = leaves_of(results)[0]
-    return {kind_of([n for n in x.names or () if n != "_"], x.shape or ()) for x in leaves}
-
-
-def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) -> MemoryTimeline | None:
-    try:
-        return timeline(program, mesh)
-    except UnknownForm as e:
-        notes.append(f"the memory over the course of the step is not known: {e}")
-        return None
 
 
 def _exchange_of_slices(program: HloProgram, visit: Visit, between: Mapping[str, int]) -> Exchange:
@@ -286,7 +271,9 @@ def _exchange(
     along_all = along_all and not (of_a_slice and axes is not None and any(a in between for a in axes))
     origin = functools.partial(_origin, program)
     carried = [(origin(producer), shape) for producer, shapes in program.operands(visit) for shape in shapes]
-    results = _result_shapes(instruction, len(carried))
+    results = instruction.shapes
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":  # it lists its operands before them
+        results = results[len(carried) : 2 * len(carried)]
     pieces = 1
     if kind == "ragged-all-to-all":  # the operand comes with its destination, offsets and sizes
         carried, results = carried[:1], results[:1]
@@ -305,10 +292,3 @@ def _exchange(
         pieces=pieces,
         users=lambda: map(origin, program.users(visit)),
     )
-
-
-def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ...]:
-    """Return the results of a collective; the start of an asynchronous one lists its operands before them."""
-    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
-        return instruction.shapes
-    return instruction.shapes[carried : 2 * carried]

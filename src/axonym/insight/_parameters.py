@@ -1,18 +1,27 @@
-"""Find the parameter that a collective carries, or the gradient of: the argument that its operation uses."""
+"""Make a report of what was found of a step, with the parameters that its collectives carry, or the gradients of."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..core.source_lines import Frame, Source, source
+from ..distribution.active_settings import Entry
 from ..distribution.operation_scope import ScopedOperation
 from . import _scopes
 from ._arguments import GivenArray
+from ._branches import Computed
+from ._figures import Memory, bounds_on
 from ._text import Said, described_axes
-from .collectives import Collective
+from ._transfer_groups import carried_axes, without_numbers
+from .chips import Chip
+from .records import Collective
+from .report import Report
 
 Place = tuple[str | None, Source | None]
 """A named operation and its line, in all passes of a step."""
@@ -26,42 +35,90 @@ def kind_of(names: Iterable[str | None], sizes: Sequence[int]) -> Kind:
     return frozenset(n for n in names if n is not None) or tuple(sizes)
 
 
-def updated(given: Iterable[GivenArray], results: Collection[Kind]) -> Iterator[GivenArray]:
-    """Yield the arguments of which a step may return an update or the gradient, given the kinds of its results."""
-    return (x for x in given if kind_of(x.axes, x.sizes) in results)
+class HeldArgument(NamedTuple):
+    """An array in the arguments of a step, as each device holds it."""
+
+    argument: str
+    """The parameter."""
+    array: GivenArray | None
+    """None if it is not known which it is."""
+    sizes: Sequence[int]
+    bytes: int
 
 
-def used_by(
-    operations: Iterable[tuple[ScopedOperation | None, Sequence[Frame], Iterable[GivenArray | None]]],
-) -> dict[Place, list[GivenArray]]:
-    """Return the arguments that each operation uses, from the operations, their lines and their operands."""
-    uses: dict[Place, list[GivenArray]] = {}
-    for operation, frames, arrays in operations:
-        place = _scopes.said_of(operation), source(frames)
-        uses.setdefault(place, []).extend(x for x in arrays if x is not None)
-    return uses
+Uses = Iterable[tuple[ScopedOperation | None, Sequence[Frame], Iterable[GivenArray | None]]]
+"""Operations, their lines, and the arguments that they use."""
 
 
-def with_parameters(
-    collectives: Iterable[Collective],
-    uses: dict[Place, list[GivenArray]],
+def report_of(
+    step: str,
+    platform: str,
+    mesh: Mapping[str, int],
+    by: str,
+    *,
+    chip: Chip | None,
+    collectives: Sequence[Collective],
+    uses: Uses,
     given: Sequence[GivenArray],
-    shards: Mapping[str, Sequence[int]],
-    results: Collection[Kind],
-) -> Iterator[Collective]:
-    """Add to collectives the paths of the parameters that they carry, as far as known.
+    held: Sequence[HeldArgument],
+    kinds: Collection[Kind],
+    mappings: tuple[Mapping[str, Entry], Mapping[str, Entry]],
+    memory: Memory | None,
+    computed: Computed,
+    converted: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
+) -> Report:
+    """Report on a step, from what was read of a program, or worked out by names.
 
     Arguments:
-        uses: the arguments that operations use.
-        given: all arguments.
-        shards: by the paths of arguments, the sizes of their shards.
-        results: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
+        given: all arrays in the arguments.
+        held: what devices hold of them.
+        kinds: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
             return its gradient, nor an update.
+        mappings: the compute and the parameter mapping.
+        converted: by path, the dtype to which the step converts an argument once it is gathered.
+        **more: other fields of the report.
     """
-    parameters_of_step = dict.fromkeys(updated(given, results))
+    sizes = Counter[str]()
+    for x in held:
+        sizes[x.argument] += x.bytes
+    updated = {x: None for x in given if kind_of(x.axes, x.sizes) in kinds}
+    shards = {x.path: sizes for _, x, sizes, _ in held if x is not None}
+    placed = (x.on_devices(sizes, mesh, mappings) for _, x, sizes, _ in held if x and len(x.sizes) == len(sizes))
+    return Report(
+        step,
+        platform,
+        mesh,
+        by,
+        tuple(_with_parameters(collectives, uses, shards, updated, converted)),
+        memory,
+        computed.flops,
+        None if chip is None else bounds_on(chip, collectives, memory, computed.wide),
+        arguments=dict(sizes),
+        placed=tuple(placed),
+        mapping=mappings[0],
+        parameter_mapping=mappings[1],
+        least_flops=computed.least,
+        updated=tuple(x.path for x in updated),
+        computed=computed.phases,
+        **more,
+    )
+
+
+def _with_parameters(
+    collectives: Iterable[Collective],
+    operations: Uses,
+    shards: Mapping[str, Sequence[int]],
+    parameters_of_step: Collection[GivenArray],
+    converted: Mapping[str, str],
+) -> Iterator[Collective]:
+    """Add to collectives the paths of the parameters that they carry, as far as known."""
+    uses: dict[Place, list[GivenArray]] = {}
+    for operation, frames, arrays in operations:
+        uses.setdefault((_scopes.said_of(operation), source(frames)), []).extend(x for x in arrays if x is not None)
     by_line: dict[Source | None, list[GivenArray]] = {}
-    for (_, line), arrays in uses.items():
-        by_line.setdefault(line, []).extend(arrays)
+    for (_, line), known in uses.items():
+        by_line.setdefault(line, []).extend(known)
     for c in collectives:
         # Scales and biases are in no product, so their axes or sizes tell; the loop over layers has one axis more.
         around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), parameters_of_step)
@@ -78,13 +135,15 @@ def with_parameters(
         exact = _exact(c, next(filter(None, carried), []), shards)
         paths = tuple(dict.fromkeys(x.path for x in exact))
         few = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
-        reason = _reason(c, few, exact, shards) if few else c.reason
+        reason = _reason(c, exact[0], few, shards) if few else c.reason
         array = (
             Said(re.sub(r"\d+ of held array \d+=", "", c.array), ((), _sizes_of(c)))
             if few and "held array" in c.array
             else c.array
         )
-        yield dataclasses.replace(c, array=array, parameters=few, reason=reason)
+        dtypes = {converted.get(path) for path in few} if c.kind == "all-gather" else set[str | None]()
+        late = dtypes.pop() if len(dtypes) == 1 else None
+        yield dataclasses.replace(c, array=array, parameters=few, reason=reason, converted=late)
 
 
 def _exact(c: Collective, found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]) -> Sequence[GivenArray]:
@@ -94,25 +153,17 @@ def _exact(c: Collective, found: Sequence[GivenArray], shards: Mapping[str, Sequ
     return own or [x for x in found if sorted(x.sizes) == sizes] or found
 
 
-def _reason(
-    c: Collective, paths: Sequence[str], found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]
-) -> str | None:
-    """Return the reason of a collective that carries parameters."""
+def _reason(c: Collective, x: GivenArray, paths: Sequence[str], shards: Mapping[str, Sequence[int]]) -> str | None:
+    """Return the reason of a collective that carries parameters; of a gather, by sizes, the axes that it completes."""
+    over = described_axes(c.axes)
     if "reduce" in c.kind and (c.reason is None or "held array" in c.reason):
-        over = f" over {described_axes(c.axes)}" if c.axes else ""
-        return f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, paths)))} is summed{over}"
-    return _complete(c, found[0], shards) if c.kind == "all-gather" and c.reason is None else c.reason
-
-
-def _complete(c: Collective, x: GivenArray, shards: Mapping[str, Sequence[int]]) -> str | None:
-    """Say which axes of a parameter a gather completes, from the sizes."""
+        gradient = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, paths)))} is summed"
+        return f"{gradient} over {over}" if c.axes else gradient
+    if c.kind != "all-gather" or c.reason is not None:
+        return c.reason
     sizes = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
     names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_of(c)]
-    return (
-        f"{' and '.join(names)} is stored sharded over {described_axes(c.axes)}, and all of it is used"
-        if names
-        else None
-    )
+    return f"{' and '.join(names)} is stored sharded over {over}, and all of it is used" if names else None
 
 
 _AT_MOST = 3
@@ -146,13 +197,3 @@ def _fit(sizes: Sequence[int], whole: Sequence[int], shard: Sequence[int]) -> bo
     pairs = pairs if len(pairs) == len(own) else [(a, b) for a, b in pairs if a > 1]
     orders = itertools.permutations(pairs) if 0 < len(own) == len(pairs) < 7 else ()
     return any(all(n % a == 0 == b % n for n, (a, b) in zip(own, order, strict=True)) for order in orders)
-
-
-def carried_axes(c: Collective) -> tuple[str, ...]:
-    """Return the names of the axes of the array that a collective carries, as far as known."""
-    return c.array.of[0] if isinstance(c.array, Said) else ()
-
-
-def without_numbers(path: str) -> str:
-    """Write a path for all layers of a kind: `layers/*/weight`."""
-    return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)

@@ -18,10 +18,8 @@ Over = str | tuple[str, ...]
 class PlannedMapping:
     """A mesh and two mappings, and their cost.
 
-    >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-    >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-    >>> axn.insight.plan(step, w, x, chips=2).best.mesh
-    {'data': 2}
+    >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.mesh
+    {'model': 2}
     """
 
     mesh: Mapping[str, int]
@@ -58,9 +56,7 @@ class PlannedMapping:
     def seconds(self) -> float:
         """Return the lower bound on the time of a step, by which plans prune: the longest of its bounds.
 
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).best.seconds > 0
+        >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.seconds > 0
         True
         """
         return self.bounds.longest
@@ -69,10 +65,8 @@ class PlannedMapping:
     def mapping(self) -> Any:
         """Return the argument `mapping` for `explain` and `compare`.
 
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).best.mapping
-        {'batch': 'data'}
+        >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.mapping
+        {'batch': 'model'}
         """
         return (dict(self.storage), dict(self.compute)) if self.storage else dict(self.compute)
 
@@ -80,9 +74,7 @@ class PlannedMapping:
     def between(self) -> str | list[str] | None:
         """Return the mesh axes that cross slices or islands, as `make_mesh` takes them.
 
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> print(axn.insight.plan(step, w, x, chips=2).best.between)
+        >>> print(axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.between)
         None
         """
         axes = [] if self.topology is None or self.placed is None else self.topology.between(self.placed)
@@ -91,11 +83,9 @@ class PlannedMapping:
     def code(self) -> str:
         """Return the mesh and the mappings as Python.
 
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> print(axn.insight.plan(step, w, x, chips=2).best.code())
-        mesh = axn.make_mesh({'data': 2})
-        compute = {'batch': 'data'}
+        >>> print(axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.code())
+        mesh = axn.make_mesh({'model': 2})
+        compute = {'batch': 'model'}
         step = axn.named_jit(step, compute, in_placement=compute)
         """
         across = "" if self.between is None else f", between={self.between!r}"
@@ -103,13 +93,14 @@ class PlannedMapping:
         if where := self.place():
             lines.insert(1, f"# {where}")
         if self.choices:
-            lines.append(f"step = build({', '.join(f'{n}={self._written(n)}' for n in self.choices)})")
+            value = {n: f"choices[{n!r}][{x!r}]" if n in self.keyed else repr(x) for n, x in self.choices.items()}
+            lines.append(f"step = build({', '.join(f'{n}={x}' for n, x in value.items())})")
+        if self.storage:
+            lines.append(f"storage = {dict(self.storage)!r}")
         if self.raw:
-            lines += [f"storage = {dict(self.storage)!r}"] if self.storage else []
-            stored = ", storage" if self.storage else ""
-            lines.append(f"step = axn.names.distribute(step, compute{stored}, names=names)")
+            lines.append(f"step = axn.names.distribute(step, compute{', storage' * bool(self.storage)}, names=names)")
         elif self.storage:
-            lines += [f"storage = {dict(self.storage)!r}", "step = axn.fsdp(step, storage, compute)"]
+            lines.append("step = axn.fsdp(step, storage, compute)")
         else:
             lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
         return "\n".join(lines)
@@ -117,9 +108,7 @@ class PlannedMapping:
     def place(self) -> str:
         """Say which dimensions of a torus each mesh axis is along; empty if there is no choice.
 
-        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
-        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
-        >>> axn.insight.plan(step, w, x, chips=2).best.place()
+        >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.place()
         ''
         """
         if not isinstance(self.topology, Torus) or self.placed is None or len(self.mesh) < 2:
@@ -135,10 +124,6 @@ class PlannedMapping:
     def _what(self) -> tuple[str, str, str]:
         """Return the mesh, the mapping and the choices in words, by which it is told from other mappings."""
         return str(self.mesh), str(self.mapping), str(self.choices)
-
-    def _written(self, name: str) -> str:
-        key = self.choices[name]
-        return f"choices[{name!r}][{key!r}]" if name in self.keyed else repr(key)
 
     def _order(self) -> tuple[float, float, int]:
         """Return the sort key of plans: if their estimates are shown alike, their bounds decide."""

@@ -12,12 +12,11 @@ from ..core.html import Html, Words, bar, code, element, html, joined, listed, p
 from ..core.html_tree import array_tree
 from ._arguments import PlacedArgument
 from ._figures import needed_memory
-from ._parameters import without_numbers
 from ._suspicions import Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of, written_number
-from ._transfer_groups import SMALL, known_sent
+from ._transfer_groups import SMALL, known_sent, without_numbers
 from ._transfer_rows import Transfers, percent, short_operation
-from .timeline import HeldArray, MemoryTimeline, arguments_and_others
+from .records import HeldArray, MemoryTimeline, arguments_and_others
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""

@@ -75,15 +75,6 @@ class Array:
     places: tuple[tuple[NamedAxis, int], ...] | None
     """Its axes, each with its position in the array; None if equal sizes leave them ambiguous."""
 
-    def stored_over(self, mesh_axes: Collection[str]) -> Axes:
-        """Return the axes that are stored sharded over some mesh axes, if the operation shards none over these.
-
-        An operand with an axis that is sharded over the same mesh axis in the operation is no parameter.
-        """
-        if any(set(mesh_axes) & set(a.compute) for a in self.term):
-            return ()
-        return tuple(a.name for a in self.term if set(mesh_axes) & set(a.stored or ()))
-
 
 def array(
     op: ScopedOperation,
@@ -192,12 +183,13 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     own = _EXCHANGED.get((op.name, kind))
     if own is not None and _covers(found := _sharded(op, over), over):
         return own.format(_said(found))
+    rows = {a.name for term in op.results for a in term}
     if kind in ("all-reduce", "reduce-scatter"):
-        return (_is_of_gradient(op, when) and _reason_of_gradient(op, over)) or _reason_of_sum(op, over)
-    stored = _stored(op, over)
+        of_gradient = _reason_of_gradient(op, over) if _is_of_gradient(op, when) else None
+        return of_gradient or _reason_of_sum(op, over, rows)
+    stored = stored_over(op.operands, over)
     if kind == "all-gather" and gathered:
         return _reason_of_gather(op, over, gathered, stored)
-    rows = {a.name for term in op.results for a in term}
     if op.name == "dispatch" and kind.endswith("all-to-all"):
         found = [a for a in _sharded(op, over) if a.name not in rows]
         if _covers(found, over):
@@ -213,20 +205,17 @@ def _sharded(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
     return [a for a in axes.values() if not set(over).isdisjoint(a.compute)]
 
 
-def _reason_of_sum(op: ScopedOperation, over: Collection[str]) -> str | None:
-    kept = {a.name for term in op.results for a in term}
+def _reason_of_sum(op: ScopedOperation, over: Collection[str], kept: Collection[str]) -> str | None:
     found = [a for a in _sharded(op, over) if a.name not in kept]
     return f"sums over {_said(found)}" if _covers(found, over) else None
 
 
 def _reason_of_gradient(op: ScopedOperation, over: Collection[str]) -> str | None:
-    causes = []
-    for term in op.operands[:2] if op.name == "MoELinear" else op.operands:  # the sizes of groups have no gradient
-        own = [a.name for a in term]
-        found = [a for a in _sharded(op, over) if a.name not in own]
-        if _covers(found, over):
-            causes.append(f"the gradient of [{', '.join(own)}] sums over {_said(found)}")
-    return "; or ".join(dict.fromkeys(causes)) or None
+    # The sizes of groups have no gradient.
+    terms = [[a.name for a in term] for term in (op.operands[:2] if op.name == "MoELinear" else op.operands)]
+    sums = [(own, _reason_of_sum(op, over, own)) for own in terms]
+    causes = dict.fromkeys(f"the gradient of [{', '.join(own)}] {why}" for own, why in sums if why)
+    return "; or ".join(causes) or None
 
 
 def _reason_of_gather(
@@ -278,18 +267,13 @@ def reason_of_use(
     return f"{who} needs {'all of' if gathered else 'shards along another axis than'} {said}"
 
 
-def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
+def stored_over(terms: Sequence[Term], over: Collection[str]) -> list[NamedAxis]:
     """Return the axes of parameters that are stored sharded over some mesh axes.
 
     An operand with an axis that is sharded over the same mesh axis in the operation is no parameter.
     """
-    found = {
-        a.name: a
-        for term in op.operands
-        for a in term
-        if set(over) & set(a.stored or ()) and not any(set(over) & set(other.compute) for other in term)
-    }
-    return list(found.values())
+    parameters = (term for term in terms if all(set(over).isdisjoint(a.compute) for a in term))
+    return [*{a.name: a for term in parameters for a in term if set(over) & set(a.stored or ())}.values()]
 
 
 def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
@@ -326,7 +310,7 @@ def exchanges(scope: str) -> bool:
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
     """Return the only axis of an operation that is sharded over some mesh axes: an all-to-all over these moves it."""
     found = _sharded(op, over)
-    return (found[0].name,) if len(found) == 1 and _covers(found, over) and not _stored(op, over) else ()
+    return (found[0].name,) if len(found) == 1 and _covers(found, over) and not stored_over(op.operands, over) else ()
 
 
 def _said(found: Sequence[NamedAxis]) -> str:

@@ -14,10 +14,9 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import DividedLayers, Meshes, PatternAccount, Sizes, kept, loops_over, parts_of_report, rates_at
-from ._counted_exchanges import Account
+from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_report, parts_of_trace, rates_at
+from ._counted_exchanges import Account, LayerStages, Layout, check_sizes
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
-from ._named_layout import Layout, check_sizes
 from ._named_trace import named_trace
 from ._planned_mapping import Over, PlannedMapping
 from .cost_model import Estimate
@@ -47,7 +46,7 @@ class TracedStep:
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]):
         self.fn, self.args = fn, args
-        self.trace = named_trace(fn, args, {})
+        trace = self.trace = named_trace(fn, args, {})
         if self.trace.uncounted:
             raise ValueError(
                 f"plan: how long {self.trace.name} computes is not known, because the flops of "
@@ -56,16 +55,17 @@ class TracedStep:
         self.raw = isinstance(fn, DistributedFunction)
         of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
         self.of_model, self.of_batch = names_of(of_model), names_of(of_batch)
-        self.parameters = [{n for n in leaf.names or () if n != "_"} for leaf in leaves_of(of_model)[0]]
+        parameters = (frozenset(leaf.names or ()) - {"_"} for leaf in leaves_of(of_model)[0])
+        self.trace = dataclasses.replace(trace, parameters=frozenset(parameters))
 
-    def stages(self, count: int, microbatches: int) -> DividedLayers | None:
+    def stages(self, count: int, microbatches: int) -> LayerStages | None:
         """Return the stages over which the layers can be divided: the axis of the model that a loop goes over."""
         loops = [n for e in loops_over(self.trace) for n in sorted(e.names)]
         layers = next((n for n in loops if n in self.of_model), None)
         if layers is None:
             return None
         size = next(size for x in self.trace.arguments for n, size in x.dims if n == layers)
-        return DividedLayers(layers, size, count, microbatches)
+        return LayerStages(layers, size, count, microbatches)
 
 
 class Search:
@@ -75,7 +75,7 @@ class Search:
         self,
         step: TracedStep,
         topologies: Sequence[Topology],
-        stages: DividedLayers | None = None,
+        stages: LayerStages | None = None,
         like: Search | None = None,
     ):
         """Arguments:
@@ -96,7 +96,7 @@ class Search:
         self.batch = [n for n in of_batch if n not in of_model and n in alone]
         self.tensor = [n for n in alone if n in of_model or n in of_batch]
         data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
-        self._multiplied = _multiplied(self.trace, step.parameters)
+        self._multiplied = _multiplied(self.trace)
         self.stored = [n for n in of_model if n in self._multiplied and data and self._told(data, {n: "data"})]
         # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
         pairs = itertools.combinations(self.tensor, 2)
@@ -112,7 +112,7 @@ class Search:
         """Return whether the cost of a mapping can be computed from names, on a mesh whose axes divide everything."""
         try:
             # Whether names suffice does not depend on the sizes of mesh axes, so the smallest will do.
-            Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage, self.trace.joined), divides=False)
+            Account(self.trace, self._layout({"data": 2, "model": 2}, compute, storage), divides=False)
         except NotKnown as e:
             if note:
                 what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
@@ -130,23 +130,26 @@ class Search:
             meshes = meshes_of(axes)
             if not meshes.placed:
                 continue
+            layout = self._layout(dict.fromkeys(axes, 2), compute, storage)
             try:
-                account = self._account(axes, compute, storage)
+                exchanges = Account(self.trace, layout, divides=False).exchanges
             except NotKnown:
                 continue
-            found = account.evaluate(meshes, self.chip)
-            seconds, bound, memory = (
-                np.broadcast_to(x, len(meshes.placed)) for x in (found.estimate.seconds, found.bound, found.memory)
-            )
+            touched, memory = kept_memory(self.trace, layout, meshes.sizes)
+            parts = parts_of_trace(self.trace, layout, exchanges, meshes.sizes, touched)
+            bound = cost_model.bound(parts, meshes.rates, self.chip, touched)
+            estimate = cost_model.estimate(parts, meshes.rates, self.chip)
+            seconds, bound, memory = (np.broadcast_to(x, len(meshes.placed)) for x in (estimate.seconds, bound, memory))
             # The best place of each mesh.
-            order = [i for i in np.argsort(seconds, kind="stable") if found.fits[i]]
+            fits, stored = np.ones(len(meshes.placed), bool), layout.over_stages()
+            for (_, size), over in (d for x in self.trace.sized for d in zip(x.dims, stored.over(x.dims), strict=True)):
+                fits &= size % device_count(meshes.sizes, over) == 0
+            order = [i for i in np.argsort(seconds, kind="stable") if fits[i]]
             best = list({meshes.kinds[i]: i for i in reversed(order)}.values())
-            yield Ranked(axes, compute, storage, meshes, np.array(best, int), seconds, bound, memory, found.estimate)
+            yield Ranked(axes, compute, storage, meshes, np.array(best, int), seconds, bound, memory, estimate)
 
-    def _account(
-        self, axes: Axes, compute: Mapping[str, Over], storage: Mapping[str, Over], exchanges: bool = True
-    ) -> PatternAccount:
-        return PatternAccount(self.trace, self.step.parameters, axes, compute, storage, self.stages, exchanges)
+    def _layout(self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over]) -> Layout:
+        return Layout(mesh, compute, storage, self.trace.joined, self.stages)
 
     def _patterns(self) -> Iterator[tuple[Axes, dict[str, Over], dict[str, Over]]]:
         """Yield mesh axes and mappings: of the batch, of groups of axes, and of stored parameters."""
@@ -188,44 +191,39 @@ class Search:
     def found(self, ranked: Ranked, row: int) -> PlannedMapping:
         """Return the exact costs of a mesh."""
         topology, placed = ranked.meshes.placed[row]
-        own = {"stage": self.stages.count} if self.stages else {}
         mesh = {a: n for a, n in placed.mesh.items() if n > 1} or {"data": 1}
-        layout = Layout({**mesh, **own}, ranked.compute, ranked.storage, self.trace.joined)
+        layout = self._layout(mesh, ranked.compute, ranked.storage)
         account = Account(self.trace, layout)
         compute = self._with_stages(ranked.compute)
         storage = self._with_stages(ranked.storage) if ranked.storage else {}
-        flops = account.flops
+        flops = account.computed.flops
         sent = sum(e.total_sent or 0 for e in account.exchanges)
-        memory = kept(self.trace, layout, self.step.parameters)
         if self.stages is not None:
             # Layers are divided over the stages; the few things beside them are not.
-            n = self.stages.count
-            flops, sent, memory = flops and flops // n, sent // n, int(ranked.memory[row])
-        pattern = self._account(ranked.axes, ranked.compute, ranked.storage)
-        sizes = Sizes({a: float(n) for a, n in placed.mesh.items()})
-        touched, _ = pattern.memory(sizes)
-        bounds = cost_model.bounds(pattern.parts(sizes, touched), rates_at(topology, placed), self.chip, touched)
+            flops, sent = flops and flops // self.stages.count, sent // self.stages.count
+        touched, memory = kept_memory(self.trace, layout, mesh)
+        parts = parts_of_trace(self.trace, layout, account.exchanges, mesh, touched)
+        bounds = cost_model.bounds(parts, rates_at(topology, placed), self.chip, touched)
         return PlannedMapping(
-            mesh, compute, storage, bounds, memory, flops, sent, account.uncertain, raw=self.step.raw,
+            mesh, compute, storage, bounds, int(memory), flops, sent, account.uncertain, raw=self.step.raw,
             estimate=ranked.estimate.at(row), topology=topology, placed=placed,
         )  # fmt: skip
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
-        return {**mapping, **({self.stages.layers: DividedLayers.over} if self.stages else {})}
+        return {**mapping, **({self.stages.layers: "stage"} if self.stages else {})}
 
     # --- by reports ---
 
     def estimated(self, found: PlannedMapping, report: Report) -> PlannedMapping:
         """Return the costs of a mapping on its best place, with the exchanges of a report."""
-        axes, compute, storage = tuple(found.mesh), found.compute, found.storage
+        compute, storage = found.compute, found.storage
         if self.stages is not None:
             compute, storage = (
                 {n: over for n, over in m.items() if n != self.stages.layers} for m in (compute, storage)
             )
-        account = self._account(axes, compute, storage, exchanges=False)
-        sizes = Sizes({a: float(n) for a, n in found.mesh.items()})
-        touched, _ = account.memory(sizes)
-        parts = parts_of_report(report, account.parts(sizes, touched))
+        layout = self._layout(found.mesh, compute, storage)
+        touched, _ = kept_memory(self.trace, layout, found.mesh)
+        parts = parts_of_report(report, parts_of_trace(self.trace, layout, (), found.mesh, touched))
         each = [
             (cost_model.estimate(parts, rates_at(topology, placed), self.chip), topology, placed)
             for topology in self.topologies
@@ -295,12 +293,12 @@ class Search:
         self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over], limit: int
     ) -> PlannedMapping | None:
         """Plan a mapping by the partitioner, if it divides the axes and fits into memory."""
-        layout = Layout(mesh, compute, storage, self.trace.joined)
+        layout = self._layout(mesh, compute, storage)
         try:
             check_sizes(layout, self.trace)
         except ValueError:
             return None
-        if (memory := kept(self.trace, layout, self.step.parameters)) > limit:
+        if (memory := int(kept_memory(self.trace, layout, mesh)[1])) > limit:
             return None
         mapping = (storage, compute) if storage else compute
         try:
@@ -336,7 +334,7 @@ def _mesh(data: int, model: int) -> dict[str, int]:
     return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
 
 
-def _multiplied(trace: NamedTrace, parameters: Sequence[set[str]]) -> set[str]:
+def _multiplied(trace: NamedTrace) -> set[str]:
     """Return the axes that parameters in products have; all of them if no product is named.
 
     Storing others sharded, such as the positions of a table that is only added, saves next to nothing.
@@ -347,5 +345,5 @@ def _multiplied(trace: NamedTrace, parameters: Sequence[set[str]]) -> set[str]:
         if isinstance(e, Sum) and e.flops and e.place.operation is not None
         for term in e.place.operation.operands
     ]
-    found = {n for term in terms if any(term <= x and len(x - term) <= 1 for x in parameters) for n in term}
-    return found if terms else set[str]().union(*parameters)
+    found = {n for term in terms if any(term <= x and len(x - term) <= 1 for x in trace.parameters) for n in term}
+    return found if terms else set[str]().union(*trace.parameters)

@@ -1,4 +1,4 @@
-"""Find suspicious things in a step: each check returns its findings, and what to say if it has none."""
+"""Find suspicious things in a step: each check yields its findings, or else what to say if it has none."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from ..core.source_lines import Source
 from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
 from ._figures import Figures, needed_memory
-from ._parameters import carried_axes, without_numbers
 from ._text import Said, described_axes
-from ._transfer_groups import SMALL, at_line, grouped, known_sent, path_of, percentage, some
-from .repeating import RepeatedWork
-from .timeline import described_held
+from ._transfer_groups import (
+    SMALL,
+    at_line,
+    carried_axes,
+    grouped,
+    known_sent,
+    path_of,
+    percentage,
+    some,
+    without_numbers,
+)
+from .records import Collective, RepeatedWork, described_held
 
 _MUCH = 0.05
 """The share from which repeated work, copies, and transfers without a reason are worth a remark."""
@@ -46,70 +54,83 @@ class Suspicion:
         return f"{self.severity}: {self.cause}{so}{f' Try: {self.advice}' if self.advice else ''}"
 
 
-def repeated_share(report: Figures) -> float:
+def _share(report: Figures, work: Sequence[RepeatedWork]) -> float:
     """Return the share of the compute that devices could leave to others."""
-    return sum(work.needless for work in report.repeated) / report.flops if report.flops else 0.0
+    return sum(w.needless for w in work) / report.flops if report.flops else 0.0
 
 
-_Check = tuple[Sequence[Suspicion], str]
+def repeated_share(report: Figures) -> float:
+    """Return the share of all compute that devices could leave to others."""
+    return _share(report, report.repeated)
 
 
-def _fits(report: Figures) -> _Check:
+_Found = Iterator[Suspicion | str]
+"""Findings; a text, such as `each mesh axis is used`, says that there is none."""
+
+
+def _share_sent(report: Figures, found: Sequence[Collective]) -> float:
+    return known_sent(found) / max(1, known_sent(report.collectives))
+
+
+def _paths(found: Sequence[Collective]) -> str:
+    return some(list(dict.fromkeys(map(path_of, found))))
+
+
+def _fits(report: Figures) -> _Found:
     held, bounds = needed_memory(report), report.bounds
     if held is None or bounds is None or bounds.capacity is None:
-        return (), ""
-    if held <= bounds.capacity:
+        return
+    if held > bounds.capacity:
+        cause = f"The step needs {describe_bytes(held)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
+        yield Suspicion("fix", cause, advice=_how_to_hold_less(report))
+    elif report.by == "compiled" and report.platform != "cpu":
         # Otherwise some of the memory is not counted, or it is the memory that a CPU needs.
-        if report.by != "compiled" or report.platform == "cpu":
-            return (), ""
-        return (), f"it fits: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}"
-    cause = f"The step needs {describe_bytes(held)}, and {bounds.chip} has {describe_bytes(bounds.capacity)}."
-    return [Suspicion("fix", cause, advice=_how_to_hold_less(report))], ""
+        yield f"it fits: {describe_bytes(held)} of {describe_bytes(bounds.capacity)}"
 
 
 def _how_to_hold_less(report: Figures) -> str:
     """Name the largest part of the memory, and what makes it smaller."""
     memory = report.memory
     assert memory is not None, "it does not fit"
-    beside = memory.results - memory.aliased
-    parts = {
-        f"gradient checkpointing, or a smaller batch on each device: temporaries are the largest part, "
-        f"{describe_bytes(memory.temporaries)}": memory.temporaries,
-        f"storing parameters sharded over more mesh axes, with axonym.fsdp: arguments are the largest part, "
-        f"{describe_bytes(memory.arguments)}": memory.arguments,
-    }
-    advice = max(parts, key=parts.__getitem__)
+    beside, advice = memory.results - memory.aliased, "gradient checkpointing, or a smaller batch on each device"
+    size, what = memory.temporaries, "temporaries"
+    if memory.arguments > size:
+        advice = "storing parameters sharded over more mesh axes, with axonym.fsdp"
+        size, what = memory.arguments, "arguments"
     donate = f", and donating arguments (donate_args), beside which {describe_bytes(beside)} of results are held"
-    return f"{advice}{donate if report.undonated and beside > _MUCH * memory.total else ''}."
+    donate *= bool(report.undonated) and beside > _MUCH * memory.total
+    return f"{advice}: {what} are the largest part, {describe_bytes(size)}{donate}."
 
 
-def _donated(report: Figures) -> _Check:
+def _donated(report: Figures) -> _Found:
     """Find arguments beside which results of the same sizes are held, since the step does not donate them."""
     sizes = {x.path: x.bytes for x in report.placed}
     held = sum(sizes.get(path, 0) for path in report.undonated or ())
     total = report.timeline.peak if report.timeline else report.memory.total if report.memory else sum(sizes.values())
     if held <= _MUCH * total:
-        return (), "results take the place of the arguments that they update" if report.undonated == () else ""
+        if report.undonated == ():
+            yield "results take the place of the arguments that they update"
+        return
     largest = sorted(dict.fromkeys(map(without_numbers, report.undonated or ())))
     cause = f"Results are held beside arguments of the same sizes, which are not donated: {some(largest)}."
     so = f"If the results are their updates, a device holds {describe_bytes(held)} less with donation."
     names = sorted({path.partition("/")[0] for path in report.undonated or ()})
     # Of a model and its state, results are the updates.
     severity = "look" if held >= _WIDE * total and len(names) > 1 else "note"
-    advice = f"donate_args for {some(names)}"
-    return [Suspicion(severity, cause, (so,), f"{advice}, if the caller needs them no more.")], ""
+    yield Suspicion(severity, cause, (so,), f"donate_args for {some(names)}, if the caller needs them no more.")
 
 
-def _kept(report: Figures) -> _Check:
+def _kept(report: Figures) -> _Found:
     """Find a forward pass that keeps most of the memory for the backward pass."""
     if report.timeline is None or not any(report.timeline.phases):
-        return (), ""
-    kept = sum(h.bytes for h in report.timeline.kept_for_backward)
-    if kept <= report.timeline.peak / 2:
-        return (), "the backward pass does not keep most of the memory"
-    cause = f"{percentage(kept / report.timeline.peak)} of the peak is kept for the backward pass: "
-    cause += f"{described_held(report.timeline.kept_for_backward)}."
-    return [Suspicion("note", cause, advice="gradient checkpointing, which computes some of it again.")], ""
+        return
+    share = sum(h.bytes for h in report.timeline.kept_for_backward) / report.timeline.peak
+    if share > 0.5:
+        cause = f"{percentage(share)} of the peak is kept for the backward pass: "
+        cause += f"{described_held(report.timeline.kept_for_backward)}."
+        yield Suspicion("note", cause, advice="gradient checkpointing, which computes some of it again.")
+    else:
+        yield "the backward pass does not keep most of the memory"
 
 
 def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
@@ -118,29 +139,23 @@ def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
     return {n: mesh_axes(over) for n, over in both.items() if over and n not in report.axes}
 
 
-def _mapping(report: Figures) -> _Check:
-    found = []
+def _misspelt(report: Figures) -> set[str]:
+    return {a for over in _unknown(report).values() for a in over}
+
+
+def _mapping(report: Figures) -> _Found:
     for name, over in _unknown(report).items():
         # A mapping for several models has names that some have not; an axis that it shards is not meant by another.
         of_it = [mapping for mapping in (report.parameter_mapping, report.mapping) if mapping.get(name)]
         hint = suggestion(name, [n for n in report.axes if not all(mapping.get(n) for mapping in of_it)])
         work = [w for w in report.repeated if set(w.axes) & set(over)]
-        share = _share(report, work)
-        severity = "fix" if hint or share >= _MUCH else "note"
+        severity = "fix" if hint or _share(report, work) >= _MUCH else "note"
         has = f"The mapping shards {name} over {described_axes(over)}, but no array has an axis of that name.{hint}"
-        advice = (
-            ""
-            if hint
-            else f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
-        )
+        advice = f"map one of the axes that the step has ({', '.join(report.axes[:12])}), or leave {name} out."
         so = [*_of_repeated(report, work), *_of_copies(report, over)] if severity == "fix" else []
-        found.append(Suspicion(severity, has, tuple(so), advice if severity == "fix" else ""))
-    return (
-        found,
-        "each name of the mapping is an axis of an array"
-        if report.axes and (report.mapping or report.parameter_mapping)
-        else "",
-    )
+        yield Suspicion(severity, has, tuple(so), "" if hint or severity == "note" else advice)
+    if report.axes and (report.mapping or report.parameter_mapping):
+        yield "each name of the mapping is an axis of an array"
 
 
 def _idle(report: Figures) -> list[str] | None:
@@ -156,13 +171,12 @@ def _idle(report: Figures) -> list[str] | None:
 
 def _explained(report: Figures) -> set[str]:
     """Return the mesh axes whose copies and repeated work follow from another remark."""
-    return {a for over in _unknown(report).values() for a in over}.union(_idle(report) or ())
+    return _misspelt(report).union(_idle(report) or ())
 
 
-def _mesh_axes(report: Figures) -> _Check:
-    misspelt = {a for over in _unknown(report).values() for a in over}
-    idle, found = _idle(report), list[Suspicion]()
-    if over := [a for a in idle or () if a not in misspelt]:
+def _mesh_axes(report: Figures) -> _Found:
+    idle = _idle(report)
+    if over := [a for a in idle or () if a not in _misspelt(report)]:
         work = [w for w in report.repeated if set(over) & set(w.axes)]
         axes = f"mesh {'axis' if len(over) == 1 else 'axes'} {described_axes(over)}"
         devices = math.prod(report.mesh[a] for a in over)
@@ -173,34 +187,23 @@ def _mesh_axes(report: Figures) -> _Check:
         advice = _axes_to_shard(report, work, *over) or f"a mesh without {described_axes(over)}."
         # Code per device may use the place of a device without sending anything.
         severity = "fix" if work or not report.flops else "look"
-        found.append(Suspicion(severity, cause, tuple(_of_repeated(report, work)), advice))
-    return found, "each mesh axis is used" if idle == [] and math.prod(report.mesh.values()) > 1 else ""
+        yield Suspicion(severity, cause, tuple(_of_repeated(report, work)), advice)
+    if idle == [] and math.prod(report.mesh.values()) > 1:
+        yield "each mesh axis is used"
 
 
-def _repeated(report: Figures) -> _Check:
+def _repeated(report: Figures) -> _Found:
     said, lines = _explained(report), {lost.source for lost in _lost(report)} - {None}
     work = [w for w in report.repeated if not (w.axes and set(w.axes) <= said) and w.source not in lines]
-    found = [_of_work(report, work)] if _share(report, work) >= SMALL else []
-    fine = "no product is repeated outside of code per device"
-    fine = fine if report.flops and math.prod(report.mesh.values()) > 1 else ""
-    return found, fine if repeated_share(report) < SMALL else ""
-
-
-def _of_work(report: Figures, work: Sequence[RepeatedWork]) -> Suspicion:
-    severity = "fix" if _share(report, work) >= _MUCH else "look"
-    axes = max((w.axes for w in work), key=lambda axes: _share(report, [w for w in work if w.axes == axes]))
-    advice = _axes_to_shard(report, [w for w in work if w.axes == axes], *axes)
-    over = f" over {described_axes(axes)}" if axes else ""
-    first = next(w for w in work if w.axes == axes)
-    return Suspicion(
-        severity,
-        "".join(_of_repeated(report, work)),
-        advice=advice or f"keep an axis of {first.operation or 'its operands'} sharded{over}, where it is computed.",
-    )
-
-
-def _share(report: Figures, work: Sequence[RepeatedWork]) -> float:
-    return sum(w.needless for w in work) / report.flops if report.flops else 0.0
+    if (share := _share(report, work)) >= SMALL:
+        axes = max((w.axes for w in work), key=lambda axes: _share(report, [w for w in work if w.axes == axes]))
+        own = [w for w in work if w.axes == axes]
+        over = f" over {described_axes(axes)}" if axes else ""
+        advice = f"keep an axis of {own[0].operation or 'its operands'} sharded{over}, where it is computed."
+        severity, cause = "fix" if share >= _MUCH else "look", "".join(_of_repeated(report, work))
+        yield Suspicion(severity, cause, advice=_axes_to_shard(report, own, *axes) or advice)
+    if report.flops and math.prod(report.mesh.values()) > 1 and repeated_share(report) < SMALL:
+        yield "no product is repeated outside of code per device"
 
 
 def _of_repeated(report: Figures, work: Sequence[RepeatedWork]) -> Iterator[str]:
@@ -281,10 +284,10 @@ def _free_axes(work: RepeatedWork, mapping: Mapping[str, Any]) -> list[str]:
     return [n for n in (second if any(map(mapping.get, first)) else first) if not mapping.get(n)]
 
 
-def _came_sharded(report: Figures) -> _Check:
+def _came_sharded(report: Figures) -> _Found:
     """Find parameters that lie otherwise than a mapping says, over mesh axes that it gives to others."""
     if report.parameter_mapping or report.placed_by_rule:
-        return (), ""
+        return
     taken = {*axes_in(report.mapping.values())}
     stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     # The state of an optimizer may be sharded where its parameter is replicated: only updates are gathered then.
@@ -293,32 +296,28 @@ def _came_sharded(report: Figures) -> _Check:
         for n, over in zip(x.axes, x.over, strict=True):
             if taken.intersection(over) and not report.mapping.get(n or "") and _in_model(x) not in replicated:
                 stored.setdefault((n or "", over), {})[without_numbers(x.path)] = None
-    found = []
     for (n, over), paths in stored.items():
         cause = f"{some(list(paths))} came sharded over {described_axes(over)} along {n}, which no mapping says, and "
         cause += "other axes are sharded over it."
         so = "The compiler may sum or move activations instead of gathering parameters."
-        found.append(Suspicion("look", cause, (so,), "axonym.fsdp, with this as the parameter mapping."))
-    return found, ""
+        yield Suspicion("look", cause, (so,), "axonym.fsdp, with this as the parameter mapping.")
 
 
-def _lie_apart(report: Figures) -> _Check:
+def _lie_apart(report: Figures) -> _Found:
     """Find parameters and what an optimizer keeps of them that are sharded over different mesh axes."""
     alike: dict[Any, list[PlacedArgument]] = {}
     for x in _updated(report):
         alike.setdefault(_in_model(x), []).append(x)
-
-    def lies_apart(a: PlacedArgument, b: PlacedArgument) -> bool:  # and none is replicated
-        first, second = (dict(zip(x.axes, x.over, strict=True)) for x in (a, b))
-        return first != second and any(first.values()) and any(second.values())
-
-    pairs = [(first, x) for first, *others in alike.values() for x in others if lies_apart(first, x)]
-    if not pairs:
-        return (), ""
-    (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
-    cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
-    so = "An update moves one to the other."
-    return [Suspicion("look", cause, (so,), "one placement for both.")], ""
+    pairs = [
+        (a, b)
+        for a, *others in alike.values()
+        for b in others
+        if any(a.over) and any(b.over) and {*zip(a.axes, a.over, strict=True)} != {*zip(b.axes, b.over, strict=True)}
+    ]
+    if pairs:
+        (a, b), more = pairs[0], f" and {len(pairs) - 1} more" if pairs[1:] else ""
+        cause = f"{without_numbers(a.path)} and {without_numbers(b.path)}{more} have the same axes, but lie otherwise."
+        yield Suspicion("look", cause, ("An update moves one to the other.",), "one placement for both.")
 
 
 def _updated(report: Figures) -> list[PlacedArgument]:
@@ -331,20 +330,20 @@ def _in_model(x: PlacedArgument) -> tuple[str, frozenset[str | None]]:
     return x.path.rpartition("/")[2], frozenset(x.axes)
 
 
-def _copies(report: Figures) -> _Check:
+def _copies(report: Figures) -> _Found:
     """Find parameters, and what an optimizer keeps of them. Batches have copies wherever a mesh axis is not theirs."""
     said, total = _explained(report), sum(x.bytes for x in report.placed)
-    misspelt = {a for over in _unknown(report).values() for a in over}
     parameters = {x.axes for x in report.placed if x.path in (*report.updated, *_sent_paths(report))}
     large = [x for x in report.placed if x.copies > 1 and x.bytes > _MUCH * total]
     groups: dict[tuple[tuple[str, ...], int], list[PlacedArgument]] = {}
     for x in large:
         over = {*x.replicated_over}
-        if x.axes in parameters and not (over and over <= said) and not over & misspelt:
+        if x.axes in parameters and not (over and over <= said) and not over & _misspelt(report):
             groups.setdefault((x.replicated_over, x.copies), []).append(x)
-    found = [_held_in_copies(report, over, arrays, total) for (over, _), arrays in groups.items()]
-    several = report.placed and math.prod(report.mesh.values()) > 1
-    return found, "no large argument is held in copies" if several and not large else ""
+    for (over, _), arrays in groups.items():
+        yield _held_in_copies(report, over, arrays, total)
+    if report.placed and math.prod(report.mesh.values()) > 1 and not large:
+        yield "no large argument is held in copies"
 
 
 def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[PlacedArgument], total: int) -> Suspicion:
@@ -360,8 +359,7 @@ def _held_in_copies(report: Figures, over: Sequence[str], arrays: Sequence[Place
     so = [f"Without copies, they would take {describe_bytes(left)} of each device instead of {describe_bytes(size)}."]
     paths = {x.path for x in arrays}
     sums = [c for c in report.collectives if c.kind == "all-reduce" and set(c.axes or ()) <= set(over)]
-    own = [c for c in sums if paths.intersection(c.parameters)]
-    share = known_sent(own) / max(1, known_sent(report.collectives))
+    share = _share_sent(report, [c for c in sums if paths.intersection(c.parameters)])
     if share >= _MUCH:
         so.append(f"Their gradients are all-reduced{along}, {percentage(share)} of the bytes sent.")
     # Data parallelism is usual: it sends less than sharded parameters, if the copies fit.
@@ -415,32 +413,30 @@ class _Lost(NamedTuple):
     source: Source | None
     gathered: bool
     reason: str
-    sent: int
 
 
-def _lost(report: Figures) -> list[_Lost]:
-    """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent."""
-    total = known_sent(report.collectives)
+def _lost(report: Figures) -> dict[_Lost, float]:
+    """Find activations that are gathered, or moved to another axis, and make up much of the bytes sent: their share."""
     # Where placements trade shards along one axis for shards along another, as of experts, exchanges are asked for.
     asked = "a placement shards another axis"
     moves = [c for c in report.collectives if c.moved]
     traded = {c.axes for c in moves if (c.operation or "").startswith("shard[") or asked in (c.reason or "")}
-    together: dict[tuple[tuple[str, ...], Source | None, bool, str], int] = {}
+    together: dict[_Lost, list[Collective]] = {}
     for c in report.collectives:
         names, lost = c.gathered or c.moved, not c.stored and not c.of_indices and not c.parameters
         lost = lost and not (c.moved and c.axes in traded)
         if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
-            key = names, c.source, bool(c.gathered), c.reason or "why is not known"
-            together[key] = together.get(key, 0) + (c.mean_sent or 0)
-    return [_Lost(*key, sent) for key, sent in together.items() if total and sent >= _MUCH * total]
+            key = _Lost(names, c.source, bool(c.gathered), c.reason or "why is not known")
+            together.setdefault(key, []).append(c)
+    shares = {key: _share_sent(report, found) for key, found in together.items()}
+    return {key: share for key, share in shares.items() if share >= _MUCH}
 
 
-def _moved(report: Figures) -> _Check:
-    total, found = known_sent(report.collectives), []
-    for names, source, gathered, reason, sent in _lost(report):
+def _moved(report: Figures) -> _Found:
+    for (names, source, gathered, reason), share in _lost(report).items():
         said, at = described_axes(names), at_line(source)
-        share = f"{percentage(sent / total)} of the bytes sent"
-        cause = f"{said} is {'gathered' if gathered else 'moved'}{at}, {share}: {reason}."
+        does = "gathered" if gathered else "moved"
+        cause = f"{said} is {does}{at}, {percentage(share)} of the bytes sent: {reason}."
         work = [w for w in report.repeated if source is not None and w.source == source]
         if "a placement" in reason:
             advice = f"add {said} to the placement{at}, or leave the placement out."
@@ -448,90 +444,92 @@ def _moved(report: Figures) -> _Check:
             advice = f"write it with names, along another axis than {said}, or inside axonym.shard_map."
         else:
             advice = f"another axis than {said}, or an operation that does not need all of it."
-        found.append(Suspicion("look", cause, tuple(_of_repeated(report, work)), advice))
+        yield Suspicion("look", cause, tuple(_of_repeated(report, work)), advice)
     gathers = [c for c in report.collectives if c.kind in ("all-gather", "all-to-all") and not c.parameters]
-    told = all(c.reason for c in gathers) and known_sent([c for c in gathers if "gather" in c.kind]) < _MUCH * total
-    return found, "no large activation is gathered" if report.collectives and (told or not gathers) else ""
+    told = all(c.reason for c in gathers) and _share_sent(report, [c for c in gathers if "gather" in c.kind]) < _MUCH
+    if report.collectives and (told or not gathers):
+        yield "no large activation is gathered"
 
 
-def _converted(report: Figures) -> _Check:
+def _converted(report: Figures) -> _Found:
     """Find parameters that a placement gathers before the step converts them to a smaller dtype."""
     late = [c for c in report.collectives if c.converted]
-    sent = known_sent(late)
-    if not late or sent < _MUCH * known_sent(report.collectives):
-        return (), ""
-    paths = list(dict.fromkeys(map(path_of, late)))
-    share = f"{percentage(sent / known_sent(report.collectives))} of the bytes sent"
-    dtype = late[0].array.partition("[")[0]
-    cause = f"Parameters are gathered as {dtype}{at_line(late[0].source)}, {share}, and only then converted to "
-    cause += f"{late[0].converted}: {some(paths)}."
-    return [Suspicion("look", cause, advice=f"convert them to {late[0].converted} before the placement.")], ""
+    if (share := _share_sent(report, late)) >= _MUCH:
+        dtype, to = late[0].array.partition("[")[0], late[0].converted
+        cause = f"Parameters are gathered as {dtype}{at_line(late[0].source)}, {percentage(share)} of the bytes sent, "
+        cause += f"and only then converted to {to}: {_paths(late)}."
+        yield Suspicion("look", cause, advice=f"convert them to {to} before the placement.")
 
 
-def _widened(report: Figures) -> _Check:
+def _widened(report: Figures) -> _Found:
     """Find a step of which most products are in a larger dtype than the one that an operand came in."""
-    if report.widened < _WIDE:
-        looked = report.flops and report.by != "names" and not report.widened
-        return (), "products have the dtype of their operands" if looked else ""
-    cause = f"{percentage(report.widened)} of the flops are in products of which one operand, often a parameter, is "
-    cause += f"converted to a larger dtype because the other one has it: {report.widened_at}."
-    so = "The activations between them have this dtype, too: they take more memory, and chips multiply it more slowly."
-    advice = "find what made them so before: an array or a scale of that dtype. Convert it, or write a Python number."
-    return [Suspicion("look", cause, (so,), advice)], ""
+    if report.widened >= _WIDE:
+        cause = f"{percentage(report.widened)} of the flops are in products of which one operand, often a parameter, "
+        cause += f"is converted to a larger dtype because the other one has it: {report.widened_at}."
+        so = (
+            "The activations between them have this dtype, too: they take more memory, and chips multiply it more "
+            "slowly."
+        )
+        advice = (
+            "find what made them so before: an array or a scale of that dtype. Convert it, or write a Python number."
+        )
+        yield Suspicion("look", cause, (so,), advice)
+    elif report.flops and report.by != "names" and not report.widened:
+        yield "products have the dtype of their operands"
 
 
-def _again(report: Figures) -> _Check:
+def _again(report: Figures) -> _Found:
     """Find parameters that a loop sends again in each turn, rather than a part of them."""
-    total = known_sent(report.collectives)
     ranks = {x.path: len(x.axes) for x in report.placed}
     again = [
         c
         for c in report.collectives
-        if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0]) and total
+        if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0])
     ]
-    sent, found = known_sent(again), []
-    if sent >= _MUCH * total and total:
-        kinds = {"gather" in c.kind: "parameters" if "gather" in c.kind else "gradients" for c in again}
+    if (share := _share_sent(report, again)) >= _MUCH:
+        kinds = dict.fromkeys("parameters" if "gather" in c.kind else "gradients" for c in again)
         times = sorted({c.times or 0 for c in again})
         often = f"{times[0]} to {times[-1]} times" if times[1:] else f"{times[0]} times"
-        paths = some(list(dict.fromkeys(map(path_of, sorted(again, key=lambda c: -(c.total_sent or 0))))))
-        share = f"{percentage(sent / total)} of the bytes sent"
         cause = (
-            f"The same {' and '.join(kinds.values())} are sent again in each turn of a loop, {often}, {share}: {paths}."
+            f"The same {' and '.join(kinds)} are sent again in each turn of a loop, {often}, {percentage(share)} of "
         )
+        cause += f"the bytes sent: {_paths(_largest_first(again))}."
         advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
-        found = [Suspicion("look", cause, advice=advice)]
+        yield Suspicion("look", cause, advice=advice)
     sums = ("all-reduce", "reduce-scatter")
     of_one = [c for c in report.collectives if "gather" in c.kind or (c.phase == "backward" and c.kind in sums)]
-    told = all(c.parameters or c.times == 1 for c in of_one)
-    return found, "no loop sends the same parameter again" if report.collectives and told else ""
+    if report.collectives and all(c.parameters or c.times == 1 for c in of_one):
+        yield "no loop sends the same parameter again"
 
 
-def _across(report: Figures) -> _Check:
+def _largest_first(found: Sequence[Collective]) -> list[Collective]:
+    return sorted(found, key=lambda c: -(c.total_sent or 0))
+
+
+def _across(report: Figures) -> _Found:
     """Find parameters that are gathered from other slices, over a slow network, wherever they are used."""
     gathers = [c for c in report.chosen("slices") if "gather" in c.kind and c.parameters]
-    if not gathers:
-        return (), "no parameter is gathered across slices" if report.between else ""
-    paths = some(list(dict.fromkeys(map(path_of, sorted(gathers, key=lambda c: -(c.total_sent or 0))))))
-    sent = describe_bytes(known_sent(gathers))
-    cause = f"Parameters are gathered across slices ({', '.join(report.between)}) at each use, {sent}: {paths}."
-    advice = "store them within a slice: let the slices lie along a mesh axis that the parameter mapping leaves out."
-    return [Suspicion("look", cause, advice=advice)], ""
+    if gathers:
+        cause = f"Parameters are gathered across slices ({', '.join(report.between)}) at each use, "
+        cause += f"{describe_bytes(known_sent(gathers))}: {_paths(_largest_first(gathers))}."
+        advice = (
+            "store them within a slice: let the slices lie along a mesh axis that the parameter mapping leaves out."
+        )
+        yield Suspicion("look", cause, advice=advice)
+    elif report.between:
+        yield "no parameter is gathered across slices"
 
 
-def _reasons(report: Figures) -> _Check:
-    total = known_sent(report.collectives)
+def _reasons(report: Figures) -> _Found:
     unknown = [c for c in report.collectives if c.reason is None]
-    sent = known_sent(unknown)
-    if not total or sent <= _MUCH * total:
-        return (), "the cause of each large transfer is known" if total else ""
-    (c, *_), most = (largest := grouped(unknown)[0]), known_sent(largest)
-    at = at_line(c.source)
-    largest = (
-        f"{percentage(most / total)} by the {c.kind} of {c.array}{f' in {c.operation}' if c.operation else ''}{at}"
-    )
-    cause = f"Why {percentage(sent / total)} of the bytes are sent is not known: {largest}."
-    over = described_axes(c.axes)
+    if (share := _share_sent(report, unknown)) <= _MUCH:
+        if known_sent(report.collectives):
+            yield "the cause of each large transfer is known"
+        return
+    c, *_ = largest = grouped(unknown)[0]
+    where, over = f"{f' in {c.operation}' if c.operation else ''}{at_line(c.source)}", described_axes(c.axes)
+    cause = f"Why {percentage(share)} of the bytes are sent is not known: "
+    cause += f"{percentage(_share_sent(report, largest))} by the {c.kind} of {c.array}{where}."
     if (c.operation or "").startswith("shard["):
         advice = f"see what the placement there leaves out: an axis that was sharded over {over} before it."
     elif c.operation:
@@ -540,13 +538,12 @@ def _reasons(report: Figures) -> _Check:
         )
     else:
         advice = "names for the arrays there: see axonym.names."
-    return [Suspicion("look", cause, advice=advice)], ""
+    yield Suspicion("look", cause, advice=advice)
 
 
-def _certain(report: Figures) -> _Check:
-    if not report.uncertain:
-        return (), ""
-    return [Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")], ""
+def _certain(report: Figures) -> _Found:
+    if report.uncertain:
+        yield Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")
 
 
 CHECKS = (

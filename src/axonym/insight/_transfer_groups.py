@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core.errors import counted
 from ..core.source_lines import Source
-from ._parameters import without_numbers
-from .collectives import Collective
+from ._text import Said
+from .records import Collective
 
 SMALL = 0.01
 """The share of a total below which rows are folded, and work that is repeated is not said."""
@@ -80,3 +80,13 @@ def at_line(source: Source | None) -> str:
 
 def percentage(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1g}%"
+
+
+def carried_axes(c: Collective) -> tuple[str, ...]:
+    """Return the names of the axes of the array that a collective carries, as far as known."""
+    return c.array.of[0] if isinstance(c.array, Said) else ()
+
+
+def without_numbers(path: str) -> str:
+    """Write a path for all layers of a kind: `layers/*/weight`."""
+    return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)

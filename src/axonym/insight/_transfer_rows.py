@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import linecache
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from ..core.errors import counted, describe_bytes
@@ -14,7 +13,7 @@ from ..core.source_lines import Source
 from ._figures import total_sent
 from ._text import Said, described_seconds, phase_of
 from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
-from .collectives import Collective
+from .records import Collective
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -40,27 +39,12 @@ def short_operation(operation: str) -> str:
     return f"{operation.of.name} along {', '.join(along)}" if along and results else operation.of.name
 
 
-@dataclasses.dataclass(frozen=True)
-class _Alike:
-    """The transfers that differ only in the layer."""
+_Alike: TypeAlias = list[Collective]
+"""The transfers that differ only in the layer."""
 
-    one: Collective
-    all: Sequence[Collective]
 
-    @property
-    def known(self) -> bool:
-        return all(c.total_sent is not None for c in self.all)
-
-    @property
-    def sent(self) -> int:
-        return known_sent(self.all)
-
-    def size(self) -> str:
-        """Write how often it is sent, and the bytes."""
-        times = [c.times for c in self.all if c.times is not None]
-        often = str(sum(times)) if len(times) == len(self.all) else "some"
-        each = "some bytes" if self.one.sent is None else describe_bytes(self.one.sent)
-        return f"{often} × {each} = {describe_bytes(self.sent) if self.known else 'depends on values'}"
+def _known(found: _Alike) -> bool:
+    return all(c.total_sent is not None for c in found)
 
 
 class Transfers:
@@ -77,53 +61,58 @@ class Transfers:
         for c in report.collectives:
             key = c.kind, c.axes, c.array, c.phase, c.operation, c.source, c.reason, path_of(c)
             together.setdefault(key, []).append(c)
-        found = (_Alike(same[0], same) for same in together.values())
         # Where values decide how often something is sent, one time decides the order.
-        self._found = sorted(found, key=lambda x: (x.sent, sum(c.sent or 0 for c in x.all)), reverse=True)
-        places = dict.fromkeys(x.one.source for x in self._found if source and x.one.source is not None)
+        by_size = sorted(together.values(), key=lambda found: sum(c.sent or 0 for c in found), reverse=True)
+        self._found = sorted(by_size, key=known_sent, reverse=True)
+        places = dict.fromkeys(x.source for x, *_ in self._found if source and x.source is not None)
         self._lines = {place: f"line-{i}" for i, place in enumerate(places) if _around(place)}
 
     def costliest(self) -> Html:
         """Write the lines of the verdict, each with a bar, its bytes and its time."""
         groups = grouped(self._report.collectives)  # the verdict has a line for each of the first
         pairs = zip(self._report.verdict.costliest, groups, strict=False)
-        items = [self._costly(line, _Alike(group[0], group)) for line, group in pairs]
+        items = [self._costly(line, group) for line, group in pairs]
         said = f"{describe_bytes(self._total)} are sent by each device in a call. "
         link = element("a", f"All {counted(len(self._found), 'transfer')}", href="#transfers")
         after = joined([said, link]) if self._found else "Nothing is sent."
         return element("section", element("h2", "The costliest transfers"), *items, element("p", after, class_="small"))
 
-    def _costly(self, line: str, x: _Alike) -> Html:
+    def _costly(self, line: str, found: _Alike) -> Html:
         share, _, rest = line.partition(": ")
-        reason = why(x.all)
+        reason, sent = why(found), known_sent(found)
         what = rest.removesuffix(f": {reason}")
-        number = joined([describe_bytes(x.sent), self._time(x)], " · ")
-        top = [element("b", share), bar(x.sent / max(1, self._total), self._words.color(x.one.axes))]
+        number = joined([describe_bytes(sent), self._time(found)], " · ")
+        top = [element("b", share), bar(sent / max(1, self._total), self._words.color(found[0].axes))]
         said = [
             element("p", *top, element("span", number, class_="num soft"), class_="top"),
             element("p", self._words.said(what), ":" if what != rest else None),
             element("p", self._words.said(reason), class_="soft") if what != rest else None,
         ]
-        return element("div", *said, self._code(x), class_="item")
+        return element("div", *said, self._code(found), class_="item")
 
     def all(self) -> Html:
         """Write all transfers as rows that open, the ones of less than 1% folded together."""
         if not self._found:
             return html("")
-        large = [x for x in self._found if x.sent >= SMALL * self._total or not x.known]
-        small = [x for x in self._found if x.sent < SMALL * self._total and x.known]
+        small = [x for x in self._found if known_sent(x) < SMALL * self._total and _known(x)]
+        large = [x for x in self._found if known_sent(x) >= SMALL * self._total or not _known(x)]
         rows = [self._row(x) for x in large]
         if small:
             inside = [self._row(x) for x in small[:_SMALLER]]
             if rest := small[_SMALLER:]:
                 inside.append(element("p", f"and {len(rest)} smaller: report.to_json() has them", class_="small flat"))
-            title = f"{len(small)} of less than 1% each: {describe_bytes(sum(x.sent for x in small))} in all"
+            title = f"{len(small)} of less than 1% each: {describe_bytes(sum(map(known_sent, small)))} in all"
             rows.append(folded(title, *inside, class_="rest"))
         label = element("label", "Filter ", element("input", id="filter", type="search", placeholder="all-gather mlp"))
         return joined([element("p", label, hidden=True, data_scripted=True), element("div", *rows, class_="rows")])
 
-    def _row(self, x: _Alike) -> Html:
-        c, share = x.one, x.sent / max(1, self._total)
+    def _row(self, found: _Alike) -> Html:
+        c, known, sent = found[0], _known(found), known_sent(found)
+        share = sent / max(1, self._total)
+        times = [c.times for c in found if c.times is not None]
+        often = str(sum(times)) if len(times) == len(found) else "some"
+        each = "some bytes" if c.sent is None else describe_bytes(c.sent)
+        size = f"{often} × {each} = {describe_bytes(sent) if known else 'depends on values'}"
         name = short_operation(c.operation or "")
         what = joined([" in the backward pass of " if c.phase == "backward" else " in ", code(name)]) if name else None
         if c.parameters:
@@ -131,37 +120,37 @@ class Transfers:
             what = joined([f" of {gradient}", code(path_of(c))])
         row = element(
             "span",
-            element("b", percent(share) if x.known else "?"),
+            element("b", percent(share) if known else "?"),
             bar(share, self._words.color(c.axes)),
             element("span", element("b", c.kind), " over ", self._words.axes(c.axes), what),
             element("span", phase_of(c.phase), class_="small"),
             code(str(c.source)) if c.source else element("span", "no line", class_="small"),
             class_="row",
         )
-        known: Mapping[str, str] = {
+        details: Mapping[str, str] = {
             "why": self._words.said(c.reason or "not known"),
             "array": joined([self._words.array(c.array), " on each device"]),
-            "sent": joined([x.size(), self._time(x), f"among {c.devices} devices"], ", "),
+            "sent": joined([size, self._time(found), f"among {c.devices} devices"], ", "),
             "operation": code(c.operation) if c.operation else "no named operation",
         }
-        details = element("dl", *(part for k, v in known.items() for part in (element("dt", k), element("dd", v))))
-        return folded(row, details, self._code(x))
+        listed = element("dl", *(part for k, v in details.items() for part in (element("dt", k), element("dd", v))))
+        return folded(row, listed, self._code(found))
 
-    def _time(self, x: _Alike) -> str | None:
+    def _time(self, found: _Alike) -> str | None:
         """Return the time of a transfer: its share of the time of all over its mesh axes."""
-        bounds, axes = self._report.bounds, x.one.axes
+        bounds, axes = self._report.bounds, found[0].axes
         known = [c for c in self._report.collectives if c.axes == axes and c.total_sent is not None]
         # The bound has the branches that send least.
         whole = total_sent(known, least=True)
-        if bounds is None or axes not in bounds.links or x.one.in_branch or not whole:
+        if bounds is None or axes not in bounds.links or found[0].in_branch or not whole:
             return None
-        return described_seconds(bounds.links[axes] * x.sent / whole)
+        return described_seconds(bounds.links[axes] * known_sent(found) / whole)
 
     # --- lines of code ---
 
-    def _code(self, x: _Alike) -> Html | None:
+    def _code(self, found: _Alike) -> Html | None:
         """Return the place of the code of a transfer, which the script fills."""
-        name = self._lines.get(x.one.source) if x.one.source is not None else None
+        name = self._lines.get(source) if (source := found[0].source) is not None else None
         return element("div", data_line=name) if name is not None else None
 
     def lines(self) -> Html:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core import errors
 from ..distribution.mesh_axes import AnyMesh
-from .collectives import Collective
 from .explaining import Mappings, explain, quickest_exact
+from .records import Collective
 from .report import Report
 
 

@@ -19,8 +19,8 @@ from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import Between, current_mesh
 from ._figures import Memory
 from ._text import parsed_bytes
-from .collectives import Collective
 from .explaining import Mappings, explain, quickest_exact
+from .records import Collective
 from .report import Report
 
 

@@ -14,7 +14,8 @@ import jax
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ..distribution.mesh_axes import Axes
-from ._accounts import DividedLayers, Meshes
+from ._accounts import Meshes
+from ._counted_exchanges import LayerStages
 from ._planned_mapping import PlannedMapping
 from ._searching import Ranked, Search, TracedStep, abstract
 from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number
@@ -319,11 +320,11 @@ class _Planner:
             )
         return None
 
-    def _add(self, chosen: Mapping[str, Any], step: TracedStep, stages: DividedLayers | None) -> None:
+    def _add(self, chosen: Mapping[str, Any], step: TracedStep, stages: LayerStages | None) -> None:
         search = Search(step, self._topologies, stages, next(iter(self._searches.values()), None))
         key = tuple(chosen.items())
         self._searches[key] = search
-        fixed = {} if stages is None else {DividedLayers.over: stages.count}
+        fixed = {} if stages is None else {"stage": stages.count}
 
         def meshes_of(axes: Axes) -> Meshes:
             at = axes, tuple(fixed.items())

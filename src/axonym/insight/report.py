@@ -10,7 +10,6 @@ from typing import Any
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html
 from ._figures import Figures, total_sent
-from ._parameters import without_numbers
 from ._report_page import report_page
 from ._text import (
     Section,
@@ -21,10 +20,9 @@ from ._text import (
     phase_of,
     written_number,
 )
-from ._transfer_groups import SMALL, known_sent, path_of
-from .collectives import Collective
+from ._transfer_groups import SMALL, known_sent, path_of, without_numbers
 from .page import Page
-from .timeline import described_held
+from .records import Collective, described_held
 from .verdict import Verdict, verdict_of
 
 _SHOWN = 8

@@ -55,9 +55,9 @@ class Verdict:
 
 def verdict_of(report: Figures) -> Verdict:
     """Judge a report."""
-    checks = [check(report) for check in CHECKS]
-    findings = [finding for found, _ in checks for finding in found]
-    fine = tuple(text for found, text in checks if text and not found)
+    checks = [[*check(report)] for check in CHECKS]
+    findings = [x for found in checks for x in found if isinstance(x, Suspicion)]
+    fine = tuple(x for found in checks for x in found[:1] if not isinstance(x, Suspicion))
     order = ("fix", "look", "note")
     binds, explanation = _binds(report)
     return Verdict(

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
-from ..core.differences import SCALES, asymmetric
+from ..core.differences import SCALES, asymmetric, moved_by_rounding
 from ..core.jax_versions import programs_in
 from ..core.tree_spec import PROGRAM_ARRAYS, is_key
 from ..distribution.mesh_axes import AnyMesh
@@ -51,13 +51,17 @@ class Verification:
     """The first instruction whose value differs although its operands do not."""
     unknown: tuple[str, ...] = ()
     """The reasons if it is not known, such as instructions that cannot be evaluated here."""
+    ill_conditioned: tuple[str, ...] = ()
+    """The results of which elements differ, but no further than a rounding of the arguments moves them."""
 
     def __str__(self) -> str:
         if self.same is None:
             return f"{self.step}: not known, because of {'; '.join(self.unknown)}"
         on = f"{self.devices} device{'s' if self.devices > 1 else ''}"
         if self.same:
-            return f"{self.step}: the same at these sizes, inputs and mesh, which has {on}"
+            but = ", but for elements that a rounding of the arguments moves as far: " if self.ill_conditioned else ""
+            ill = ", ".join(self.ill_conditioned)
+            return f"{self.step}: the same at these sizes, inputs and mesh, which has {on}{but}{ill}"
         listed = ", ".join(self.different[:3]) + (f" and {len(self.different) - 3} more" if self.different[3:] else "")
         where = f"\n  {self.first}" if self.first else ""
         return f"{self.step}: not kept by the compiler for {on}: {listed}{where}"
@@ -114,7 +118,7 @@ def compare_programs(
     devices, partitioned = before.devices, Machine(after)
     if unknown := dict.fromkeys((*Machine(before).unknown, *partitioned.unknown)):
         return Verification(step, devices, None, unknown=tuple(unknown))
-    scales: list[float] = []
+    scales, ill = list[float](), dict[str, None]()
     try:
         parameters = [place for i in before.parameters() for place in placed(i, devices)]
         results, inputs = placed(before.root(before.entry), devices), _Inputs(before, arguments)
@@ -127,8 +131,12 @@ def compare_programs(
                 continue
             scales.append(scale)
             shards = [place.on_devices(x) for place, x in zip(parameters, trace.args, strict=True)]
-            triples = zip(results, trace.results, listed(partitioned.run(shards)), strict=True)
+            triples = [*zip(results, trace.results, listed(partitioned.run(shards)), strict=True)]
             different = [n for n, (place, x, y) in enumerate(triples) if not place.agree(x, y)]
+            if different:
+                moved = moved_by_rounding(trace.args, trace.results, lambda args: listed(Machine(before).run(args)))
+                ill |= dict.fromkeys(names[n] for n in different)
+                different = [n for n in different if not triples[n][0].agree(*triples[n][1:], moved[n])]
             if different:
                 where = None
                 with contextlib.suppress(UnknownForm):  # a sharding on the way
@@ -139,7 +147,7 @@ def compare_programs(
     except IllFormed as e:
         where = FirstDifference(*described(e.instruction, after), f"is ill-formed: in the partitioned program, it {e}")
         return Verification(step, devices, False, tuple(scales), ("all results",), where)
-    return Verification(step, devices, True, tuple(scales))
+    return Verification(step, devices, True, tuple(scales), ill_conditioned=tuple(ill))
 
 
 def _bodies(program: Any, devices: int) -> Iterator[OwnPartitioning]:

@@ -19,6 +19,7 @@ from ..named_array import NamedArray, NamedOrNumeric
 from ..ops import _kernels
 from ..ops._operands import at_least_int32, distinct, dtype_key, one_axis, operand, require_named, require_positions
 from ..ops.contraction import dot
+from ..ops.indexing import look_up
 from ..sharding.shard import shard_quietly
 from ..state.module import ModuleWithStateDictSerialization
 from ..tree import resize_axis
@@ -151,10 +152,10 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         {'pos': 2, 'embed': 4}
         """
         ids, table = require_named("Embedding.embed", input_ids), self.weight
-        found = table[self.Vocab.name, ids]
+        found, _ = look_up(table, {self.Vocab.name: ids})
         kernel = _known_kernel(found.names, ids.names, table.axis_size(self.Vocab.name))
         found = kernel.apply(found.array, ids.array)
-        require_positions("Embedding.embed", "token", ids, table.resolve_axis(self.Vocab.name), from_end=True)
+        require_positions("Embedding.embed", "a token", ids, table.resolve_axis(self.Vocab.name), from_end=True)
         scale = self.reparam.active_scale
         return shard_quietly(found if scale == 1 else found * scale, None, "Embedding.embed")
 

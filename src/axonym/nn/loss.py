@@ -170,7 +170,7 @@ def _cross_entropy(
     with scope_of_shards({name: logits.axis_size(name)} if name in logits.names else {}):
         result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:
-        require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
+        require_positions(what, "a target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
     return result
 
 

@@ -21,13 +21,13 @@ from ..axis import Axis, Names, name_of
 from ..core import errors
 from ..core.jax_versions import set_apart
 from ..distribution.mesh_axes import evenly_sharded
-from ..named_array import NamedArray, NamedOrNumeric, describe_array
+from ..named_array import NamedArray, NamedOrNumeric, describe_array, raw
 from . import _kernels
-from ._operands import as_positions, at_least_int32
+from ._operands import as_positions, at_least_int32, require_positions
 from ._strided_slices import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
-"""The index of one axis: see `axonym.ops.indexing`."""
+"""The index of one axis: `docs/indexing.md` lists what it can be."""
 SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
 
@@ -131,14 +131,14 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
 
 def make_plan(
     x: NamedArray, key: Any, *, for_update: bool = False, in_range: bool = True, for_view: bool = False
-) -> tuple[tuple[Item, ...], list[Any]]:
-    """Return the items of an index, and the operands that they need.
+) -> tuple[tuple[Item, ...], list[Any], list[Any]]:
+    """Return the items of an index, the operands that they need, and the positions for `require_in_range`.
 
     Outside a trace, positions are operands, so that walking along an axis compiles once. In a trace they are static, so
     that the compiler knows them. For an update, or a look-up with a mode for indices out of range, dynamic slices
-    become index arrays, because cutting out a block moves a block that is out of range. Index arrays with known
-    values, such as NumPy arrays and lists, must be in range unless `in_range` is false. For a view, every dynamic
-    slice must fit, even one that does not have to fit elsewhere.
+    become index arrays, because cutting out a block moves a block that is out of range. With such a mode, positions
+    in index arrays need not be in range (`in_range`). For a view, every dynamic slice must fit, even one that does not
+    have to fit elsewhere.
     """
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
@@ -146,6 +146,7 @@ def make_plan(
     traced = isinstance(x.array, Tracer)
     items: list[Item] = []
     operands: list[Any] = []
+    checked: list[Any] = []
 
     def add(name: str, kind: str, static: Any = None, operand: Any = None, padded: bool = False) -> None:
         items.append(Item(name, kind, static, padded))
@@ -163,6 +164,8 @@ def make_plan(
         elif isinstance(index, ds) or is_pallas_slice(index):
             must_fit = for_view or getattr(index, "must_fit", True)
             _add_dynamic_slice(add, name, index, size, for_update, must_fit)
+            if must_fit and in_range:
+                checked.append((name, size, index.start, index.size))
         elif isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
             position = _checked_position(name, int(index), size)
             if traced:
@@ -171,10 +174,24 @@ def make_plan(
                 add(name, "dynamic at", None, np.int32(position))
         else:
             array, names = _index_array(name, index, size)
-            if in_range and isinstance(array, np.ndarray):
-                _check_in_range(name, array, size)
+            if in_range:
+                given = raw(index)  # in jit, the converted array is traced
+                checked.append((name, size, given if hasattr(given, "dtype") else array, None))
             add(name, "gather" if names else "dynamic at", names or None, array)
-    return tuple(items), operands
+    return tuple(items), operands, checked
+
+
+def require_in_range(checked: Sequence[Any]) -> None:
+    """Check the positions of an index whose values are known: call it after the work that needs them has started."""
+    for name, size, positions, width in checked:
+        positions = raw(positions)
+        if type(size) is not int or isinstance(positions, (int, Tracer)):  # a size may be symbolic
+            continue
+        label, slack = ("an index", 0) if width is None else ("the start of a slice", max(width - 1, 0))
+        require_positions("Indexing", label, positions, Axis(name, size), None, _WAY_OUT, True, slack)
+
+
+_WAY_OUT = " `x.at[...].get` and updates take a `mode` for what is out of range."
 
 
 def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
@@ -276,15 +293,6 @@ def _as_array(index: Sequence[Any]) -> Any:
     if any(isinstance(i, Tracer) for i in index):
         return jnp.asarray(index)
     return np.asarray(index, dtype=None if index else np.int32)  # NumPy takes an empty list for floats
-
-
-def _check_in_range(name: str, indices: np.ndarray, size: int) -> None:
-    wrong = np.unique(indices[(indices < -size) | (indices >= size)])
-    if wrong.size:
-        listed = ", ".join(str(i) for i in wrong[:5]) + (", ..." if wrong.size > 5 else "")
-        raise IndexError(
-            f"Indexing: {listed} out of range for axis {name!r} of size {size}: an index lies in {-size}..{size - 1}."
-        )
 
 
 def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:

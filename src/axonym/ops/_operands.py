@@ -16,7 +16,7 @@ from ..core import errors
 from ..core.errors import distinct
 from ..distribution.mesh_axes import axes_of_type, mesh_around
 from ..distribution.operation_scope import DerivedName
-from ..named_array import NamedArray
+from ..named_array import NamedArray, raw
 from . import _kernels
 
 ArrayT = TypeVar("ArrayT", jax.Array, NamedArray)
@@ -181,12 +181,12 @@ def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out
 def require_positions(
     what: str,
     label: str,
-    x: NamedArray,
+    x: Any,
     axis: Axis,
     ignored: int | None = None,
     way_out: str = "",
-    *,
     from_end: bool = False,
+    slack: int = 0,
 ) -> None:
     """Check that integers are positions along an axis, if their values are known, as outside of jit.
 
@@ -194,24 +194,26 @@ def require_positions(
 
     Arguments:
         what: the operation, for the message.
-        label: the word for one of the integers there.
-        x: the integers; they are not checked if they are traced, or if other processes hold some of them.
+        label: the words for one of the integers there.
+        x: the integers, a named or raw array; not checked if they are traced, or if other processes hold some of them.
         ignored: another number that is allowed.
         way_out: advice, for the message.
         from_end: whether negative numbers count from the end.
+        slack: how many of the last positions are out of range, too, such as for the starts of slices.
     """
-    array = known_values(x.array) if jnp.issubdtype(x.dtype, jnp.integer) else None
+    array = known_values(raw(x)) if jnp.issubdtype(x.dtype, jnp.integer) else None
     if array is None or not array.size:
         return
-    least = -axis.size if from_end else 0
-    if least <= array.min() and array.max() < axis.size:
+    least, end = -axis.size if from_end else 0, axis.size - slack
+    if (0 if slack else least) <= array.min() and array.max() < end:
         return
-    wrong = np.unique(array[((array < least) | (array >= axis.size)) & (array != ignored)])
+    outside = (array < least) | (array >= end) | ((array < 0) & (array >= -slack))
+    wrong = np.unique(array[outside & (array != ignored)])
     if wrong.size:
         listed = ", ".join(str(i) for i in wrong[:5]) + (", ..." if wrong.size > 5 else "")
         raise IndexError(
-            f"{what}: {listed} out of range for axis {axis.name!r} of size {axis.size}: a {label} lies in "
-            f"{least}..{axis.size - 1}.{way_out}"
+            f"{what}: {listed} out of range for axis {axis.name!r} of size {axis.size}: {label} lies in "
+            f"{0 if slack else least}..{end - 1}.{way_out}"
         )
 
 

@@ -1,16 +1,6 @@
 """Index arrays by name: look-ups, slices, gathers and updates.
 
-An index is a mapping from axes to the index of each, written `x["batch", 0, "embed", 1:3]` or
-`x[{"batch": 0, "embed": slice(1, 3)}]`. Axes that are not named are kept. The index of an axis can be:
-
-| index                              | what becomes of the axis                                               |
-|------------------------------------|------------------------------------------------------------------------|
-| an integer or a scalar array       | it is removed                                                          |
-| a slice                            | it stays, shorter                                                      |
-| `ds(start, size)`                  | it stays, `size` long; the start may be traced                         |
-| a named integer array              | the array's axes take its place; axes shared with `x` are matched      |
-| a list or 1-D raw integer array    | it stays, with the elements picked                                     |
-| a boolean mask, not traced         | it stays, with the elements picked where the mask is true              |
+An index is a mapping from axes to the index of each; `docs/indexing.md` lists what an index can be.
 
 Indexing has two stages: integers and slices cut out a block (one `slice` or `dynamic_slice`), then index arrays gather
 from it. Axes that an index array shares with `x` are batch dimensions of that gather, as in `jnp.take_along_axis`.
@@ -29,7 +19,7 @@ from ..core.tree_spec import StaticLeaf
 from ..distribution.operation_scope import DerivedName
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
-from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan
+from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan, require_in_range
 from ._operands import distinct, require_named
 from ._sharded_tables import look_up_sharded_columns
 
@@ -49,23 +39,34 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     >>> x["col", axn.named([2, 0], "picked")]
     NamedArray(int32[row=2, picked=2], [[2 0] [5 3]])
     """
-    items, operands = make_plan(require_named("index", array), slices)
+    found, checked = look_up(array, slices)
+    if checked:
+        require_in_range(checked)
+    return found
+
+
+def look_up(array: NamedArray, slices: SliceSpec) -> tuple[NamedArray, list[Any]]:
+    """Return a part of an array, and the positions for `require_in_range`."""
+    items, operands, checked = make_plan(require_named("index", array), slices)
     if not items:
-        return array
+        return array, checked
     kernel = get_kernel(array.names, items, _ZEROS_OUTSIDE if any([i.padded for i in items]) else ())
-    return kernel.apply(array.array, *operands)
+    return kernel.apply(array.array, *operands), checked
 
 
 def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray:
     """Return the elements of one axis at an integer, or at a named array of integers.
 
-    As in `jax.numpy.take`, what is out of range is NaN, the least integer of a signed dtype, or else the largest one.
+    A position out of range is an error outside jit, where it is checked. In jit it gives, as in `jax.numpy.take`, NaN,
+    the least integer of a signed dtype, or else the largest one.
 
-    >>> axn.take(axn.named([10.0, 20.0, 30.0], "x"), "x", axn.named([2, 0, 3], "picked"))
-    NamedArray(float32[picked=3], [30. 10. nan])
+    >>> axn.take(axn.named([10.0, 20.0, 30.0], "x"), "x", axn.named([2, 0], "picked"))
+    NamedArray(float32[picked=2], [30. 10.])
     """
-    items, operands = make_plan(require_named("take", array), {axis: index}, for_update=True, in_range=False)
-    return get_kernel(array.names, items, _FILL).apply(array.array, *operands)
+    items, operands, checked = make_plan(require_named("take", array), {axis: index}, for_update=True)
+    found = get_kernel(array.names, items, _FILL).apply(array.array, *operands)
+    require_in_range(checked)
+    return found
 
 
 def slice(

@@ -16,9 +16,9 @@ from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
 from . import _kernels
-from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
+from ._index_plan import IndexLayout, Item, SliceSpec, make_plan, require_in_range
 from ._op_types import publish
-from ._operands import operand, private, require_named, static_number
+from ._operands import operand, private, require_named, require_positions, static_number
 from .indexing import get_kernel, mask_names
 
 
@@ -39,7 +39,12 @@ class Update(Protocol):
 def _update(name: str, summary: str, example: str, shown: str) -> Update:
     def op(self, value, *, mode=None, indices_are_sorted=False, unique_indices=False):
         options = _options(mode=mode, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices)
-        return _apply_update(name, self.array, self.index, value, options)
+        x = self.array
+        items, operands, checked = make_plan(x, self.index, for_update=True, in_range=mode is None)
+        value, value_names = operand(value)
+        changed = _update_kernel(name, x.names, items, value_names, options).apply(x.array, value, *operands)
+        require_in_range(checked)
+        return changed
 
     doc = f"""{summary}
 
@@ -103,8 +108,10 @@ class IndexedArray:
             mode=mode, fill_value=fill_value, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices
         )
         x = self.array
-        items, operands = make_plan(x, self.index, for_update=bool(options), in_range=mode is None)
-        return get_kernel(x.names, items, options).apply(x.array, *operands)
+        items, operands, checked = make_plan(x, self.index, for_update=bool(options), in_range=mode is None)
+        found = get_kernel(x.names, items, options).apply(x.array, *operands)
+        require_in_range(checked)
+        return found
 
     def apply(self, fn: Callable[[Any], Any]) -> NamedArray:
         """Apply an elementwise function of a raw array, such as `jnp.abs`, to the selected elements.
@@ -139,12 +146,6 @@ def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tu
     return tuple((k, v) for k, v in given.items() if v is not None)
 
 
-def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumeric, options: Any) -> NamedArray:
-    items, operands = make_plan(x, index, for_update=True, in_range="mode" not in dict(options))
-    value, value_names = operand(value)
-    return _update_kernel(how, x.names, items, value_names, options).apply(x.array, value, *operands)
-
-
 @_kernels.shared("names", "items", "value_names")
 def _update_kernel(
     how: str, names: Names, items: tuple[Item, ...], value_names: Names, options: Any
@@ -176,8 +177,8 @@ def _update_kernel(
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
     """Replace a slice of an array.
 
-    As in `jax.lax.dynamic_update_slice`, a start that is an array, traced or not, is moved so that the slice fits. A
-    start that is a Python integer must fit.
+    The slice must fit, which is checked if its start is known. As in `jax.lax.dynamic_update_slice`, a traced start is
+    moved until it does.
 
     Arguments:
         start: the start of the slice along each of its axes; may be traced, and may be a named array with a start for
@@ -188,26 +189,27 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
     >>> axn.updated_slice(axn.zeros({"x": 4}), {"x": jnp.array(1)}, axn.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 1. 1. 0.])
     """
+    result = write_slice(array, start, update)
+    for s, v in start.items():
+        axis = array.resolve_axis(name_of(s))
+        width = update.axis_size(axis.name) if axis.name in update.names else 1
+        number, label = isinstance(v, (int, np.integer)), "the start of a slice"
+        require_positions(
+            "updated_slice", label, np.asarray(v) if number else v, axis, from_end=not number, slack=max(width - 1, 0)
+        )
+    return result
+
+
+def write_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
+    """Replace a slice as `updated_slice` does, but move every start until the slice fits."""
     require_named("updated_slice", update)
     starts = {name_of(s): v for s, v in start.items()}
+    for n, v in starts.items():
+        if not jnp.issubdtype(jnp.result_type(raw(v)), jnp.integer):
+            raise TypeError(f"updated_slice: the start along {n!r} is an integer, got {jnp.result_type(raw(v))}.")
     layout = tuple((n, v.names if isinstance(v, NamedArray) else ()) for n, v in starts.items())
     kernel = _updated_slice_kernel(array.names, update.names, layout)
-    values = [_checked_start(array, update, n, v) for n, v in starts.items()]
-    return kernel.apply(array.array, update.array, *values)
-
-
-def _checked_start(array: NamedArray, update: NamedArray, name: str, start: Any) -> Any:
-    start = raw(start)
-    if not jnp.issubdtype(jnp.result_type(start), jnp.integer):
-        raise TypeError(f"updated_slice: the start along {name!r} is an integer, got {jnp.result_type(start)}.")
-    if isinstance(start, (int, np.integer)) and array.has_axis(name):
-        room = array.axis_size(name) - (update.axis_size(name) if update.has_axis(name) else 1)
-        if 0 <= room and not 0 <= start <= room:  # if the update is too large, the kernel raises the error
-            raise IndexError(
-                f"updated_slice: the start {start} is out of range for axis {name!r} of size {array.axis_size(name)}: "
-                f"it must lie in 0..{room}."
-            )
-    return start
+    return kernel.apply(array.array, update.array, *map(raw, starts.values()))
 
 
 @_kernels.shared("names", "update_names", "starts")

@@ -89,7 +89,6 @@ def draw(
     *,
     dtype: DTypeLike | None = None,
     along: tuple[Axis, ...] = (),
-    further: Mapping[str, tuple[Axis, ...]] = MappingProxyType({}),
     **options: Any,
 ) -> NamedArray:
     """Draw with a positional sampler of the same name as the operation.
@@ -101,7 +100,6 @@ def draw(
         parameters: the parameters by the name of the argument, in the order of the arguments.
         dtype: the dtype; None for the default of `fn`.
         along: the axes of a single draw, which come after `shape` in the result.
-        further: axes that a parameter may have, in addition to `shape`.
         **options: static arguments of `fn`.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"
@@ -111,13 +109,12 @@ def draw(
     if dtype is not None:
         options["dtype"] = dtype_key(dtype)
     in_names = tuple(names for _, names in operands)
-    also = tuple(further.get(label, ()) for label in parameters)
     merges = not along and _is_threefry(key) and _placement_is_known(key)
-    kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, also, tuple(options.items()), merges)
+    kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, tuple(options.items()), merges)
     return kernel.apply(key, *(x for x, _ in operands))
 
 
-@_kernels.shared("axes", "along", "in_names", "further")
+@_kernels.shared("axes", "along", "in_names")
 def _draw_kernel(
     what: str,
     fn: Callable[..., jax.Array],
@@ -125,23 +122,24 @@ def _draw_kernel(
     along: tuple[Axis, ...],
     labels: tuple[str, ...],
     in_names: tuple[Names, ...],
-    further: tuple[tuple[Axis, ...], ...],
     options: tuple[tuple[str, Any], ...],
     merges: bool,
 ) -> _kernels.Kernel:
     sizes = tuple(a.size for a in axes)
-    layouts = tuple(zip(labels, in_names, further, strict=True))
+    layouts = [(label, names, ()) for label, names in zip(labels, in_names, strict=True)]
 
     def positional(key, *arrays):
         check_parameters(what, axes, layouts, arrays)
-        drawn_axes = _merged_axes(axes, {n for _, names, _ in layouts for n in names}) if merges else axes
-        aligned = {}
-        for (label, names, more), x in zip(layouts, arrays, strict=True):
-            aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*drawn_axes, *more))) if names else x
+        drawn_axes = _merged_axes(axes, {n for names in in_names for n in names}) if merges else axes
+        layout = tuple(a.name for a in drawn_axes)
+        aligned = {
+            label: _kernels.align(x, names, layout) if names else x
+            for label, names, x in zip(labels, in_names, arrays, strict=True)
+        }
         drawn = fn(key, **aligned, shape=tuple(a.size for a in drawn_axes), **dict(options))
         return drawn.reshape(sizes) if drawn_axes != axes else drawn
 
-    return sharded_kernel(what, positional, [(), *(names for _, names, _ in layouts)], new_axes(what, (*axes, *along)))
+    return sharded_kernel(what, positional, [(), *in_names], new_axes(what, (*axes, *along)))
 
 
 # --- merged axes ---

@@ -21,16 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.differences import SCALES, asymmetric, usual_sizes
+from ..core.differences import SCALES, asymmetric, moved_by_rounding, usual_sizes
 from ..core.tree_spec import ARRAYS, flatten_arrays, is_key
 from ._diagnosis import Recording, diagnose
 from ._placements import AnyPlacement, AsPlaced, Distribution, Draw, mesh_of, meshes_of_several, on_one_device
 from ._widening import WidenedProgram, wide_dtype
 
 __all__ = ["ShardInvariance", "check_shard_invariance"]
-
-# A relative change of arguments that is lost in no function on the way, such as exp of small numbers.
-_ROUNDING = 2.0**-46
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,12 +278,13 @@ class _Check:
         """Return how far the elements of each expected result move if the arguments change by a rounding."""
         if scale not in self._movements:
             expected = [copies[0] for copies in self._expected.values[scale]]
-            moved = [np.zeros(x.shape) for x in expected]
-            for seed in range(3):  # one change may by luck leave an element where it was
-                found = self._run(self._reference, self._one, (scale,), rounding=np.random.default_rng(seed))
-                for total, a, copies in zip(moved, expected, found.values[scale], strict=True):
-                    np.maximum(total, _distance(a, copies[0]), out=total)
-            self._movements[scale] = moved
+            floats = [x for x in self._wide if x is not None]
+
+            def run(floats: Sequence[np.ndarray]) -> list[np.ndarray]:
+                found = self._run(self._reference, self._one, (scale,), floats=floats)
+                return [copies[0] for copies in found.values[scale]]
+
+            self._movements[scale] = moved_by_rounding(floats, expected, run)
         return self._movements[scale]
 
     def diagnose(self, placement: AnyPlacement, difference: _Mismatch) -> str | None:
@@ -297,7 +295,10 @@ class _Check:
             parameters = [p.name for p in inspect.signature(self._reference).parameters.values() if p.kind < 2]
         except Exception:  # without its cause, the difference is reported all the same
             return None
-        wrong = [p for i in difference.wrong if (p := found.program.origins[i]) is not None]
+        # A gradient passes what was computed for the results, so results tell where it begins, if they differ.
+        results = len(jax.tree.leaves(self._expected.structs[0]))
+        ends = [i for i in difference.wrong if i < results] or difference.wrong
+        wrong = [p for i in ends if (p := found.program.origins[i]) is not None]
         paths = [path for path, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
         names = [(parameters[p[0].idx :] or [f"args[{p[0].idx}]"])[0] + jax.tree_util.keystr(p[1:]) for p in paths]
         return diagnose(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names])
@@ -318,13 +319,11 @@ class _Check:
         placement: AnyPlacement,
         scales: Sequence[float] = (),
         recording: bool = False,
-        rounding: np.random.Generator | None = None,
+        floats: Sequence[np.ndarray] | None = None,
     ) -> _Outcome:
-        """Return the results and the gradients of a function under a placement, at arguments changed by a rounding."""
-        given = [
-            w if w is None or rounding is None else w * (1 + rounding.choice((-_ROUNDING, _ROUNDING), w.shape))
-            for w in self._wide
-        ]
+        """Return the results and the gradients of a function under a placement, also at other values of its floats."""
+        other = iter(floats or ())
+        given = [w if w is None or floats is None else next(other) for w in self._wide]
         with placement.active():
             arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
             traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
@@ -384,20 +383,11 @@ def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float, moved: Any =
     if _has_nan(b):
         return "has elements that are NaN"
     typical = float(np.median(sizes)) if (sizes := usual_sizes(a)).size else 0.0
-    # A program rounds at each of its steps, and so moves further than by a rounding of its arguments.
-    if np.allclose(b, a, rtol=rtol, atol=rtol * typical + noise + 2.0**8 * moved):
+    if np.allclose(b, a, rtol=rtol, atol=rtol * typical + noise + moved):
         return None
     with np.errstate(invalid="ignore"):
         most = np.nanmax(np.abs(a - b))
     return f"differs by up to {most:.3g}, with values up to {np.max(sizes, initial=0.0):.3g}"
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return how far elements are apart: 0 or 1 for integers and booleans."""
-    if not np.issubdtype(a.dtype, np.inexact):
-        return (a != b).astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        return np.where(a == b, 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
 
 
 def _copies(x: jax.Array) -> list[np.ndarray]:
@@ -416,14 +406,16 @@ def _weighted(x: jax.Array) -> jax.Array:
 
 
 def _arrays_of(results: Any) -> Any:
-    """Return only the arrays of results: random keys as their data, and nothing static."""
+    """Return only the arrays of results: random keys as their data, lists as tuples, and nothing static."""
 
     def data(x: Any) -> Any:
+        if isinstance(x, list):
+            return tuple(map(_arrays_of, x))
         if isinstance(x, jax.Array) and is_key(x):
             return jax.random.key_data(x)
         return x if isinstance(x, (jax.Array, np.ndarray, bool, int, float, complex)) else None
 
-    return jax.tree.map(data, results)
+    return jax.tree.map(data, results, is_leaf=lambda x: isinstance(x, list))
 
 
 def _smallest(check: _Check, placement: Distribution, difference: _Mismatch) -> tuple[Distribution, _Mismatch]:

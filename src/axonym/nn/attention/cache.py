@@ -18,7 +18,7 @@ from ...named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from ...ops._operands import known_values, one_axis, require_named
 from ...ops.creation import zeros
 from ...ops.elementwise import astype
-from ...ops.updating import updated_slice
+from ...ops.updating import write_slice
 
 
 class KVCache(eqx.Module):
@@ -189,7 +189,7 @@ class KVCache(eqx.Module):
             start = before if self.window is None else before % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
-                return updated_slice(old, {**at, self.KPos: start}, new)
+                return write_slice(old, {**at, self.KPos: start}, new)
 
         # Wait for the lengths only after the writing has started.
         keys, values = write(self.keys, keys), write(self.values, values)
