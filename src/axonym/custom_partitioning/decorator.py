@@ -284,7 +284,8 @@ class Partitioned:
             terms = by_names(what, described, found)
         else:
             terms = by_string(self._expression, self._sizes, described, found)
-        rule = make_rule(what, terms.operands, terms.results, terms.sizes, *self._kinds, terms.groups)
+        reduced, replicated, permuted = self._kinds
+        rule = make_rule(what, terms.operands, terms.results, terms.sizes, reduced, replicated, permuted, terms.groups)
         operation = PartitionedOperation(what, rule, unsharded, per_shard, self._infer)
         if self._per_shard is not self._fn:  # so its errors come earlier than from the compiler
             around = current_mesh()

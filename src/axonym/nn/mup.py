@@ -63,10 +63,11 @@ class AbstractReparam:
     def __init_subclass__(cls, start: Callable[[AxisSpec, AxisSpec], float] | None = None, **inverse: str):
         """Set the scales of a class: the first one by a function, others as the inverse of the size of a field."""
         super().__init_subclass__()
-        if start is not None:
-            cls.init_scale = staticmethod(start)
+        own: dict[str, Any] = {} if start is None else {"init_scale": staticmethod(start)}
         for name, field in inverse.items():
-            setattr(cls, name, property(lambda self, field=field: 1 / axis_size(getattr(self, field))))
+            own[name] = property(lambda self, field=field: 1 / axis_size(getattr(self, field)))
+        for name, scale in own.items():
+            setattr(cls, name, scale)
 
     @staticmethod
     def init_scale(In: AxisSpec, Out: AxisSpec) -> float:

@@ -38,7 +38,7 @@ def _along_kernel(
         require_subset(name, "where", own, names)
 
     def positional(x, *masks):
-        masked = {"where": _kernels.align(*masks, *where, names)} if masks else {}
+        masked = {"where": _kernels.align(masks[0], where[0], names)} if masks else {}
         return fn(as_float(x), axis=positions, **masked)
 
     return _kernels.make_kernel(name, positional, (names, *where), names, native=not where, selection=axis)

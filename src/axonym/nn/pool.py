@@ -188,7 +188,7 @@ class _Windows(NamedTuple):
 
     def along(self, axis: int) -> _Windows:
         """Return the windows along one axis only."""
-        each = zip(self, (1, 1, (0, 0)), strict=True)
+        each: Any = zip(self, (1, 1, (0, 0)), strict=True)
         return _Windows(*(tuple(v if i == axis else none for i, v in enumerate(values)) for values, none in each))
 
     def overlap(self, shape: Sequence[int], axis: int) -> bool:

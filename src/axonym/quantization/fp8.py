@@ -76,9 +76,9 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         (16,)
         """
         # Separate arrays, so that a training step can donate each of them.
-        scales = [jnp.ones(1, jnp.float32) for _ in range(3)]
-        histories = [jnp.zeros(amax_history_length, jnp.float32) for _ in range(3)]
-        return cls(*scales, *histories, compute_dtype, fwd_dtype, rev_dtype)
+        s1, s2, s3 = (jnp.ones(1, jnp.float32) for _ in range(3))
+        h1, h2, h3 = (jnp.zeros(amax_history_length, jnp.float32) for _ in range(3))
+        return cls(s1, s2, s3, h1, h2, h3, compute_dtype, fwd_dtype, rev_dtype)
 
     def __call__(
         self,
@@ -249,7 +249,8 @@ def out_qdq(
 
 
 def _out_backward(compute_dtype: Any, dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
-    rounded, new = _with_next_state(compute_dtype, gradient, *state, dtype)
+    scale, history = state
+    rounded, new = _with_next_state(compute_dtype, gradient, scale, history, dtype)
     return rounded.astype(gradient.dtype), *new
 
 

@@ -113,7 +113,8 @@ def dot_product_attention(
         options: Any = {"attention_dtype": attention_dtype, "precision": precision, "context": context}
 
         def attend(xs: Any) -> NamedArray:
-            return dot_product_attention(*xs[:3], KPos, Key, *xs[3:5], scaling_factor=xs[5], **options)
+            q, k, v, mask, bias, scale = xs
+            return dot_product_attention(q, k, v, KPos, Key, mask, bias, scaling_factor=scale, **options)
 
         return exchange(what, attend, (query, key, value, mask, bias, scaling_factor))
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
