@@ -18,12 +18,11 @@ from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
 from ..distribution.active_settings import pads_uneven
 from ..distribution.kept_shards import (
-    as_if_complete,
     exchange as exchange_shards,
     is_kept,
+    keeping_nothing,
     kept_over,
     refuse_gathered,
-    scope_of_shards,
 )
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -171,10 +170,8 @@ class _Dispatch:
             )
         operands = (self._expert, self._x, *params)
         in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._tree.names))
-        sizes = dict(zip(self._row_names, self._expert.shape, strict=True))
-        sizes[self._experts.name] = held[0][0].shape[held[0][1].index(self._experts.name)]
         scope = operation_scope("dispatch", in_names, self._row_names, operands)
-        with scope_of_shards(sizes), jax.named_scope(scope):
+        with jax.named_scope(scope):
             mesh = mesh_around(operands)
             run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)
@@ -349,7 +346,7 @@ class _Dispatch:
         counts = {ROWS: Fraction(max(rows, 2), x.shape[0]), GROUPS: count, SIZES: count}
         runner = OnShards(counts, {(GROUPS,): name})
         *of_all, all_rows, all_sizes = map(runner.complete, shards)
-        with as_if_complete(name):
+        with keeping_nothing():
             program = jax.make_jaxpr(self._of_experts)(of_all, all_rows, all_sizes)
         try:
             (y,) = runner.run(program.jaxpr, program.consts, shards)

@@ -245,11 +245,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 loop.
             schedule: the order of work if the axis of the layers is sharded, `axonym.schedules.GPipe` or `OneFOneB`.
                 A `BlockSeq` takes none.
-            then: a function of the result and `then_args` that returns a sum over examples, the loss. `fold` returns
-                its value. With `OneFOneB`, it gets one microbatch at a time, of the result and of each of `then_args`
-                that has the axis of the batch. An axis of `then_args` that is sharded over the stages, such as the
-                vocabulary, stays so if `then` reduces it by `axonym.nn.cross_entropy_loss` and `axonym.logsumexp` only,
-                and axes that the layers keep sharded, such as positions, if `then` adds them up.
+            then: a function of the result and `then_args` that returns the loss, a number, which `fold` returns. With
+                `OneFOneB`, it is traced once and run on one microbatch at a time, so it must be a sum or a mean over
+                examples. What needs more of the batch is an error with the line of your code.
             then_args: the arguments of `then`, such as labels and the layers of the head.
             *args, **kwargs: more arguments of the layers.
 
@@ -493,8 +491,10 @@ class Stacked(BlockFoldable[M], LayerStack):
                 "fold", fn, lambda layers, body: layers._scheduled(schedule, body, unroll, then, then_args)
             )
 
+        without_arrays: Any = dataclasses.replace(self, stacked=None)  # JAX keeps what a derivative calls
+
         def of_some(stacked: M, Layers: Axis, carry: Any, *args: Any, **kwargs: Any) -> Any:
-            layers = dataclasses.replace(self, stacked=stacked, Block=Layers)
+            layers = dataclasses.replace(without_arrays, stacked=stacked, Block=Layers)
             return layers._looped("fold", fn, unroll)(carry, *args, **kwargs)
 
         def scheduled(init: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ...axis import Names
 from ...core import errors
 from ...core.jax_versions import set_apart
-from ...distribution.kept_shards import in_pipeline, kept_over, refuse_gathered, scope_of_shards
+from ...distribution.kept_shards import in_pipeline, kept_over, refuse_gathered
 from ...distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -173,15 +173,13 @@ def attend_along_sequence(
     plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
-    sizes = {n: size for x in operands for n, size in x.shape.items()}
-    with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
-        if in_pipeline():
-            whole = _needed_whole(way, roles)
-            for label, x in terms.items():  # all-gather the shards along the axes of which every device needs all
-                shards = (n in whole[label] and size == sizes[n] for n, size in x.shape.items())
-                complete = gather_axes(x.array, (placed.sequence if is_shard else () for is_shard in shards))
-                terms[label] = wrap(complete, x.names)
-        return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
+    if in_pipeline():
+        whole, sizes = _needed_whole(way, roles), {n: size for x in operands for n, size in x.shape.items()}
+        for label, x in terms.items():  # all-gather the shards along the axes of which every device needs all
+            shards = (n in whole[label] and size == sizes[n] for n, size in x.shape.items())
+            complete = gather_axes(x.array, (placed.sequence if is_shard else () for is_shard in shards))
+            terms[label] = wrap(complete, x.names)
+    return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
 def _way(what: str, context: Context, placed: SequenceSharding) -> _Way:
