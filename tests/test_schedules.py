@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 import axonym as axn
@@ -572,7 +573,7 @@ def test_what_jax_keeps_for_derivatives_has_no_tracers(step: Any) -> None:
         jitted.trace(*axn.shard(arguments_of(step)))
     kept = [x for x in gc.get_objects() if isinstance(x, _Pipeline)]
     folds = [cell.cell_contents for x in kept for cell in x._fold.__closure__ or ()]
-    assert kept and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves([*map(vars, kept), *folds]))
+    assert kept and not any(isinstance(x, Tracer) for x in jax.tree.leaves([*map(vars, kept), *folds]))
 
 
 def test_layers_in_a_sequence_have_no_stages() -> None:
