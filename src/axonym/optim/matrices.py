@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MATRIX, _ROWS, _COLUMNS = "matrix", "rows", "columns"
 
 
-class MatrixOptions(TypedDict, total=False):
+class _MatrixOptions(TypedDict, total=False):
     """The arguments of `muon` and `shampoo` besides their own."""
 
     adam: optax.GradientTransformation | None
@@ -247,7 +247,7 @@ def muon(
     nesterov: bool = True,
     steps: int = 5,
     consistent_rms: float | None = None,
-    **options: Unpack[MatrixOptions],
+    **options: Unpack[_MatrixOptions],
 ) -> optax.GradientTransformation:
     """Make the Muon optimizer: matrices are updated by their orthogonalized momentum, other parameters by Adam.
 
@@ -341,7 +341,7 @@ def _orthogonalized(x: jax.Array, steps: int) -> jax.Array:
 
 
 def shampoo(
-    learning_rate: Any, *, beta: float = 0.95, epsilon: float = 1e-6, **options: Unpack[MatrixOptions]
+    learning_rate: Any, *, beta: float = 0.95, epsilon: float = 1e-6, **options: Unpack[_MatrixOptions]
 ) -> optax.GradientTransformation:
     """Make the Shampoo optimizer: gradients of matrices are divided by roots of the statistics of rows and columns.
 
