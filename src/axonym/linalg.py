@@ -25,6 +25,7 @@ from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
+from .ops._blockwise import pencils
 from .ops._op_types import publish
 from .ops._operands import (
     as_float,
@@ -35,7 +36,6 @@ from .ops._operands import (
     require_subset,
     static_number,
 )
-from .ops._pencils import pencils
 
 __all__ = [
     "cholesky",
@@ -177,7 +177,7 @@ class _Decomposition(Protocol[T_co]):
     def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> T_co: ...
 
 
-def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, shown: str) -> Any:
+def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, *shown: str) -> Any:
     what = f"linalg.{fn.__name__}"
     makes_axis = any("new" in result for result in form.results)
 
@@ -187,23 +187,26 @@ def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, s
     def decomposition(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> Any:
         return _apply(fn, what, form, a, axes, new_axis)
 
+    results = ", ".join(f"NamedArray({result})" for result in shown)
     doc = f"""{summary}
 
     >>> axn.{what}(axn.named({example}, ("i", "j")), ("i", "j"){makes_axis * ', "k"'})
-    {shown}
+    {results if len(shown) == 1 else f"({results})"}
     """
     return publish(decomposition if makes_axis else function, fn.__name__, __name__, doc)
 
 
+_DIAGONAL = "[[3., 0.], [0., 2.]]"
+
 # fmt: off
-inv: _MatrixFunction[NamedArray] = _function(jnp.linalg.inv, _INVERSE, "Compute the inverse of square matrices, with the axes (col, row).", "[[2., 0.], [1., 1.]]", "NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])")
-cholesky: _MatrixFunction[NamedArray] = _function(jnp.linalg.cholesky, _MATRIX, "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.", "[[4., 2.], [2., 5.]]", "NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])")
-det: _MatrixFunction[NamedArray] = _function(jnp.linalg.det, _SCALARS._replace(results=((),)), "Compute the determinant of square matrices.", "[[1., 2.], [3., 4.]]", "NamedArray(float32[], -2.)")
-slogdet: _MatrixFunction[_Two] = _function(jnp.linalg.slogdet, _SCALARS, "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.", "[[-1., 0.], [0., 1.]]", "(NamedArray(float32[], -1.), NamedArray(float32[], 0.))")
-eigh: _Decomposition[_Two] = _function(jnp.linalg.eigh, _EIGENVECTORS, "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).", "[[3., 0.], [0., 2.]]", "(NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))")
-eigvalsh: _Decomposition[NamedArray] = _function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", "[[3., 0.], [0., 2.]]", "NamedArray(float32[k=2], [2. 3.])")
-eig: _Decomposition[_Two] = _function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", "[[3., 0.], [0., 2.]]", "(NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), NamedArray(complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]))")
-eigvals: _Decomposition[NamedArray] = _function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", "[[3., 0.], [0., 2.]]", "NamedArray(complex64[k=2], [3.+0.j 2.+0.j])")
+inv: _MatrixFunction[NamedArray] = _function(jnp.linalg.inv, _INVERSE, "Compute the inverse of square matrices, with the axes (col, row).", "[[2., 0.], [1., 1.]]", "float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]]")
+cholesky: _MatrixFunction[NamedArray] = _function(jnp.linalg.cholesky, _MATRIX, "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.", "[[4., 2.], [2., 5.]]", "float32[i=2, j=2], [[2. 0.] [1. 2.]]")
+det: _MatrixFunction[NamedArray] = _function(jnp.linalg.det, _SCALARS._replace(results=((),)), "Compute the determinant of square matrices.", "[[1., 2.], [3., 4.]]", "float32[], -2.")
+slogdet: _MatrixFunction[_Two] = _function(jnp.linalg.slogdet, _SCALARS, "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.", "[[-1., 0.], [0., 1.]]", "float32[], -1.", "float32[], 0.")
+eigh: _Decomposition[_Two] = _function(jnp.linalg.eigh, _EIGENVECTORS, "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).", _DIAGONAL, "float32[k=2], [2. 3.]", "float32[i=2, k=2], [[0. 1.] [1. 0.]]")
+eigvalsh: _Decomposition[NamedArray] = _function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", _DIAGONAL, "float32[k=2], [2. 3.]")
+eig: _Decomposition[_Two] = _function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]", "complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]")
+eigvals: _Decomposition[NamedArray] = _function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]")
 # fmt: on
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym import nn
-from axonym.nn import _grouped_matmul, moe, routing
+from axonym.nn import moe, routing
 from axonym.testing import check_shard_invariance
 from tests.executed import executed
 from tests.helpers import assert_named, spec
@@ -103,7 +103,7 @@ def test_on_a_mesh(mapping: dict[str, Any], mesh: Mesh, expected: Any) -> None:
 def test_the_kernel_for_tpus(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megablox, simulated: on complete rows and experts it is right, and on shards of them it is refused by name."""
     monkeypatch.setattr(moe, "active_platform", lambda: "tpu")
-    monkeypatch.setattr(_grouped_matmul, "megablox", functools.partial(_grouped_matmul.megablox, interpret=True))
+    monkeypatch.setattr(moe, "_megablox", functools.partial(moe._megablox, interpret=True))
     layers = [nn.MoELinear(x.weight, x.bias, x.Experts, x.In, x.Out, use_gmm=True) for x in (UP, DOWN)]
     assert_named(mixture(layers, X, CHOSEN), mixture((UP, DOWN), X, CHOSEN), rtol=1e-4, atol=1e-5)
     with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):

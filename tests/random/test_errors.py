@@ -82,7 +82,7 @@ def test_wrong_selections() -> None:
         ValueError, match=r"of `a`, got \(vocab=16\). Write `p=axonym.named\(probabilities, 'batch'\)`, or"
     ):
         random.choice(KEY, Pos, logits, "batch", p=axn.ones(Vocab))
-    with pytest.raises(TypeError, match=r"random.permutation: `x` must be a NamedArray, got ArrayImpl"):
+    with pytest.raises(TypeError, match=r"random.permutation: expected a NamedArray, got ArrayImpl"):
         random.permutation(KEY, jnp.ones(3), "x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"random.permutation: axis 'batch' has conflicting sizes"):
         random.permutation(KEY, logits, Batch.resize(3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,7 @@ from ..axis import Names, name_of
 from ..core import errors
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
-from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
+from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan, require_in_range
 from ._op_types import publish
@@ -112,15 +112,6 @@ class IndexedArray:
         found = get_kernel(x.names, items, options).apply(x.array, *operands)
         require_in_range(checked)
         return found
-
-    def apply(self, fn: Callable[[Any], Any]) -> NamedArray:
-        """Apply an elementwise function of a raw array, such as `jnp.abs`, to the selected elements.
-
-        >>> axn.named([-1, -2], "x").at["x", 0].apply(jnp.abs)
-        NamedArray(int32[x=2], [ 1 -2])
-        """
-        selected = self.get()
-        return self.set(wrap(fn(selected.array), selected.names))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Indexer:

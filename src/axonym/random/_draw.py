@@ -26,7 +26,7 @@ from ..distribution.mesh_axes import current_mesh, entries_by_name
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, resolve_axes
 from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
-from ..ops._operands import distinct, dtype_key, one_axis, operand
+from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named
 
 Key: TypeAlias = NamedOrNumeric
 """One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
@@ -66,19 +66,10 @@ def new_axes(what: str, shape: AxisSpec) -> tuple[Axis, ...]:
     return axes
 
 
-def axis_of(what: str, argument: str, array: Any, axis: AxisSelector) -> Axis:
+def axis_of(what: str, array: Any, axis: AxisSelector) -> Axis:
     """Return the selected axis of an argument, which must be a named array."""
-    if not isinstance(array, NamedArray):
-        raise TypeError(
-            f"{what}: `{argument}` must be a NamedArray, got {type(array).__name__}. Name its axes with "
-            "axonym.named(array, axes)."
-        )
-    return one_axis(what, "axis", resolve_axes(array.names, jnp.shape(array.array), axis, what))
-
-
-def describe(axes: Sequence[Axis]) -> str:
-    """Describe axes with their sizes, for messages."""
-    return errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+    names = require_named(what, array).names
+    return one_axis(what, "axis", resolve_axes(names, jnp.shape(array.array), axis, what))
 
 
 def draw(
@@ -182,8 +173,8 @@ def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
     """Check that there are not more draws without replacement than elements to draw from."""
     if axis_size(draws) > along.size:
         raise ValueError(
-            f"{what}: there are more draws {describe(draws)} than axis {along} has positions. Draw fewer, or with "
-            "replace=True."
+            f"{what}: there are more draws {errors.describe_selectors(draws)} than axis {along} has positions. Draw "
+            "fewer, or with replace=True."
         )
 
 

@@ -22,12 +22,12 @@ from ..core import errors
 from ..core.processes import fail_together, from_all_processes
 from ..distribution.padded_array import is_padded
 from ..named_array import raw, wrap_like
-from ._copies import Route, copied, route_of
+from ._copies import Route, copy_along_route, route_of
 from .array_checksums import sums_of
 from .leaves import Leaf, leaves_of
 from .meshes import AnyMesh, required_mesh, with_devices
-from .moving import emptied, without_cache
-from .placement import Placement, described, listed, present_sharding, resolve
+from .moving import renew_if_empty, without_cache
+from .placement import Placement, describe_leaf, list_problems, present_sharding, resolve
 from .shard import shard
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class TransferPlan:
         leaves, structure = leaves_of(tree)
         _check_structure(leaves, structure, self._structure, self._paths, "the plan")
         if problems := [p for i, tensor in self._tensors.items() for p in _differences_from_plan(leaves[i], tensor)]:
-            raise ValueError(listed("transfer", problems, None))
+            raise ValueError(list_problems("transfer", problems, None))
         values = [raw(leaf.value) for leaf in leaves]
         before = self._sums(values) if check else {}
         found = self._carry_out(values, donate)
@@ -141,7 +141,7 @@ class TransferPlan:
             for path, a in before.items()
             if a != after[path]
         ]:
-            raise RuntimeError(listed("transfer", problems, None))
+            raise RuntimeError(list_problems("transfer", problems, None))
         return jax.tree.unflatten(structure, [wrap_like(x, leaf.value) for x, leaf in zip(found, leaves, strict=True)])
 
     def _carry_out(self, values: Sequence[Any], donate: bool) -> list[Any]:
@@ -158,7 +158,9 @@ class TransferPlan:
             arrived.update(zip(waiting, new, strict=True))
             jax.block_until_ready(last)
             for x, copy in zip(*last, strict=True) if donate else ():
-                _delete_unshared(x, copy, owners)
+                own = _buffer_addresses(x)
+                if own and own.isdisjoint(_buffer_addresses(copy)) and all(owners[b] == 1 for b in own):
+                    x.delete()
             last = old, new
         return [arrived[keys[i]] if i in keys else x for i, x in enumerate(values)]
 
@@ -220,7 +222,8 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
             )
         elif leaf.shape is not None:
             for which, x in (("source", raw(leaf.value)), ("target", raw(goal.value))):
-                if not isinstance(x, np.ndarray if which == "source" else ()) and not _has_devices(present_sharding(x)):
+                on_host, has = isinstance(x, np.ndarray) and which == "source", present_sharding(x)
+                if not on_host and (has is None or isinstance(getattr(has, "mesh", None), AbstractMesh)):
                     problems.append(
                         f"{leaf.path} has no devices in the {which}. Place it by "
                         f"`axonym.shard({which}, placement, mesh)`."
@@ -228,7 +231,7 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
             _refuse_padded("transfer", goal)
             targets[i] = present_sharding(goal.value)
     if problems:
-        raise ValueError(listed("transfer", problems, None))
+        raise ValueError(list_problems("transfer", problems, None))
     return _make_plan("transfer", leaves, structure, targets, piece_bytes)
 
 
@@ -324,15 +327,8 @@ def _moved_arrays(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]
         return arrays
     if tensor.route is None:
         may_alias = None if donate else False
-        return [jax.device_put(without_cache(emptied(x)), tensor.target, may_alias=may_alias) for x in arrays]
-    return copied(arrays, tensor.route, reuse=donate)
-
-
-def _delete_unshared(x: Any, copy: Any, owners: Mapping[Any, int]) -> None:
-    """Delete an array that shares memory with no other one, nor with its copy."""
-    own = _buffer_addresses(x)
-    if own and own.isdisjoint(_buffer_addresses(copy)) and all(owners[b] == 1 for b in own):
-        x.delete()
+        return [jax.device_put(without_cache(renew_if_empty(x)), tensor.target, may_alias=may_alias) for x in arrays]
+    return copy_along_route(arrays, tensor.route, reuse=donate)
 
 
 def _buffer_addresses(x: Any) -> set[tuple[Any, int]]:
@@ -372,11 +368,8 @@ def _differences_from_plan(leaf: Leaf, tensor: _Tensor) -> list[str]:
     if tensor.source is None or any(d.process_index == jax.process_index() for d in tensor.source.device_set):
         _check_values("transfer", leaf)
     has = present_sharding(leaf.value)
-    if (
-        tensor.source is None
-        or has == tensor.source
-        or (has and has.is_equivalent_to(tensor.source, len(tensor.shape)))
-    ):
+    planned = tensor.source
+    if planned is None or has == planned or (has and has.is_equivalent_to(planned, len(tensor.shape))):
         return []
     return [f"{leaf.path} has the sharding {has}, and was planned with {tensor.source}. Plan again."]
 
@@ -386,12 +379,8 @@ def _check_values(what: str, leaf: Leaf) -> None:
         raise TypeError(f"{what}: {leaf.path} has no values to move. Call it outside of jit, with arrays.")
 
 
-def _has_devices(sharding: Any) -> bool:
-    return sharding is not None and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-
-
 def _describe_leaf(leaf: Leaf) -> str:
-    return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{described(leaf)}"
+    return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{describe_leaf(leaf)}"
 
 
 def _plan_fingerprint(tensor: _Tensor) -> str:

@@ -67,7 +67,7 @@ class CarryShardingChanged(Exception):
         self.varying = varying
 
 
-def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
+def run_settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
     """Trace a loop with a carry that starts out with its final sharding and device-varying type.
 
     On Explicit mesh axes the sharding is part of the type, and inside `shard_map` so is whether a value is
@@ -76,7 +76,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
     attempts; a step that replicates an axis again raises an error.
 
     Arguments:
-        run: a function that traces the loop, with a body that calls `conform` with `settles`.
+        run: a function that traces the loop, with a body that calls `conform_to_spec` with `settles`.
     """
     start = list(carry)
     attempted = False
@@ -96,7 +96,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
             ) from refusal
 
 
-def conform(
+def conform_to_spec(
     what: str, words: MismatchMessages, spec: TreeSpec, types: Sequence[Any], tree: Any, *, settles: bool = False
 ) -> list[Any]:
     """Check that a tree has the required spec, and return its arrays in the layout of that spec.
@@ -109,7 +109,7 @@ def conform(
         spec: the spec it must have.
         types: the types its arrays must have.
         settles: the tree is the carry of a loop. A weak type among `types`, from a Python number, becomes the dtype of
-            the tree, and `settled` starts the loop with the sharding and device-varying type of the tree.
+            the tree, and `run_settled` starts the loop with the sharding and device-varying type of the tree.
     """
     arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
@@ -120,7 +120,8 @@ def conform(
         if isinstance(slot, StaticLeaf) or isinstance(new, StaticLeaf):
             before = slot if isinstance(slot, StaticLeaf) else next(expected)
             after = new if isinstance(new, StaticLeaf) else next(given)
-            if not _same_static(before, after):
+            both = isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)
+            if not both or not (before.value is after.value or before == after):
                 problems.append(
                     (i, f"{_describe_slot(slot, before)} and {words.after} {_describe_slot(new, after)}", _STATIC)
                 )
@@ -139,18 +140,13 @@ def conform(
         result.append(after)
     if problems:
         paths = spec.paths()
-        raise TypeError(_list_problems(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
+        lines = [f"{words.tree}{paths[i]} {words.before} {shown}. {remedy}" for i, shown, remedy in problems]
+        raise TypeError("\n  ".join([f"{what}:", *lines]) if len(lines) > 1 else f"{what}: {lines[0]}")
     if moved:
         pairs = [(before, jax.typeof(x)) for before, x in zip(types, result, strict=True)]
         added = [sorted(varying_axes(after) - varying_axes(before)) for before, after in pairs]
         raise CarryShardingChanged([tuple(after.sharding.spec) for _, after in pairs], added)
     return result
-
-
-def _same_static(before: Any, after: Any) -> bool:
-    if not (isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)):
-        return False
-    return before.value is after.value or before == after
 
 
 def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
@@ -159,7 +155,7 @@ def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after:
         return False
     was, now = _explicit_entries(before), _explicit_entries(after)
     same_dtype = before.dtype == after.dtype or _takes_dtype_of(before, after)
-    # A prefix: mesh axes may only be added, so that `settled` ends.
+    # A prefix: mesh axes may only be added, so that `run_settled` ends.
     return same_dtype and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
 
 
@@ -237,11 +233,6 @@ def _describe_slot(slot: Slot, leaf: Any) -> str:
     return _describe_type(slot, leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf))
 
 
-def _list_problems(what: str, words: MismatchMessages, problems: Sequence[tuple[str, str, str]]) -> str:
-    lines = [f"{words.tree}{path} {words.before} {shown}. {remedy}" for path, shown, remedy in problems]
-    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what}:" + "".join(f"\n  {line}" for line in lines)
-
-
 def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: TreeSpec) -> str:
     before, after = spec.paths(), found.paths()
     gone = [p for p in before if p not in after]
@@ -250,8 +241,8 @@ def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: 
     if not gone and not new:
         was, became = _where_they_differ(spec.structure, found.structure)
         return f"{start}, but a part of it {words.before} {was} and {words.after} {became}."
-    parts = [f"{_list_paths(words, gone)} {words.only_before}"] if gone else []
-    parts += [f"{_list_paths(words, new)} {words.only_after}"] if new else []
+    sides = (gone, words.only_before), (new, words.only_after)
+    parts = [f"{', '.join(f'{words.tree}{p}' for p in paths)} {said}" for paths, said in sides if paths]
     return f"{start}, but {' and '.join(parts)}."
 
 
@@ -259,12 +250,7 @@ def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
     """Find the smallest parts in which two structures differ."""
     # JAX compares only complete structures, whose text would bury the difference.
     while True:
-        pairs = list(zip(a.children(), b.children(), strict=False))
-        differing = [(x, y) for x, y in pairs if x != y]
+        differing = [(x, y) for x, y in zip(a.children(), b.children(), strict=False) if x != y]
         if a.node_data() != b.node_data() or not differing:
             return a, b
         a, b = differing[0]
-
-
-def _list_paths(words: MismatchMessages, paths: Sequence[str]) -> str:
-    return ", ".join(f"{words.tree}{path}" for path in paths)

@@ -326,7 +326,9 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
     if in_axes is None or out_axes is None:
         raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j', or both in_axes and out_axes.")
     given = [in_axes] if isinstance(in_axes, (str, Axis, Mapping)) else list(in_axes)
-    results = list(out_axes) if _is_several(out_axes) else [out_axes]
+    results: list[Any] = [out_axes]
+    if not isinstance(out_axes, (str, Axis, Mapping)) and not all(isinstance(a, (str, Axis)) for a in out_axes):
+        results = list(out_axes)  # selections for several results
     chosen = [None if a is None else selectors(a) for a in (*given, *results)]
     terms = [None if c is None else tuple(map(name_of, c)) for c in chosen]
     for term in terms:
@@ -334,11 +336,6 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
     sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
     outputs = tuple(term for term in terms[len(given) :] if term is not None)
     return _Signature(tuple(terms[: len(given)]), outputs, tuple(sized.items()))
-
-
-def _is_several(out_axes: Any) -> bool:
-    """Return whether these are selections for several results, rather than the selection of a single one."""
-    return not isinstance(out_axes, (str, Axis, Mapping)) and any(not isinstance(a, (str, Axis)) for a in out_axes)
 
 
 def _words_of(expression: parsing.Expression, term: parsing.Term) -> Names:
@@ -412,7 +409,10 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
         try:
             results = fn(*args, **kwargs)
         except Exception as e:
-            e.add_note(_describe_arguments(what, own, operands, mapped))
+            types = zip(own, map(jax.typeof, operands), strict=True)
+            listed = ", ".join(f"{t.dtype}{errors.describe_axes(n, t.shape)}" for n, t in types)
+            over = f", mapped over {errors.describe_axes(mapped)}" if mapped else ""
+            e.add_note(f"{what}: raised by the function on {listed}{over}.")
             raise
         results = _checked_results(what, signature, axes, operands, results)
         _mapped_axis.check_placed_elsewhere(what, sizes, _named_arrays(operands, own), _named_arrays(results, out_own))
@@ -449,14 +449,6 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
         selection=sized,
         keep_unused=False,
     )
-
-
-def _describe_arguments(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
-    """Describe the arguments of the function."""
-    types = [jax.typeof(x) for x in operands]
-    listed = ", ".join(f"{t.dtype}{errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
-    over = f", mapped over {errors.describe_axes(mapped)}" if mapped else ""
-    return f"{what}: raised by the function on {listed}{over}."
 
 
 def _named_arrays(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
@@ -517,11 +509,12 @@ def _checked_results(
     what: str, signature: _Signature, axes: Mapping[str, AxisSelector], operands: Sequence[Any], results: Any
 ) -> list[Any]:
     """Check that the results of the function are arrays with the axes of the spec."""
-    if isinstance(results, (tuple, list)) != signature.several:
-        raise TypeError(f"{what}: the function returned {_describe_results(results)}, {_wanted_results(signature)}.")
-    found = list(results) if signature.several else [results]
-    if len(found) != len(signature.outputs):
-        raise ValueError(f"{what}: the function returned {_describe_results(results)}, {_wanted_results(signature)}.")
+    is_several, count = isinstance(results, (tuple, list)), len(signature.outputs)
+    if is_several != signature.several or (is_several and len(results) != count):
+        kind = ValueError if is_several == signature.several else TypeError
+        wanted = errors.counted(count, "result")
+        raise kind(f"{what}: the function returned {_describe_results(results)}, where the spec has {wanted}.")
+    found = list(results) if is_several else [results]
     sizes = {
         w: s for term, x in zip(signature.terms, operands, strict=True) for w, s in zip(term, x.shape, strict=True)
     }
@@ -550,10 +543,6 @@ def _describe_results(results: Any) -> str:
     if isinstance(results, (tuple, list)):
         return errors.counted(len(results), "result")
     return "one array" if isinstance(results, jax.Array) else f"a {type(results).__name__}"
-
-
-def _wanted_results(signature: _Signature) -> str:
-    return f"where the spec has {len(signature.outputs)} result{'s' if signature.several else ''}"
 
 
 def _raise_lacking(what: str, in_names: Sequence[Names], own: Sequence[Names], arrays: Sequence[Any]) -> None:

@@ -110,9 +110,10 @@ class ScanCheckpointPolicy:
         >>> jax.grad(step)(0.0, 2.0)
         Array(2., dtype=float32, weak_type=True)
         """
-        if self._keeps_everything:
-            return fn
         moves_carry, moves_inputs = self.save_carries == "offload", self.save_inputs == "offload"
+        moves = self.offload_block_internals or moves_carry or moves_inputs
+        if self.disable or (self.save_block_internals is True and not moves):
+            return fn  # everything is kept
         moved = [n for n, moves in ((carry_name, moves_carry), (input_name, moves_inputs)) if moves]
         policy = self._kept(moved)
 
@@ -133,25 +134,18 @@ class ScanCheckpointPolicy:
         return step
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of internals in the policy."""
-        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        return () if self.disable else (*saved, *self.offload_block_internals)
-
-    @property
-    def _keeps_everything(self) -> bool:
-        nothing_moves = not self.offload_block_internals and "offload" not in (self.save_carries, self.save_inputs)
-        return self.disable or (self.save_block_internals is True and nothing_moves)
+    def _saved(self) -> Sequence[str]:
+        """Return the names of internals that stay on the device."""
+        return () if isinstance(self.save_block_internals, bool) else self.save_block_internals
 
     def _kept(self, moved: Sequence[str]) -> Callable[..., Any] | None:
         """Return the policy of `jax.checkpoint` that keeps the internals, and moves these names to the host."""
         policies = jax.checkpoint_policies
         moved = (*moved, *self.offload_block_internals)
-        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
         if not moved:
-            return policies.save_only_these_names(*saved) if saved else None
+            return policies.save_only_these_names(*self._saved) if self._saved else None
         by_name = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(saved),
+            names_which_can_be_saved=list(self._saved),
             names_which_can_be_offloaded=list(moved),
             offload_src="device",
             offload_dst="pinned_host",
@@ -196,8 +190,7 @@ def _policy_contradiction(policy: ScanCheckpointPolicy) -> str | None:
         return f"nested={policy.nested} is not a number of groups: use at least 2, True to have it chosen, or False."
     if internals is True and policy.save_carries is False:
         return "save_block_internals=True keeps everything, the carries too, so save_carries=False contradicts it."
-    twice = set(policy.offload_block_internals).intersection(() if isinstance(internals, bool) else internals)
-    if twice:
+    if twice := set(policy.offload_block_internals).intersection(policy._saved):
         return f"{errors.quoted(sorted(twice))} cannot be both saved on the device and offloaded to the host."
     return None
 
@@ -285,7 +278,8 @@ def checkpointed_scan(
         run = jax.checkpoint(run, policy=policy._kept(()))
     with _record_names() as given:
         result = run(carry, xs)
-    _warn_of_unknown(label, policy._names, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
+    wanted = () if policy.disable else (*policy._saved, *policy.offload_block_internals)
+    _warn_of_unknown(label, wanted, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
     return result
 
 
