@@ -32,7 +32,6 @@ from ..distribution import active_settings, output_sharding
 from ..distribution.active_settings import ACTIVE, Entry, Settings, active_mapping, intern_settings, is_mapped
 from ..distribution.axis_marks import is_marking, marked, marked_results
 from ..distribution.fsdp_ops import run_gathering_parameters
-from ..distribution.kept_shards import is_shard_of
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_in,
@@ -548,7 +547,7 @@ def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any],
     """Check the sizes of axes that the user selected with a size."""
     for axis in sized:
         found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
-        if found != axis.size and not is_shard_of(axis.name, found, axis.size):
+        if found != axis.size:
             places = [("the array", found), ("the argument", axis.size)]
             raise ValueError(errors.size_mismatch(what, axis.name, places))
 

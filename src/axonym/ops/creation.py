@@ -15,13 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..core import errors
 from ..core.jax_versions import INLINE
-from ..distribution.kept_shards import is_kept, kept_over, scope_of_shards
 from ..distribution.padded_array import refuse_padded
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
@@ -149,13 +147,6 @@ def arange(
     NamedArray(int32[x=2, y=2], [[0 1] [2 3]])
     """
     names, sizes = _layout("arange", _kernels.hashable(axis))
-    if len(names) == 1 and (over := kept_over(names[0])) is not None and not is_kept(names[0]):
-        with scope_of_shards({names[0]: sizes[0]}):
-            before = sizes[0] * jax.lax.axis_index(over) if over else np.int32(0)
-            count = wrap(_count_from(before, np.int32(1), sizes, None), names)
-        start, step = scalar("arange", "start", start), scalar("arange", "step", step)
-        found: Any = start + step * count
-        return found.astype(jnp.result_type(start, step) if dtype is None else dtype)
     if type(start) is int and type(step) is int and start == 0 and step == 1:
         return new_array("arange", _count, names, sizes, shape=sizes, dtype=dtype)
     start, step = scalar("arange", "start", start), scalar("arange", "step", step)

@@ -13,10 +13,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from ..axis import AxisSelector, Names, name_of, selectors
+from ..axis import AxisSelector, Names
 from ..core import errors
-from ..distribution.kept_shards import in_pipeline, is_kept, kept_over, reduced_over, scope_of_shards
-from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from . import _kernels, _prefixes
@@ -73,14 +71,6 @@ def _reduce_leaf(
             + errors.under_tree_map()
         )
     axis = _kernels.hashable(axis)
-    # A pipeline may hand its layers shards of the axis. Their results are then combined over the mesh axes of `over`.
-    if fn is _logsumexp and in_pipeline() and not options and not [n for n in array.names if is_kept(n)]:
-        reduced = array.names if axis is None else [*map(name_of, selectors(axis))]
-        sizes = {n: size for n, size in array.shape.items() if n in reduced and kept_over(n) is not None}
-        if sizes:
-            over = ("over", tuple(a for n in sizes for a in reduced_over(n, array.names) or ()))
-            with scope_of_shards(sizes):
-                return _reduce_leaf(fn, name, array, axis, where, native, (over,))
     if where is None:
         kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)
         return kernel.apply(array.array)
@@ -200,17 +190,6 @@ def _only(x: Any, where: Any) -> Any:
     return x if where is None else jnp.where(where, x, jnp.nan)
 
 
-def _logsumexp(x: Any, axis: Any = None, where: Any = None, over: Axes = ()) -> jax.Array:
-    """Compute the logarithm of a sum of exponentials, also over the shards along some mesh axes."""
-    if not over:
-        return jax.nn.logsumexp(x, axis=axis, where=where)
-    wide = at_least_float32(x)
-    largest = jax.lax.pmax(jax.lax.stop_gradient(_max(wide, axis, where)), over)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    terms = jnp.exp(wide - jnp.expand_dims(largest, axis))
-    return (largest + jnp.log(jax.lax.psum(jnp.sum(terms, axis=axis, where=where), over))).astype(x.dtype)
-
-
 def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compute small floats in float32 unless a dtype is given: in float16, counts, sums and variances overflow."""
 
@@ -244,7 +223,7 @@ nanstd = _spread("nanstd", _wide(jnp.nanstd), "Compute the standard deviation of
 nanvar = _spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
 std = _spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
 var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _plain("logsumexp", _logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+logsumexp = _plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 # fmt: on
 
 

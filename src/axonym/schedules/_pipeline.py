@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Axis
+from ..core.tree_spec import flatten_arrays
 from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_count
 from ..distribution.on_shards import NeedsCompleteAxes
 from ..distribution.per_device import vary_like
@@ -56,7 +57,7 @@ def fold_in_stages(
     else:
         inside = then if not isinstance(schedule, GPipe) else None
         groups = stacked, carry, (tuple(args), dict(kwargs)), tuple(then_args) if inside else ()
-        result = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages, groups).run()
+        result = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages, groups).run(groups)
         if inside is not None:
             return result
     return result if then is None else then(result, *then_args)
@@ -65,16 +66,17 @@ def fold_in_stages(
 class _Pipeline(KeptAxes):
     """A call of a pipeline, while its mapping is active."""
 
-    def run(self) -> Any:
+    def run(self, groups: Sequence[Any]) -> Any:
+        arrays = [flatten_arrays(group)[0] for group in groups]
         self._kept = self._keep()
         try:
             self._place()
         except NeedsCompleteAxes as error:
             raise self._refusal(error) from None
         if self._then is not None:
-            return self._per_device(self._on_device, PartitionSpec())
-        results = self._per_device(self._on_device, tuple(self._specs[1]))
-        return self._trees[1].unflatten(map(self._sharded_like, results, self._arrays[1], self._specs[1]))
+            return self._per_device(self._on_device, arrays, PartitionSpec())
+        results = self._per_device(self._on_device, arrays, tuple(self._specs[1]))
+        return self._trees[1].unflatten(map(self._sharded_like, results, self._types[1], self._specs[1]))
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1
@@ -91,7 +93,8 @@ class _Pipeline(KeptAxes):
         else:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
-        alike = self._alike(a for spec in self._specs[1] for a in axes_in(spec))
+        shards = (a for spec in self._specs[1] for a in axes_in(spec))
+        alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *shards}))
         # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
         # with the same results, one may count.
         here = jax.lax.axis_index(stages) == last
@@ -244,7 +247,7 @@ class _Pipeline(KeptAxes):
             ]
             for group, xs in ((0, stacked), (2, rest))
         ]
-        dtype = jnp.float32 if given is not None else jax.eval_shape(self._call_then, first, head, 0).dtype
+        dtype = jnp.float32 if given is not None else jax.eval_shape(self._value, first, head, 0).dtype
         total = vary_like(jnp.zeros((), dtype), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
         (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))
