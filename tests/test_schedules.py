@@ -488,6 +488,8 @@ def test_schedule(rounds: int) -> None:
         (lambda: OneFOneB(4, rounds=0), "at least one round, got 0"),
         (lambda: GPipe(0), "at least one microbatch, got 0"),
         (lambda: OneFOneB(2, gather=cast(Any, "never")), "not 'never'"),
+        (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(2, keep_sharded=["poss"])),
+         "keeps 'poss' sharded, and there is no such axis.*'pos'"),
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=OneFOneB(2), then=lambda y: y), "`then` must return one number"),
     ],
 )  # fmt: skip
