@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 import axonym as axn
@@ -487,6 +488,8 @@ def test_schedule(rounds: int) -> None:
         (lambda: OneFOneB(4, rounds=0), "at least one round, got 0"),
         (lambda: GPipe(0), "at least one microbatch, got 0"),
         (lambda: OneFOneB(2, gather=cast(Any, "never")), "not 'never'"),
+        (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(2, keep_sharded=["poss"])),
+         "keeps 'poss' sharded, and there is no such axis.*'pos'"),
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=OneFOneB(2), then=lambda y: y), "`then` must return one number"),
     ],
 )  # fmt: skip
@@ -572,7 +575,7 @@ def test_what_jax_keeps_for_derivatives_has_no_tracers(step: Any) -> None:
         jitted.trace(*axn.shard(arguments_of(step)))
     kept = [x for x in gc.get_objects() if isinstance(x, _Pipeline)]
     folds = [cell.cell_contents for x in kept for cell in x._fold.__closure__ or ()]
-    assert kept and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves([*map(vars, kept), *folds]))
+    assert kept and not any(isinstance(x, Tracer) for x in jax.tree.leaves([*map(vars, kept), *folds]))
 
 
 def test_layers_in_a_sequence_have_no_stages() -> None:

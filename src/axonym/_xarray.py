@@ -16,7 +16,7 @@ import numpy as np
 
 from .core import errors
 from .named_array import NamedArray
-from .sharding.placement import Placement, listed
+from .sharding.placement import Placement, list_problems
 from .sharding.shard import shard, to_host
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
     problems: list[str] = []
     found = _from_xarray(data, problems)
     if problems:
-        raise TypeError(listed("from_xarray", problems, None))
+        raise TypeError(list_problems("from_xarray", problems, None))
     arrays = jax.tree.map(jnp.asarray, found) if placement is None else shard(found, placement)
     if isinstance(found, dict):
         arrays = {name: arrays[name] for name in found}  # JAX sorts the keys of trees

@@ -25,6 +25,7 @@ from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
+from .ops._blockwise import pencils
 from .ops._op_types import publish
 from .ops._operands import (
     as_float,
@@ -35,7 +36,6 @@ from .ops._operands import (
     require_subset,
     static_number,
 )
-from .ops._pencils import pencils
 
 __all__ = [
     "cholesky",

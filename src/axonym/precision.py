@@ -50,7 +50,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _floating(field.name, getattr(self, field.name)))
+            given = getattr(self, field.name)
+            dtype = jnp.dtype(_parsed(given, given) if isinstance(given, str) else given)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"precision: `{field.name}` must be a floating-point dtype, got {dtype}.")
+            object.__setattr__(self, field.name, dtype)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -175,15 +179,6 @@ def _parsed(name: str, text: str) -> Any:
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
         known = (*_SHORT.values(), *_SHORT, "half")
         raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
-
-
-def _floating(what: str, dtype: Any) -> np.dtype:
-    if isinstance(dtype, str):
-        dtype = _parsed(dtype, dtype)
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"precision: `{what}` must be a floating-point dtype, got {dtype}.")
-    return dtype
 
 
 def _cast(tree: Any, dtype: np.dtype) -> Any:

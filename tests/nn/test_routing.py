@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym import nn
-from axonym.nn import routing
+from axonym.nn import moe, routing
 from axonym.testing import check_shard_invariance
 from tests.executed import executed
 from tests.helpers import assert_named, spec
@@ -97,6 +98,20 @@ def test_on_a_mesh(mapping: dict[str, Any], mesh: Mesh, expected: Any) -> None:
             close(found, wanted)
             if mesh.axis_types[0] is AxisType.Explicit:
                 assert spec(found[0][1])[0] == mapping.get("tokens")
+
+
+def test_the_kernel_for_tpus(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megablox, simulated: on complete rows and experts it is right, and on shards of them it is refused by name."""
+    monkeypatch.setattr(moe, "active_platform", lambda: "tpu")
+    monkeypatch.setattr(moe, "_megablox", functools.partial(moe._megablox, interpret=True))
+    layers = [nn.MoELinear(x.weight, x.bias, x.Experts, x.In, x.Out, use_gmm=True) for x in (UP, DOWN)]
+    assert_named(mixture(layers, X, CHOSEN), mixture((UP, DOWN), X, CHOSEN), rtol=1e-4, atol=1e-5)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
+        arguments = axn.shard((layers, X, CHOSEN))
+        with pytest.raises(ValueError, match=r"MoELinear: .*\(`use_gmm`\) does not run where JAX tracks .* Leave"):
+            jax.jit(mixture)(*arguments)
+        with pytest.raises(ValueError, match=r"dispatch: `fn` gets some of the rows and experts here.*MoELinear"):
+            jax.jit(axn.shard_map(mixture, check_vma=False))(*arguments)
 
 
 def test_only_rows_move(mesh: Mesh) -> None:

@@ -210,7 +210,16 @@ class _Fields:
 
     def __init__(self, what: str, fields: Sequence[Any], boundary: Any):
         self.what, self.fields = what, [require_named(what, f) for f in fields]
-        self.check_sizes()
+        first: dict[str, tuple[int, int]] = {}
+        for i, f in enumerate(self.fields):
+            for n, size in f.shape.items():
+                known = first.setdefault(n, (i, size))
+                if known[1] != size:
+                    raise ValueError(
+                        f"{what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
+                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
+                        "one, and let the boundary of the field supply its values."
+                    )
         several = isinstance(boundary, Sequence) and not isinstance(boundary, str)
         every = boundary if several else [boundary] * len(fields)
         if len(every) != len(fields):
@@ -232,19 +241,6 @@ class _Fields:
         self.blocks: dict[str, Blocks] = collections.defaultdict(Blocks)
         for f in reversed(self.fields):  # where fields disagree, the first one counts
             self.blocks |= _blocks(what, f)
-
-    def check_sizes(self) -> None:
-        """Check that an axis has one size in all fields."""
-        first: dict[str, tuple[int, int]] = {}
-        for i, f in enumerate(self.fields):
-            for n, size in f.shape.items():
-                known = first.setdefault(n, (i, size))
-                if known[1] != size:
-                    raise ValueError(
-                        f"{self.what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
-                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
-                        "one, and let the boundary of the field supply its values."
-                    )
 
     def check_axes(self, axes: Iterable[AxisSelector]) -> None:
         """Check that fields have some axes, in their sizes."""
@@ -343,18 +339,17 @@ class _Fields:
         given = [
             self.with_halo(i, f, {n: w for n, w in depth.items() if n in f.names}) for i, f in enumerate(self.fields)
         ]
-        counted = {n: _counted(n) for n in depth if self.blocks[n].local > 1}
-        given = [self.apart(x, {n: c for n, c in counted.items() if n in x.names}) for x in given]
+        split = [n for n in depth if self.blocks[n].local > 1]
+        given = [self.apart(x, (n for n in split if n in x.names)) for x in given]
         sizes = {n: x.axis_size(n) for x in given for n in x.names}
-        with self.apart_mapping(counted):
+        with self.apart_mapping(split):
             result = fn(*given)
 
         def whole(x: Any) -> Any:
             if not isinstance(x, NamedArray):
                 return x
             for n, (before, after) in depth.items():
-                lost = [a for a in (n, counted.get(n, n)) if a not in x.names]
-                if lost:
+                if lost := [a for a in (n, _counted(n) if n in split else n) if a not in x.names]:
                     raise ValueError(
                         f"{self.what}: a result {errors.describe_shape(x.shape)} has no axis {lost[0]!r}. Every result "
                         f"has the axes of `depth` and depends on the fields; reduce {n!r} afterwards."
@@ -367,8 +362,8 @@ class _Fields:
                         f"{sizes[n] - before - after} elements with a halo of {before} before and {after} after, and "
                         f"returns {sizes[n]}, of which the halo is cut off, or {sizes[n] - before - after}."
                     )
-                if n in counted:
-                    x = x.flatten_axes((counted[n], n), n)
+                if n in split:
+                    x = x.flatten_axes((_counted(n), n), n)
             return x
 
         return jax.tree.map(whole, result, is_leaf=is_named_array)
@@ -378,10 +373,10 @@ class _Fields:
         over = {_counted(n): entry_of(self.blocks[n].axes) for n in axes} | dict.fromkeys(axes)
         return activate(changed(active_settings(), mapping={**active_mapping(), **over})) if axes else nullcontext()
 
-    def apart(self, x: NamedArray, counted: Mapping[str, str]) -> NamedArray:
+    def apart(self, x: NamedArray, axes: Iterable[str]) -> NamedArray:
         """Split axes into blocks, which have an axis of their own, and elements of a block."""
-        for n, name in counted.items():
-            x = x.unflatten_axis(n, (Axis(name, self.blocks[n].shards), n))
+        for n in axes:
+            x = x.unflatten_axis(n, (Axis(_counted(n), self.blocks[n].shards), n))
         return x
 
     def at(
@@ -435,7 +430,7 @@ class _Fields:
         """Return the values of the function of a boundary; it sees the edge of each block as if that were all."""
         if blocks.local == 1:
             return self.checked(n, side(edge), edge)
-        counted, names = _counted(n), list[str]()
+        names = list[str]()
 
         def of_one(x: jax.Array) -> jax.Array:
             one = wrap(x, edge.names)
@@ -445,8 +440,8 @@ class _Fields:
             return value.array
 
         with self.apart_mapping([n]):
-            found = jax.vmap(of_one, in_axes=edge.names.index(n))(self.apart(edge, {n: counted}).array)
-        return wrap(found, (counted, *names)).flatten_axes((counted, n), n)
+            found = jax.vmap(of_one, in_axes=edge.names.index(n))(self.apart(edge, [n]).array)
+        return wrap(found, (_counted(n), *names)).flatten_axes((_counted(n), n), n)
 
     def in_order(self, own: Mapping[str, Any], widths: Mapping[str, Widths]) -> list[str]:
         """Return the axes in the order of their boundaries, or sharded ones first if the order does not matter.

@@ -117,11 +117,7 @@ def apply_convolution(
 ) -> jax.Array:
     """Call `fn(x, weight, convolve)` with the function for one convolution that XLA partitions rightly.
 
-    Arguments:
-        in_names: the axes of `x` and `weight`; `out_names` are the axes of the result.
-        channels: the axis of `x` with the input channels.
-        spatial: the axes of the convolution.
-        known: the shardings of the arrays, as far as they are known.
+    `x` and `weight` have the axes `in_names`; of these, the input channels of `x`, and the axes of the convolution.
     """
     mesh = mesh_around([x, weight])
     convolve = convolve_at_once

@@ -42,19 +42,22 @@ def _apply(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: 
     return fn(a, *scalars, **options)
 
 
-def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> Unary:
+def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str, parameter: str = "a") -> Unary:
     def op(a: Any) -> Any:
         return _apply(fn, name, a)
+
+    def op_of_x(x: Any) -> Any:
+        return _apply(fn, name, x)
 
     doc = f"""{summary}
 
     Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
+        {parameter}: a named array, a scalar, a raw array, or a tree of them.
 
     >>> axn.nn.{name}(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [{shown}])
     """
-    return publish(op, name, __name__, doc)
+    return publish(op if parameter == "a" else op_of_x, name, __name__, doc)
 
 
 def _in_floats(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -76,8 +79,10 @@ hard_silu = _activation("hard_silu", jax.nn.hard_silu, "Multiply each element by
 hard_tanh = _activation("hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
 log_sigmoid = _activation("log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
 mish = _activation("mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
+quick_gelu = _activation("quick_gelu", lambda x: x * jax.nn.sigmoid(1.702 * x), "Approximate GELU with a sigmoid: x * sigmoid(1.702 x).", "-0.1542 1.9357", "x")
 relu = _activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
 relu6 = _activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
+relu_squared = _activation("relu_squared", _in_floats(lambda x: jnp.square(jax.nn.relu(x))), "Compute the square of `relu`.", "0. 4.", "x")
 selu = _activation("selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
 sigmoid = _activation("sigmoid", _in_floats(jax.nn.sigmoid), "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
 silu = _activation("silu", _in_floats(jax.nn.silu), "Multiply each element by its sigmoid.", "-0.2689 1.7616")
@@ -85,36 +90,6 @@ soft_sign = _activation("soft_sign", _in_floats(jax.nn.soft_sign), "Divide each 
 softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
 squareplus = _activation("squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
 # fmt: on
-
-
-# --- positional functions that JAX lacks ---
-
-
-def relu_squared(x: A) -> A:
-    """Compute the square of `relu`.
-
-    >>> axn.nn.relu_squared(axn.named([-1., 2.], "x"))
-    NamedArray(float32[x=2], [0. 4.])
-    """
-    return _apply(_relu_squared, "relu_squared", x)
-
-
-@_in_floats
-def _relu_squared(x: Any) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
-
-
-def quick_gelu(x: A) -> A:
-    """Approximate GELU with a sigmoid: x * sigmoid(1.702 x).
-
-    >>> axn.nn.quick_gelu(axn.named([-1., 2.], "x"))
-    NamedArray(float32[x=2], [-0.1542 1.9357])
-    """
-    return _apply(_quick_gelu, "quick_gelu", x)
-
-
-def _quick_gelu(x: Any) -> jax.Array:
-    return x * jax.nn.sigmoid(1.702 * x)
 
 
 # --- activations with options ---
@@ -188,7 +163,6 @@ def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
     """Multiply the first half of an axis by the sigmoid of the second half.
 
     Arguments:
-        x: a named array.
         axis: the axis, of even size; in the result it is half as long.
 
     >>> axn.nn.glu(axn.named([1., 2., 0., 0.], "x"), "x")

@@ -59,13 +59,8 @@ class BatchNorm(ModuleWithStateDictSerialization):
     Arguments:
         axis: the axis of the channels, which the statistics have.
         Batch: all other axes of the input, along which the statistics are computed: batch axes and spatial axes.
-        weight: the scale of each channel, or None.
-        bias: the shift of each channel, or None.
-        running: where the state keeps the running statistics.
-        eps: added to the variance, to avoid division by zero.
         momentum: the share of each batch in the running statistics, as in PyTorch. The momentum of Equinox and Flax is
             one minus this.
-        inference: whether to use the running statistics.
 
     >>> import equinox as eqx
     >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
@@ -126,13 +121,23 @@ class BatchNorm(ModuleWithStateDictSerialization):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         center, variance = old.running_mean, old.running_var
         if isinstance(inference, Tracer) or not inference:
-            center, variance, size = _statistics(wide, batch)
+            # Inside `shard_map`, a device has a shard of the batch.
+            shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
+            over = tuple(a for n in shards for a in sharded_over("BatchNorm", wide, n))
+
+            def average(x: NamedArray) -> NamedArray:
+                found = mean(x, batch)
+                return pmean(found, tuple(map(MeshAxis, over))) if over else found
+
+            center = average(wide)
+            variance = average(square(wide - center))
+            size = count(over) * math.prod(wide.axis_size(n) for n in batch)
             unbiased = variance * (size / max(size - 1, 1))
-            new = RunningStatistics(
-                _moved(old.running_mean, center, self.momentum),
-                _moved(old.running_var, unbiased, self.momentum),
-                old.num_batches_tracked + 1,
+            means, variances = (
+                (x + (jax.lax.stop_gradient(own) - x) * self.momentum).astype(x.dtype)
+                for x, own in ((old.running_mean, center), (old.running_var, unbiased))
             )
+            new = RunningStatistics(means, variances, old.num_batches_tracked + 1)
             if isinstance(inference, Tracer):
                 new = jax.tree.map(lambda a, b: jnp.where(inference, a, b), old, new)
                 center = where(inference, old.running_mean, center)
@@ -173,14 +178,10 @@ def with_state(model: T, state: eqx.nn.State) -> T:
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
 
-    def of_index(x: Any) -> Any:
-        return _index(x, state.get(x)) if _is_index(x) else x
+    def is_index(x: Any) -> bool:
+        return isinstance(x, eqx.nn.StateIndex)
 
-    return jax.tree.map(of_index, model, is_leaf=_is_index)
-
-
-def _is_index(x: Any) -> bool:
-    return isinstance(x, eqx.nn.StateIndex)
+    return jax.tree.map(lambda x: _index(x, state.get(x)) if is_index(x) else x, model, is_leaf=is_index)
 
 
 def _index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
@@ -198,22 +199,3 @@ def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
             "it. Pass `axonym.nn.with_state(model, state)`."
         )
     return found
-
-
-def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, NamedArray, int]:
-    """Return mean and variance along some axes, and of how many elements they are."""
-    # Inside `shard_map`, a device has a shard of the batch.
-    shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
-    over = tuple(a for n in shards for a in sharded_over("BatchNorm", x, n))
-
-    def average(x: NamedArray) -> NamedArray:
-        found = mean(x, batch)
-        return pmean(found, tuple(map(MeshAxis, over))) if over else found
-
-    center = average(x)
-    return center, average(square(x - center)), count(over) * math.prod(x.axis_size(n) for n in batch)
-
-
-def _moved(old: NamedArray, new: NamedArray, share: float) -> NamedArray:
-    """Move a running statistic towards the statistic of a batch, without a gradient with respect to the batch."""
-    return (old + (jax.lax.stop_gradient(new) - old) * share).astype(old.dtype)

@@ -205,7 +205,6 @@ def reduce_loss(
     """Reduce losses, as the loss functions do.
 
     Arguments:
-        array: the losses.
         reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
         where: the losses to include, by name.
         reduction_axis: the axes to reduce; all by default. `()` is the same as no reduction.

@@ -150,12 +150,27 @@ def _pool_kernel(
 
     def positional(x, *init):
         sizes = tuple(x.shape[names.index(n)] for n in along)
-        pads = _padding(sizes, window, strides, padding, use_ceil)
+        if padding == "SAME":
+            pads = tuple(map(same_padding, sizes, window, strides))
+        else:
+            pads = ((0, 0),) * len(sizes) if isinstance(padding, str) else padding
+            pads = tuple(map(_with_last_window, sizes, window, strides, pads)) if use_ceil else pads
         check_spans(what, along, sizes, window, pads)
         windows = _Windows(for_all_axes(window, 1), for_all_axes(strides, 1), for_all_axes(pads, (0, 0)))
         if init:
-            return _combined(x, jnp.asarray(init[0], x.dtype), reduction, windows)
-        _check_not_empty(what, along, window, pads)
+            # One elementwise operation for each position in the window: so the reduction can be any function, and the
+            # result is differentiable if that is. Not padded with `init` directly: JAX cannot differentiate
+            # `jax.lax.pad` for its padding value alone.
+            start = jnp.asarray(init[0], x.dtype)
+            inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
+            padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), start)
+            return functools.reduce(reduction, _each_position(padded, windows), start)
+        if wrong := [
+            f"{max(own)} for a window of {size} along {name!r}"
+            for name, size, own in zip(along, window, pads, strict=True)
+            if max(own) >= size
+        ]:
+            raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
         if reduction in _EXTREMES:
             return _window_reduce(x, *_EXTREMES[reduction], windows)
         return _mean(x, windows, count_padding=reduction == _WITH_PADDING)
@@ -173,12 +188,8 @@ class _Windows(NamedTuple):
 
     def along(self, axis: int) -> _Windows:
         """Return the windows along one axis only."""
-        axes = range(len(self.window))
-        return _Windows(
-            tuple(self.window[i] if i == axis else 1 for i in axes),
-            tuple(self.strides[i] if i == axis else 1 for i in axes),
-            tuple(self.padding[i] if i == axis else (0, 0) for i in axes),
-        )
+        each: Any = zip(self, (1, 1, (0, 0)), strict=True)
+        return _Windows(*(tuple(v if i == axis else none for i, v in enumerate(values)) for values, none in each))
 
     def overlap(self, shape: Sequence[int], axis: int) -> bool:
         """Return whether there are several windows along an axis, each at least two strides long."""
@@ -190,32 +201,11 @@ class _Windows(NamedTuple):
         return jax.lax.pad(set_apart(x), value, [(*pads, 0) for pads in self.padding])
 
 
-def _padding(
-    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], padding: Padding, use_ceil: bool
-) -> tuple[Pair, ...]:
-    if padding == "SAME":
-        return tuple(map(same_padding, sizes, window, strides))
-    given = ((0, 0),) * len(sizes) if isinstance(padding, str) else padding
-    if not use_ceil:
-        return given
-    return tuple(_with_last(*known) for known in zip(sizes, window, strides, given, strict=True))
-
-
-def _with_last(size: int, window: int, stride: int, padding: Pair) -> Pair:
+def _with_last_window(size: int, window: int, stride: int, padding: Pair) -> Pair:
     """Increase the padding at the end for a last window that starts before the end and extends beyond it."""
     before, after = padding
     last = -(-(size + before + after - window) // stride) * stride
     return (before, max(after, last + window - size - before)) if last < size + before else padding
-
-
-def _check_not_empty(what: str, names: Names, window: Sequence[int], padding: Sequence[Pair]) -> None:
-    wrong = [
-        f"{max(pads)} for a window of {size} along {name!r}"
-        for name, size, pads in zip(names, window, padding, strict=True)
-        if max(pads) >= size
-    ]
-    if wrong:
-        raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
 
 
 # --- the reductions ---
@@ -288,17 +278,6 @@ def _counts(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
     before, after = padding
     starts = np.arange(-before, size + after - window + 1, stride)
     return np.minimum(starts + window, size) - np.maximum(starts, 0)
-
-
-def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], windows: _Windows) -> jax.Array:
-    """Reduce windows as a sequence of elementwise operations, one for each position in the window.
-
-    So `fn` can be any function, and the result is differentiable if `fn` is.
-    """
-    # Not padded with `init` directly: JAX cannot differentiate `jax.lax.pad` for its padding value alone.
-    inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
-    padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), init)
-    return functools.reduce(fn, _each_position(padded, windows), init)
 
 
 def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:

@@ -178,8 +178,8 @@ def with_halo(
     axis: int,
     blocks: Blocks,
     widths: Widths,
-    kinds: Sequence[str | None],
-    values: Sequence[Any],
+    kinds: Sequence[str | None] = ("periodic", "periodic"),
+    values: Sequence[Any] = (None, None),
     held: bool = False,
 ) -> jax.Array:
     """Return an array with halos around the blocks of an axis; `halo_kernel` has the arguments."""
@@ -279,11 +279,7 @@ def neighbors_kernel(
 ) -> _kernels.Kernel:
     """Make a kernel that returns, for each offset, the element of blocks with halos that is so far from each element.
 
-    Arguments:
-        blocks: the blocks of each axis.
-        held: the widths of the halo along each axis.
-        kept: the widths of the halo that results have.
-        offsets: the offsets along each axis.
+    The halo has the widths `held` along each axis, and in the results the widths `kept`.
     """
 
     def positional(x):

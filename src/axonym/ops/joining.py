@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from ..axis import Axis, AxisSelection, AxisSelector, Names, interned, name_of
 from ..core import errors
+from ..core.jax_versions import set_apart
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
@@ -188,7 +189,7 @@ def _pad_kernel(
 
     def positional(x, *values):
         fill = {"constant_values": values if len(values) == 2 else values[0]} if values else {}
-        return jnp.pad(x, every, mode=mode, **fill, **keywords)
+        return jnp.pad(set_apart(x), every, mode=mode, **fill, **keywords)
 
     return _kernels.make_kernel("pad", positional, (names, *[()] * constants), names, selection=selection)
 
@@ -219,7 +220,7 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
             raise ValueError(
                 f"pad_left: axis {old!r} of size {x.shape[where]} is longer than {new_axis}. Slice it instead."
             )
-        return jnp.pad(x, [(missing if i == where else 0, 0) for i in range(x.ndim)], constant_values=value)
+        return jnp.pad(set_apart(x), [(missing if i == where else 0, 0) for i in range(x.ndim)], constant_values=value)
 
     successors = {old: (new_axis.name,)}
     return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, successors=successors)

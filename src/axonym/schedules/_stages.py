@@ -80,7 +80,7 @@ class Stages:
         def on_device(*shards: jax.Array) -> Any:
             return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
 
-        flat, specs = ([x for group in both for x in group] for both in (arrays, self._specs))
+        flat, specs = [*itertools.chain(*arrays)], [*itertools.chain(*self._specs)]
         return run_per_device(on_device, flat, specs, out_specs, self._mesh, axis_names=self._manual)
 
     # --- shardings ---

@@ -17,7 +17,7 @@ from ..distribution.padded_array import padded_array, stored
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.leaves import Leaf, child_of, leaves_of
-from ..sharding.placement import listed
+from ..sharding.placement import list_problems
 from ..tree import LayerStack
 from .load_context import LoadContext
 from .naming import converted_number, is_number, require_representable, same_kind
@@ -169,7 +169,7 @@ def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Seq
     context.add_unexpected(key for key in about if key not in keys)
     context.raise_problems()
     if problems:
-        raise ValueError(listed("restore_checkpoint", problems, None))
+        raise ValueError(list_problems("restore_checkpoint", problems, None))
     return jax.tree.unflatten(structure, found)
 
 

@@ -85,7 +85,11 @@ def restore_checkpoint(
     if not _is_complete(folder):
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
     if verify and (damage := damage_of(folder, jax.process_index(), jax.process_count())):
-        raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
+        others = (other for _, other in sorted(_complete(folder.parent), reverse=True) if other != folder)
+        intact = next((other for other in others if not damage_of(other)), None)
+        last = f"The last checkpoint beside it that is not damaged is {intact}."
+        last = "No other checkpoint beside it is known to be intact." if intact is None else last
+        raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {last}")
     about = stored_entries(folder)
     stored = as_stored(template, about, strict, ignore)
     with uneven_here("restore_checkpoint", uneven):
@@ -151,14 +155,6 @@ def _read_arrays(orbax: Any, path: str, what: Any) -> dict[str, jax.Array]:
             cause = cause.__cause__
         reason = re.split(r" \[\w+(?:\[\d+\])?='|\n", f"{type(cause).__name__}: {cause}")[0]
         raise ValueError(f"restore_checkpoint: {path} cannot be read: {reason.removesuffix('.')}.") from None
-
-
-def _last_intact(damaged: Any) -> str:
-    """Name the last undamaged checkpoint in the folder of a damaged one."""
-    for _, folder in sorted(_complete(damaged.parent), reverse=True):
-        if folder != damaged and not damage_of(folder):
-            return f"The last checkpoint beside it that is not damaged is {folder}."
-    return "No other checkpoint beside it is known to be intact."
 
 
 def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:

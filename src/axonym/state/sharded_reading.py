@@ -19,7 +19,7 @@ from ..distribution.padded_array import PaddedArray, padded_array, stored, with_
 from ..named_array import is_jax_array_like, raw, wrap_like
 from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, in_trace, required_mesh, with_devices
-from ..sharding.placement import Placement, listed, present_sharding, resolve, shardings_in
+from ..sharding.placement import Placement, list_problems, present_sharding, resolve, shardings_in
 from ..sharding.shard import padded_shape, shard
 from .lazy_arrays import (
     LazyArray,
@@ -53,7 +53,7 @@ def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | Non
         # After a problem nothing more is read, but the other problems are still found.
         results.append(value if problems else wrap_like(_put(leaf, raw(value), sharding), value))
     if problems:
-        raise ValueError(listed(what, problems, None))
+        raise ValueError(list_problems(what, problems, None))
     return jax.tree.unflatten(structure, results)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -42,8 +42,6 @@ def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: Na
     """Make a mask with which each query attends to the keys at its own position and before.
 
     Arguments:
-        QPos: the axis of query positions.
-        KPos: the axis of key positions.
         q_start: the position of the first query: a number, or a named array with one for each example of a batch.
         k_start: the position of the first key, likewise.
 
@@ -98,7 +96,7 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
     operands = [operand(x) for x in numbers]
     axes = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
     along_sequence = active_mapping() and not {*mapped_axes(axes[0].name)}.isdisjoint(mapped_axes(axes[1].name))
-    placed = _replicated(*axes) if along_sequence else contextlib.nullcontext()
+    placed = _replicated(axes if along_sequence else ())
     if any(names for _, names in operands):
         batch = {n: size for x, names in operands for n, size in zip(names, jnp.shape(x), strict=False)}
         axes = *map(Axis, batch, batch.values()), *axes
@@ -107,9 +105,9 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
         return kernel.apply(*(x for x, _ in operands))
 
 
-def _replicated(*axes: Axis) -> contextlib.AbstractContextManager[Any]:
-    """Replicate new arrays along some axes, in a with-block."""
-    return axis_mapping(dict.fromkeys(axes), merge=True)
+def _replicated(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[Any]:
+    """Replicate new arrays along some axes, if there are any, in a with-block."""
+    return axis_mapping(dict.fromkeys(axes), merge=True) if axes else contextlib.nullcontext()
 
 
 @_kernels.shared("axes", "in_names")
@@ -136,7 +134,6 @@ class Causal(eqx.Module):
     mask of a `KVCache`.
 
     Arguments:
-        QPos: the axis of query positions.
         window: the largest number of keys that a query attends to, including its own position; all by default.
         also: a further mask, true where attention is allowed.
         segments: the number of the segment that each position is in, if sequences are packed: queries attend only to
@@ -176,10 +173,8 @@ class Causal(eqx.Module):
         """
         # Queries of any number can attend, such as a single new one, also if it does not fit the mesh.
         mesh = current_mesh() if active_mapping() else None
-        uneven = (
-            [] if mesh is None else [a for a in (QPos, KPos) if not fits(entries_by_name([a.name]), [a.size], mesh)]
-        )
-        with _replicated(*uneven) if uneven else contextlib.nullcontext():
+        uneven = [a for a in (QPos, KPos) if mesh is not None and not fits(entries_by_name([a.name]), [a.size], mesh)]
+        with _replicated(uneven):
             mask = causal_mask(QPos, KPos) if self.window is None else sliding_window_mask(QPos, KPos, self.window)
         further = self.further(KPos.name)
         return mask if further is None else _combined(logical_and, mask, further)

@@ -267,11 +267,9 @@ def apply_rotary(
     Angles and products are computed in float32 at least; the result has the dtype of `x`.
 
     Arguments:
-        x: queries or keys.
         HeadDim: the axis of features.
         positions: the position of each query or key, along axes of `x`. An axis stands for positions from 0 along that
             axis.
-        config: the frequencies.
 
     >>> x = axn.named([[1.0, 0.0], [1.0, 0.0]], ("pos", "head_size"))
     >>> axn.nn.attention.apply_rotary(x, "head_size", "pos")
