@@ -489,6 +489,13 @@ def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> Non
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
 
 
+def _means_of_pairs(rows: axn.NamedArray) -> axn.NamedArray:
+    """Return the mean of two neighbouring rows in the place of both."""
+    x = rows.array
+    pairs = x.reshape(-1, 2, *x.shape[1:])
+    return axn.named(jnp.broadcast_to(pairs.mean(1, keepdims=True), pairs.shape).reshape(x.shape), rows.names)
+
+
 Row1 = axn.Axis("one", 1)
 OF_EXPERTS: dict[str, tuple[Any, str]] = {
     # Those of a device get what those of all devices would: the result, and the reason of a refusal.
@@ -513,6 +520,7 @@ OF_EXPERTS: dict[str, tuple[Any, str]] = {
             rows, sizes + axn.named(jnp.arange(sizes.axis_size("experts")), "experts") * 0
         ), r"'add' .* uses the numbers of rows"
     ),
+    "pairs of rows": (lambda up, bias, rows, sizes: up(_means_of_pairs(rows), sizes), "'reshape' .* each row"),
     "a running sum of rows": (lambda up, bias, rows, sizes: axn.cumsum(up(rows, sizes), "rows"), "each row"),
     "a place among the rows": (
         lambda up, bias, rows, sizes: up(rows, sizes) + axn.arange(rows.resolve_axis("rows")), "each row"

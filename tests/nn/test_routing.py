@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -458,3 +459,35 @@ def test_a_mixture_with_its_router(mesh: Mesh) -> None:
     wanted = compute(model, X)
     with jax.set_mesh(mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
         close(axn.to_host(compute(*axn.shard((model, X)))), wanted)
+
+
+@jax.custom_vjp
+def _clipped(x: jax.Array) -> jax.Array:
+    return x * 1.0
+
+
+def _norm_of_one(_: None, g: jax.Array) -> tuple[jax.Array]:
+    return (g / jnp.linalg.norm(g),)
+
+
+_clipped.defvjp(lambda x: (x * 1.0, None), _norm_of_one)
+
+
+def test_a_derivative_that_needs_the_gradient_of_all_rows_is_refused() -> None:
+    """On rows it is right; of a parameter, each device would have the gradient by its own rows."""
+
+    def step(layers: Any, x: axn.NamedArray, of_rows: bool) -> jax.Array:
+        def fn(layers: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+            up = layers[0]
+            if of_rows:
+                return up(axn.named(jax.vmap(_clipped)(rows.array), rows.names), sizes)
+            weight = axn.named(_clipped(up.weight.array), up.weight.names)
+            return dataclasses.replace(up, weight=weight)(rows, sizes)
+
+        return axn.sum(axn.sin(nn.dispatch(fn, layers, x, CHOSEN, Experts))).scalar()
+
+    expected = jax.jit(jax.grad(functools.partial(step, of_rows=True)))((UP,), X)
+    with jax.set_mesh(axn.make_mesh({"expert": 4})), axn.axis_mapping({"tokens": "expert", "experts": "expert"}):
+        close(jax.jit(jax.grad(functools.partial(step, of_rows=True)))(*axn.shard(((UP,), X))), expected)
+        with pytest.raises(ValueError, match=r"'mul' in test_routing.py:\d+ is no function of each row alone"):
+            jax.jit(jax.grad(functools.partial(step, of_rows=False)))(*axn.shard(((UP,), X)))
