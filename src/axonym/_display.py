@@ -180,7 +180,9 @@ def array_html(x: NamedArray) -> str:
     if shape is None or isinstance(x.array, NamedArray) or not hasattr(x.array, "dtype") or len(shape) != len(x.names):
         return styled(code(describe_array(x)))
     shown = shown_array(Leaf((), x, x.names, tuple(shape)))
-    return styled(element("div", shown.line(Words(shown.mesh), shown.lies(), _LARGE), class_="leaf"), _values(x.array))
+    return styled(
+        element("div", shown.line(Words(shown.mesh), shown.lies(), _LARGE), class_="leaf"), _listed_values(x.array)
+    )
 
 
 def styled(*parts: str | None) -> str:
@@ -195,7 +197,7 @@ def _notebook_style() -> Html:
     return Html(" ".join(style.split()))
 
 
-def _values(array: Any) -> Html | None:
+def _listed_values(array: Any) -> Html | None:
     is_there = isinstance(array, jax.Array) and not isinstance(array, Tracer) and not array.is_deleted()
     if is_there and not getattr(array, "is_ready", lambda: True)():  # which arrays of keys lack
         return None
@@ -337,15 +339,17 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     examined = examine(tree, placement, mesh, "debug.show")
     leaves, wrong = [leaf for leaf in examined.leaves if leaf.shape is not None], dict(examined.problems)
     arrays = tuple(
-        shown_array(leaf) if leaf.spec is None or leaf.path in wrong else _placed(leaf, leaf.spec, leaf.mesh or mesh)
+        shown_array(leaf)
+        if leaf.spec is None or leaf.path in wrong
+        else _placed_leaf(leaf, leaf.spec, leaf.mesh or mesh)
         for leaf in leaves
     )
-    entries = _entries(mappings, [set(leaf.names or ()) for leaf in leaves])
+    entries = _entries_of_axes(mappings, [set(leaf.names or ()) for leaf in leaves])
     return Shown(title, arrays, sizes, entries, tuple(dict.fromkeys(wrong.values())), True)
 
 
 def _mapping_alone(mapping: Mapping[Any, Any], mesh: Mapping[str, int]) -> Shown:
-    entries = _entries([normalize_mapping(mapping, "debug.show")], None)
+    entries = _entries_of_axes([normalize_mapping(mapping, "debug.show")], None)
     unknown = {a for over, _ in entries.values() for axes in over for a in axes if mesh and a not in mesh}
     problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, mesh)}" for a in sorted(unknown))
     return Shown("", (), mesh, entries, problems, False)
@@ -438,11 +442,11 @@ class Shown:
         return f"not reached: {', '.join(paths)}, {describe_bytes(sum(x.bytes for x in left))} on each device"
 
 
-def _placed(leaf: Leaf, spec: PartitionSpec, mesh: AnyMesh) -> ShownArray:
+def _placed_leaf(leaf: Leaf, spec: PartitionSpec, mesh: AnyMesh) -> ShownArray:
     return placed_array(leaf, NamedSharding(mesh, spec), "")  # pyright: ignore[reportArgumentType]  # both kinds of mesh
 
 
-def _entries(
+def _entries_of_axes(
     mappings: Sequence[Mapping[str, Any]], names: Sequence[set[str]] | None
 ) -> dict[str, tuple[tuple[tuple[str, ...], ...], str]]:
     """Return the mesh axes of each axis of one mapping, or of storage and compute, and how many arrays have it."""
@@ -472,15 +476,15 @@ def describe_devices(devices: Iterable[Any]) -> str:
     """
     devices = list(devices)
     if jax.process_count() == 1 or any(isinstance(device, int) for device in devices):
-        return _runs(device if isinstance(device, int) else device.id for device in devices)
+        return _written_runs(device if isinstance(device, int) else device.id for device in devices)
     by_host: dict[int, list[int]] = {}
     for device in devices:
         ids = sorted(d.id for d in jax.local_devices(device.process_index, device.platform))
         by_host.setdefault(device.process_index, []).append(ids.index(device.id))
-    return " ".join(f"{host}:{_runs(numbers)}" for host, numbers in sorted(by_host.items()))
+    return " ".join(f"{host}:{_written_runs(numbers)}" for host, numbers in sorted(by_host.items()))
 
 
-def _runs(numbers: Iterable[int]) -> str:
+def _written_runs(numbers: Iterable[int]) -> str:
     runs: list[list[int]] = []
     for i in sorted(numbers):
         if runs and i == runs[-1][-1] + 1:
@@ -492,10 +496,10 @@ def _runs(numbers: Iterable[int]) -> str:
 
 def describe_device(device: Any) -> str:
     """Return the platform and the number of a device: `CPU 0`."""
-    return f"{_kind(device)} {describe_devices([device])}"
+    return f"{_kind_of(device)} {describe_devices([device])}"
 
 
-def _kind(device: Any) -> str:
+def _kind_of(device: Any) -> str:
     return "device" if isinstance(device, int) else device.platform.upper()
 
 
@@ -519,7 +523,7 @@ def describe_each_of(devices: Collection[Any]) -> str:
 def _counted_devices(devices: Collection[Any]) -> str:
     if len(devices) == 1:
         return describe_device(*devices)
-    kinds = sorted({*map(_kind, devices)} - {"device"})
+    kinds = sorted({*map(_kind_of, devices)} - {"device"})
     return " ".join([str(len(devices)), *([" and ".join(kinds)] if kinds else []), "devices"])
 
 

@@ -43,19 +43,19 @@ class KeptShards(NamedTuple):
 
 def kept_over(name: str) -> Axes | None:
     """Return the mesh axes over which an axis is sharded here in a pipeline; None if it is not."""
-    kept = _active()
+    kept = _active_settings()
     return None if kept is None or kept.complete or name not in kept.names else mapped_axes(name)
 
 
 def is_kept(name: str) -> bool:
     """Return whether code is traced for all of an axis here, and its operations run on shards of it."""
-    kept = _active()
+    kept = _active_settings()
     return kept is not None and kept.complete and name in (*kept.names, kept.batch)
 
 
 def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> NamedArray:
     """Call a function that exchanges shards of named arrays by itself, in code that is traced for complete axes."""
-    kept = _active()
+    kept = _active_settings()
     assert kept is not None
     arrays, spec = flatten_arrays(operands)
     with keeping_nothing():
@@ -81,18 +81,18 @@ def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> Named
 
 def in_pipeline() -> bool:
     """Return whether code runs in a pipeline, where axes are complete although the active mapping shards them."""
-    return _active() is not None
+    return _active_settings() is not None
 
 
 def keeping_nothing() -> contextlib.AbstractContextManager[Any]:
     """Trace code as it is where all axes are complete, also in a pipeline."""
-    kept = _active()
+    kept = _active_settings()
     return contextlib.nullcontext() if kept is None else activate_here(kept=kept._replace(names=frozenset(), batch=""))
 
 
 def refuse_gathered(what: str, argument: str, name: str) -> None:
     """Refuse an argument that chooses how shards of an axis are exchanged, if a pipeline does not keep it sharded."""
-    kept = _active()
+    kept = _active_settings()
     for other, reason in () if kept is None else kept.gathered:
         if other == name:
             raise ValueError(
@@ -101,6 +101,6 @@ def refuse_gathered(what: str, argument: str, name: str) -> None:
             )
 
 
-def _active() -> KeptShards | None:
+def _active_settings() -> KeptShards | None:
     settings = active_settings()
     return None if settings is None else settings.kept

@@ -135,7 +135,9 @@ class OnShards:
                 continue
             self._refuse(eqn, tuple(a for a in new if a not in self.places), False)
             at = self._place(new) * size
-            here = jax.lax.dynamic_slice_in_dim(_varying(here, varying_axes(here) | varying_axes(at)), at, size, i)
+            here = jax.lax.dynamic_slice_in_dim(
+                _device_varying(here, varying_axes(here) | varying_axes(at)), at, size, i
+            )
         if first := sums - x.sums:
             self._refuse(eqn, tuple(a for a in first if a not in self.places), False)
             here = jnp.where(self._place(tuple(sorted(first))) == 0, here, jnp.zeros_like(here))
@@ -175,11 +177,11 @@ class OnShards:
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Shard]) -> list[Shard]:
         """Run a program that was traced for complete axes, and return its results in layouts that follow."""
         known: dict[Any, Shard] = dict(zip(jaxpr.invars, args, strict=True))
-        known |= zip(jaxpr.constvars, map(_complete, consts), strict=True)
+        known |= zip(jaxpr.constvars, map(_complete_value, consts), strict=True)
 
         def read(v: Any) -> Shard:
             return (
-                _complete(jnp.asarray(v.val, getattr(v.aval, "dtype", None)))
+                _complete_value(jnp.asarray(v.val, getattr(v.aval, "dtype", None)))
                 if isinstance(v, jex.Literal)
                 else known[v]
             )
@@ -240,22 +242,22 @@ class OnShards:
             for terms in (rule.operands, rule.results)
         )
         here = [self.moved(eqn, x, to) for x, to in zip(xs, before, strict=True)]
-        combined = [(how, layout[f]) for f, how in rule.summed.items() if f in layout.keys() - _passing(rule)]
+        combined = [(how, layout[f]) for f, how in rule.summed.items() if f in layout.keys() - _passing_factors(rule)]
         sums, largest, smallest = (
             tuple([a for how, over in combined if how == wanted for a in over]) for wanted in _COMBINED
         )
         self._refuse(eqn, (*(() if self._sums else sums), *largest, *smallest), False)
         if largest or smallest:
             axes = tuple(eqn.params["axes"])
-            return [Shard(_extreme(bool(largest), axes, largest or smallest, here[0].here), after[0])]
+            return [Shard(_extreme_elements(bool(largest), axes, largest or smallest, here[0].here), after[0])]
         found = self._bound(eqn, here, after, **self._sizes_here(eqn, before[0] if before else (), after[0]))
-        alike = _alike(eqn, rule, here)
+        alike = _alike_dimensions(eqn, rule, here)
         found = [x._replace(alike=own, sums=frozenset(sums)) for x, own in zip(found, alike, strict=True)]
         return found if self._sums else [self.moved(eqn, x, x.over) for x in found]
 
     def _cut_factors(self, rule: OperationRule, xs: Sequence[Shard]) -> dict[int, Axes]:
         """Return which factors are cut: as operands are, where the rule and other factors allow it."""
-        passing = _passing(rule)
+        passing = _passing_factors(rule)
         combined = rule.summed.keys() - passing
         # Some of an axis is cut only if it is the outermost factor, or shards would not be contiguous.
         complete = {f for term in (*rule.operands, *rule.results) for dim in term for f in dim[1:]}
@@ -290,7 +292,7 @@ class OnShards:
         params = {**eqn.params, **changed}
         params |= {n: None for n in ("sharding", "out_sharding") if n in params}
         over = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
-        found = evaluated(eqn, params, [_varying(x.here, over) for x in xs])
+        found = evaluated(eqn, params, [_device_varying(x.here, over) for x in xs])
         return [Shard(x, own) for x, own in zip(found, to, strict=True)]
 
     def traced(self, fn: Callable[..., list[Shard]], xs: Sequence[Shard]) -> list[Shard]:
@@ -298,11 +300,11 @@ class OnShards:
         found: list[Shard] = []
 
         def arrays(*here: Any) -> Any:
-            found[:] = fn(*_with(xs, here))
+            found[:] = fn(*_with_arrays(xs, here))
             return [x.here for x in found]
 
         types = jax.make_jaxpr(arrays)(*(x.here for x in xs)).out_avals
-        return _with(found, types)
+        return _with_arrays(found, types)
 
 
 _COMBINED = "sum", "max", "min"
@@ -321,12 +323,12 @@ def _with_equal_parts(rule: OperationRule) -> OperationRule:
     return rule._replace(operands=operands, results=results, parts=[p for p in rule.parts if p.part not in equal])
 
 
-def _passing(rule: OperationRule) -> set[int]:
+def _passing_factors(rule: OperationRule) -> set[int]:
     """Return the factors that all results have."""
     return set.intersection(*({f for dim in term for f in dim} for term in rule.results))
 
 
-def _alike(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> list[frozenset[int]]:
+def _alike_dimensions(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> list[frozenset[int]]:
     """Return the dimensions of results of which all positions are alike."""
     pairs = [(i in x.alike, dim) for x, term in zip(xs, rule.operands, strict=True) for i, dim in enumerate(term)]
     differ = {f for same, dim in pairs for f in dim if not same or len(dim) > 1}.union(rule.uses)
@@ -339,15 +341,15 @@ def _alike(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> list[frozenset
     ]
 
 
-def _complete(x: Any) -> Shard:
+def _complete_value(x: Any) -> Shard:
     return Shard(x, ((),) * np.ndim(x))
 
 
-def _with(xs: Sequence[Shard], here: Sequence[Any]) -> list[Shard]:
+def _with_arrays(xs: Sequence[Shard], here: Sequence[Any]) -> list[Shard]:
     return [x._replace(here=h) for x, h in zip(xs, here, strict=True)]
 
 
-def _varying(x: Any, over: Collection[str]) -> Any:
+def _device_varying(x: Any, over: Collection[str]) -> Any:
     missing = {*over} - varying_axes(x)
     if not missing or hasattr(jax.typeof(x), "inner_aval"):  # a reference
         return x
@@ -381,15 +383,15 @@ def _sums_kept(eqn: Any, rule: OperationRule | None, xs: Sequence[Shard]) -> lis
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _extreme(largest: bool, axes: tuple[int, ...], over: Axes, x: jax.Array) -> jax.Array:
+def _extreme_elements(largest: bool, axes: tuple[int, ...], over: Axes, x: jax.Array) -> jax.Array:
     """Return the largest or smallest elements along dimensions, and over devices; ties share the derivative."""
     return jax.lax.pmax(jnp.max(x, axes), over) if largest else jax.lax.pmin(jnp.min(x, axes), over)
 
 
-@_extreme.defjvp
+@_extreme_elements.defjvp
 def _(largest: bool, axes: tuple[int, ...], over: Axes, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    y = _extreme(largest, axes, over, x)
+    y = _extreme_elements(largest, axes, over, x)
     at = (x == jnp.expand_dims(y, axes)).astype(x.dtype)
     return y, jax.lax.psum(jnp.sum(at * t, axes), over) / jax.lax.psum(jnp.sum(at, axes), over)
 
@@ -413,7 +415,7 @@ def _scatter_add(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     return [found._replace(here=self.moved(eqn, table, found.over, found.sums).here + found.here)]
 
 
-def _ragged(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_ragged_product(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Multiply rows by the matrices of their groups: those of a device by the groups of the device."""
     numbers, (rows, matrices, sizes) = eqn.params["ragged_dot_dimension_numbers"], xs
     at, groups = {*numbers.lhs_ragged_dimensions}, {*numbers.rhs_group_dimensions}
@@ -433,7 +435,7 @@ def _ragged(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     return self._by_factors(eqn, rule, xs)
 
 
-def _ref(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_reference(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Make, read or write a reference: complete, or all of what is here."""
     if len(eqn.invars) > (1 if eqn.primitive.name in ("get", "new_ref", "core_ref", "ref", "freeze") else 2):
         raise NeedsCompleteAxes(f"{self._described(eqn)} reads or writes some of a reference.")
@@ -443,38 +445,38 @@ def _ref(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 
 _AT_PLACES: dict[str, Callable[[OnShards, Any, list[Shard]], list[Shard]]] = {
     **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
-    "ragged_dot_general": _ragged,
-    **dict.fromkeys("get swap addupdate new_ref core_ref ref freeze".split(), _ref),
+    "ragged_dot_general": _run_ragged_product,
+    **dict.fromkeys("get swap addupdate new_ref core_ref ref freeze".split(), _run_reference),
 }
 
 
 # --- functions inside of an operation ---
 
 
-def _within(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+def _scope_within(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     scope = str(eqn.source_info.name_stack)
     return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
-def _call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    with _within(eqn):
+    with _scope_within(eqn):
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), xs)
 
 
-def _checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     found: list[Shard] = []
 
     def fn(*here: Any) -> Any:
-        found[:] = self.run(eqn.params["jaxpr"], (), _with(xs, here))
+        found[:] = self.run(eqn.params["jaxpr"], (), _with_arrays(xs, here))
         return [x.here for x in found]
 
-    with _within(eqn):
+    with _scope_within(eqn):
         remat = jax.checkpoint(fn, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return _with(found, remat(*(x.here for x in xs)))
+        return _with_arrays(found, remat(*(x.here for x in xs)))
 
 
-def _met(first: Shard, *others: Shard) -> Shard:
+def _common_layout(first: Shard, *others: Shard) -> Shard:
     """Return the first of some values, with what others have more: cut dimensions, and partial sums."""
     over = list(first.over)
     for x in others:
@@ -485,13 +487,13 @@ def _met(first: Shard, *others: Shard) -> Shard:
     return first._replace(over=tuple(over), alike=frozenset(), sums=sums)
 
 
-def _as(self: OnShards, eqn: Any, xs: Sequence[Shard], wanted: Sequence[Shard]) -> list[Any]:
+def _arrays_like(self: OnShards, eqn: Any, xs: Sequence[Shard], wanted: Sequence[Shard]) -> list[Any]:
     """Return the arrays of values, brought into the layouts and types of others."""
     pairs = zip(xs, wanted, strict=True)
-    return [_varying(self.moved(eqn, x, y.over, y.sums).here, varying_axes(y.here)) for x, y in pairs]
+    return [_device_varying(self.moved(eqn, x, y.over, y.sums).here, varying_axes(y.here)) for x, y in pairs]
 
 
-def _settled(
+def _settled_carry(
     self: OnShards,
     eqn: Any,
     body: Callable[..., list[Shard]],
@@ -507,8 +509,8 @@ def _settled(
     carry = [x._replace(own=own, alike=frozenset()) for x in carry]
     while True:
         found = self.traced(body, [*fixed, *carry, *rest])
-        wanted = [_met(x, y)._replace(here=y.here) for x, y in zip(carry, found, strict=False)]
-        new = _with(wanted, _as(self, eqn, carry, wanted))
+        wanted = [_common_layout(x, y)._replace(here=y.here) for x, y in zip(carry, found, strict=False)]
+        new = _with_arrays(wanted, _arrays_like(self, eqn, carry, wanted))
         if all(
             a.over == b.over and a.sums == b.sums and varying_axes(a.here) == varying_axes(b.here)
             for a, b in zip(carry, new, strict=True)
@@ -517,59 +519,59 @@ def _settled(
         carry = new
 
 
-def _scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     p = eqn.params
     fixed, carry, each = map(list, scan_operands(p, xs))
     each = [self.moved(eqn, x, ((), *x.over[1:]), x.sums) for x in each]
     rows = [Shard(x.here[0], x.over[1:], x.own, sums=x.sums) for x in each]
-    with _within(eqn):
+    with _scope_within(eqn):
 
         def body(*values: Shard) -> list[Shard]:
             return self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, values)
 
-        carry, found = _settled(self, eqn, body, fixed, carry, rows)
+        carry, found = _settled_carry(self, eqn, body, fixed, carry, rows)
 
         def step(here: Any, row: Any) -> Any:
-            found = body(*fixed, *_with(carry, here), *_with(rows, row))
-            return _as(self, eqn, found[: len(carry)], carry), [x.here for x in found[len(carry) :]]
+            found = body(*fixed, *_with_arrays(carry, here), *_with_arrays(rows, row))
+            return _arrays_like(self, eqn, found[: len(carry)], carry), [x.here for x in found[len(carry) :]]
 
         last, every = jax.lax.scan(
             step, [x.here for x in carry], [x.here for x in each], p["length"], p["reverse"], p["unroll"]
         )
     stacked = [Shard(y, ((), *x.over), sums=x.sums) for y, x in zip(every, found[len(carry) :], strict=True)]
-    return [*_with(carry, last), *stacked]
+    return [*_with_arrays(carry, last), *stacked]
 
 
-def _while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     p = eqn.params
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    with _within(eqn):
+    with _scope_within(eqn):
 
         def body(*values: Shard) -> list[Shard]:
             return self.run(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts, values)
 
-        carry, _ = _settled(self, eqn, body, xs[n:m], xs[m:], [])
+        carry, _ = _settled_carry(self, eqn, body, xs[n:m], xs[m:], [])
 
         def goes_on(here: Any) -> Any:
-            (found,) = self.run(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, [*xs[:n], *_with(carry, here)])
+            (found,) = self.run(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, [*xs[:n], *_with_arrays(carry, here)])
             return self.moved(eqn, found, ()).here
 
         def step(here: Any) -> Any:
-            return _as(self, eqn, body(*xs[n:m], *_with(carry, here)), carry)
+            return _arrays_like(self, eqn, body(*xs[n:m], *_with_arrays(carry, here)), carry)
 
-        return _with(carry, jax.lax.while_loop(goes_on, step, [x.here for x in carry]))
+        return _with_arrays(carry, jax.lax.while_loop(goes_on, step, [x.here for x in carry]))
 
 
-def _cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     index, *args = xs
 
     def run(branch: Any, *values: Shard) -> list[Shard]:
         return self.run(branch.jaxpr, branch.consts, values)
 
-    with _within(eqn):
+    with _scope_within(eqn):
         branches = [functools.partial(run, branch) for branch in eqn.params["branches"]]
         each = [self.traced(branch, args) for branch in branches]
-        wanted = [_met(*options) for options in zip(*each, strict=True)]
+        wanted = [_common_layout(*options) for options in zip(*each, strict=True)]
         vary = [
             frozenset(a for a in {*met.sums}.union(*met.over) if not a.startswith("#")).union(
                 *(varying_axes(x.here) for x in options)
@@ -578,15 +580,15 @@ def _cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
         ]
 
         def taken_branch(branch: Callable[..., list[Shard]], *here: Any) -> Any:
-            found = zip(branch(*_with(args, here)), wanted, vary, strict=True)
-            return [_varying(self.moved(eqn, x, to.over, to.sums).here, v) for x, to, v in found]
+            found = zip(branch(*_with_arrays(args, here)), wanted, vary, strict=True)
+            return [_device_varying(self.moved(eqn, x, to.over, to.sums).here, v) for x, to, v in found]
 
         out = jax.lax.switch(
             self.moved(eqn, index, ()).here,
             [functools.partial(taken_branch, branch) for branch in branches],
             *(x.here for x in args),
         )
-    return _with(wanted, out)
+    return _with_arrays(wanted, out)
 
 
 def _smooth_part(eqn: Any) -> tuple[Callable[..., Any], list[int]]:
@@ -602,48 +604,48 @@ def _smooth_part(eqn: Any) -> tuple[Callable[..., Any], list[int]]:
     return fn, places
 
 
-def _abstract(atoms: Sequence[Any]) -> list[Any]:
+def _abstract_values(atoms: Sequence[Any]) -> list[Any]:
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
 
 
-def _custom_jvp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_custom_jvp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Run a function with its own derivative, and the derivative, which is traced for complete axes, too."""
     inner, found = eqn.params["call_jaxpr"], list[Layout]()
     fn, places = _smooth_part(eqn)
 
     @jax.custom_jvp
     def on_shards(*here: Any) -> Any:
-        out = [self.moved(eqn, x, x.over) for x in self.run(inner.jaxpr, inner.consts, _with(xs, here))]
+        out = [self.moved(eqn, x, x.over) for x in self.run(inner.jaxpr, inner.consts, _with_arrays(xs, here))]
         found[:] = [x.over for x in out]
         return [x.here for x in out]
 
     @on_shards.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        avals = _abstract(eqn.invars)
+        avals = _abstract_values(eqn.invars)
 
         def both(primals: Any, tangents: Any) -> Any:
             return jax.jvp(lambda *smooth: fn(smooth, primals), [primals[i] for i in places], tangents)
 
         with self._context():
             program = jax.make_jaxpr(both)(avals, [avals[i] for i in places])
-        given = [*_with(xs, primals), *(xs[i]._replace(here=tangents[i]) for i in places)]
+        given = [*_with_arrays(xs, primals), *(xs[i]._replace(here=tangents[i]) for i in places)]
         out = self.run(program.jaxpr, program.consts, given)
         found[:] = found or [x.over for x in out[: len(out) // 2]]  # unless the function itself has run before
         here = [self.moved(eqn, x, own).here for x, own in zip(out, found * 2, strict=True)]
         values, slopes = here[: len(found)], here[len(found) :]
         pairs = [*zip(values, slopes, strict=True)]
         return (
-            [_varying(x, varying_axes(y)) for x, y in pairs],
-            [_varying(y, varying_axes(x)) for x, y in pairs],
+            [_device_varying(x, varying_axes(y)) for x, y in pairs],
+            [_device_varying(y, varying_axes(x)) for x, y in pairs],
         )
 
     vary = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
-    with _within(eqn):
-        out = on_shards(*(_varying(x.here, vary) for x in xs))
+    with _scope_within(eqn):
+        out = on_shards(*(_device_varying(x.here, vary) for x in xs))
     return [Shard(y, own) for y, own in zip(out, found, strict=True)]
 
 
-def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Run a function with its own derivative, and the derivative, which is traced for complete axes, too.
 
     A cotangent of a value that all devices have is summed first, and divided by their number after. Along axes that are
@@ -664,7 +666,7 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 
     @jax.custom_vjp
     def on_shards(*here: Any) -> Any:
-        out = [self.moved(eqn, x, x.over) for x in self.run(inner.jaxpr, inner.consts, _with(xs, here))]
+        out = [self.moved(eqn, x, x.over) for x in self.run(inner.jaxpr, inner.consts, _with_arrays(xs, here))]
         outs[:] = [x.over for x in out]
         return [x.here for x in out]
 
@@ -673,23 +675,23 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
             return jax.vjp(lambda *smooth: fn(smooth, operands), *(operands[i] for i in places))[1](cotangents)
 
         with self._context():
-            program = jax.make_jaxpr(complete)(_abstract(eqn.invars), _abstract(eqn.outvars))
+            program = jax.make_jaxpr(complete)(_abstract_values(eqn.invars), _abstract_values(eqn.outvars))
         total = [
             Shard(jax.lax.psum(x, over) if (over := alike_over(x, cut)) else x, cut, own, sums=partial_over(cut))
             for x, cut in zip(cotangents, outs, strict=True)
         ]
-        found = self.run(program.jaxpr, program.consts, [*_with(xs, here), *total])
+        found = self.run(program.jaxpr, program.consts, [*_with_arrays(xs, here), *total])
         result: list[Any] = [None] * len(xs)
         for i, x in zip(places, found, strict=True):
             y = self.moved(eqn, x, xs[i].over, partial_over(xs[i].over)).here
             devices = self.count(alike_over(here[i], xs[i].over))
-            result[i] = _varying(y / devices if devices > 1 else y, varying_axes(here[i]))
+            result[i] = _device_varying(y / devices if devices > 1 else y, varying_axes(here[i]))
         return tuple(result)
 
     on_shards.defvjp(lambda *here: (on_shards(*here), here), backward)
     vary = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
-    with _within(eqn):
-        out = on_shards(*(_varying(x.here, vary) for x in xs))
+    with _scope_within(eqn):
+        out = on_shards(*(_device_varying(x.here, vary) for x in xs))
     return [Shard(y, cut) for y, cut in zip(out, outs, strict=True)]
 
 
@@ -719,24 +721,24 @@ class ShardExchange:
         )
 
 
-def _exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     exchange: ShardExchange = eqn.params["exchange"]
     if any(a.startswith("#") for x in xs for own in x.over for a in own):
         raise self.needs(eqn, (ROWS,))
-    with _within(eqn):
+    with _scope_within(eqn):
         here = [self.moved(eqn, x, to).here for x, to in zip(xs, exchange.before, strict=True)]
         return [Shard(x, to) for x, to in zip(exchange.of_shards(here), exchange.after, strict=True)]
 
 
 _CALLS: dict[str, Callable[[OnShards, Any, list[Shard]], list[Shard]]] = {
-    **dict.fromkeys("jit pjit closed_call core_call custom_lin".split(), _call),
-    **dict.fromkeys("checkpoint remat remat2".split(), _checkpoint),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
-    "exchange": _exchange,
+    **dict.fromkeys("jit pjit closed_call core_call custom_lin".split(), _run_call),
+    **dict.fromkeys("checkpoint remat remat2".split(), _run_checkpoint),
+    "scan": _run_scan,
+    "while": _run_while,
+    "cond": _run_cond,
+    "custom_jvp_call": _run_custom_jvp,
+    "custom_vjp_call": _run_custom_vjp,
+    "exchange": _run_exchange,
 }
 
 

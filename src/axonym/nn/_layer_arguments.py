@@ -192,7 +192,7 @@ def zeroed(layers: Axis, tree: Any) -> Any:
     """Set the added layers to zero, except random keys, which have no zero."""
 
     def with_zeros(x: Any, position: int) -> Any:
-        return x if is_key(x) else _chosen(_numbers(x, position) < layers.size, x, 0)
+        return x if is_key(x) else _chosen_values(_layer_numbers(x, position) < layers.size, x, 0)
 
     return _map_layers(with_zeros, layers, tree)
 
@@ -203,11 +203,11 @@ def filled(layers: Axis, tree: Any) -> Any:
     def with_first(x: Any, position: int) -> Any:
         if is_key(x):
             return x
-        numbers = _numbers(x, position)
+        numbers = _layer_numbers(x, position)
         # A sum over devices sends one layer; a slice might gather all of them.
         reduce = jnp.max if x.dtype == bool else jnp.sum
-        first = reduce(_chosen(numbers == 0, x, 0), position, keepdims=True).astype(x.dtype)
-        return _chosen(numbers < layers.size, x, jax.lax.stop_gradient(first))
+        first = reduce(_chosen_values(numbers == 0, x, 0), position, keepdims=True).astype(x.dtype)
+        return _chosen_values(numbers < layers.size, x, jax.lax.stop_gradient(first))
 
     return _map_layers(with_first, layers, tree)
 
@@ -222,11 +222,11 @@ def _map_layers(fn: Callable[[Any, int], Any], layers: Axis, tree: Any) -> Any:
     return named_trees.map(at, tree)
 
 
-def _chosen(condition: np.ndarray, x: Any, y: Any) -> Any:
+def _chosen_values(condition: np.ndarray, x: Any, y: Any) -> Any:
     return jnp.where(condition, x, jnp.asarray(y, x.dtype))
 
 
-def _numbers(x: Any, position: int) -> np.ndarray:
+def _layer_numbers(x: Any, position: int) -> np.ndarray:
     return np.arange(x.shape[position]).reshape([-1 if i == position else 1 for i in range(x.ndim)])
 
 

@@ -143,7 +143,7 @@ class BatchNorm(ModuleWithStateDictSerialization):
                 center = where(inference, old.running_mean, center)
                 variance = where(inference, old.running_var, variance)
             # `State.set` refuses a value with another sharding on Explicit mesh axes.
-            state = state.update(eqx.nn.State(_index(self.running, new)))
+            state = state.update(eqx.nn.State(_same_index(self.running, new)))
         y = (wide - center) * rsqrt(variance + self.eps)
         y = y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else y
         y = y if self.weight is None else y * self.weight
@@ -152,12 +152,12 @@ class BatchNorm(ModuleWithStateDictSerialization):
     # In a state dict, the running statistics are beside the parameters, and nothing else is.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        return children_to_state_dict(self._with_running(_initial(self, "written"), None), prefix)
+        return children_to_state_dict(self._with_running(_initial_statistics(self, "written"), None), prefix)
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> BatchNorm:
-        loaded = load_children(self._with_running(_initial(self, "loaded"), None), state_dict, prefix)
-        return loaded._with_running(_index(self.running, loaded.running), self.inference)
+        loaded = load_children(self._with_running(_initial_statistics(self, "loaded"), None), state_dict, prefix)
+        return loaded._with_running(_same_index(self.running, loaded.running), self.inference)
 
     def _state_dict_key_map(self) -> dict[str, str | None]:
         return {"running": None}
@@ -181,17 +181,17 @@ def with_state(model: T, state: eqx.nn.State) -> T:
     def is_index(x: Any) -> bool:
         return isinstance(x, eqx.nn.StateIndex)
 
-    return jax.tree.map(lambda x: _index(x, state.get(x)) if is_index(x) else x, model, is_leaf=is_index)
+    return jax.tree.map(lambda x: _same_index(x, state.get(x)) if is_index(x) else x, model, is_leaf=is_index)
 
 
-def _index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
+def _same_index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
     """Return an index of the same place in the state, with another initial value."""
     found = eqx.nn.StateIndex(value)
     object.__setattr__(found, "marker", index.marker)  # as `equinox.nn.make_with_state` does
     return found
 
 
-def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
+def _initial_statistics(layer: BatchNorm, what: str) -> RunningStatistics:
     found = layer.running.init
     if not isinstance(found, RunningStatistics):
         raise ValueError(

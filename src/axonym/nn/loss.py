@@ -100,7 +100,7 @@ def cross_entropy_loss(
     """
     loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, ignore_index, out_of_range, dtype)
     if ignore_index is not None:
-        labelled = _labelled(targets, ignore_index)
+        labelled = _labelled_examples(targets, ignore_index)
         where = labelled if where is None else logical_and(where, labelled)
     return reduce_loss(loss, reduction, where, reduction_axis)
 
@@ -125,11 +125,11 @@ def cross_entropy_loss_and_log_normalizers(
     what = "cross_entropy_loss_and_log_normalizers"
     loss, normalizers = _cross_entropy(what, logits, Label, targets, ignore_index, out_of_range, dtype)
     if ignore_index is not None:
-        loss = choose(_labelled(targets, ignore_index), loss, 0)
+        loss = choose(_labelled_examples(targets, ignore_index), loss, 0)
     return loss, normalizers
 
 
-def _labelled(targets: NamedArray, ignore_index: int) -> NamedArray:
+def _labelled_examples(targets: NamedArray, ignore_index: int) -> NamedArray:
     """Return which examples have a label."""
     return not_equal(at_least_int32(targets), ignore_index)  # a small dtype would wrap a number that it cannot hold
 

@@ -170,10 +170,10 @@ def _grouped_kernel(
     distinct(what, product.out_names)
 
     def positional(x, weight, sizes):
-        return product.by_partitioner(x, weight, _checked(what, product, x, weight, sizes))
+        return product.by_partitioner(x, weight, _checked_sizes(what, product, x, weight, sizes))
 
     def per_device(x, weight, sizes):
-        return product.by_device(x, weight, _checked(what, product, x, weight, sizes))
+        return product.by_device(x, weight, _checked_sizes(what, product, x, weight, sizes))
 
     # Private names, since the summed axis can have the name of the output, and the sizes must not influence the
     # sharding of the result.
@@ -185,7 +185,7 @@ def _grouped_kernel(
     return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device, gathers=True)
 
 
-def _checked(what: str, product: _GroupedProduct, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def _checked_sizes(what: str, product: _GroupedProduct, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the sizes as signed integers that can count all rows."""
     for name, given, stored in (
         (product.summed[0], x.shape[product.names.index(product.summed[0])], product.summed[1]),
@@ -261,7 +261,7 @@ class _GroupedProduct(NamedTuple):
         mesh = mesh_around((x, weight, sizes))
         if mesh.empty or has_manual(mesh):
             return None
-        shards = _shards(self, x, weight, mesh)
+        shards = _shards_of_product(self, x, weight, mesh)
         if shards is None:
             return None
         y = run_per_device(
@@ -276,7 +276,7 @@ class _GroupedProduct(NamedTuple):
         return reshard(y, shards.wanted, mesh)
 
 
-def _shards(product: _GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
+def _shards_of_product(product: _GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
     in_rows, in_weight = _sharded_over(product, x, weight)
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):
@@ -336,12 +336,12 @@ class _Shards(NamedTuple):
         product = self.product
         row = product.names.index(product.rows)
         keep = {product.rows: self.rows, product.summed[0]: self.summed}
-        x = _gather(x, product.names, self.of_rows, keep)
+        x = _gather_shard(x, product.names, self.of_rows, keep)
         # Before it is gathered, it varies over the same mesh axes as the rows, so that its gradient is scattered before
         # it is summed over the rest.
         weight = varying_over(weight, [a for a in self.rows if a not in axes_in(self.of_weight)])
         keep = {product.groups: self.groups, product.summed[1]: self.summed, product.out: self.out}
-        weight = _gather(weight, product.weight_names, self.of_weight, keep)
+        weight = _gather_shard(weight, product.weight_names, self.of_weight, keep)
         if self.shared:
             x = jax.lax.all_gather(x, self.shared, axis=row, tiled=True)
         sizes, first = self._own_sizes(sizes, x.shape[row], weight.shape[product.weight_names.index(product.groups)])
@@ -378,7 +378,7 @@ def _sharded_over(product: _GroupedProduct, x: jax.Array, weight: jax.Array) -> 
     return {n: mapped_axes(n) for n in product.names}, {n: storage_axes(n) for n in product.weight_names}
 
 
-def _gather(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
+def _gather_shard(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
     """All-gather the axes of a local shard that do not keep their sharding."""
     stored = map(mesh_axes, spec)
     return gather_axes(x, [() if axes == keep[n] else axes for n, axes in zip(names, stored, strict=True)])

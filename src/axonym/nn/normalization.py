@@ -44,7 +44,7 @@ def _along_kernel(
     return _kernels.make_kernel(name, positional, (names, *where), names, native=not where, selection=axis)
 
 
-def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
+def _normalize_along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
     names, axis = require_named(name, a).names, _kernels.hashable(axis)
     masks = [] if where is None else [operand(where)]
     kernel = _along_kernel(fn, name, names, axis, *(own for _, own in masks))
@@ -62,7 +62,7 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
     >>> axn.nn.softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[0.5 0.5] [0.5 0.5]])
     """
-    return _along(jax.nn.softmax, "softmax", a, axis, where)
+    return _normalize_along(jax.nn.softmax, "softmax", a, axis, where)
 
 
 @errors.say_how_to_call
@@ -72,7 +72,7 @@ def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: Name
     >>> axn.nn.log_softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[-0.6931 -0.6931] [-0.6931 -0.6931]])
     """
-    return _along(jax.nn.log_softmax, "log_softmax", a, axis, where)
+    return _normalize_along(jax.nn.log_softmax, "log_softmax", a, axis, where)
 
 
 def standardize(

@@ -47,7 +47,7 @@ def max_pool(
     >>> axn.nn.max_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
     NamedArray(float32[x=3], [3. 4. 5.])
     """
-    return _pool("max_pool", inputs, Window, stride, padding, use_ceil, "max_pool")
+    return _pool_windows("max_pool", inputs, Window, stride, padding, use_ceil, "max_pool")
 
 
 def min_pool(
@@ -62,7 +62,7 @@ def min_pool(
     >>> axn.nn.min_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
     NamedArray(float32[x=3], [1. 1. 5.])
     """
-    return _pool("min_pool", inputs, Window, stride, padding, use_ceil, "min_pool")
+    return _pool_windows("min_pool", inputs, Window, stride, padding, use_ceil, "min_pool")
 
 
 def mean_pool(
@@ -85,7 +85,7 @@ def mean_pool(
     NamedArray(float32[x=3], [2.  2.5 5. ])
     """
     kind = _WITH_PADDING if count_include_pad else "mean_pool"
-    return _pool("mean_pool", inputs, Window, stride, padding, use_ceil, kind)
+    return _pool_windows("mean_pool", inputs, Window, stride, padding, use_ceil, kind)
 
 
 def pool(
@@ -108,10 +108,10 @@ def pool(
     >>> axn.nn.pool.pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), 0.0, jax.lax.add)
     NamedArray(float32[x=4], [4. 5. 5. 6.])
     """
-    return _pool("pool", inputs, Window, stride, padding, use_ceil, reduce_fn, scalar("pool", "init", init))
+    return _pool_windows("pool", inputs, Window, stride, padding, use_ceil, reduce_fn, scalar("pool", "init", init))
 
 
-def _pool(
+def _pool_windows(
     what: str,
     inputs: NamedArray,
     Window: AxisSpec,
@@ -173,7 +173,7 @@ def _pool_kernel(
             raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
         if reduction in _EXTREMES:
             return _window_reduce(x, *_EXTREMES[reduction], windows)
-        return _mean(x, windows, count_padding=reduction == _WITH_PADDING)
+        return _mean_of_windows(x, windows, count_padding=reduction == _WITH_PADDING)
 
     in_names = (names, ()) if what == "pool" else (names,)
     return _kernels.make_kernel(what, positional, in_names, names)
@@ -220,15 +220,15 @@ def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, win
         i for i, size in enumerate(windows.window) if size > 1 or windows.strides[i] > 1 or any(windows.padding[i])
     ]
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not any(windows.overlap(x.shape, i) for i in along):
-        return _reduced(x, fn, from_largest, windows)
+        return _reduced_windows(x, fn, from_largest, windows)
     # One axis after another, the last one first: of equal values, the first gets the gradient, as in JAX.
     for i in reversed(along):
-        reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced
+        reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced_windows
         x = reduce(x, fn, from_largest, windows.along(i))
     return x
 
 
-def _reduced(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
+def _reduced_windows(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
     return jax.lax.reduce_window(set_apart(x), extreme(x.dtype, from_largest), fn, *windows)
 
 
@@ -240,7 +240,7 @@ def _reduced_where_windows_overlap(
 
     XLA partitions the gradient of `jax.lax.reduce_window` with wrong values for such windows.
     """
-    return _reduced(x, fn, from_largest, windows)
+    return _reduced_windows(x, fn, from_largest, windows)
 
 
 @_reduced_where_windows_overlap.defjvp
@@ -259,13 +259,13 @@ def _tangent_of_extremes(
     return result, tangent
 
 
-def _mean(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
+def _mean_of_windows(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jax.dtypes.canonicalize_dtype(float)
     wide = x.astype(jnp.promote_types(dtype, jnp.float32))  # as in `jax.numpy.mean`
     total = jax.lax.reduce_window(wide, np.zeros((), wide.dtype), jax.lax.add, *windows)
     count = np.ones((1,) * x.ndim, wide.dtype)
     for axis, (size, window, stride, pads) in enumerate(zip(x.shape, *windows, strict=True)):
-        here = np.full(total.shape[axis], window) if count_padding else _counts(size, window, stride, pads)
+        here = np.full(total.shape[axis], window) if count_padding else _counts_of_windows(size, window, stride, pads)
         # A count that is the same everywhere is stored once.
         count = count * np.expand_dims(
             here[:1] if (here == here[:1]).all() else here, [i for i in range(x.ndim) if i != axis]
@@ -273,7 +273,7 @@ def _mean(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
     return (total / count.astype(wide.dtype)).astype(dtype)
 
 
-def _counts(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
+def _counts_of_windows(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
     """Return the number of elements along an axis in each window, without padding."""
     before, after = padding
     starts = np.arange(-before, size + after - window + 1, stride)

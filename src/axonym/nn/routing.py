@@ -495,7 +495,7 @@ class _ExpertExchange(NamedTuple):
             return of_experts(jnp.zeros((1, *x.shape[1:]), x.dtype), sizes)[:0]
         if self.devices == 1:
             y = self._grouped(of_experts, x[source], expert)
-            return jnp.where(_beside(known, y), y, 0)
+            return jnp.where(_mask_beside(known, y), y, 0)
 
         device = jnp.where(known, expert // self.local_experts, self.devices)
         order = vary_like(jnp.argsort(device), device)
@@ -516,7 +516,7 @@ class _ExpertExchange(NamedTuple):
             found = self._moved(found.reshape(*row.shape, *found.shape[1:]), received, sizes)
             if y is None:
                 y = vary_like(jnp.zeros((rows, *found.shape[2:]), found.dtype), found)
-            return y.at[row].add(jnp.where(_beside(sent, found), found, 0))  # zeros for copies
+            return y.at[row].add(jnp.where(_mask_beside(sent, found), found, 0))  # zeros for copies
 
         y = one_round(None, 0)
         rounds = -(-rows // size)
@@ -556,6 +556,6 @@ class _ExpertExchange(NamedTuple):
         return jax.lax.all_to_all(x, self.mesh_axes, 0, 0, tiled=True)
 
 
-def _beside(mask: jax.Array, x: jax.Array) -> jax.Array:
+def _mask_beside(mask: jax.Array, x: jax.Array) -> jax.Array:
     """Append axes of size one to a mask, for the other axes of the array."""
     return jnp.expand_dims(mask, range(mask.ndim, x.ndim))

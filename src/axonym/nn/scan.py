@@ -257,7 +257,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         {'embed': 2}
         """
         options: Any = {"unroll": unroll, "schedule": schedule, "then": then, "then_args": then_args}
-        return self.fold_via(_call, **options)(init, *args, **kwargs)
+        return self.fold_via(_call_layer, **options)(init, *args, **kwargs)
 
     def scan(self, init: CarryT, *args: Any, unroll: int | bool | None = None, **kwargs: Any) -> tuple[CarryT, Any]:
         """Apply the layers in turn as `fold` does, each returning the next carry and an output; stack the outputs.
@@ -274,7 +274,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         >>> axn.nn.BlockSeq.init(axn.Axis("layers", 3), Double)().scan(axn.ones({"embed": 2}))[1].shape
         {'layers': 3, 'embed': 2}
         """
-        return self.scan_via(_call, unroll=unroll)(init, *args, **kwargs)
+        return self.scan_via(_call_layer, unroll=unroll)(init, *args, **kwargs)
 
     def vmap(self, *args: Any, **kwargs: Any) -> Any:
         """Apply every layer to the same arguments, and stack the results.
@@ -284,7 +284,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         >>> layers.vmap(axn.ones(Embed)).shape
         {'layers': 3, 'embed': 2}
         """
-        return self.vmap_via(_call)(*args, **kwargs)
+        return self.vmap_via(_call_layer)(*args, **kwargs)
 
     @overload
     def fold_via(
@@ -473,7 +473,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         if self.padding:
             return self._skipping(what, fn, lambda layers, body: layers._looped(what, body, unroll))
         transform = loops.fold if what == "fold" else loops.scan
-        body = functools.partial(_apply, fn)
+        body = functools.partial(_apply_to_layer, fn)
         loop = transform(body, self.Block, remat=self.gradient_checkpointing, unroll=1 if unroll is None else unroll)
 
         def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
@@ -511,7 +511,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         if self.padding:
             args, kwargs = _layer_arguments.with_added(self.Block, self.padding, given)
         _layer_arguments.check_sizes("Stacked.vmap", self._stored, args, kwargs)
-        mapped = vmap(functools.partial(_apply, fn), self._stored, default=_layer_arguments.first_axis)
+        mapped = vmap(functools.partial(_apply_to_layer, fn), self._stored, default=_layer_arguments.first_axis)
         results = mapped(*args, stacked=self._filled(), **kwargs)
         return _layer_arguments.without_added(self.Block, self.padding, results, given) if self.padding else results
 
@@ -544,11 +544,11 @@ class Stacked(BlockFoldable[M], LayerStack):
         return dataclasses.replace(self, stacked=stacked)
 
 
-def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer(*args, **kwargs)
 
 
-def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> Any:
+def _apply_to_layer(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> Any:
     """Apply a function of a layer, which is a keyword argument so that messages show the positions of the others."""
     return fn(stacked, *args, **kwargs)
 

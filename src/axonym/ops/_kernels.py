@@ -206,11 +206,11 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
             numbers: dict[str, str] = {}
             # A last parameter `*values` stands for all further parts of the key.
             held = [holds[min(i, len(holds) - 1)] for i in range(len(key))]
-            replaced = [_numbered(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
-            if not any(_mentions(x, numbers) for x, h in zip(key, held, strict=True) if not h):
+            replaced = [_numbered_key(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
+            if not any(_mentions_names(x, numbers) for x, h in zip(key, held, strict=True) if not h):
                 try:
                     kernel = numbered(*replaced)
-                    names = _restored(kernel.names, {number: name for name, number in numbers.items()})
+                    names = _restored_names(kernel.names, {number: name for name, number in numbers.items()})
                 except (TypeError, ValueError, KeyError, UnknownAxes):
                     pass  # the builder refuses these arguments, and does so again below, or it invents names
                 else:
@@ -222,28 +222,28 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
     return decorate
 
 
-def _numbered(x: Any, numbers: dict[str, str]) -> Any:
+def _numbered_key(x: Any, numbers: dict[str, str]) -> Any:
     """Replace the names in a part of a key by numbers, in the order in which they first occur."""
     if isinstance(x, str):
         return numbers.setdefault(x, f"#{len(numbers)}")
     if isinstance(x, Axis):
-        return Axis(_numbered(x.name, numbers), x.size)
+        return Axis(_numbered_key(x.name, numbers), x.size)
     if hasattr(x, "renamed"):
-        return x.renamed(lambda part: _numbered(part, numbers))
-    return tuple(_numbered(part, numbers) for part in x) if isinstance(x, tuple) else x
+        return x.renamed(lambda part: _numbered_key(part, numbers))
+    return tuple(_numbered_key(part, numbers) for part in x) if isinstance(x, tuple) else x
 
 
-def _mentions(x: Any, names: Collection[str]) -> bool:
+def _mentions_names(x: Any, names: Collection[str]) -> bool:
     """Return whether a part of a key that should hold no names contains one of these names."""
     if type(x) is tuple:
-        return any(_mentions(part, names) for part in x)
+        return any(_mentions_names(part, names) for part in x)
     return isinstance(x, Axis) or (isinstance(x, str) and x in names)
 
 
-def _restored(numbers: Any, names: Mapping[str, str]) -> Any:
+def _restored_names(numbers: Any, names: Mapping[str, str]) -> Any:
     """Return the names of one or several results from their numbers."""
     if isinstance(numbers, tuple):
-        return tuple(_restored(number, names) for number in numbers)
+        return tuple(_restored_names(number, names) for number in numbers)
     # Equal names are one object everywhere, which Python compares first.
     return sys.intern(names[numbers])
 

@@ -89,9 +89,9 @@ class _Pipeline(KeptAxes):
         if isinstance(self._schedule, GPipe):
             results = self.forward(stacked, batches, rest, self._schedule.remat)
         elif self._then is None:
-            results = cast(Arrays, _recomputed(self, stacked, batches, rest))
+            results = cast(Arrays, _recomputed_results(self, stacked, batches, rest))
         else:
-            total = _total(self, stacked, batches, rest, head)
+            total = _total_loss(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
         shards = (a for spec in self._specs[1] for a in axes_in(spec))
         alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *shards}))
@@ -268,7 +268,7 @@ class _Pipeline(KeptAxes):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
+def _total_loss(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
     """Return the sum of losses of a device's examples, which is zero except on the last stage."""
     return pipeline.loss_of(pipeline.forward(stacked, batches, rest, remat=False), head)
 
@@ -284,13 +284,13 @@ def _total_backward(pipeline: _Pipeline, kept: Any, given: jax.Array) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recomputed(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Arrays:
+def _recomputed_results(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Arrays:
     """Return the results of the last stage, keeping nothing for the derivative."""
     return pipeline.forward(stacked, batches, rest, remat=False)
 
 
 def _recomputed_forward(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Any:
-    return _recomputed(pipeline, stacked, batches, rest), (stacked, batches, rest)
+    return _recomputed_results(pipeline, stacked, batches, rest), (stacked, batches, rest)
 
 
 def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any:
@@ -299,5 +299,5 @@ def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any
     return tuple(map(with_none, groups, gradients[:3]))
 
 
-_total.defvjp(_total_forward, _total_backward)
-_recomputed.defvjp(_recomputed_forward, _recomputed_backward)
+_total_loss.defvjp(_total_forward, _total_backward)
+_recomputed_results.defvjp(_recomputed_forward, _recomputed_backward)

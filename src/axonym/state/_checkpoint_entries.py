@@ -161,10 +161,10 @@ def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Seq
             context.add_missing(key, describe_array(x))
             if not has_values(x):
                 problems.append(no_value(key))
-        elif misfit := _misfit(x, entry, added := added_layers_of(leaf, template)):
+        elif misfit := _describe_misfit(x, entry, added := added_layers_of(leaf, template)):
             context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
         else:
-            found[-1] = _abstract(x, entry, added)
+            found[-1] = _abstract_array(x, entry, added)
     keys = {key_of(leaf) for leaf in leaves}
     context.add_unexpected(key for key in about if key not in keys)
     context.raise_problems()
@@ -173,7 +173,7 @@ def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Seq
     return jax.tree.unflatten(structure, found)
 
 
-def _misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
+def _describe_misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
     """Describe how a stored array differs from the template's, or return None."""
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     own = [size - n for size, n in zip(raw(x).shape, added, strict=True)]
@@ -191,7 +191,7 @@ def _stored_number(entry: Mapping[str, Any]) -> Any:
     return complex(*value) if isinstance(value, list) else value
 
 
-def _abstract(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
+def _abstract_array(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
     """Return an abstract array with the axes in the stored order, and with the layers that are added in the tree."""
     names = entry["axes"] if isinstance(x, NamedArray) else None
     more = added if names is None else [dict(zip(x.names, added, strict=True))[n] for n in names]

@@ -71,7 +71,7 @@ class Blockwise(NamedTuple):
         return halves * (length // 2)
 
     def product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.einsum(subscripts, x, y, precision=self.precision, preferred_element_type=_wide(x))
+        return jnp.einsum(subscripts, x, y, precision=self.precision, preferred_element_type=_wide_dtype(x))
 
     def passed_on(self, xs: Any, hops: int = 1) -> Any:
         """Send arrays on by some hops."""
@@ -120,7 +120,7 @@ def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
     shape = query.shape[:-1]
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     state = [jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, value.shape[-1]), wide)]
     state = [vary_like(x, query) for x in state]
     queries = plan.query_runs(query)
@@ -153,7 +153,7 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     # The gradient of softmax subtracts, for each query, the sum of its weights times their gradients: this sum is the
     # result times its gradient, so it needs no scores.
     delta = jnp.sum(given.astype(log_total.dtype) * result, -1) - cotangents[1]
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     bias = None if terms.bias is None else vary_like(jnp.zeros(terms.bias.shape, wide), query)
     sums: Any = (vary_like(jnp.zeros(query.shape, wide), query), bias)
     moving: Any = tuple(vary_like(jnp.zeros(x.shape, wide), query) for x in (key, value))
@@ -337,5 +337,5 @@ class _Runs:
         return jax.lax.dynamic_update_slice_in_dim(x, own, block * self.size, axis)
 
 
-def _wide(x: jax.Array) -> Any:
+def _wide_dtype(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)

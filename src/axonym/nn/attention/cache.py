@@ -111,7 +111,7 @@ class KVCache(eqx.Module):
         >>> KVCache.init(axn.Axis("batch", 1), (), *axn.make_axes(key_pos=4, head_size=2)).positions(axn.Axis("pos", 2))
         NamedArray(int32[batch=1, pos=2], [[0 1]])
         """
-        return _counted(Pos, self.lengths) + self.lengths
+        return _positions_beside(Pos, self.lengths) + self.lengths
 
     def __getitem__(self, index: Any) -> KVCache:
         """Return the cache of one example, or of one layer: keys, values and lengths are indexed alike.
@@ -176,7 +176,7 @@ class KVCache(eqx.Module):
         before = self.lengths[at] if at else self.lengths
         lengths = astype(before + (new.size if count is None else count), before.dtype)
         if at or before.names or count is not None or (self.window is not None and new.size > 1):
-            positions = _counted(new, before) + before
+            positions = _positions_beside(new, before) + before
             if self.window is not None:
                 positions = positions % room
 
@@ -284,6 +284,6 @@ class KVCache(eqx.Module):
         return allowed if self.window is None else allowed & (held > positions - self.window) & (held >= 0)
 
 
-def _counted(Pos: Axis, lengths: NamedArray) -> NamedArray:
+def _positions_beside(Pos: Axis, lengths: NamedArray) -> NamedArray:
     """Return the numbers from 0 along an axis, broadcast to the axes of the lengths."""
     return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*lengths.axes, Pos))

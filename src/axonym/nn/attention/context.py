@@ -131,7 +131,7 @@ def attend_along_sequence(
         problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
     if not roles.positions:
         problems.append("the query has no positions")
-    placed = None if problems else _placed(roles, mesh, found, operands, problems)
+    placed = None if problems else _sharding_of_sequence(roles, mesh, found, operands, problems)
     alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
     if context is None and (problems or not alike or (has_manual(mesh) and not in_pipeline())):
         return None
@@ -142,23 +142,23 @@ def attend_along_sequence(
             problems.append(f"positions of queries and keys are not sharded alike, as {found}")
     if placed is None or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
-    terms = _terms(what, roles, mask, bias)
+    terms = _terms_of_scores(what, roles, mask, bias)
     if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
             raise ValueError(errors.size_mismatch(what, KPos[0], sizes))
     lengths = key.axis_size(KPos[0]), query.axis_size(roles.positions[0])
     if context is None:
-        hops = _hops(placed, _way(what, "ring", placed), *lengths, mask)
+        hops = _hops_of_ring(placed, _way_of_context(what, "ring", placed), *lengths, mask)
         # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
-        hops = hops if _exchanged(roles, placed, query, placed.shards) is not None else 0
+        hops = hops if _exchanged_axis(roles, placed, query, placed.shards) is not None else 0
         keys, queries = placed.local(key) + placed.local(value), placed.local(query)
         result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
         share = (placed.shards - 1) / placed.shards
         # The one that moves fewer bytes: `hops` times keys and values, or each operand and result once.
         context = "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
-    way = _way(what, context, placed)
-    hops, exchanged = _hops(placed, way, *lengths, mask), _exchanged(roles, placed, query, way.devices)
+    way = _way_of_context(what, context, placed)
+    hops, exchanged = _hops_of_ring(placed, way, *lengths, mask), _exchanged_axis(roles, placed, query, way.devices)
     if way.devices > 1 and exchanged is None:
         axes = [*roles.batch, *roles.heads]
         raise ValueError(
@@ -172,7 +172,7 @@ def attend_along_sequence(
     kept = way.kept, shard_count(placed.mesh, way.kept)
     plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
-    kernel = _kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
+    kernel = _sequence_kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
     if in_pipeline():
         whole, sizes = _needed_whole(way, roles), {n: size for x in operands for n, size in x.shape.items()}
         for label, x in terms.items():  # all-gather the shards along the axes of which every device needs all
@@ -182,7 +182,7 @@ def attend_along_sequence(
     return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
-def _way(what: str, context: Context, placed: SequenceSharding) -> _Way:
+def _way_of_context(what: str, context: Context, placed: SequenceSharding) -> _Way:
     """Return which mesh axes of the positions a context is about."""
     *outer, last = placed.sequence or ("",)
     if isinstance(context, str):
@@ -229,7 +229,7 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
     return {n: axes for n, axes in found.items() if axes}
 
 
-def _placed(
+def _sharding_of_sequence(
     roles: AxisRoles, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
 ) -> SequenceSharding:
     """Return a placement of all operands, with the positions of keys and queries sharded alike."""
@@ -253,7 +253,7 @@ def _placed(
     return placed
 
 
-def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
+def _terms_of_scores(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
     """Return the terms that scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
     causal = mask if isinstance(mask, Causal) else None
     found = {
@@ -270,7 +270,7 @@ def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> 
 # --- the choice of context ---
 
 
-def _hops(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Mask) -> int:
+def _hops_of_ring(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Mask) -> int:
     """Return how many hops the keys of a device make in a ring: as many as the window needs."""
     shards = shard_count(placed.mesh, way.kept)
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
@@ -280,7 +280,7 @@ def _hops(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Ma
     return min(shards - 1, -(-(mask.window - 1) // shard))
 
 
-def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, count: int) -> int | None:
+def _exchanged_axis(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, count: int) -> int | None:
     """Return the merged axis to exchange for positions: heads, or else the batch; None if neither is possible."""
     for position, names in ((HEADS, roles.heads), (BATCH, roles.batch)):
         if names and placed.local(query, names) % count == 0:
@@ -289,7 +289,7 @@ def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, co
 
 
 @_kernels.cached
-def _kernel(
+def _sequence_kernel(
     what: str,
     way: _Way,
     roles: AxisRoles,

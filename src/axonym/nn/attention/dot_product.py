@@ -130,7 +130,9 @@ def dot_product_attention(
     if attended is not None:
         return attended
     key, value = (_gather_shared_positions(x, positions, query) for x in (key, value))
-    weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
+    weights = _attention_weights(
+        what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
+    )
     if dropping:
         if prng is None:
             raise ValueError(
@@ -173,7 +175,9 @@ def dot_product_attention_weights(
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
     key = _gather_shared_positions(key, positions, query)
-    weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
+    weights = _attention_weights(
+        what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
+    )
     kept = tuple(n for n in query.names if n != features)
     own = tuple(n for n in key.names if n not in (*kept, *positions, features))
     return weights.rearrange((*kept, *own, *positions))
@@ -210,7 +214,7 @@ def group_heads(
 # --- scores and weights ---
 
 
-def _weights(
+def _attention_weights(
     what: str,
     query: NamedArray,
     key: NamedArray,

@@ -154,10 +154,10 @@ def _jax_kernel(
 def _splash_operation(replicated: Names) -> Callable[..., NamedArray]:
     from ...custom_partitioning import partitioned
 
-    return partitioned(_splash, replicated=replicated)
+    return partitioned(_splash_attention, replicated=replicated)
 
 
-def _splash(
+def _splash_attention(
     query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None = None, *, roles: AxisRoles
 ) -> NamedArray:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -204,14 +204,14 @@ def _splash_kernel(heads: int, queries: int, keys: int, roles: AxisRoles) -> Any
         mask = splash.CausalMask((queries, keys))
     else:
         mask = splash.LocalMask((queries, keys), (roles.window - 1, 0), 0)
-    q, k = _block("queries", queries), _block("keys", keys)
+    q, k = _block_size("queries", queries), _block_size("keys", keys)
     blocks = splash.BlockSizes(
         block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k
     )
     return splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), block_sizes=blocks)
 
 
-def _block(label: str, size: int) -> int:
+def _block_size(label: str, size: int) -> int:
     """Return the block size of the kernel."""
     for block in (512, 256, 128):
         if size % block == 0:

@@ -305,13 +305,13 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
         cos, sin = jnp.cos(angles) * config.magnitude, jnp.sin(angles) * config.magnitude
         rest = x.shape[where] - size
         turned, *kept = jax.lax.split(x, (size, rest), axis=where) if rest else [x]
-        turned = _rotate(turned.astype(dtype), cos, sin, where, config.interleaved).astype(x.dtype)
+        turned = _rotate_pairs(turned.astype(dtype), cos, sin, where, config.interleaved).astype(x.dtype)
         return jax.lax.concatenate([turned, *kept], where) if rest else turned
 
     return _kernels.make_kernel(what, positional, (names, position_names), names, selection=HeadDim)
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
+def _rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
     """Rotate pairs of features, which are half the axis apart, or neighbors."""
     half = x.shape[axis] // 2
     if interleaved:
