@@ -894,6 +894,7 @@ WORDS: dict[str, Any] = {
     "targets": axn.named([0, 1, 2, 0], "batch"),
     "value": 0.0,
     "values": 0.0,
+    "weights": X,
     "x": X,
     "y": X,
     "Channels": axn.Axis("channels", 3),
