@@ -60,3 +60,8 @@ def test_layers_may_be_sharded(mesh: Mesh) -> None:
     assert weight.names == params.blocks.stacked.up.weight.names
     assert weight.array.sharding.shard_shape(weight.array.shape)[0] == 1
     np.testing.assert_allclose(weight.array, expected.blocks.stacked.up.weight.array, rtol=2e-4, atol=1e-7)
+
+
+def test_an_axis_that_no_parameter_has() -> None:
+    with pytest.raises(ValueError, match=r"optim.per_layer.*'layer'.*Did you mean 'layers'"):
+        axn.optim.per_layer(optax.lars(1e-2), "layer").init({"weight": axn.ones({"layers": 2, "embed": 4})})

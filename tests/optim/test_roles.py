@@ -95,3 +95,10 @@ def test_renamed_axes_change_nothing() -> None:
     other = axn.nn.Linear.init(axn.Axis("a", 8), axn.Axis("b", 16), key=jax.random.key(0))
     a, b = (second_updates(axn.optim.muon(2e-2), x).weight.array for x in (layer, other))
     assert (a == b).all()
+
+
+def test_a_convolution_with_groups_is_no_matrix() -> None:
+    channels = axn.make_axes(channels=4, features=8)
+    for groups, expected in ((1, ""), (2, "Conv.weight has groups, whose outputs see different inputs")):
+        layer = axn.nn.Conv.init("time", *channels, 3, groups=groups, use_bias=False, key=jax.random.key(0))
+        assert axn.optim.roles(layer)[0].no_matrix == expected

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..axis import Axis, AxisSelection, Names
 from ..distribution import active_settings
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
-from ..distribution.mesh_axes import Axes, check_mesh_axes, entry_of, mesh_axes
+from ..distribution.mesh_axes import Axes, check_mesh_axes, entry_of, has_explicit, mesh_around, mesh_axes
 from ..linalg import eigh
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.contraction import dot
@@ -32,7 +32,7 @@ from .roles import Matrix, Role, roles, roles_of_leaves
 if TYPE_CHECKING:
     import optax
 
-_MATRIX, _ROWS, _COLUMNS = "matrix", "rows", "columns"
+_MATRIX, _ROWS, _COLUMNS, _BATCH = "matrix", "rows", "columns", "batch"
 
 
 class _MatrixOptions(TypedDict, total=False):
@@ -64,7 +64,9 @@ def on_matrices(
         fn: a function of an array of matrices with the axes `matrix`, `rows` and `columns`, which may have further
             batch axes, to an array of the same axes; or an Optax transformation of a dictionary of such arrays, if it
             has a state, which is then sharded over `over`. Zero matrices must give finite ones.
-        over: the mesh axes that matrices are shared out over. By default matrices stay where they are.
+        over: the mesh axes that matrices are shared out over. By default matrices stay where they are, and on Explicit
+            mesh axes each device gathers them. The state of `fn` has the layout of the exchange: it does not go to
+            another `over` or number of devices.
         storage: the mapping that parameters are stored by; by default the active ones. Batch axes that it shards, such
             as experts, stay sharded.
         batch, matrix: as for `roles`. A parameter that is no matrix is an error: see `optax.partition`.
@@ -131,6 +133,8 @@ class _GroupOfMatrices:
     over: Axes
     """The mesh axes that matrices are shared out over, in the order in which they are exchanged."""
     shards: int
+    explicit: bool
+    """Whether mesh axes are Explicit, over which JAX does not multiply sharded rows and columns: they are gathered."""
 
     def exchanged(self, leaves: Sequence[Leaf]) -> NamedArray:
         """Return the matrices, whole, and shared out over the devices."""
@@ -149,6 +153,8 @@ class _GroupOfMatrices:
             x = jax.lax.optimization_barrier(self._placed(x, 0))
         for count in range(1, len(self.over) + 1):
             x = self._placed(x, count)
+        if self.explicit:
+            x = self._placed(x, len(self.over), whole=True)
         role = self.roles[0]
         for part, own in ((_ROWS, role.rows), (_COLUMNS, role.columns)):
             x = _with_axis_of(x, tuple(_inner(role, n) for n in own), part)
@@ -161,7 +167,7 @@ class _GroupOfMatrices:
             x = unflatten_axis(x, part, [Axis(_inner(first, n), first.sizes[n]) for n in own])
         # The first one keeps XLA from exchanging the terms of a sum.
         for count in reversed(range(len(self.over) + 1)):
-            x = self._placed(x, count) if self.over else x
+            x = self._placed(x, count) if self.over or self.explicit else x
         found, start = [], 0
         for role in self.roles:
             free = [Axis(_inner(role, n), role.sizes[n]) for n in self._free(role)]
@@ -176,10 +182,11 @@ class _GroupOfMatrices:
     def _free(self, role: Role) -> Names:
         return tuple(n for n in role.batch if not self.entries.get(_inner(role, n)))
 
-    def _placed(self, x: NamedArray, count: int) -> NamedArray:
-        """Shard matrices as they are after so many exchanges."""
+    def _placed(self, x: NamedArray, count: int, whole: bool = False) -> NamedArray:
+        """Shard matrices as they are after so many exchanges, by their batch axes alone if they are to be whole."""
         moved = self.over[:count]
-        axes = {n: tuple(a for a in own if a not in moved) for n, own in self.entries.items()} | {_MATRIX: moved}
+        kept = {n: own for n, own in self.entries.items() if not whole or n.startswith(_BATCH)}
+        axes = {n: tuple(a for a in own if a not in moved) for n, own in kept.items()} | {_MATRIX: moved}
         return shard(x, PartitionSpec(*(entry_of(axes.get(n, ())) for n in x.names)))
 
 
@@ -198,12 +205,13 @@ def _groups_of_matrices(
     leaves: Sequence[Leaf], found: Sequence[Role | None], storage: Mapping[str, Any], over: Axes, mesh: AnyMesh | None
 ) -> list[_GroupOfMatrices]:
     """Return each parameter as a group, or several of equal sizes as one if that leaves fewer devices idle."""
+    explicit = has_explicit(mesh_around())
     alike: dict[Any, list[int]] = collections.defaultdict(list)
     known: dict[int, tuple[dict[str, Axes], Axes, int]] = {}
     for i, role in enumerate(found):
         if role is None:
             continue
-        entries = {_inner(role, n): mesh_axes(storage.get(n)) if over else () for n in role.sizes}
+        entries = {_inner(role, n): mesh_axes(storage.get(n)) if over or explicit else () for n in role.sizes}
         own = tuple(a for a in over if not any(a in entries[_inner(role, n)] for n in role.batch))
         shards = math.prod(mesh.shape[a] for a in own) if mesh is not None else 1
 
@@ -222,7 +230,9 @@ def _groups_of_matrices(
     for members in alike.values():
         entries, order, shards = known[members[0]]
         these = tuple([role for role in map(found.__getitem__, members) if role is not None])
-        groups.append(_GroupOfMatrices(leaves[members[0]].path, tuple(members), these, entries, order, shards))
+        groups.append(
+            _GroupOfMatrices(leaves[members[0]].path, tuple(members), these, entries, order, shards, explicit)
+        )
     return groups
 
 
@@ -251,8 +261,8 @@ def muon(
 ) -> optax.GradientTransformation:
     """Make the Muon optimizer: matrices are updated by their orthogonalized momentum, other parameters by Adam.
 
-    Updates are those of `optax.contrib.muon` if it is told the rows and columns: see `roles`. With `over`, matrices are
-    shared out over devices, each of which orthogonalizes its own: see `on_matrices`.
+    Updates of matrices are those of `optax.contrib.muon` if it is told the rows and columns: see `roles`. With `over`,
+    matrices are shared out over devices, each of which orthogonalizes its own: see `on_matrices`.
 
     Arguments:
         learning_rate: a number, or a schedule of Optax.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..axis import AxisSelector, name_of
+from ..core import errors
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.creation import arange
 from ..sharding.leaves import leaves_of, parent_nodes
@@ -39,6 +40,9 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
 
     def labels(params: Any) -> Any:
         leaves, structure = leaves_of(params)
+        named = {n for leaf in leaves for n in leaf.names or ()}
+        if name not in named:
+            raise ValueError(errors.missing_axes("optim.per_layer", [name], sorted(named)))
         found = [
             jax.tree.map(lambda _, stacked=name in (leaf.names or ()): "layers" if stacked else "others", leaf.value)
             for leaf in leaves

@@ -162,6 +162,8 @@ def _role_in_layer(role: Role, leaf: Leaf, nodes: Sequence[Any], looked_up: set[
     own = [n for n in role.sizes if n not in stacks]
     if layer is not None and hasattr(layer, "In") and hasattr(layer, "Out") and field == "weight":
         ins, outs = axes_of_spec(layer.In), axes_of_spec(layer.Out)
+        if getattr(layer, "groups", 1) > 1:
+            return dataclasses.replace(role, no_matrix=f"{called} has groups, whose outputs see different inputs")
         spatial = tuple(map(name_of, getattr(layer, "Spatial", ())))  # a convolution sums over its window, too
         rows = (*(a.name for a in stored_inputs(ins, outs)), *spatial)
         columns = tuple(a.name for a in outs)
