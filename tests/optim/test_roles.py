@@ -98,7 +98,7 @@ def test_renamed_axes_change_nothing() -> None:
 
 
 def test_a_convolution_with_groups_is_no_matrix() -> None:
-    channels = axn.make_axes(channels=4, features=8)
+    In, Out = axn.make_axes(channels=4, features=8)
     for groups, expected in ((1, ""), (2, "Conv.weight has groups, whose outputs see different inputs")):
-        layer = axn.nn.Conv.init("time", *channels, 3, groups=groups, use_bias=False, key=jax.random.key(0))
+        layer = axn.nn.Conv.init("time", In, Out, 3, groups=groups, use_bias=False, key=jax.random.key(0))
         assert axn.optim.roles(layer)[0].no_matrix == expected
