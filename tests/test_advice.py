@@ -325,16 +325,10 @@ TABLE = [
         dots="x, axonym.ones({'mlp': 2})",
     ),
     Advice(
-        "axonym.broadcast_arrays(..., require_subset=False)",
-        lambda: axn.meshgrid(X, X),
-        lambda pair: pair[0].shape == {"batch": 4, "embed": 3, "mlp": 2},
-        dots="x, axonym.ones({'mlp': 2})",
-    ),
-    Advice(
         "array.flatten('name')",
-        lambda: axn.partition(X, 2),
+        lambda: axn.sort(X),
         lambda y: y.shape == {"name": 12},
-        run="axonym.partition(CODE, 2)",
+        run="axonym.sort(CODE)",
         names={"array": X},
     ),
     Advice(
@@ -543,12 +537,6 @@ TABLE = [
         lambda: on(EXPLICIT, lambda: axn.add(*disagreeing())),
         lambda ns: spec(ns["y"])[0] == "data",
         run="with jax.set_mesh(EXPLICIT), CODE: y = axonym.add(*disagreeing())",
-    ),
-    Advice(
-        "axonym.axis_mapping({{…}: {…}}, merge=True)",
-        lambda: on(EXPLICIT, lambda: axn.outer(*colliding())),
-        lambda ns: spec(ns["y"]) == ("data", None),
-        run="with jax.set_mesh(EXPLICIT), CODE: y = axonym.outer(*colliding())",
     ),
     Advice(
         "donate_args=(True, False)",

@@ -117,8 +117,8 @@ FAMILIES: dict[str, Family] = {
     "operations": Family(
         "axonym.ops.* axonym.custom_partitioning._top_k", f"{ROOT} or {LATE}",
         {"the CASES of its module tests/ops/cases_*.py": _has_case},
-        {"get_kernel", "mask_names", "look_up", "write_slice", "Median", "Quantile", "Indexer", "IndexedArray",
-         "Update", "convolve_by_products"},
+        {"get_kernel", "mask_names", "look_up", "write_slice", "Indexer", "IndexedArray", "Update",
+         "convolve_by_products"},
     ),
     **{
         f"operations of {room}": Family(

@@ -40,7 +40,6 @@ SIGNATURES: dict[str, str] = {
     "add": "(a, b)",
     "round": "(a, decimals=0)",
     "divmod": "(a, b)",
-    "nan_to_num": "(a, *, nan=0.0, posinf=None, neginf=None)",
     "astype": "(a, dtype)",
     "max": "(array, axis=None, *, where=None)",
     "all": "(array, axis=None, *, where=None)",

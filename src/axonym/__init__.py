@@ -22,13 +22,6 @@ from .ops.broadcasting import (
     broadcast_arrays as broadcast_arrays,
     broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to,
-    meshgrid as meshgrid,
-)
-from .ops.comparing import (
-    allclose as allclose,
-    array_equal as array_equal,
-    array_equiv as array_equiv,
-    isclose as isclose,
 )
 from .ops.contraction import dot as dot, einsum as einsum
 from .ops.creation import (
@@ -42,15 +35,15 @@ from .ops.creation import (
     logspace as logspace,
     ones as ones,
     ones_like as ones_like,
-    tri as tri,
     vander as vander,
     zeros as zeros,
     zeros_like as zeros_like,
 )
-from .ops.diagonals import diag as diag, diagonal as diagonal, trace as trace, tril as tril, triu as triu
+from .ops.diagonals import trace as trace, tril as tril, triu as triu
 from .ops.elementwise import (
     abs as abs,
     add as add,
+    allclose as allclose,
     angle as angle,
     arccos as arccos,
     arccosh as arccosh,
@@ -59,6 +52,8 @@ from .ops.elementwise import (
     arctan as arctan,
     arctan2 as arctan2,
     arctanh as arctanh,
+    array_equal as array_equal,
+    array_equiv as array_equiv,
     astype as astype,
     bitwise_and as bitwise_and,
     bitwise_count as bitwise_count,
@@ -68,7 +63,6 @@ from .ops.elementwise import (
     ceil as ceil,
     conj as conj,
     copy as copy,
-    copysign as copysign,
     cos as cos,
     cosh as cosh,
     deg2rad as deg2rad,
@@ -86,14 +80,13 @@ from .ops.elementwise import (
     fmin as fmin,
     fmod as fmod,
     frexp as frexp,
-    gcd as gcd,
     greater as greater,
     greater_equal as greater_equal,
-    heaviside as heaviside,
     hypot as hypot,
     i0 as i0,
     imag as imag,
     invert as invert,
+    isclose as isclose,
     iscomplex as iscomplex,
     isfinite as isfinite,
     isinf as isinf,
@@ -101,8 +94,6 @@ from .ops.elementwise import (
     isneginf as isneginf,
     isposinf as isposinf,
     isreal as isreal,
-    lcm as lcm,
-    ldexp as ldexp,
     left_shift as left_shift,
     less as less,
     less_equal as less_equal,
@@ -119,9 +110,7 @@ from .ops.elementwise import (
     maximum as maximum,
     minimum as minimum,
     mod as mod,
-    modf as modf,
     multiply as multiply,
-    nan_to_num as nan_to_num,
     negative as negative,
     nextafter as nextafter,
     not_equal as not_equal,
@@ -164,7 +153,6 @@ from .ops.reductions import (
     any as any,
     argmax as argmax,
     argmin as argmin,
-    count_nonzero as count_nonzero,
     cumprod as cumprod,
     cumsum as cumsum,
     logsumexp as logsumexp,
@@ -197,21 +185,10 @@ from .ops.segments import (
 )
 from .ops.selection import (
     clip as clip,
-    digitize as digitize,
-    isin as isin,
     nonzero as nonzero,
-    put_along_axis as put_along_axis,
     searchsorted as searchsorted,
-    select as select,
     take_along_axis as take_along_axis,
     where as where,
-)
-from .ops.sets import (
-    bincount as bincount,
-    histogram as histogram,
-    packbits as packbits,
-    unique as unique,
-    unpackbits as unpackbits,
 )
 from .ops.shaping import (
     flatten as flatten,
@@ -224,31 +201,20 @@ from .ops.shaping import (
 from .ops.signal import (
     convolve as convolve,
     correlate as correlate,
-    cross as cross,
-    kron as kron,
-    outer as outer,
-    unwrap as unwrap,
 )
 from .ops.sorting import (
-    argpartition as argpartition,
     argsort as argsort,
-    lexsort as lexsort,
-    partition as partition,
+    bincount as bincount,
+    packbits as packbits,
     sort as sort,
+    unique as unique,
+    unpackbits as unpackbits,
 )
 from .ops.statistics import (
-    average as average,
-    corrcoef as corrcoef,
-    cov as cov,
     diff as diff,
     gradient as gradient,
     median as median,
-    nanmedian as nanmedian,
-    nanpercentile as nanpercentile,
-    nanquantile as nanquantile,
-    percentile as percentile,
     quantile as quantile,
-    trapezoid as trapezoid,
 )
 from .ops.updating import updated_slice as updated_slice
 from .typing import Named as Named

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
 from .ops._new_array import new_array
+from .ops._op_types import publish
 from .ops._operands import at_least_float32, distinct, one_axis, require_named
 from .ops._pencils import pencils
 
@@ -51,19 +52,17 @@ def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
         return None
     if not isinstance(axis, Mapping):
         return tuple((name_of(s), s) for s in selectors(axis))
-    return tuple((key, wanted if wanted is None else _request(what, key, wanted)) for key, wanted in axis.items())
-
-
-def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
-    """Return the request for an axis: a new axis, a new name or a length."""
-    if isinstance(wanted, (Axis, str)):
-        return wanted
-    try:
-        return operator.index(wanted)
-    except TypeError:
-        raise TypeError(
-            f"{what}: axis {name_of(key)!r} can become an Axis, a name, a length or None, got {type(wanted).__name__}."
-        ) from None
+    found: list[tuple[AxisSelector, AxisSelector | int | None]] = []
+    for key, wanted in axis.items():
+        try:
+            length = wanted if wanted is None or isinstance(wanted, (Axis, str)) else operator.index(wanted)
+        except TypeError:
+            kind = type(wanted).__name__
+            raise TypeError(
+                f"{what}: axis {name_of(key)!r} can become an Axis, a name, a length or None, got {kind}."
+            ) from None
+        found.append((key, length))
+    return tuple(found)
 
 
 @_kernels.shared("names", "requests")
@@ -119,44 +118,6 @@ def _transform_kernel(
     )
 
 
-def _transform(
-    what: str,
-    one: Any,
-    several: Any,
-    a: NamedArray,
-    axis: Any,
-    norm: str | None,
-    full: Any = jnp.fft.fft,
-    real: bool = False,
-    from_half: bool = False,
-) -> NamedArray:
-    """Transform along some axes: with `full` along sharded ones, where a `real` transform of the last one is none."""
-    requests = _requests(what, axis)
-
-    def transformed(x: NamedArray, requests: _Requests | None) -> NamedArray:
-        return _transform_kernel(what, one, several, from_half, x.names, requests, norm).apply(x.array)
-
-    blocks = blocks_of(what, require_named(what, a))
-    sharded = _sharded(a, blocks, requests, real) if blocks and several is not None else []
-    if not sharded:
-        return transformed(a, requests)
-    wanted = {name_of(key): new for key, new in requests or () if isinstance(new, (Axis, str))}
-    distinct(what, tuple(name_of(wanted.get(n, n)) for n in a.names))
-    lengths = [(key, None if isinstance(new, str) else getattr(new, "size", new)) for key, new in requests or ()]
-    rest = tuple((key, length) for key, length in lengths if name_of(key) not in sharded)
-    # A real transform begins with the axis that it shortens, its inverse ends with it, and others send real values.
-    x = a
-    first = real and not from_half
-    if rest and first:
-        x, done = transformed(a, rest), {name_of(key) for key, _ in rest}
-        blocks = {n: b for n, b in blocks.items() if n not in done}
-    for n in sharded:
-        found = pencils(what, _along, [x], n, blocks, ("fn", full), ("norm", norm))
-        x = transformed(x, ((n, None),)) if found is None else found
-    x = transformed(x, rest) if rest and not first else x
-    return x.rename({n: name_of(new) for n, new in wanted.items()})
-
-
 def _sharded(a: NamedArray, blocks: Collection[str], requests: _Requests | None, real: bool) -> list[str]:
     """Return the sharded axes along which to transform on pencils.
 
@@ -180,72 +141,84 @@ def _along(x: jax.Array, axis: int, fn: Callable[..., jax.Array], norm: str | No
     return fn(at_least_float32(x), axis=axis, norm=norm)
 
 
-# --- transforms ---
+# --- one row each ---
 
 
-def fft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the discrete Fourier transform.
+class _Transform(Protocol):
+    def __call__(self, a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray: ...
+
+
+class _Shift(Protocol):
+    def __call__(self, x: NamedArray, axes: AxisSelection | None = None) -> NamedArray: ...
+
+
+def _rule(
+    one: Callable[..., Any],
+    several: Callable[..., Any] | None,
+    summary: str,
+    example: str,
+    shown: str,
+    *,
+    along: str = '"t"',
+    full: Callable[..., Any] = jnp.fft.fft,
+    real: bool = False,
+    from_half: bool = False,
+) -> _Transform:
+    """Make a transform; `full` is used along sharded axes, where a `real` transform of the last one is none."""
+    what = one.__name__
+
+    def op(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+        requests = _requests(what, axis)
+
+        def transformed(x: NamedArray, requests: _Requests | None) -> NamedArray:
+            return _transform_kernel(what, one, several, from_half, x.names, requests, norm).apply(x.array)
+
+        blocks = blocks_of(what, require_named(what, a))
+        sharded = _sharded(a, blocks, requests, real) if blocks and several is not None else []
+        if not sharded:
+            return transformed(a, requests)
+        wanted = {name_of(key): new for key, new in requests or () if isinstance(new, (Axis, str))}
+        distinct(what, tuple(name_of(wanted.get(n, n)) for n in a.names))
+        lengths = [(key, None if isinstance(new, str) else getattr(new, "size", new)) for key, new in requests or ()]
+        rest = tuple((key, length) for key, length in lengths if name_of(key) not in sharded)
+        # A real transform begins with the axis that it shortens, its inverse ends with it, and others send real values.
+        x = a
+        first = real and not from_half
+        if rest and first:
+            x, done = transformed(a, rest), {name_of(key) for key, _ in rest}
+            blocks = {n: b for n, b in blocks.items() if n not in done}
+        for n in sharded:
+            found = pencils(what, _along, [x], n, blocks, ("fn", full), ("norm", norm))
+            x = transformed(x, ((n, None),)) if found is None else found
+        x = transformed(x, rest) if rest and not first else x
+        return x.rename({n: name_of(new) for n, new in wanted.items()})
+
+    doc = f"""{summary}
 
     Arguments:
         axis: the axis to run along, or several; the last one by default. An `Axis` of another size asks for that
-            length, and a mapping `{old axis: new axis}` renames as well.
+            length, and a mapping from old to new axes renames as well.
         norm: "backward" (the default), "ortho" or "forward": which direction is scaled.
 
-    >>> axn.fft.fft(axn.named([1., 2.], "t"), "t")
-    NamedArray(complex64[t=2], [ 3.+0.j -1.+0.j])
+    >>> axn.fft.{what}(axn.named({example}, "t"), {along})
+    NamedArray({shown})
     """
-    return _transform("fft", jnp.fft.fft, jnp.fft.fftn, a, axis, norm)
+    return publish(op, what, __name__, doc)
 
 
-def ifft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `fft`, with the same arguments.
+def _shift(fn: Callable[..., Any], summary: str, example: str, shown: str) -> _Shift:
+    what = fn.__name__
 
-    >>> axn.fft.ifft(axn.named([3., -1.], "t"), "t")
-    NamedArray(complex64[t=2], [1.+0.j 2.+0.j])
+    def op(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
+        kernel = _shift_kernel(fn, what, require_named(what, x).names, _kernels.hashable(axes))
+        return kernel.apply(x.array)
+
+    doc = f"""{summary}
+
+    >>> axn.fft.{what}(axn.named({example}, "freq"))
+    NamedArray({shown})
     """
-    return _transform("ifft", jnp.fft.ifft, jnp.fft.ifftn, a, axis, norm, full=jnp.fft.ifft)
-
-
-def rfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the discrete Fourier transform of real values, without its redundant half. The arguments are as in `fft`.
-
-    >>> axn.fft.rfft(axn.named([1., 2., 0., 2.], "t"), {"t": "freq"})
-    NamedArray(complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j])
-    """
-    return _transform("rfft", jnp.fft.rfft, jnp.fft.rfftn, a, axis, norm, real=True)
-
-
-def irfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `rfft`; an odd length must be requested. The arguments are as in `fft`.
-
-    >>> axn.fft.irfft(axn.named([5., 1., -3.], "t"), axn.Axis("t", 4))
-    NamedArray(float32[t=4], [1. 2. 0. 2.])
-    """
-    irfft, irfftn = jnp.fft.irfft, jnp.fft.irfftn
-    return _transform("irfft", irfft, irfftn, a, axis, norm, full=jnp.fft.ifft, real=True, from_half=True)
-
-
-def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the discrete Fourier transform of conjugate-symmetric values, which is real.
-
-    The arguments are as in `fft`, but it runs along one axis.
-
-    >>> axn.fft.hfft(axn.named([1., 2., 0.], "t"), "t")
-    NamedArray(float32[t=4], [ 5. 1. -3. 1.])
-    """
-    return _transform("hfft", jnp.fft.hfft, None, a, axis, norm, from_half=True)
-
-
-def ihfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `hfft`, with the same arguments.
-
-    >>> axn.fft.ihfft(axn.named([5., 1., -3., 1.], "t"), "t")
-    NamedArray(complex64[t=3], [1.+0.j 2.+0.j 0.+0.j])
-    """
-    return _transform("ihfft", jnp.fft.ihfft, None, a, axis, norm)
-
-
-# --- shifts ---
+    return publish(op, what, __name__, doc)
 
 
 @_kernels.shared("names", "axes")
@@ -254,24 +227,16 @@ def _shift_kernel(fn: Callable[..., Any], what: str, names: Names, axes: Any) ->
     return _kernels.make_kernel(what, lambda x: fn(x, axes=positions), (names,), names, selection=axes)
 
 
-def fftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
-    """Reorder frequencies so that zero is in the middle, along all axes by default.
-
-    >>> axn.fft.fftshift(axn.named([0, 1, -2, -1], "freq"))
-    NamedArray(int32[freq=4], [-2 -1 0 1])
-    """
-    names = require_named("fftshift", x).names
-    return _shift_kernel(jnp.fft.fftshift, "fftshift", names, _kernels.hashable(axes)).apply(x.array)
-
-
-def ifftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
-    """Undo `fftshift`, with the same arguments.
-
-    >>> axn.fft.ifftshift(axn.named([-2, -1, 0, 1], "freq"))
-    NamedArray(int32[freq=4], [ 0 1 -2 -1])
-    """
-    names = require_named("ifftshift", x).names
-    return _shift_kernel(jnp.fft.ifftshift, "ifftshift", names, _kernels.hashable(axes)).apply(x.array)
+# fmt: off
+fft = _rule(jnp.fft.fft, jnp.fft.fftn, "Compute the discrete Fourier transform.", "[1., 2.]", "complex64[t=2], [ 3.+0.j -1.+0.j]")
+ifft = _rule(jnp.fft.ifft, jnp.fft.ifftn, "Compute the inverse of `fft`.", "[3., -1.]", "complex64[t=2], [1.+0.j 2.+0.j]", full=jnp.fft.ifft)
+rfft = _rule(jnp.fft.rfft, jnp.fft.rfftn, "Compute the discrete Fourier transform of real values, without its redundant half.", "[1., 2., 0., 2.]", "complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j]", along='{"t": "freq"}', real=True)
+irfft = _rule(jnp.fft.irfft, jnp.fft.irfftn, "Compute the inverse of `rfft`; an odd length must be requested.", "[5., 1., -3.]", "float32[t=4], [1. 2. 0. 2.]", along='axn.Axis("t", 4)', full=jnp.fft.ifft, real=True, from_half=True)
+hfft = _rule(jnp.fft.hfft, None, "Compute the discrete Fourier transform of conjugate-symmetric values, which is real, along one axis.", "[1., 2., 0.]", "float32[t=4], [ 5. 1. -3. 1.]", from_half=True)
+ihfft = _rule(jnp.fft.ihfft, None, "Compute the inverse of `hfft`, along one axis.", "[5., 1., -3., 1.]", "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]")
+fftshift = _shift(jnp.fft.fftshift, "Reorder frequencies so that zero is in the middle, along all axes by default.", "[0, 1, -2, -1]", "int32[freq=4], [-2 -1 0 1]")
+ifftshift = _shift(jnp.fft.ifftshift, "Undo `fftshift`, with the same arguments.", "[-2, -1, 0, 1]", "int32[freq=4], [ 0 1 -2 -1]")
+# fmt: on
 
 
 # --- frequencies ---

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
+from .ops._op_types import publish
 from .ops._operands import (
     as_float,
     at_least_float32,
@@ -39,17 +39,13 @@ from .ops._pencils import pencils
 
 __all__ = [
     "cholesky",
-    "cond",
     "det",
     "eig",
     "eigh",
     "eigvals",
     "eigvalsh",
-    "expm",
     "inv",
     "lstsq",
-    "matrix_power",
-    "matrix_rank",
     "norm",
     "pinv",
     "qr",
@@ -60,6 +56,8 @@ __all__ = [
 ]
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
+_Two: TypeAlias = tuple[NamedArray, NamedArray]
+T_co = TypeVar("T_co", covariant=True)
 
 
 # --- kernels for operations on matrices ---
@@ -76,8 +74,6 @@ class _Form(NamedTuple):
     """Advice for a matrix that is not square."""
     transposes: bool = False
     """The result for a transposed matrix is the transposed result, so no transpose is necessary."""
-    decomposes: bool = True
-    """The function uses a decomposition, for which there are no half-precision routines."""
 
 
 def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
@@ -94,8 +90,7 @@ def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
         raise ValueError(
             f"{what}: the matrix {errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
         )
-    if form.decomposes:
-        _check_dtype(what, x)
+    _check_dtype(what, x)
 
 
 def _check_dtype(what: str, x: jax.Array) -> None:
@@ -166,58 +161,56 @@ def _apply(
 _USE_PINV = " `linalg.pinv` and `linalg.lstsq` take a matrix of any shape."
 _INVERSE = _Form((("col", "row"),), square=True, way_out=_USE_PINV, transposes=True)
 _MATRIX = _Form((("row", "col"),), square=True)
-_SCALAR = _Form(((),), transposes=True)
+_SCALARS = _Form(((), ()), square=True, transposes=True)
 _EIGENVALUES = _Form((("new",),), square=True, way_out=" `linalg.svd` takes a matrix of any shape.")
 _EIGENVECTORS = _EIGENVALUES._replace(results=(("new",), ("row", "new")))
 
 
-# --- functions of a matrix ---
+# --- one row each: the function of matrices, its form, its summary, a matrix, the result ---
 
 
-def inv(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the inverse of square matrices, with the axes (col, row).
+class _MatrixFunction(Protocol[T_co]):
+    def __call__(self, a: NamedArray, axes: MatrixAxes) -> T_co: ...
 
-    >>> axn.linalg.inv(axn.named([[2., 0.], [1., 1.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])
+
+class _Decomposition(Protocol[T_co]):
+    def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> T_co: ...
+
+
+def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, *shown: str) -> Any:
+    what = f"linalg.{fn.__name__}"
+    makes_axis = any("new" in result for result in form.results)
+
+    def function(a: NamedArray, axes: MatrixAxes) -> Any:
+        return _apply(fn, what, form, a, axes)
+
+    def decomposition(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> Any:
+        return _apply(fn, what, form, a, axes, new_axis)
+
+    results = ", ".join(f"NamedArray({result})" for result in shown)
+    doc = f"""{summary}
+
+    >>> axn.{what}(axn.named({example}, ("i", "j")), ("i", "j"){makes_axis * ', "k"'})
+    {results if len(shown) == 1 else f"({results})"}
     """
-    return _apply(jnp.linalg.inv, "linalg.inv", _INVERSE, a, axes)
+    return publish(decomposition if makes_axis else function, fn.__name__, __name__, doc)
 
 
-def cholesky(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.
+_DIAGONAL = "[[3., 0.], [0., 2.]]"
 
-    >>> axn.linalg.cholesky(axn.named([[4., 2.], [2., 5.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])
-    """
-    return _apply(jnp.linalg.cholesky, "linalg.cholesky", _MATRIX, a, axes)
-
-
-def expm(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the exponential of square matrices, whose rows and columns mean the same.
-
-    >>> axn.linalg.expm(axn.named([[0., 1.], [0., 0.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[i=2, j=2], [[1. 1.] [0. 1.]])
-    """
-    return _apply(jax.scipy.linalg.expm, "linalg.expm", _MATRIX._replace(transposes=True), a, axes)
+# fmt: off
+inv: _MatrixFunction[NamedArray] = _function(jnp.linalg.inv, _INVERSE, "Compute the inverse of square matrices, with the axes (col, row).", "[[2., 0.], [1., 1.]]", "float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]]")
+cholesky: _MatrixFunction[NamedArray] = _function(jnp.linalg.cholesky, _MATRIX, "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.", "[[4., 2.], [2., 5.]]", "float32[i=2, j=2], [[2. 0.] [1. 2.]]")
+det: _MatrixFunction[NamedArray] = _function(jnp.linalg.det, _SCALARS._replace(results=((),)), "Compute the determinant of square matrices.", "[[1., 2.], [3., 4.]]", "float32[], -2.")
+slogdet: _MatrixFunction[_Two] = _function(jnp.linalg.slogdet, _SCALARS, "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.", "[[-1., 0.], [0., 1.]]", "float32[], -1.", "float32[], 0.")
+eigh: _Decomposition[_Two] = _function(jnp.linalg.eigh, _EIGENVECTORS, "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).", _DIAGONAL, "float32[k=2], [2. 3.]", "float32[i=2, k=2], [[0. 1.] [1. 0.]]")
+eigvalsh: _Decomposition[NamedArray] = _function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", _DIAGONAL, "float32[k=2], [2. 3.]")
+eig: _Decomposition[_Two] = _function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]", "complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]")
+eigvals: _Decomposition[NamedArray] = _function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]")
+# fmt: on
 
 
-def det(a: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """Compute the determinant of square matrices.
-
-    >>> axn.linalg.det(axn.named([[1., 2.], [3., 4.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[], -2.)
-    """
-    return _apply(jnp.linalg.det, "linalg.det", _SCALAR._replace(square=True), a, axes)
-
-
-def slogdet(a: NamedArray, axes: MatrixAxes) -> tuple[NamedArray, NamedArray]:
-    """Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.
-
-    >>> axn.linalg.slogdet(axn.named([[-1., 0.], [0., 1.]], ("i", "j")), ("i", "j"))
-    (NamedArray(float32[], -1.), NamedArray(float32[], 0.))
-    """
-    form = _Form(((), ()), square=True, transposes=True)
-    return _apply(jnp.linalg.slogdet, "linalg.slogdet", form, a, axes)
+# --- functions of any matrix ---
 
 
 def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
@@ -229,61 +222,7 @@ def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArr
     NamedArray(float32[j=3, i=2], [[0.5 0. ] [0. 0.25] [0. 0. ]])
     """
     form = _Form((("col", "row"),), transposes=True)
-    return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=_number(rtol))
-
-
-def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
-    """Raise square matrices, whose rows and columns mean the same, to an integer power; a negative one inverts first.
-
-    >>> axn.linalg.matrix_power(axn.named([[1., 1.], [0., 1.]], ("i", "j")), ("i", "j"), 3)
-    NamedArray(float32[i=2, j=2], [[1. 3.] [0. 1.]])
-    """
-    what = "linalg.matrix_power"
-    axes, n = _pair(what, axes), operator.index(n)
-    form = _MATRIX._replace(transposes=True, decomposes=n < 0)
-    return _apply(jnp.linalg.matrix_power, what, form, a, axes, n=n)
-
-
-def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
-    """Compute the rank of matrices: the number of singular values that are not zero.
-
-    Singular values below the fraction `rtol` of the largest count as zero.
-
-    >>> axn.linalg.matrix_rank(axn.named([[1., 1.], [1., 1.]], ("i", "j")), ("i", "j"))
-    NamedArray(int32[], 1)
-    """
-    return _apply(_matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, rtol=_number(rtol))
-
-
-def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
-    if 0 in x.shape[-2:]:
-        return jnp.zeros(x.shape[:-2], int)
-    if rtol is None:
-        return jnp.linalg.matrix_rank(x)
-    # `jnp.linalg.matrix_rank` would take the fraction as an absolute bound.
-    values = jnp.linalg.svdvals(x)
-    return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
-
-
-def cond(a: NamedArray, axes: MatrixAxes, p: float | str | None = None) -> NamedArray:
-    """Compute the condition number of matrices: the ratio of the extreme singular values, or by the norm `p`.
-
-    >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[], 2.)
-    """
-    # The 1-norm of a transposed matrix is the infinity norm, so these matrices must not be transposed.
-    form = _Form(((),), square=p not in (None, 2, -2), transposes=p in _SYMMETRIC_NORMS)
-    return _apply(jnp.linalg.cond, "linalg.cond", form, a, axes, p=p)
-
-
-_SYMMETRIC_NORMS = (None, 2, -2, "fro", "nuc")
-
-
-def _number(x: Any) -> float | None:
-    return None if x is None else float(x)
-
-
-# --- decompositions ---
+    return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=None if rtol is None else float(rtol))
 
 
 def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
@@ -329,43 +268,6 @@ def svd(
         form = _Form((("row", "new"), ("new",), ("new", "col")))
         return _apply(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
     return _apply(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
-
-
-def eigh(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
-    """Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).
-
-    >>> axn.linalg.eigh(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    (NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))
-    """
-    return _apply(jnp.linalg.eigh, "linalg.eigh", _EIGENVECTORS, a, axes, new_axis)
-
-
-def eigvalsh(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray:
-    """Compute the ascending eigenvalues of symmetric or Hermitian matrices.
-
-    >>> axn.linalg.eigvalsh(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    NamedArray(float32[k=2], [2. 3.])
-    """
-    return _apply(jnp.linalg.eigvalsh, "linalg.eigvalsh", _EIGENVALUES, a, axes, new_axis)
-
-
-def eig(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
-    """Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.
-
-    >>> values, vectors = axn.linalg.eig(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    >>> values, vectors.shape
-    (NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), {'i': 2, 'k': 2})
-    """
-    return _apply(jnp.linalg.eig, "linalg.eig", _EIGENVECTORS, a, axes, new_axis)
-
-
-def eigvals(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray:
-    """Compute the eigenvalues of square matrices, which are complex.
-
-    >>> axn.linalg.eigvals(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
-    NamedArray(complex64[k=2], [3.+0.j 2.+0.j])
-    """
-    return _apply(jnp.linalg.eigvals, "linalg.eigvals", _EIGENVALUES, a, axes, new_axis)
 
 
 # --- systems of equations ---
@@ -437,7 +339,9 @@ def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = 
     """
     what = "linalg.lstsq"
     require_named(what, a), require_named(what, b)
-    kernel = _system_kernel(_lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (_number(rcond),))
+    kernel = _system_kernel(
+        _lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (None if rcond is None else float(rcond),)
+    )
     return kernel.apply(a.array, b.array)
 
 

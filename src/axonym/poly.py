@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from .axis import Names
 from .core import errors
 from .named_array import NamedArray, NamedOrNumeric, describe_array, wrap, wrap_result
 from .ops import _kernels
+from .ops._op_types import publish
 from .ops._operands import distinct, private
 from .ops.signal import convolve_by_products
 
@@ -94,31 +95,25 @@ def _of_one(fn: Callable[..., Any], name: str, p: PolynomialLike, *static: Any) 
     return _poly_kernel(fn, name, (names,), names, static).apply(_coefficients(name, p))
 
 
-def polyadd(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
-    """Compute the sum of two polynomials.
+class _OfTwo(Protocol):
+    def __call__(self, p1: PolynomialLike, p2: PolynomialLike) -> NamedArray: ...
 
-    >>> axn.poly.polyadd(axn.named([1., 2., 3.], "x"), [1., -1.])
-    NamedArray(float32[x=3], [1. 3. 2.])
+
+def _rule(fn: Callable[..., Any], result: str, shown: str) -> _OfTwo:
+    def op(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
+        return _of_two(fn, fn.__name__, p1, p2, 1)
+
+    doc = f"""Compute the {result} of two polynomials.
+
+    >>> axn.poly.{fn.__name__}(axn.named([1., 2., 3.], "x"), [1., -1.])
+    NamedArray({shown})
     """
-    return _of_two(jnp.polyadd, "polyadd", p1, p2, 1)
+    return publish(op, fn.__name__, __name__, doc)
 
 
-def polysub(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
-    """Compute the difference of two polynomials.
-
-    >>> axn.poly.polysub(axn.named([1., 2., 3.], "x"), [1., -1.])
-    NamedArray(float32[x=3], [1. 1. 4.])
-    """
-    return _of_two(jnp.polysub, "polysub", p1, p2, 1)
-
-
-def polymul(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
-    """Compute the product of two polynomials.
-
-    >>> axn.poly.polymul(axn.named([1., 2., 3.], "x"), [1., -1.])
-    NamedArray(float32[x=4], [ 1. 1. 1. -3.])
-    """
-    return _of_two(jnp.polymul, "polymul", p1, p2, 1)
+polyadd = _rule(jnp.polyadd, "sum", "float32[x=3], [1. 3. 2.]")
+polysub = _rule(jnp.polysub, "difference", "float32[x=3], [1. 1. 4.]")
+polymul = _rule(jnp.polymul, "product", "float32[x=4], [ 1. 1. 1. -3.]")
 
 
 def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedArray]:

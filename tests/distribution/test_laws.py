@@ -38,7 +38,6 @@ from tests.ops.test_operations import CASES
 
 LIES_ELSEWHERE: dict[str, str] = {
     "fft.irfft-roundtrip": "goes through an axis of a size that the mesh does not divide",
-    "put_along_axis-several": "renames an axis, which keeps its sharding",
     "take_along_axis-several": "renames an axis, which keeps its sharding",
     "top_k": "the few values along an axis come out replicated, for every device finds all of them",
 }
@@ -286,7 +285,6 @@ _BATCHES, _OTHERWISE = (
     "on Auto mesh axes it avoids what XLA partitions wrongly: see `_on_auto_axes`",
 )
 EXCUSED = {
-    "put_along_axis-several": "along a sharded axis it is a look-up and an update, whose result has another name",
     "take_along_axis-several": "along a sharded axis it is a look-up, whose result has another name",
     "linalg.py _matrix_kernel": _BATCHES,
     "linalg.py _norm_kernel": _BATCHES,

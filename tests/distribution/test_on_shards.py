@@ -72,6 +72,19 @@ def _ref(x: Any) -> Any:
     return ref[...]
 
 
+def _slope_of_largest(shape: Any) -> Any:
+    """Return the gradient of a max pool of rows that are alike."""
+    pool = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")
+    of_rows = jax.vjp(pool, jnp.broadcast_to(jnp.sin(jnp.arange(8.0)), shape))[1]
+    return of_rows(jnp.arange(16.0).reshape(4, 4))[0]
+
+
+def _first_row(shape: Any, inserted: Any) -> Any:
+    """Return operands of a scatter whose index says a column only, so that it writes from the first row on."""
+    window = tuple(range(1, len(shape)))
+    return jnp.array([[2]]), jnp.ones(shape), lax.ScatterDimensionNumbers(window, inserted, (1,))
+
+
 CASES: dict[str, Case] = {
     # position for position
     "elementwise": Case(
@@ -88,6 +101,13 @@ CASES: dict[str, Case] = {
     "reversed": Case(lambda x: x * lax.rev(x, (1,)), S, kept=["a,"], refused=[",a"]),
     "argmax": Case(lambda x: jnp.argmax(x, 1), S, kept=["a,"], refused=[",a"]),
     "top": Case(lambda x: lax.top_k(x, 2), S, refused=[",a"]),
+    # places that no operand says
+    "columns first": Case(lambda x: jnp.reshape(x, (4, 2, 4), order="F"), S, kept=["a,b", ",a"]),
+    "columns first, in a row": Case(lambda x: jnp.ravel(x, order="F"), S, kept=[",a"], refused=["a,"]),
+    "largest of alike rows": Case(lambda x: x * _slope_of_largest(x.shape), S, kept=["a,"]),
+    "added to the first row": Case(lambda x: lax.scatter_add(x, *_first_row((1,), (0, 1))), S, refused=["a,"]),
+    "the first row": Case(lambda x: x * lax.scatter(jnp.zeros(S), *_first_row((1,), (0, 1))), S, kept=["a,"]),
+    "two of a column": Case(lambda x: x * lax.scatter(jnp.zeros(S), *_first_row((1, 2), (1,))), S, kept=["a,"]),
     # reductions
     "sums": Case(lambda x: jnp.sum(x * x, 1), S, kept=["a,b", ",ab"]),
     "all": Case(lambda x: jnp.mean(jnp.sin(x)), S, kept=["a,b", "ab,"]),

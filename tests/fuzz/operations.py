@@ -337,11 +337,6 @@ def _triangle(xp: Any, x: Value, pair: Names) -> Any:
     return xp.transpose(kept, [order.index(n) for n in x.names]), x.names
 
 
-def _diagonal(xp: Any, x: Value, pair: Names, new: str) -> Any:
-    rest = tuple(n for n in x.names if n not in pair)
-    return xp.diagonal(x.array, 0, *(x.names.index(n) for n in pair)), (*rest, new)
-
-
 def _concatenate(xp: Any, a: Value, b: Value, axis: str) -> Any:
     return xp.concatenate([a.array, aligned(xp, b, a.names)], axis=a.names.index(axis)), a.names
 
@@ -612,7 +607,7 @@ OPERATIONS: dict[str, Operation] = {
     },
     **{
         name: Operation(f"axn.{name}({{0}}, {{axes!r}})", one(**_PAIR), _reduction(name), jumps=True, rounds=False)
-        for name in ("any", "all", "count_nonzero")
+        for name in ("any", "all")
     },
     "std": Operation("axn.var({0}, {axes!r})", one(is_float, **_PAIR), _reduction("var")),
     **{
@@ -682,9 +677,6 @@ OPERATIONS: dict[str, Operation] = {
     "norm": Operation("axn.sqrt(axn.sum(axn.square({0}), {axes!r}) + 1)", one(_small_float, **_PAIR), _norm),
     "where_sum": Operation("axn.sum({0}, {axes!r}, where={0} > 0)", one(_ordered, **_PAIR), _selected_sum, jumps=True),
     "tril": Operation("axn.tril({0}, *{pair!r})", one(pair=_axes_pair), _triangle, rounds=False),
-    "diagonal": Operation(
-        "axn.diagonal({0}, *{pair!r}, new_axis={new!r})", one(pair=_axes_pair, new=_fresh), _diagonal, rounds=False
-    ),
     "concatenate": Operation("axn.concatenate([{0}, {1}], {axis!r})", _draw_concatenate, _concatenate, rounds=False),
     "stack": Operation(
         "axn.stack([{0}, {0}], {new!r})",

@@ -31,6 +31,10 @@ def test_a_condition_without_axes_is_a_scalar() -> None:
     assert isinstance(chosen, jax.Array) and chosen == -1
     assert jax.lax.cond(True, lambda: hax.where(hax.named(True, ()), -1, 3), lambda: jnp.int32(0)) == -1
     assert hax.where(hax.named(False, ()), X, 0).names == ("d", "h", "w")
+    (positions,) = hax.where(hax.named([False, True], "x"), fill_value=-1, new_axis=hax.Axis("found", 2))
+    assert positions.array.tolist() == [1, -1]
+    with pytest.raises(ValueError, match="pass either"):
+        hax.where(hax.named([False, True], "x"), 1)
 
 
 RAW = np.arange(4)

@@ -64,7 +64,6 @@ DOT = [
     ),
     _dot("all axes", (X, f("embed", "batch")), "bpe,eb->", (), axis=None),
     _dot("no axes", (X, f("embed", "heads")), "bpe,eh->bpeh", ("batch", "pos", "embed", "heads"), axis=()),
-    _dot("outer", (f("pos"), f("batch")), "p,b->bp", ("batch", "pos"), axis=(), out_axes=("batch", ...)),
     _dot("elementwise", (X, f("embed", "batch", "pos")), "bpe,ebp->bpe", ("batch", "pos", "embed"), axis=()),
     _dot("one operand", (X,), "bpe->ep", ("embed", "pos"), axis="batch", out_axes=("embed", "pos")),
     _dot("in one of two", (X, f("heads", "batch")), "bpe,hb->", (), axis=None),

@@ -441,7 +441,6 @@ UPDATES = [
             abs(x).at["pos", 1].power(y),
             x.at["pos", 1].min(y),
             x.at["pos", 1].max(y),
-            x.at["pos", 1, "embed", 2:4].apply(jnp.exp),
         ),
         lambda x, y: (
             _at(x)[:, 1].add(-y[:, None]),
@@ -450,9 +449,8 @@ UPDATES = [
             _at(np.abs(x))[:, 1].power(y[:, None]),
             _at(x)[:, 1].min(y[:, None]),
             _at(x)[:, 1].max(y[:, None]),
-            _at(x)[:, 1, 2:4].set(np.exp(x[:, 1, 2:4])),
         ),
-        (BPE,) * 7,
+        (BPE,) * 6,
         **LIGHT,  # JAX has no derivative of a product with elements that may be picked twice
     ),
     _case(

@@ -349,51 +349,6 @@ SIGNAL = [
         label="numpy",
         names=("batch", "x"),
     ),
-    Case("unwrap", (A3,), lambda a: axn.unwrap(4 * a, "pos"), lambda a: jnp.unwrap(4 * a, axis=1), names=BPE),
-    Case(
-        "unwrap",
-        (A3,),
-        lambda a: axn.unwrap(a, "embed", discont=1.5, period=2.0),
-        lambda a: np.unwrap(a, 1.5, axis=2, period=2.0),
-        label="period",
-        names=BPE,
-    ),
-    Case(
-        "cross",
-        (f("batch", "xyz", "heads"), f("heads", "xyz")),
-        lambda a, b: axn.cross(a, b, "xyz"),
-        lambda a, b: np.cross(a, b.T[None], axis=1),
-        names=("batch", "xyz", "heads"),
-    ),
-    Case(
-        "cross",
-        (f("xyz"), f("batch", "xyz")),
-        lambda a, b: axn.cross(a, b, "xyz"),
-        lambda a, b: np.cross(a, b),
-        label="broadcast",
-        names=("batch", "xyz"),
-    ),
-    Case("outer", (f("batch", "pos"), f("embed")), axn.outer, lambda a, b: np.multiply.outer(a, b), names=BPE),
-    Case("outer", (f("batch"),), lambda a: axn.outer(2.0, a), lambda a: 2 * a, label="scalar", names=("batch",)),
-    Case(
-        "kron", (f("batch", "pos"), f("pos", "batch")), axn.kron, lambda a, b: np.kron(a, b.T), names=("batch", "pos")
-    ),
-    Case(
-        "kron",
-        (f("pos", "batch"), f("heads", "batch")),
-        axn.kron,
-        lambda a, b: np.stack([np.kron(p, h) for p in a for h in b], axis=1).reshape(64, 4, 2).swapaxes(0, 1),
-        label="further",
-        names=("pos", "batch", "heads"),
-    ),
-    Case(
-        "kron",
-        (f("batch", "pos"), f("batch", "pos")),
-        lambda a, b: axn.kron(a, b, "pos"),
-        lambda a, b: np.stack([np.kron(x, y) for x, y in zip(a, b, strict=True)]),
-        label="matched",
-        names=("batch", "pos"),
-    ),
 ]
 
 CASES = [*FFT, *FREQUENCIES, *POLY, *SIGNAL]

@@ -35,7 +35,6 @@ REDUCTIONS: list[tuple[str, Callable[..., Any], str, bool]] = [
     ("std", jnp.std, "float", True),
     ("var", jnp.var, "float", True),
     ("logsumexp", jax.nn.logsumexp, "float", True),
-    ("count_nonzero", np.count_nonzero, "int", False),
 ]
 
 # The value of masked elements, where NumPy's function has no `where` or needs an initial value.
@@ -45,7 +44,6 @@ NEUTRAL: dict[str, float] = {
     "nanmax": -np.inf,
     "nanmin": np.inf,
     "logsumexp": -np.inf,
-    "count_nonzero": 0,
 }
 
 

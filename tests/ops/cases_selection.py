@@ -12,9 +12,7 @@ import axonym as axn
 from tests.ops.case import Case, f, of
 
 COND = of("bool", "batch", "pos")
-INT = of("int", "batch", "pos", "embed")
 BPE, BP = ("batch", "pos", "embed"), ("batch", "pos")
-EDGES = np.array([-1.0, 0.0, 0.5, 2.0], np.float32)
 FOUND = axn.Axis("found", 6)
 
 
@@ -76,16 +74,6 @@ WHERE = [
         "scalar condition",
         names=BP,
     ),
-    Case(
-        "where",
-        (COND,),
-        lambda c: axn.where(c, fill_value=-1, new_axis=FOUND),
-        lambda c: _nonzero(c, 6, -1),
-        "positions",
-        grad=False,
-        layout=False,
-        names=(("found",), ("found",)),
-    ),
 ]
 
 NONZERO = [
@@ -141,24 +129,6 @@ CLIP = [
     ),
 ]
 
-SELECT = [
-    Case(
-        "select",
-        (of("bool", "batch"), COND, f(*BP), f("pos")),
-        lambda c, d, x, y: axn.select([c, d], [x, y], 2.0),
-        lambda c, d, x, y: jnp.where(c[:, None], x, jnp.where(d, y, 2.0)),
-        names=BP,
-    ),
-    Case(
-        "select",
-        (COND, f("pos", "batch")),
-        lambda c, x: axn.select([c], [7], x),
-        lambda c, x: jnp.where(c, 7, x.T),
-        "default",
-        names=BP,
-    ),
-]
-
 
 def _along(x: Any, indices: Any) -> Any:
     """Call `take_along_axis` for positions (batch, embed) along pos of an array (batch, pos, embed)."""
@@ -190,44 +160,9 @@ ALONG = [
         "clipped",
         names=("batch",),
     ),
-    Case(
-        "put_along_axis",
-        (f(*BPE), of("index", "embed", "batch"), f("embed")),
-        lambda x, i, v: axn.put_along_axis(x, i, v, "pos"),
-        lambda x, i, v: jnp.where(np.arange(4)[None, :, None] == i.T[:, None], v, x),
-        "one",
-        names=BPE,
-    ),
-    Case(
-        "put_along_axis",
-        (f(*BP), f("heads", "batch")),
-        lambda x, v: axn.put_along_axis(
-            x, axn.named([3, 0], "pos"), axn.rename(v, {"heads": "pos"}), axn.Axis("pos", 4)
-        ),
-        lambda x, v: jnp.stack([v[1], x[:, 1], x[:, 2], v[0]], 1),
-        "several",
-        names=BP,
-    ),
 ]
 
 LOOKUP = [
-    Case(
-        "isin",
-        (INT, of("int", "batch")),
-        lambda x, values: axn.isin(x, axn.rename(values, {"batch": "embed"})["embed", 0:3]),
-        lambda x, values: np.isin(x, values[:3]),
-        grad=False,
-        names=BPE,
-    ),
-    Case(
-        "isin",
-        (INT,),
-        lambda x: axn.isin(x, [[1, 2], [-3, 4]], invert=True),
-        lambda x: ~np.isin(x, [1, 2, -3, 4]),
-        "raw",
-        grad=False,
-        names=BPE,
-    ),
     Case(
         "searchsorted",
         (f("x"), f("batch", "x")),
@@ -253,23 +188,6 @@ LOOKUP = [
         "scalar",
         grad=False,
         names=(),
-    ),
-    Case(
-        "digitize",
-        (f(*BP),),
-        lambda x: axn.digitize(x, axn.named(EDGES, "pos")),
-        lambda x: np.digitize(x, EDGES).astype(np.int32),
-        grad=False,
-        names=BP,
-    ),
-    Case(
-        "digitize",
-        (of("int", *BP),),
-        lambda x: axn.digitize(x, [3, 1, -2], right=True),
-        lambda x: np.digitize(x, [3, 1, -2], right=True).astype(np.int32),
-        "falling",
-        grad=False,
-        names=BP,
     ),
     Case(
         "interp",
@@ -401,4 +319,4 @@ COMPARING = [
     ),
 ]
 
-CASES: list[Case] = [*WHERE, *NONZERO, *CLIP, *SELECT, *ALONG, *LOOKUP, *COMPARING]
+CASES: list[Case] = [*WHERE, *NONZERO, *CLIP, *ALONG, *LOOKUP, *COMPARING]

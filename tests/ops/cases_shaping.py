@@ -143,13 +143,6 @@ BROADCASTING = [
         label="any-order",
         names=(("pos", "embed", "batch"), ("batch", "pos", "embed")),
     ),
-    Case(
-        "meshgrid",
-        (f("batch"), f("embed"), f("pos")),
-        axn.meshgrid,
-        lambda *xs: tuple(np.meshgrid(*xs, indexing="ij")),
-        names=(("batch", "embed", "pos"),) * 3,
-    ),
 ]
 
 SHAPING = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,20 +21,6 @@ def _int32(x: Any) -> np.ndarray:
 
 
 # --- sorting ---
-
-
-def _lexsort(secondary: np.ndarray, primary: np.ndarray) -> np.ndarray:
-    """Sort for `primary` along (batch, embed) and `secondary` along (embed,)."""
-    return _int32([np.lexsort((secondary, row)) for row in primary])
-
-
-def _partitioned(x: axn.NamedArray) -> tuple[axn.NamedArray, ...]:
-    """Return the certain facts about a partition: the element at its position, and the least and greatest beside it."""
-    return x["embed", 2], axn.max(x["embed", 0:3], "embed"), axn.min(x["embed", 2:8], "embed")
-
-
-def _certain(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    return (np.sort(x, axis=-1)[..., 2],) * 3
 
 
 SORTING = [
@@ -93,22 +78,6 @@ SORTING = [
         names=("batch",),
     ),
     Case(
-        "partition",
-        (f("batch", "embed"),),
-        lambda x: _partitioned(axn.partition(x, 2, "embed")),
-        _certain,
-        grad=False,
-        names=(("batch",),) * 3,
-    ),
-    Case(
-        "argpartition",
-        (f("batch", "embed"),),
-        lambda x: _partitioned(axn.take_along_axis(x, axn.argpartition(x, 2, "embed"), "embed")),
-        _certain,
-        grad=False,
-        names=(("batch",),) * 3,
-    ),
-    Case(
         "top_k",
         (f(*BPE),),
         lambda x: axn.top_k(x, "pos", 2),
@@ -123,23 +92,6 @@ SORTING = [
         lambda x: -jnp.sort(-x, axis=1)[:, :3],
         "new axis",
         names=("batch", "beam"),
-    ),
-    Case(
-        "lexsort",
-        (of("index", "embed"), of("index", "batch", "embed")),
-        lambda secondary, primary: axn.lexsort((secondary, primary), "embed"),
-        _lexsort,
-        grad=False,
-        names=("batch", "embed"),
-    ),
-    Case(
-        "lexsort",
-        (of("int", "batch"), of("index", "batch")),
-        lambda secondary, primary: axn.lexsort((secondary, primary)),
-        lambda secondary, primary: _int32(np.lexsort((secondary, primary))),
-        "one axis",
-        grad=False,
-        names=("batch",),
     ),
 ]
 
@@ -177,13 +129,6 @@ def _unique_case(picked: tuple[int, ...], *names: tuple[str, ...], **options: An
         label=" ".join(options),
     )
 
-
-def _histogram(x: np.ndarray, bins: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    counts, edges = np.histogram(x, bins, **options)
-    return counts.astype(np.float32), edges.astype(np.float32)
-
-
-BIN, EDGE = axn.Axis("bin", 4), np.array([-2.0, -0.5, 0.0, 3.0], np.float32)
 
 SETS = [
     _unique_case((0,), ("value",)),
@@ -246,32 +191,6 @@ SETS = [
         names=("value",),
     ),
     Case(
-        "histogram",
-        (f(*BP),),
-        lambda x: axn.histogram(x, BIN),
-        lambda x: _histogram(x, 4),
-        grad=False,
-        names=(("bin",), ("bin",)),
-    ),
-    Case(
-        "histogram",
-        (f(*BP), of("positive", "pos")),
-        lambda x, w: axn.histogram(x, BIN, range=(-1, 1), weights=w, density=True),
-        lambda x, w: _histogram(x, 4, range=(-1, 1), weights=np.broadcast_to(w, x.shape), density=True),
-        "weights",
-        grad=False,
-        names=(("bin",), ("bin",)),
-    ),
-    Case(
-        "histogram",
-        (f(*BP),),
-        lambda x: axn.histogram(x, axn.named(EDGE, "pos")),
-        lambda x: _histogram(x, EDGE),
-        "edges",
-        grad=False,
-        names=(("pos",), ("pos",)),
-    ),
-    Case(
         "packbits",
         (of("bool", *BPE),),
         lambda x: axn.packbits(x, "batch"),
@@ -318,10 +237,6 @@ def _last_two(x: Any) -> Any:
     return jnp.moveaxis(x, 0, 1)
 
 
-def _diag(x: Any, k: int) -> Any:
-    return jax.vmap(lambda v: jnp.diag(v, k))(x)
-
-
 def _triangle(name: str, k: int) -> Case:
     op, fn = public_name(name), getattr(jnp, name)
     return Case(
@@ -361,33 +276,6 @@ DIAGONALS = [
         grad=False,
         names=(),
     ),
-    Case(
-        "diagonal",
-        (MATRICES,),
-        lambda x: axn.diagonal(x, "row", "embed", new_axis=axn.Axis("row", 4), offset=3),
-        lambda x: jnp.diagonal(x, 3, 0, 2),
-        names=("heads", "row"),
-    ),
-    Case(
-        "diagonal",
-        (f("row", "col"),),
-        lambda x: axn.diagonal(x, "col", "row", new_axis="place", offset=1),
-        lambda x: jnp.diagonal(x.T, 1),
-        "swapped",
-        names=("place",),
-    ),
-    *(
-        Case(
-            "diag",
-            (f("batch", "row"),),
-            lambda x, k=k: axn.diag(x, "row", axn.Axis("col", 4 + abs(k)), axis="row", k=k),
-            lambda x, k=k: _diag(x, k),
-            f"{k}",
-            names=("batch", "row", "col"),
-        )
-        for k in (0, 2, -1)
-    ),
-    Case("diag", (f("row"),), lambda x: axn.diag(x, "a", "b"), lambda x: jnp.diag(x), "one axis", names=("a", "b")),
 ]
 
 CASES: list[Case] = [*SORTING, *SETS, *DIAGONALS]

@@ -1,4 +1,4 @@
-"""Statistics: order statistics, averages, covariance, and differences and integrals along an axis."""
+"""Statistics: order statistics, and differences and integrals along an axis."""
 
 from __future__ import annotations
 
@@ -77,93 +77,7 @@ def _quantile(name: str, kind: str, whole: int, fn: Callable[..., Any]) -> list[
 
 ORDER = [
     *_median("median", "float", jnp.median),
-    *_median("nanmedian", "nan", np.nanmedian),
     *_quantile("quantile", "float", 1, jnp.quantile),
-    *_quantile("nanquantile", "nan", 1, np.nanquantile),
-    *_quantile("percentile", "float", 100, jnp.percentile),
-    *_quantile("nanpercentile", "nan", 100, np.nanpercentile),
-]
-
-AVERAGE = [
-    Case(
-        "average",
-        (f(*BPE),),
-        lambda x: axn.average(x, "pos"),
-        lambda x: jnp.mean(x, 1),
-        "equal",
-        names=("batch", "embed"),
-    ),
-    Case("average", (of("int", *BP),), axn.average, lambda x: np.float32(x.mean()), "integers", grad=False, names=()),
-    Case(
-        "average",
-        (f(*BPE), of("positive", "embed", "batch")),
-        lambda x, w: axn.average(x, ("embed", "pos"), weights=w),
-        lambda x, w: jnp.average(x, axis=(1, 2), weights=jnp.broadcast_to(w.T[:, None], x.shape)),
-        "weights",
-        names=("batch",),
-    ),
-    Case(
-        "average",
-        (of("int", *BP), of("index", "pos")),
-        lambda x, w: axn.average(x, weights=w + 1),
-        lambda x, w: np.float32(np.average(x, weights=np.broadcast_to(w + 1, x.shape))),
-        "every",
-        grad=False,
-        names=(),
-    ),
-]
-
-COVARIANCE = [
-    Case(
-        "cov",
-        (f("batch", "pos"),),
-        lambda x: axn.cov(x, "pos", "batch", new_axis=axn.Axis("pos2", 4)),
-        lambda x: jnp.cov(x, rowvar=False),
-        names=("pos", "pos2"),
-    ),
-    Case(
-        "cov",
-        (f("heads", "pos", "batch", "embed"),),
-        lambda x: axn.cov(x, axn.Axis("pos", 4), ("embed", "batch"), new_axis="other", ddof=0),
-        lambda x: jnp.stack([jnp.cov(m.reshape(4, 64), ddof=0) for m in x]),
-        "batched",
-        names=("heads", "pos", "other"),
-    ),
-    Case(
-        "cov",
-        (of("int", "pos", "heads", "batch"),),
-        lambda x: axn.cov(x, "pos", "batch", new_axis="other"),
-        lambda x: np.stack([np.cov(x[:, i]) for i in range(2)], -1).astype(np.float32),
-        "rows first",
-        grad=False,
-        names=("pos", "other", "heads"),
-    ),
-    Case(
-        "cov",
-        (of("complex", "pos", "batch"),),
-        lambda x: axn.cov(x, "pos", "batch", new_axis="other"),
-        lambda x: np.cov(x).astype(np.complex64),
-        "complex",
-        grad=False,
-        names=("pos", "other"),
-    ),
-    Case(
-        "corrcoef",
-        (f("pos", "batch"),),
-        lambda x: axn.corrcoef(x, "pos", "batch", new_axis="other"),
-        lambda x: jnp.corrcoef(x),
-        names=("pos", "other"),
-        grad=False,  # rounding decides on which side of the clip the diagonal lies
-    ),
-    Case(
-        "corrcoef",
-        (of("complex", "batch", "pos"),),
-        lambda x: axn.corrcoef(x, "pos", "batch", new_axis="other"),
-        lambda x: np.corrcoef(x, rowvar=False).astype(np.complex64),
-        "complex",
-        grad=False,
-        names=("pos", "other"),
-    ),
 ]
 
 ALONG = [
@@ -198,29 +112,6 @@ ALONG = [
         rtol=1e-4,
         atol=1e-4,
     ),
-    Case(
-        "trapezoid",
-        (f(*BPE),),
-        lambda y: axn.trapezoid(y, "pos", dx=0.5),
-        lambda y: jnp.trapezoid(y, dx=0.5, axis=1),
-        names=("batch", "embed"),
-    ),
-    Case(
-        "trapezoid",
-        (f(*BPE), f("pos")),
-        lambda y, x: axn.trapezoid(y, "pos", x=x),
-        lambda y, x: jnp.trapezoid(y, jnp.broadcast_to(x[None, :, None], y.shape), axis=1),
-        "places",
-        names=("batch", "embed"),
-    ),
-    Case(
-        "trapezoid",
-        (of("int", *BPE), f("embed", "batch")),
-        lambda y, x: axn.trapezoid(y, axn.Axis("batch", 8), x=x),
-        lambda y, x: jnp.trapezoid(y, x.T[:, None], axis=0),
-        "many places",
-        names=("pos", "embed"),
-    ),
 ]
 
-CASES: list[Case] = [*ORDER, *AVERAGE, *COVARIANCE, *ALONG]
+CASES: list[Case] = [*ORDER, *ALONG]

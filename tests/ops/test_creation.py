@@ -50,7 +50,6 @@ def test_dtypes(dtype: Any) -> None:
         axn.ones_like(axn.ones(X), dtype),
         axn.full_like(axn.ones(X), 1, dtype),
         axn.eye(X, Y, dtype=dtype),
-        axn.tri(X, Y, dtype=dtype),
     )
     assert [x.dtype for x in made] == [expected] * len(made)
 
@@ -87,7 +86,6 @@ NEW: dict[str, Callable[[], axn.NamedArray]] = {
     "geomspace": lambda: axn.geomspace(axn.Axis("batch", 8), start=1, stop=2),
     "logspace": lambda: axn.logspace(axn.Axis("batch", 8), start=1, stop=2),
     "eye": lambda: axn.eye(axn.Axis("batch", 8), axn.Axis("embed", 4)),
-    "tri": lambda: axn.tri(axn.Axis("batch", 8), axn.Axis("embed", 4)),
     "fftfreq": lambda: axn.fft.fftfreq(axn.Axis("batch", 8)),
     "rfftfreq": lambda: axn.fft.rfftfreq(axn.Axis("frequency", 8)),
     "normal": lambda: axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 4}),
@@ -196,7 +194,6 @@ def test_a_bare_name_means_fifty_points() -> None:
 @pytest.mark.parametrize("k", [0, 1, -2])
 def test_banded(k: int) -> None:
     _expect(axn.eye(X, Y, k), np.eye(4, 3, k), "x", "y")
-    _expect(axn.tri(X, Y, k=k), np.tri(4, 3, k), "x", "y")
 
 
 def test_vander() -> None:
@@ -226,7 +223,6 @@ def test_vander() -> None:
         (lambda: untyped.linspace(3, start=0, stop=1), TypeError, r"^linspace: `axis` must be an Axis, got int"),
         (lambda: axn.geomspace(X, start=axn.ones(Y), stop=1), ValueError, r"^geomspace: `start` must be a scalar"),
         (lambda: axn.eye(X, X), ValueError, r"^eye: 'x' would name more than one axis"),
-        (lambda: untyped.tri(X, "y"), ValueError, r"^tri needs axes with sizes, got only the name 'y'"),
         (lambda: axn.vander(axn.ones((X, Y)), "d"), ValueError, r"^vander: how many powers of \(x=4, y=3\)\?"),
         (lambda: axn.vander(axn.ones(X), axn.Axis("x", 2)), ValueError, r"^vander: 'x' would name more than one axis"),
     ],

@@ -363,10 +363,6 @@ def test_floats_written_to_integers_warn_as_in_jax() -> None:
         X.at["pos", 0].set(1.5)
 
 
-def test_apply_keeps_the_rest() -> None:
-    assert LINE.at["x", 1:4:2].apply(lambda v: v * 10).tolist() == [0, 10, 2, 30, 4]
-
-
 def test_an_index_of_nothing_is_the_array_itself() -> None:
     assert X[...] is X and X[{}] is X and X[()] is X
 

@@ -33,7 +33,7 @@ CASES: list[Case] = [
 ]
 
 # Operations that the table cannot hold, and the file that tests them: see `test_completeness.py`.
-CREATION = "arange eye full geomspace linspace logspace ones tri zeros"
+CREATION = "arange eye full geomspace linspace logspace ones zeros"
 ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.py") | {
     "ds": "ops/test_indexing.py",
     "from_dlpack": "interop/test_dlpack.py",

@@ -55,7 +55,8 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 def test_numbers_out_of_range(wrong: int) -> None:
     """An error outside jit, also in a gradient there; in jit they belong to no segment, as -1 does everywhere."""
     s = axn.where(S == 3, wrong, S)
-    for reduce in (axn.segment_sum, axn.segment_mean, axn.segment_prod, axn.segment_max, axn.segment_min):
+    every: list[Any] = [axn.segment_sum, axn.segment_mean, axn.segment_prod, axn.segment_max, axn.segment_min]
+    for reduce in every:
         message = rf"^{reduce.__name__}: {wrong} out of range for axis 'node' of size 8: a segment lies in 0..7. -1"
         with pytest.raises(IndexError, match=message):
             reduce(X, s, NODE)

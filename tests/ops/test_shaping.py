@@ -199,17 +199,6 @@ def test_broadcast_arrays_refuses(x):
         axn.broadcast_arrays(x, np.ones(4))
 
 
-def test_meshgrid_refuses(x):
-    a = axn.ones(Axis("a", 2))
-    assert axn.meshgrid() == ()
-    with pytest.raises(ValueError, match=r"meshgrid: each array must have one axis, got one with \(a, b, c\)"):
-        axn.meshgrid(a, x)
-    with pytest.raises(ValueError, match="meshgrid: 'a' would name more than one axis"):
-        axn.meshgrid(a, a)
-    with pytest.raises(TypeError, match="meshgrid: expected a NamedArray, got ndarray"):
-        axn.meshgrid(a, np.ones(2))  # pyright: ignore[reportArgumentType]
-
-
 # --- names, splitting, merging ---
 
 

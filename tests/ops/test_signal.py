@@ -38,20 +38,6 @@ W = axn.ones({"xyz": 3})
             TypeError,
             r"^correlate: expected a NamedArray, got ArrayImpl",
         ),
-        (lambda: untyped.unwrap(A, None), ValueError, r"^unwrap: expected one axis, got \(batch, t\)"),
-        (lambda: axn.unwrap(A, "x"), ValueError, r"^unwrap: no axis 'x' in \(batch=2, t=5\)"),
-        (lambda: axn.cross(A, V, "t"), ValueError, r"^cross: axis 't' has conflicting sizes: 5 .*, 3 "),
-        (lambda: axn.cross(A, A, "t"), ValueError, r"^cross: axis 't' has size 5; vectors in three dimensions have"),
-        (lambda: axn.cross(W, V, "xyz"), ValueError, r"^cross: no axis 'xyz' in \(t=3\)"),
-        (
-            lambda: axn.cross(axn.ones({"xyz": 3, "a": 2}), axn.ones({"xyz": 3, "b": 2}), "xyz"),
-            ValueError,
-            r"^cross: cannot broadcast \(xyz, a\) and \(xyz, b\)",
-        ),
-        (lambda: axn.outer(A, V), ValueError, r"^outer: \(batch, t\) and \(t\) share 't'\. Rename it .*`multiply`"),
-        (lambda: axn.outer(jnp.ones(2), V), TypeError, r"^outer: an operand has no axis names but shape \(2,\)"),
-        (lambda: axn.kron(A, V, "batch"), ValueError, r"^kron: no axis 'batch' in \(t=3\)"),
-        (lambda: axn.kron(A, axn.ones({"t": 3, "batch": 3}), "t"), ValueError, r"^kron: axis 'batch' .*: 2 .*, 3 "),
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -61,22 +47,6 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 
 def test_an_axis_of_another_size_in_each_operand_is_not_matched() -> None:
     assert axn.convolve(A, V, "t").shape == {"batch": 2, "t": 7}
-    assert axn.kron(A, V).shape == {"batch": 2, "t": 15}
-    assert axn.kron(A, W).shape == {"batch": 2, "t": 5, "xyz": 3}
-
-
-def test_small_integers_are_unwrapped_without_overflow() -> None:
-    for dtype, values in (("int8", [100, -100, 100]), ("uint8", [200, 3, 250])):
-        found = axn.unwrap(axn.named(np.array(values, dtype), "t"), "t", period=90)
-        np.testing.assert_array_equal(found.array, np.unwrap(np.array(values), period=90))
-
-
-def test_integers_are_unwrapped_by_an_odd_period() -> None:
-    values = np.array([0, 3, 1, 4, 2, 0, 5, 1], np.int32)
-    for discont in (None, 3):
-        found = axn.unwrap(axn.named(values, "t"), "t", period=5, discont=discont)
-        np.testing.assert_array_equal(found.array, np.unwrap(values, period=5, discont=discont))
-        np.testing.assert_array_equal((found.array - values) % 5, 0)
 
 
 @pytest.mark.parametrize("op", [lambda a, v: axn.convolve(a, v, "t"), poly.polymul], ids=["convolve", "polymul"])

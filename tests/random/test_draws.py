@@ -105,7 +105,6 @@ def test_dtypes() -> None:
     assert dtype(lambda key: random.normal(key, Batch, dtype=jnp.bfloat16)) == jnp.bfloat16
     assert dtype(lambda key: random.gamma(key, Batch, 2.0, jnp.float16)) == jnp.float16
     assert dtype(lambda key: random.normal(key, Batch, None)) == jnp.float32
-    assert dtype(lambda key: random.bits(key, Batch, "uint8")) == jnp.uint8
     assert dtype(lambda key: random.rademacher(key, Batch, int)) == jnp.int32
     assert dtype(lambda key: random.randint(key, Batch, 0, 256, jnp.uint8)) == jnp.uint8
 

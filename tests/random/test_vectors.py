@@ -25,21 +25,6 @@ VECTORS: dict[str, tuple[Callable[..., axn.NamedArray], Callable[..., jax.Array]
         lambda key, p: jax.random.ball(key, 5, p, (8, 3, 4)),
         ((),),
     ),
-    "dirichlet": (
-        lambda key, alpha: random.dirichlet(key, AXES, alpha, "space"),
-        lambda key, alpha: jax.random.dirichlet(key, alpha, (8, 3, 4)),
-        ((*AXES, Space),),
-    ),
-    "multinomial": (
-        lambda key, n, p: random.multinomial(key, AXES, n, p, "space"),
-        lambda key, n, p: jax.random.multinomial(key, n, p, dtype=float),
-        (AXES, (*AXES, Space)),
-    ),
-    "multivariate_normal": (
-        lambda key, mean, cov: random.multivariate_normal(key, AXES, mean, cov, "space", method="svd"),
-        lambda key, mean, cov: jax.random.multivariate_normal(key, mean, cov, (8, 3, 4), method="svd"),
-        ((*AXES, Space), (*AXES, Space, Space.alias("column"))),
-    ),
 }
 
 
@@ -65,27 +50,6 @@ def test_vectors_with_parameters_by_name(name: str, explicit_mesh: Mesh) -> None
     given = [axn.ones([a for a in axes[::-1] if a is not Pos]) for axes in layouts]
     with jax.set_mesh(explicit_mesh), axn.axis_mapping(MAPPING):
         assert jax.eval_shape(typed, KEY, *given).axes == (*AXES, Space)
-
-
-def test_multivariate_normal() -> None:
-    factor = np.random.default_rng(0).normal(size=(4, 3, 3)).astype(np.float32)
-    covariance = jnp.asarray(factor @ factor.transpose(0, 2, 1) + np.eye(3, dtype=np.float32))
-    mean = axn.named(jnp.arange(24.0).reshape(3, 8), ("space", "batch"))
-    cov = axn.named(covariance.transpose(1, 2, 0), ("space", "column", "embed"))
-    drawn = random.multivariate_normal(KEY, AXES, mean, cov, "space", method="eigh")
-    assert drawn.axes == (*AXES, axn.Axis("space", 3))
-    by_position = jnp.broadcast_to(mean.array.T[:, None, None], (8, 3, 4, 3)), covariance
-    with jax.numpy_rank_promotion("allow"):
-        wanted = jax.random.multivariate_normal(KEY, *by_position, (8, 3, 4), method="eigh")
-    assert_same(drawn, wanted, rtol=1e-4)
-
-
-def test_orthogonal() -> None:
-    Row, Col = axn.make_axes(row=3, col=2)
-    drawn = random.orthogonal(KEY, Batch, Row, Col)
-    assert drawn.axes == (Batch, Row, Col)
-    assert_same(drawn, jax.random.orthogonal(KEY, 3, (8,), m=2))
-    assert random.orthogonal(KEY, (), Col, Row).axes == (Col, Row)
 
 
 # --- selections ---

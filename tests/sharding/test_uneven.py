@@ -511,3 +511,44 @@ def test_gradients_beside_padded_results(auto_mesh: Mesh, fn: Any, over: Any) ->
         found = axn.unshard(jax.block_until_ready(axn.named_jit(step)(axn.shard(x))))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+# --- operations with partitioning of their own, and derivatives ---
+
+LOGITS = axn.named(np.random.default_rng(0).normal(size=(7, 11)).astype(np.float32), ("batch", "vocab"))
+PICKED: dict[str, Any] = {
+    "top_k": lambda x: axn.top_k(x, "vocab", 3),
+    "categorical": lambda x: axn.random.categorical(jax.random.key(3), x, "vocab"),
+}
+
+
+@pytest.mark.parametrize("mapping", [{"batch": "data"}, {"vocab": "data"}, {"vocab": ("data", "model")}], ids=str)
+@pytest.mark.parametrize("name", PICKED)
+def test_picks_from_uneven_logits(name: str, mapping: dict[str, Any]) -> None:
+    """JAX refused the padded shards of their partitioning rules where the argument came in one piece."""
+    pick = PICKED[name]
+    expected = jax.jit(pick)(LOGITS)
+    with jax.set_mesh(devices_of(data=4, model=2)):
+        compiled = {
+            "in_placement": axn.named_jit(pick, mapping, in_placement=mapping, uneven="pad"),
+            "fsdp": axn.fsdp(pick, mapping, {}, uneven="pad"),
+            "padded": axn.named_jit(pick, mapping, uneven="pad"),
+        }
+        for how, step in compiled.items():
+            found = jax.block_until_ready(step(axn.shard(LOGITS, mapping, uneven="pad") if how == "padded" else LOGITS))
+            if how != "fsdp" and "batch" in mapping:
+                assert all(is_padded(x.array) for x in jax.tree.leaves(found, is_leaf=axn.is_named_array)), how
+            jax.tree.map(np.testing.assert_array_equal, axn.unshard(found), expected)
+
+
+def test_gradients_of_a_compiled_function_outside_jit() -> None:
+    mapping = {"vocab": "data"}
+    with jax.set_mesh(devices_of(data=8)):
+        loss = axn.named_jit(lambda x: axn.sum(axn.sin(x) * x).scalar(), mapping, uneven="pad")
+        x = poisoned(axn.shard(X, mapping, uneven="pad"))
+        expected = jax.grad(lambda x: axn.sum(axn.sin(x) * x).scalar())(X)
+        value, gradient = axn.value_and_grad(loss)(x)
+        for found in (jax.grad(loss)(x), axn.grad(loss)(x), gradient):
+            assert is_padded(found.array) and found.axes == X.axes
+            np.testing.assert_allclose(axn.unshard(found).array, expected.array, rtol=1e-5)
+        np.testing.assert_allclose(value, loss(x))

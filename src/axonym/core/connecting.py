@@ -73,10 +73,13 @@ def connect_processes(
     for key, text in (same or {}).items():
         if not isinstance(text, str):
             raise TypeError(f"connect_processes: same[{key!r}] must be a text, got {type(text).__name__}.")
+    installed = "of a source folder"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.version("axonym")
     versions = {
         "JAX": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "Axonym": _installed(),
+        "Axonym": installed,
         "Python": platform.python_version(),
     }
     facts = {"versions": "\n".join(f"{name} {version}" for name, version in versions.items()), **(same or {})}
@@ -119,13 +122,6 @@ def _jax_has_started() -> bool:
             return True
         jax.config.update("jax_num_cpu_devices", before)
         return False
-
-
-def _installed() -> str:
-    try:
-        return importlib.metadata.version("axonym")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a source folder"
 
 
 def _host_and_port(what: str, address: str) -> tuple[str, int]:

@@ -6,12 +6,14 @@ what to do. The functions return strings for callers to raise, except `warn`, `d
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,10 +22,25 @@ T = TypeVar("T", bound=type)
 
 def warn(message: str) -> None:
     """Issue a warning that points at the user's line that called the library, however deep the calls inside it."""
+    if (handle := _HANDLER.get()) is not None and handle(message):
+        return
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, stacklevel=depth)
+
+
+_HANDLER: ContextVar[Callable[[str], bool] | None] = ContextVar("handler of warnings", default=None)
+
+
+@contextlib.contextmanager
+def handling_warnings(handle: Callable[[str], bool]) -> Iterator[None]:
+    """Let a function handle the warnings of this thread in a with-block: it returns whether one is done with."""
+    token = _HANDLER.set(handle)
+    try:
+        yield
+    finally:
+        _HANDLER.reset(token)
 
 
 _NOT_THE_USERS = {__name__.partition(".")[0], "jax", "equinox", "contextlib", "functools"}

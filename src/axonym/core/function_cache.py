@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 
 from ..named_array import is_named_array
+from .jax_versions import INLINE
 from .tree_spec import StaticLeaf, TreeSpec, WeakLeaf, flatten_arrays, is_known_by_identity
 
 R = TypeVar("R")
@@ -107,8 +108,12 @@ class Functions:
             *specs: further static data: the specs of the caller's arguments. Their leaves are not kept alive.
         """
         weak = tuple([spec.weak() for spec in specs])
-        key = build, plan, self._key, *weak
-        return self._cache.find(key, (self._spec, *weak), lambda: build(self._with_arrays(), plan, *weak))
+        key, spec = (build, plan, self._key, *weak), self._spec
+
+        def with_arrays(held: HeldArrays) -> tuple[Callable[..., Any], ...]:
+            return closed(spec.unflatten(held))
+
+        return self._cache.find(key, (spec, *weak), lambda: build(with_arrays, plan, *weak))
 
     def _where_kept(self) -> tuple[FunctionCache, TreeSpec | None]:
         """Return the cache for the functions, and their part of the key."""
@@ -121,10 +126,6 @@ class Functions:
                 return _CACHES.setdefault(_anchor(self._functions[0]), FunctionCache()), self._spec
         return FunctionCache() if self._own is None else self._own, None
 
-    def _with_arrays(self) -> WithArrays:
-        spec = self._spec
-        return lambda held: closed(spec.unflatten(held))
-
 
 def _anchor(function: Any) -> Any:
     """Return an object that lives as long as the cached values for a function can be used."""
@@ -134,6 +135,12 @@ def _anchor(function: Any) -> Any:
         return _anchor(function.__func__)
     is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(function))
     return function if is_leaf and is_known_by_identity(function) else type(function)
+
+
+def jitted_as(name: str, run: Callable[..., Any]) -> Any:
+    """Return a function of raw arrays compiled under a name, which must not show in a program that calls it."""
+    run.__name__ = run.__qualname__ = name
+    return jax.jit(run, inline=INLINE)
 
 
 # --- functions as trees ---

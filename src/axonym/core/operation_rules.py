@@ -152,9 +152,10 @@ def _squeezed(e: _Equation) -> OperationRule:
 
 def _reshaped(e: _Equation) -> OperationRule:
     """Refine both shapes until they have the same factors; where sizes do not divide each other, axes are torn."""
-    shapes = e.ins[0], e.outs[0]
+    order = e.params["dimensions"] or range(len(e.ins[0]))  # JAX permutes the operand first
+    shapes = tuple([e.ins[0][i] for i in order]), e.outs[0]
     if 0 in shapes[0]:
-        return e.rule([e.all_new(shapes[0])], e.all_new(shapes[1]), values="moved")
+        return e.rule([e.all_new(e.ins[0])], e.all_new(shapes[1]), values="moved")
     found: tuple[list[Dimension], list[Dimension]] = ([()] * len(shapes[0]), [()] * len(shapes[1]))
     uses, left = dict[int, str](), [[(i, n) for i, n in enumerate(s) if n != 1][::-1] for s in shapes]
     while left[0] and left[1]:
@@ -178,7 +179,8 @@ def _reshaped(e: _Equation) -> OperationRule:
                 f = e.new(size)
                 found[side][at] = (*found[side][at], *f)
                 uses |= dict.fromkeys(f, "torn")
-    return e.rule([tuple(found[0])], tuple(found[1]), uses=uses, values="moved")
+    operand = tuple([d for _, d in sorted(zip(order, found[0], strict=True))])
+    return e.rule([operand], tuple(found[1]), uses=uses, values="moved")
 
 
 def _tiled(e: _Equation) -> OperationRule:
@@ -372,7 +374,7 @@ def _scattered(e: _Equation) -> OperationRule:
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window, left = iter([i for i in range(len(table)) if i not in gone]), iter(rows)
     uses, parts, found = dict[int, str](), list[PartOf](), list[Dimension]()
-    full = set[int]()
+    full = {*numbers.operand_batching_dims}
     for i, n in enumerate(updates):
         if i not in numbers.update_window_dims:
             found.append(next(left))
@@ -382,8 +384,9 @@ def _scattered(e: _Equation) -> OperationRule:
         else:
             found.append(new := e.new(n))
             parts += [PartOf(new[0], dims[at][0])] if new and dims[at] else []
-    indexed = [i for i in numbers.scatter_dims_to_operand_dims if i not in full]
-    uses |= dict.fromkeys(_factors(dims[i] for i in indexed), "index")
+    for i in range(len(table)):
+        if i not in full:  # written in places that an index says, or in the first ones
+            uses |= dict.fromkeys(dims[i], "index" if i in numbers.scatter_dims_to_operand_dims else "part")
     if "add" in e.name:
         uses |= dict.fromkeys([f for f in _factors(rows) if f not in _factors(dims)], "sum")
     return e.rule([dims, (*rows, e.new(indices[-1])), tuple(found)], dims, uses=uses, parts=parts)
@@ -419,10 +422,15 @@ def _leading(e: _Equation) -> OperationRule:
 
 
 def _as_first_of_shape(e: _Equation) -> OperationRule:
+    """The result has the axes of the first operand of its shape; axes without windows are those of all operands."""
     at = next((i for i, s in enumerate(e.ins) if s == e.outs[0]), None)
-    dims = [e.all_new(s) for s in e.ins]
-    result = e.all_new(e.outs[0]) if at is None else dims[at]
-    windows = e.params.get("window_dimensions", ())
+    windows, padding = e.params.get("window_dimensions", ()), e.params.get("padding", ())
+    shared = {}
+    for i, (w, pad) in enumerate(zip(windows, padding, strict=True)):
+        if w == 1 and not any(pad) and len({s[i] for s in (*e.ins, *e.outs)}) == 1:
+            shared[i] = e.new(e.outs[0][i])
+    dims = [tuple([shared.get(i) or e.new(n) for i, n in enumerate(s)]) for s in e.ins]
+    result = tuple([shared.get(i) or e.new(n) for i, n in enumerate(e.outs[0])]) if at is None else dims[at]
     near = [f for own in dims for d, w in zip(own, windows, strict=False) if w > 1 for f in d]
     return OperationRule(tuple(dims), (result,), e.sizes, dict.fromkeys(near, "near"))
 

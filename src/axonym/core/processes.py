@@ -104,9 +104,8 @@ def _exchanged(x: Any) -> list[Any]:
     """Return what each process gives to this function."""
     payload = json.dumps(x).encode()
     lengths = from_all_processes(np.array([len(payload)], np.uint32))[:, 0]
-    padded = np.zeros(
-        max(1024, 1 << int(lengths.max() - 1).bit_length()), np.uint8
-    )  # few sizes: each compiles a gather
+    # Few sizes, since each compiles a gather.
+    padded = np.zeros(max(1024, 1 << int(lengths.max() - 1).bit_length()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     return [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), lengths, strict=True)]
 
@@ -160,7 +159,11 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exception:
     """Build the error that every process raises, with the type of the first failure if possible."""
-    lines = [f"process {i} of {count}: {_text(one)}" for i, one in failed.items()]
+    interrupts = ("KeyboardInterrupt", "SystemExit")
+    lines = [
+        f"process {i} of {count}: {'it was interrupted' if one['kinds'][0][1] in interrupts else one['text']}"
+        for i, one in failed.items()
+    ]
     text = f"{what} failed in {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{what} failed in", *lines])
     first = next(iter(failed.values()))
     if first["errno"] is not None:
@@ -174,11 +177,6 @@ def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exc
             with contextlib.suppress(Exception):  # some need more than a message
                 return kind(text)
     return RuntimeError(text)
-
-
-def _text(told: Mapping[str, Any]) -> str:
-    interrupted = told["kinds"][0][1] in ("KeyboardInterrupt", "SystemExit")
-    return "it was interrupted" if interrupted else told["text"]
 
 
 def difference(what: str, told: Mapping[int, Mapping[str, str]]) -> str:

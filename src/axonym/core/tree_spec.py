@@ -14,7 +14,7 @@ import dataclasses
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -179,7 +179,11 @@ class TreeSpec:
     def unflatten(self, arrays: Iterable[Any] = ()) -> Any:
         """Return the tree with these arrays."""
         left = iter(arrays)
-        return jax.tree.unflatten(self.structure, [_leaf(slot, left) for slot in self.slots])
+        leaves = [
+            s.value if isinstance(s, StaticLeaf) else next(left) if s is None else wrap(next(left), s)
+            for s in self.slots
+        ]
+        return jax.tree.unflatten(self.structure, leaves)
 
     def paths(self) -> list[str]:
         """Return the path of each leaf, as in `['h'].weight`. Slow: for messages."""
@@ -265,12 +269,6 @@ def check_rank(x: NamedArray) -> None:
     """Raise an error unless an array has as many axes as names; if not, a positional transform was applied."""
     if isinstance(x.array, ARRAYS) and x.array.ndim != len(x.names):
         raise ValueError(errors.wrong_rank(x.names, x.array.shape))
-
-
-def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
-    if isinstance(slot, StaticLeaf):
-        return slot.value
-    return next(left) if slot is None else wrap(next(left), slot)
 
 
 # --- values by type and sign ---

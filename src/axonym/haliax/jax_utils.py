@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from .. import tree_checkpoint_name as _tree_checkpoint_name
 from ..axis import Axis
+from ..core.named_scope import named_call as named_call
 from ..named_array import NamedArray, describe_array, is_jax_array_like as is_jax_array_like
 from ..tree import maybe_rng_split as maybe_rng_split
 from ._signatures import with_parameters
@@ -26,6 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 tree_checkpoint_name = with_parameters(_tree_checkpoint_name, tree="x")
+broadcast_prefix = jax.tree.broadcast
+broadcast_one_to_all, sync_global_devices = multihost_utils.broadcast_one_to_all, multihost_utils.sync_global_devices
 
 # --- trees ---
 
@@ -44,25 +47,7 @@ class Static:
     value: Any
 
 
-def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Repeat each leaf of a tree prefix for all leaves of a tree below it; `is_leaf` is as in `jax.tree.broadcast`.
-
-    >>> hax.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
-    (1, {'b': 2})
-    """
-    return jax.tree.broadcast(prefix_tree, full_tree, is_leaf=is_leaf)
-
-
 # --- processes ---
-
-
-def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
-    """Return the arrays of one process, the first by default, in all processes, where they have the same shapes.
-
-    >>> hax.jax_utils.broadcast_one_to_all({"step": np.ones(2)})
-    {'step': array([1., 1.])}
-    """
-    return multihost_utils.broadcast_one_to_all(in_tree, is_source)
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
@@ -90,34 +75,7 @@ def _equal(tree: Any) -> bool:
     return True
 
 
-def sync_global_devices(name: str) -> None:
-    """Wait until all processes have reached this call, with the same name.
-
-    >>> hax.jax_utils.sync_global_devices("checkpoint written")
-    """
-    multihost_utils.sync_global_devices(name)
-
-
 # --- functions ---
-
-
-def named_call(f: Any = None, name: str | None = None) -> Any:
-    """Decorate a function so that profiles show what it does under a name, by default its own.
-
-    >>> f = hax.jax_utils.named_call(lambda x: x * x, name="squares")
-    >>> "squares" in jax.jit(f).lower(2.0).as_text(debug_info=True)
-    True
-    """
-    if f is None:
-        return functools.partial(named_call, name=name)
-    scope = name or getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2].removesuffix(".__call__")
-
-    @functools.wraps(f)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope):
-            return f(*args, **kwargs)
-
-    return called
 
 
 def multilevel_scan(

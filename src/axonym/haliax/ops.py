@@ -165,31 +165,30 @@ def where(
     fill_value: NamedOrNumeric | None = None,
     new_axis: Axis | None = None,
 ) -> Any:
-    """Choose as `axonym.where` does; a named condition without axes counts as a scalar.
+    """Choose as `axonym.where` does; the condition alone gives positions. One without axes counts as a scalar.
 
     >>> hax.where(hax.named(True, ()), -1, 3)
     Array(-1, dtype=int32, weak_type=True)
     """
-    scalar = x is not None and isinstance(condition, NamedArray) and not condition.names
-    return _where(raw(condition) if scalar else condition, x, y, fill_value, new_axis)
+    if x is None and y is None and fill_value is not None and new_axis is not None:
+        return nonzero(cast(NamedArray, condition), size=new_axis, fill_value=fill_value)
+    if x is None or y is None or fill_value is not None or new_axis is not None:
+        raise ValueError("where: pass either `x` and `y`, or `fill_value` and `new_axis` for a condition alone.")
+    return _where(raw(condition) if isinstance(condition, NamedArray) and not condition.names else condition, x, y)
 
 
-def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """Set the elements above a diagonal to zero, as `axonym.tril` does; the two axes come last in the result.
+def _with_axes_last(fn: F) -> F:
+    """Wrap `tril` or `triu` so that its two axes come last in the result."""
 
-    >>> hax.tril(hax.ones({"x": 2, "y": 2, "z": 2}), "x", "y").shape
-    {'z': 2, 'x': 2, 'y': 2}
-    """
-    return _rearrange(_tril(array, axis1, axis2, k), (..., axis1, axis2))
+    @functools.wraps(fn)
+    def call(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
+        return _rearrange(fn(array, axis1, axis2, k), (..., axis1, axis2))
+
+    call.__module__ = __name__  # where pickle looks it up
+    return cast(F, call)
 
 
-def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """Set the elements below a diagonal to zero, as `axonym.triu` does; the two axes come last in the result.
-
-    >>> hax.triu(hax.ones({"x": 2, "y": 2, "z": 2}), "x", "y").shape
-    {'z': 2, 'x': 2, 'y': 2}
-    """
-    return _rearrange(_triu(array, axis1, axis2, k), (..., axis1, axis2))
+tril, triu = _with_axes_last(_tril), _with_axes_last(_triu)
 
 
 def roll(
@@ -205,52 +204,26 @@ def roll(
     return _roll(array, shift, axis)
 
 
-def unique_values(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> NamedArray:
-    """Return the values of `unique` alone.
+def _unique_with(name: str, said: str, *returned: str) -> Callable[..., Any]:
+    def call(array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None) -> Any:
+        return unique(array, Unique, axis=axis, fill_value=fill_value, **dict[str, Any].fromkeys(returned, True))
 
-    >>> hax.unique_values(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
-    NamedArray(int32[value=2], [1 3])
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"""Return the values of `unique`{said}.
+
+    >>> found = hax.{name}(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     """
-    return unique(array, Unique, axis=axis, fill_value=fill_value)
+    return call
 
 
-def unique_counts(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> tuple[NamedArray, NamedArray]:
-    """Return the values of `unique`, and how often each is found.
-
-    >>> hax.unique_counts(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
-    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[value=2], [1 2]))
-    """
-    return unique(array, Unique, axis=axis, fill_value=fill_value, return_counts=True)
-
-
-def unique_inverse(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> tuple[NamedArray, NamedArray]:
-    """Return the values of `unique`, and where the value of each element is among them.
-
-    >>> hax.unique_inverse(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
-    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[x=3], [1 0 1]))
-    """
-    return unique(array, Unique, axis=axis, fill_value=fill_value, return_inverse=True)
-
-
-def unique_all(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
-    """Return the values of `unique`, where each is found first, where each element is among them, and how often.
-
-    >>> values, index, inverse, counts = hax.unique_all(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
-    >>> index, inverse, counts
-    (NamedArray(int32[value=2], [1 0]), NamedArray(int32[x=3], [1 0 1]), NamedArray(int32[value=2], [1 2]))
-    """
-    return unique(
-        array, Unique, axis=axis, fill_value=fill_value, return_index=True, return_inverse=True, return_counts=True
-    )
-
+unique_values = _unique_with("unique_values", " alone")
+unique_counts = _unique_with("unique_counts", ", and how often each is found", "return_counts")
+unique_inverse = _unique_with("unique_inverse", ", and where the value of each element is among them", "return_inverse")
+unique_all = _unique_with(
+    "unique_all",
+    ", where each is found first, where each element is among them, and how often",
+    *("return_index", "return_inverse", "return_counts"),
+)
 
 concatenate = with_parameters(_concatenate, "axis")
 stack = with_parameters(_stack, "axis")

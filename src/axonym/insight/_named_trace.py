@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import warnings
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ try:
 except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
+from ..core import errors
 from ..core.jax_versions import is_on_host
 from ..core.operation_rules import Inside, OperationRule, inside
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
@@ -109,16 +110,22 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
     """Trace without a mesh or mapping; a step that asks for a mesh is refused."""
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(nothing was placed|no mesh is active)")
-        # They compute all the same.
-        warnings.filterwarnings("ignore", message=r"(named_jit|distribute)\(.*no mesh is active")
+    asks = "explain: by='names' traces a step without a mesh, which it asks for: "
+
+    def handle(warning: str) -> bool:
+        if re.match(r"(named_jit|distribute)\(.*no mesh is active", warning):
+            return True  # they compute all the same
+        if re.search("nothing was placed|no mesh is active", warning):
+            raise NotKnown(asks + warning)
+        return False
+
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), errors.handling_warnings(handle):
         try:
             yield
-        except (RuntimeError, UserWarning) as e:
+        except RuntimeError as e:
             if "mesh" not in str(e):
                 raise
-            raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
+            raise NotKnown(f"{asks}{e}") from e
 
 
 def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:

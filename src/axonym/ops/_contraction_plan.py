@@ -135,57 +135,44 @@ def _multiply(
     if target == swapped != names:  # the other order gives the target layout, and saves a transpose
         left, right, names = right, left, swapped
     layout = names if target is None else target
-    pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
-    arrays = (left.array, right.array)
-    held, held_names, holding = _held(dot_general)
-
-    def per_device(left, right, *held):
-        return pair._replace(dot_general=holding(held)).multiply(left, right)
-
-    product = fsdp_ops.run_gathering_parameters(
-        per_device, (left.names, right.names, *held_names), layout, *arrays, *held, summed=summed
+    dimensions = (
+        (_positions(left.names, summed), _positions(right.names, summed)),
+        (_positions(left.names, batch), _positions(right.names, batch)),
     )
-    return _OperandTerm(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
 
-
-class _Pair(NamedTuple):
-    """The product of two operands, planned by name."""
-
-    plan: Plan
-    left: Names
-    right: Names
-    batch: Names
-    summed: Names
-    names: Names
-    """The layout that `dot_general` returns."""
-    layout: Names
-    """The layout of the result."""
-    dot_general: DotGeneral
-
-    def multiply(self, left: jax.Array, right: jax.Array, mesh: AbstractMesh | None = None) -> jax.Array:
+    def multiply(x: jax.Array, y: jax.Array, dot_general: DotGeneral, mesh: AbstractMesh | None = None) -> jax.Array:
         """Multiply two arrays; `mesh` is the mesh of the operands if it has Explicit axes."""
-        wanted = self.plan.preferred_element_type
-        if not self.summed and mesh is None:
-            left, right = (_kernels.align(x, n, self.layout) for x, n in ((left, self.left), (right, self.right)))
+        wanted = plan.preferred_element_type
+        if not summed and mesh is None:
+            x, y = _kernels.align(x, left.names, layout), _kernels.align(y, right.names, layout)
             if wanted is None:
-                return left * right
-            wide = jnp.result_type(left, right, wanted)
-            return (left.astype(wide) * right.astype(wide)).astype(wanted)
-        dimensions = (
-            (_positions(self.left, self.summed), _positions(self.right, self.summed)),
-            (_positions(self.left, self.batch), _positions(self.right, self.batch)),
-        )
-        options: dict[str, Any] = {"precision": self.plan.precision, "preferred_element_type": wanted}
-        if mesh is not None and self.dot_general is jax.lax.dot_general:
+                return x * y
+            wide = jnp.result_type(x, y, wanted)
+            return (x.astype(wide) * y.astype(wide)).astype(wanted)
+        options: dict[str, Any] = {"precision": plan.precision, "preferred_element_type": wanted}
+        if mesh is not None and dot_general is jax.lax.dot_general:
             # If a summed axis is sharded, JAX asks for the sharding of the result.
-            sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
-            operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
+            sizes = dict(zip((*left.names, *right.names), (*x.shape, *y.shape), strict=True))
+            operands = [(left.names, entries_of(x)), (right.names, entries_of(y))]
             spec = output_sharding.infer_output_spec(
-                self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh, summed=self.summed
+                plan.what, names, [sizes[n] for n in names], operands, mesh, summed=summed
             )
             options["out_sharding"] = NamedSharding(mesh, spec)
-        product = self.dot_general(left, right, dimensions, **options)
-        return _kernels.transpose_to(product, self.names, self.layout)
+        return _kernels.transpose_to(dot_general(x, y, dimensions, **options), names, layout)
+
+    held, held_names, holding = _held(dot_general)
+    arrays = (left.array, right.array)
+    product = fsdp_ops.run_gathering_parameters(
+        lambda x, y, *held: multiply(x, y, holding(held)),
+        (left.names, right.names, *held_names),
+        layout,
+        *arrays,
+        *held,
+        summed=summed,
+    )
+    if product is None:
+        product = multiply(*arrays, dot_general, explicit_mesh(arrays))
+    return _OperandTerm(layout, product)
 
 
 def _sum_out(plan: Plan, term: _OperandTerm, needed: set[str]) -> _OperandTerm:

@@ -27,7 +27,7 @@ from ._operands import as_positions, at_least_int32, require_positions
 from ._strided_slices import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
-"""The index of one axis: see `axonym.ops.indexing`."""
+"""The index of one axis: `docs/indexing.md` lists what it can be."""
 SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
 

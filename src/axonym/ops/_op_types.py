@@ -65,24 +65,14 @@ class _BoundTypedReduction(Protocol):
 class TypedReduction(Protocol):
     """A reduction that can accumulate in another dtype."""
 
-    @overload
     def __call__(
         self,
-        array: NamedArray,
+        array: A,
         axis: AxisSelection | None = None,
         *,
         where: NamedOrNumeric | None = None,
         dtype: DTypeLike | None = None,
-    ) -> NamedArray: ...
-    @overload
-    def __call__(
-        self,
-        array: Any,
-        axis: AxisSelection | None = None,
-        *,
-        where: NamedOrNumeric | None = None,
-        dtype: DTypeLike | None = None,
-    ) -> Any: ...
+    ) -> A: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundTypedReduction: ...
 
 
@@ -100,26 +90,15 @@ class _BoundSpreadReduction(Protocol):
 class SpreadReduction(Protocol):
     """Variance and standard deviation."""
 
-    @overload
     def __call__(
         self,
-        array: NamedArray,
+        array: A,
         axis: AxisSelection | None = None,
         *,
         where: NamedOrNumeric | None = None,
         ddof: int = 0,
         dtype: DTypeLike | None = None,
-    ) -> NamedArray: ...
-    @overload
-    def __call__(
-        self,
-        array: Any,
-        axis: AxisSelection | None = None,
-        *,
-        where: NamedOrNumeric | None = None,
-        ddof: int = 0,
-        dtype: DTypeLike | None = None,
-    ) -> Any: ...
+    ) -> A: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundSpreadReduction: ...
 
 

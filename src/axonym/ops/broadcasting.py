@@ -6,7 +6,6 @@ layout, or an intended outer product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
 import jax
@@ -90,19 +89,6 @@ def broadcast_arrays(
     return tuple(result)
 
 
-def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
-    """Make the coordinates of a grid: broadcast arrays of one axis each to the axes of all of them, in order.
-
-    >>> x, y = axn.meshgrid(axn.named([1, 2], "x"), axn.named([3, 4, 5], "y"))
-    >>> y
-    NamedArray(int32[x=2, y=3], [[3 4 5] [3 4 5]])
-    """
-    if not arrays:
-        return ()
-    every = tuple(require_named("meshgrid", x).names for x in arrays)
-    return _meshgrid_kernel(every).apply(*(x.array for x in arrays))
-
-
 # --- kernels ---
 
 
@@ -135,6 +121,7 @@ def _broadcast_kernel(
 def _together_kernel(
     what: str, every: tuple[Names, ...], positions: tuple[int, ...], require_subset: bool, ensure_order: bool
 ) -> _kernels.Kernel:
+    """Make a kernel that broadcasts several arrays at once, so that new axes are sharded as in the other arrays."""
     full = max(every, key=len)
     if require_subset:
         _kernels.broadcast_names(what, every)  # raises an error if no array has all the axes
@@ -144,25 +131,6 @@ def _together_kernel(
         out_names = (full,) * len(every)
     else:
         out_names = tuple((*(n for n in full if n not in names), *names) for names in every)
-    return _make_together_kernel(what, every, positions, out_names)
-
-
-@_kernels.shared("every")
-def _meshgrid_kernel(every: tuple[Names, ...]) -> _kernels.Kernel:
-    for names in every:
-        if len(names) != 1:
-            raise ValueError(
-                f"meshgrid: each array must have one axis, got one with {errors.describe_axes(names)}. "
-                "To combine arrays of several axes use `axonym.broadcast_arrays(..., require_subset=False)`."
-            )
-    full = distinct("meshgrid", tuple(n for names in every for n in names))
-    return _make_together_kernel("meshgrid", every, tuple(range(len(every))), (full,) * len(every))
-
-
-def _make_together_kernel(
-    what: str, every: Sequence[Names], positions: Sequence[int], out_names: tuple[Names, ...]
-) -> _kernels.Kernel:
-    """Make a kernel that broadcasts several arrays at once, so that new axes are sharded as in the other arrays."""
 
     def positional(*arrays):
         sizes: dict[str, int] = {}

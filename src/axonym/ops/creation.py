@@ -254,21 +254,8 @@ def eye(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> Nam
     >>> axn.eye(axn.Axis("row", 2), axn.Axis("col", 2))
     NamedArray(float32[row=2, col=2], [[1. 0.] [0. 1.]])
     """
-    return _banded("eye", jnp.eye, Row, Col, k, dtype)
-
-
-def tri(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> NamedArray:
-    """Make a matrix of zeros with ones on and below a diagonal, which `k` selects as in `eye`.
-
-    >>> axn.tri(axn.Axis("row", 2), axn.Axis("col", 2))
-    NamedArray(float32[row=2, col=2], [[1. 0.] [1. 1.]])
-    """
-    return _banded("tri", jnp.tri, Row, Col, k, dtype)
-
-
-def _banded(what: str, fn: Callable[..., jax.Array], Row: Axis, Col: Axis, k: int, dtype: Any) -> NamedArray:
-    names, sizes = _layout(what, (one_axis(what, "Row", Row), one_axis(what, "Col", Col)))
-    return new_array(what, fn, names, sizes, N=sizes[0], M=sizes[1], k=operator.index(k), dtype=dtype)
+    names, sizes = _layout("eye", (one_axis("eye", "Row", Row), one_axis("eye", "Col", Col)))
+    return new_array("eye", jnp.eye, names, sizes, N=sizes[0], M=sizes[1], k=operator.index(k), dtype=dtype)
 
 
 def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> NamedArray:

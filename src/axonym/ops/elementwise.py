@@ -181,7 +181,6 @@ arctan2 = _binary("arctan2", jnp.arctan2, "Compute the angle of the point (b, a)
 bitwise_and = _binary("bitwise_and", jnp.bitwise_and, "Compute the bitwise and: the bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
 bitwise_or = _binary("bitwise_or", jnp.bitwise_or, "Compute the bitwise or: the bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
 bitwise_xor = _binary("bitwise_xor", jnp.bitwise_xor, "Compute the bitwise exclusive or: the bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
-copysign = _binary("copysign", jnp.copysign, "Return the absolute value of `a` with the sign of `b`.", "[1., 2.]", "-1.", "float32[x=2], [-1. -2.]")
 divide = _binary("divide", jnp.divide, "Compute the quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
 equal = _binary("equal", jnp.equal, "Return whether the operands are equal, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
 float_power = _binary("float_power", jnp.float_power, "Raise `a` to the power of `b`, as a float.", "[1, 2]", "2", "float32[x=2], [1. 4.]")
@@ -189,13 +188,9 @@ floor_divide = _binary("floor_divide", jnp.floor_divide, "Compute the quotient r
 fmax = _binary("fmax", jnp.fmax, "Return the larger operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [1. 0.]")
 fmin = _binary("fmin", jnp.fmin, "Return the smaller operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [0. 0.]")
 fmod = _binary("fmod", jnp.fmod, "Compute the remainder with the sign of `a`.", "[3, -3]", "2", "int32[x=2], [ 1 -1]")
-gcd = _binary("gcd", jnp.gcd, "Compute the greatest common divisor.", "[4, 6]", "6", "int32[x=2], [2 6]")
 greater = _binary("greater", jnp.greater, "Return whether `a` is greater than `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [False True]")
 greater_equal = _binary("greater_equal", jnp.greater_equal, "Return whether `a` is at least `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
-heaviside = _binary("heaviside", jnp.heaviside, "Return 0 where `a` is negative, 1 where it is positive, and `b` where it is zero.", "[-1., 0.]", "0.5", "float32[x=2], [0. 0.5]")
 hypot = _binary("hypot", jnp.hypot, "Compute the length of the vector (a, b).", "[3., 0.]", "4.", "float32[x=2], [5. 4.]")
-lcm = _binary("lcm", jnp.lcm, "Compute the least common multiple.", "[4, 6]", "6", "int32[x=2], [12 6]")
-ldexp = _binary("ldexp", jnp.ldexp, "Compute `a` times two to the power of `b`.", "[1., 2.]", "3", "float32[x=2], [ 8. 16.]")
 left_shift = _binary("left_shift", jnp.left_shift, "Shift the bits of `a` up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
 less = _binary("less", jnp.less, "Return whether `a` is less than `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
 less_equal = _binary("less_equal", jnp.less_equal, "Return whether `a` is at most `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [ True False]")
@@ -287,51 +282,12 @@ def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
     return _two_results(jnp.frexp, "frexp", a)
 
 
-def modf(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-    """Split each element into its fractional and its integer part.
-
-    >>> axn.modf(axn.named([1.5, -0.25], "x"))
-    (NamedArray(float32[x=2], [ 0.5 -0.25]), NamedArray(float32[x=2], [ 1. -0.]))
-    """
-    return _two_results(jnp.modf, "modf", a)
-
-
 def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     if not any(isinstance(x, NamedArray) for x in operands):
         return fn(*operands)
     arrays, names = zip(*map(operand, operands), strict=True)
     kernel = _unary_kernel(fn, name, *names, 2) if len(names) == 1 else _binary_kernel(fn, name, *names, 2)
     return kernel.apply(*arrays)
-
-
-def nan_to_num(a: A, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> A:
-    """Replace each NaN and infinity by a number.
-
-    Arguments:
-        posinf: the number that replaces infinity; the largest one of the dtype by default.
-        neginf: the number that replaces minus infinity; the smallest one of the dtype by default.
-
-    >>> axn.nan_to_num(axn.named([jnp.nan, 1.], "x"))
-    NamedArray(float32[x=2], [0. 1.])
-    """
-    if isinstance(a, NamedArray):
-        given = {"nan": nan, "posinf": posinf, "neginf": neginf}
-        values = {name: scalar("nan_to_num", name, x) for name, x in given.items() if x is not None}
-        kernel = _nan_to_num_kernel(a.names, tuple(values))
-        return kernel.apply(a.array, *values.values())
-    if is_tree(a):
-        return map_tree(lambda leaf: nan_to_num(leaf, nan=nan, posinf=posinf, neginf=neginf), a)
-    x: Any = a
-    found: Any = jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
-    return found
-
-
-@_kernels.shared("names")
-def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
-    def positional(x, *values):
-        return jnp.nan_to_num(x, **dict(zip(given, values, strict=True)))
-
-    return _kernels.make_kernel("nan_to_num", positional, (names, *[()] * len(given)), names, by_index=True)
 
 
 def astype(a: NamedArray, dtype: DTypeLike) -> NamedArray:
@@ -341,3 +297,97 @@ def astype(a: NamedArray, dtype: DTypeLike) -> NamedArray:
     NamedArray(int32[x=2], [1 1])
     """
     return wrap(require_named("astype", a).array.astype(dtype), a.names)
+
+
+# --- exactly or nearly equal: a single truth value is a Python bool, or a traced one inside a JAX transform ---
+
+
+def isclose(
+    a: NamedOrNumeric,
+    b: NamedOrNumeric,
+    rtol: NamedOrNumeric = 1e-05,
+    atol: NamedOrNumeric = 1e-08,
+    equal_nan: bool = False,
+) -> NamedArray:
+    """Return whether the operands differ by at most `atol + rtol * abs(b)`, elementwise; they broadcast by name.
+
+    With `equal_nan`, NaN is close to NaN.
+
+    >>> axn.isclose(axn.named([1., 2.], "x"), 1.000001)
+    NamedArray(bool[x=2], [ True False])
+    """
+    return _compare(jnp.isclose, "isclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+def allclose(
+    a: NamedOrNumeric,
+    b: NamedOrNumeric,
+    rtol: NamedOrNumeric = 1e-05,
+    atol: NamedOrNumeric = 1e-08,
+    equal_nan: bool = False,
+) -> bool:
+    """Return whether the operands are nearly equal everywhere. The arguments are as for `isclose`.
+
+    >>> axn.allclose(axn.named([1., 2.], "x"), axn.named([1., 2.000001], "x"))
+    True
+    """
+    return _truth(_compare(jnp.allclose, "allclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan).array)
+
+
+def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -> bool:
+    """Return whether two arrays have the same axes, in any order, and equal elements; `equal_nan` counts NaN as equal.
+
+    >>> x = axn.named([[1, 2], [3, 4]], ("x", "y"))
+    >>> axn.array_equal(x, axn.named([[1, 3], [2, 4]], ("y", "x")))
+    True
+    >>> axn.array_equal(x, axn.named([[1, 2], [3, 4]], ("x", "z")))
+    False
+    """
+    return _shape("array_equal", a) == _shape("array_equal", b) and _all_equal("array_equal", a, b, equal_nan)
+
+
+def array_equiv(a: NamedOrNumeric, b: NamedOrNumeric) -> bool:
+    """Return whether two arrays have the same elements once they are broadcast by name; False if they cannot be.
+
+    >>> axn.array_equiv(axn.ones({"x": 2, "y": 3}), axn.ones({"y": 3}))
+    True
+    """
+    inner, outer = sorted((_shape("array_equiv", a), _shape("array_equiv", b)), key=len)
+    return inner.items() <= outer.items() and _all_equal("array_equiv", a, b, False)
+
+
+def _shape(what: str, x: Any) -> dict[str, int]:
+    if isinstance(x, NamedArray):
+        return x.shape
+    return {} if np.ndim(x) == 0 else require_named(what, x).shape
+
+
+def _all_equal(what: str, a: Any, b: Any, equal_nan: bool) -> bool:
+    return _truth(_compare(_equal_everywhere, what, a, b, equal_nan=equal_nan).array)
+
+
+def _equal_everywhere(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
+    equal = a == b
+    return jnp.all(equal | (jnp.isnan(a) & jnp.isnan(b)) if equal_nan else equal)
+
+
+def _truth(x: Any) -> bool:
+    return x if isinstance(x, Tracer) else bool(x)  # pyright: ignore[reportReturnType]  # traced, as promised
+
+
+def _compare(fn: Callable[..., Any], what: str, a: Any, b: Any, *, equal_nan: bool, **tolerances: Any) -> NamedArray:
+    (a, a_names), (b, b_names) = operand(a), operand(b)
+    in_names = (a_names, b_names, *[()] * len(tolerances))
+    numbers = [scalar(what, name, x) for name, x in tolerances.items()]
+    return _compare_kernel(fn, what, in_names, bool(equal_nan)).apply(a, b, *numbers)
+
+
+@_kernels.shared("in_names")
+def _compare_kernel(fn: Callable[..., Any], what: str, in_names: tuple[Names, ...], equal_nan: bool) -> _kernels.Kernel:
+    names = _kernels.broadcast_names(what, in_names)
+
+    def positional(*arrays):
+        aligned = [_kernels.align(x, own, names) for x, own in zip(arrays, in_names, strict=True)]
+        return fn(*aligned, equal_nan=equal_nan)
+
+    return _kernels.make_kernel(what, positional, in_names, names if what == "isclose" else ())

@@ -1,16 +1,6 @@
 """Index arrays by name: look-ups, slices, gathers and updates.
 
-An index is a mapping from axes to the index of each, written `x["batch", 0, "embed", 1:3]` or
-`x[{"batch": 0, "embed": slice(1, 3)}]`. Axes that are not named are kept. The index of an axis can be:
-
-| index                              | what becomes of the axis                                               |
-|------------------------------------|------------------------------------------------------------------------|
-| an integer or a scalar array       | it is removed                                                          |
-| a slice                            | it stays, shorter                                                      |
-| `ds(start, size)`                  | it stays, `size` long; the start may be traced                         |
-| a named integer array              | the array's axes take its place; axes shared with `x` are matched      |
-| a list or 1-D raw integer array    | it stays, with the elements picked                                     |
-| a boolean mask, not traced         | it stays, with the elements picked where the mask is true              |
+An index is a mapping from axes to the index of each; `docs/indexing.md` lists what an index can be.
 
 Indexing has two stages: integers and slices cut out a block (one `slice` or `dynamic_slice`), then index arrays gather
 from it. Axes that an index array shares with `x` are batch dimensions of that gather, as in `jnp.take_along_axis`.

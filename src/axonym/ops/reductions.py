@@ -200,10 +200,6 @@ def _only(x: Any, where: Any) -> Any:
     return x if where is None else jnp.where(where, x, jnp.nan)
 
 
-def _count_nonzero(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.sum(jnp.not_equal(x, 0), axis=axis, where=where)
-
-
 def _logsumexp(x: Any, axis: Any = None, where: Any = None, over: Axes = ()) -> jax.Array:
     """Compute the logarithm of a sum of exponentials, also over the shards along some mesh axes."""
     if not over:
@@ -249,7 +245,6 @@ nanvar = _spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the eleme
 std = _spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
 var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
 logsumexp = _plain("logsumexp", _logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
-count_nonzero = _plain("count_nonzero", _count_nonzero, "Count the elements that are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")
 # fmt: on
 
 

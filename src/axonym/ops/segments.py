@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from ..axis import Axis, AxisSelection, Names
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray
 from . import _kernels
+from ._op_types import publish
 from ._operands import (
     as_float,
     as_positions,
@@ -33,10 +34,19 @@ from .creation import ones_like
 from .elementwise import divide, maximum
 
 
-def segment_sum(
-    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
-) -> NamedArray:
-    """Add up the elements of each segment. The sum of a segment without elements is zero.
+class _SegmentReduction(Protocol):
+    """`f(array, segments, new_axis)`: reduce the elements of each segment."""
+
+    def __call__(
+        self, array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
+    ) -> NamedArray: ...
+
+
+def _rule(name: str, fn: Callable[..., NamedArray], summary: str, shown: str) -> _SegmentReduction:
+    def op(array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None) -> NamedArray:
+        return fn(name, array, segments, new_axis, axis)
+
+    doc = f"""{summary}
 
     Arguments:
         array: a named array.
@@ -47,68 +57,10 @@ def segment_sum(
         axis: the axes to reduce along; by default all axes of `segments`. Its others are batch axes, matched by name.
 
     >>> x = axn.named([1., 2., 3.], "edge")
-    >>> axn.segment_sum(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
-    NamedArray(float32[node=3], [4. 0. 2.])
+    >>> axn.{name}(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
+    NamedArray(float32[node=3], {shown})
     """
-    return _reduce("segment_sum", array, segments, new_axis, axis)
-
-
-def segment_mean(
-    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
-) -> NamedArray:
-    """Compute the mean of the elements of each segment, zero if it has none. For the arguments see `segment_sum`.
-
-    >>> x = axn.named([1., 2., 3.], "edge")
-    >>> axn.segment_mean(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
-    NamedArray(float32[node=3], [2. 0. 2.])
-    """
-    x = as_float(require_named("segment_mean", array))
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # half precision can hold neither the sum nor the count
-    total = _reduce("segment_mean", wide, segments, new_axis, axis)
-    count = _reduce("segment_mean", ones_like(segments), segments, new_axis, axis)
-    return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
-
-
-def segment_prod(
-    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
-) -> NamedArray:
-    """Multiply the elements of each segment; a segment without elements gives one. For the arguments see `segment_sum`.
-
-    It can be differentiated, a second time only where no element is zero.
-
-    >>> x = axn.named([1., 2., 3.], "edge")
-    >>> axn.segment_prod(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
-    NamedArray(float32[node=3], [3. 1. 2.])
-    """
-    return _reduce("segment_prod", array, segments, new_axis, axis)
-
-
-def segment_max(
-    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
-) -> NamedArray:
-    """Return the largest element of each segment. For the arguments see `segment_sum`.
-
-    A segment without elements gives the least value of the dtype: minus infinity for floats.
-
-    >>> x = axn.named([1., 2., 3.], "edge")
-    >>> axn.segment_max(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
-    NamedArray(float32[node=3], [  3. -inf   2.])
-    """
-    return _reduce("segment_max", array, segments, new_axis, axis)
-
-
-def segment_min(
-    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
-) -> NamedArray:
-    """Return the smallest element of each segment. For the arguments see `segment_sum`.
-
-    A segment without elements gives the greatest value of the dtype: infinity for floats.
-
-    >>> x = axn.named([1., 2., 3.], "edge")
-    >>> axn.segment_min(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
-    NamedArray(float32[node=3], [ 1. inf  2.])
-    """
-    return _reduce("segment_min", array, segments, new_axis, axis)
+    return publish(op, name, __name__, doc)
 
 
 def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
@@ -118,6 +70,23 @@ def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSele
     result = kernel.apply(array.array, segments.array)
     require_positions(what, "a segment", segments, new_axis, -1, " -1 is for elements of no segment.")
     return result
+
+
+def _mean(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
+    x = as_float(require_named(what, array))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # half precision can hold neither the sum nor the count
+    total = _reduce(what, wide, segments, new_axis, axis)
+    count = _reduce(what, ones_like(segments), segments, new_axis, axis)
+    return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
+
+
+# fmt: off
+segment_sum = _rule("segment_sum", _reduce, "Add up the elements of each segment. The sum of a segment without elements is zero.", "[4. 0. 2.]")
+segment_mean = _rule("segment_mean", _mean, "Compute the mean of the elements of each segment, zero if it has none.", "[2. 0. 2.]")
+segment_prod = _rule("segment_prod", _reduce, "Multiply the elements of each segment; a segment without elements gives one.\n\n    It can be differentiated, a second time only where no element is zero.", "[3. 1. 2.]")
+segment_max = _rule("segment_max", _reduce, "Return the largest element of each segment.\n\n    A segment without elements gives the least value of the dtype: minus infinity for floats.", "[  3. -inf   2.]")
+segment_min = _rule("segment_min", _reduce, "Return the smallest element of each segment.\n\n    A segment without elements gives the greatest value of the dtype: infinity for floats.", "[ 1. inf  2.]")
+# fmt: on
 
 
 @_kernels.shared("names", "own", "new_axis", "axis")

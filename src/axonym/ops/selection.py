@@ -1,8 +1,4 @@
-"""Choose elements by a condition, by position along an axis, and by comparison with other values.
-
-Operands are matched by name. Operands that are only searched (the values of `isin`, the sorted array of `searchsorted`)
-are not matched: the result does not have their axes, which may have any name and size.
-"""
+"""Choose elements by a condition and by position along an axis, and find places in a sorted array."""
 
 from __future__ import annotations
 
@@ -31,48 +27,19 @@ def where(condition: NamedOrNumeric, x: NamedArray, y: NamedOrNumeric) -> NamedA
 @overload
 def where(condition: NamedOrNumeric, x: NamedOrNumeric, y: NamedArray) -> NamedArray: ...
 @overload
-def where(
-    condition: NamedArray, *, fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...], new_axis: Axis
-) -> tuple[NamedArray, ...]: ...
-@overload
-def where(
-    condition: NamedOrNumeric,
-    x: NamedOrNumeric | None = None,
-    y: NamedOrNumeric | None = None,
-    fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...] | None = None,
-    new_axis: Axis | None = None,
-) -> Any: ...
+def where(condition: NamedOrNumeric, x: NamedOrNumeric, y: NamedOrNumeric) -> Any: ...
 @errors.say_how_to_call
-def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
+def where(condition: Any, x: Any, y: Any) -> Any:
     """Return elements of `x` where the condition is true, and of `y` where it is not.
-
-    With the condition alone, return the positions of the true elements along each axis, like `nonzero`.
 
     Arguments:
         condition: a named array or a scalar. A Python bool chooses one operand, so that the other is not part of the
             program or its gradient.
         y: a named array or a scalar. One of the three operands has all the axes of the others.
-        fill_value: for the condition alone: the position that fills places without a true element.
-        new_axis: for the condition alone: the axis of the positions. Positions that do not fit are left out.
 
     >>> axn.where(axn.named([True, False], "x"), axn.named([1, 2], "x"), 0)
     NamedArray(int32[x=2], [1 0])
-    >>> axn.where(axn.named([True, False], "x"), fill_value=-1, new_axis=axn.Axis("found", 2))
-    (NamedArray(int32[found=2], [ 0 -1]),)
     """
-    if x is None and y is None:
-        if fill_value is None or new_axis is None:
-            raise ValueError(
-                "where: a condition alone needs both `fill_value` and `new_axis`, the axis of the positions found; "
-                "otherwise pass `x` and `y` to choose from."
-            )
-        return _positions("where", condition, new_axis, fill_value)
-    if x is None or y is None:
-        raise ValueError(f"where: `x` and `y` go together, but `{'x' if x is None else 'y'}` is missing.")
-    if fill_value is not None or new_axis is not None:
-        raise ValueError(
-            "where: `fill_value` and `new_axis` are for a condition alone; do not pass them with `x` and `y`."
-        )
     if not any(isinstance(a, NamedArray) for a in (condition, x, y)):
         return jnp.where(condition, x, y)
     (x, x_names), (y, y_names) = operand(x), operand(y)
@@ -121,28 +88,25 @@ def nonzero(
     >>> axn.nonzero(axn.named([[0, 2], [3, 0]], ("x", "y")), size=axn.Axis("found", 3), fill_value=-1)
     (NamedArray(int32[found=3], [ 0 1 -1]), NamedArray(int32[found=3], [ 1 0 -1]))
     """
-    return _positions("nonzero", array, size, fill_value)
-
-
-def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[NamedArray, ...]:
-    array = require_named(what, array)
-    if not array.names:
+    what = "nonzero"
+    names = require_named(what, array).names
+    if not names:
         raise ValueError(f"{what}: an array without axes has no positions.")
-    fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
-    if len(fill) != len(array.names):
+    fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(names)
+    if len(fill) != len(names):
         raise ValueError(
             f"{what}: {errors.counted(len(fill), 'fill value')} for the axes {errors.describe_shape(array.shape)}."
         )
     fill = [scalar(what, "fill_value", x) for x in fill]
-    return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
+    return _nonzero_kernel(names, one_axis(what, "size", size)).apply(array.array, *fill)
 
 
 @_kernels.shared("names", "size")
-def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
-    in_names, out_names = (names, *[()] * len(names)), ((size.name,),) * len(names)
-    return _kernels.make_kernel(
-        what, lambda x, *fill: jnp.nonzero(x, size=size.size, fill_value=fill), in_names, out_names
-    )
+def _nonzero_kernel(names: Names, size: Axis) -> _kernels.Kernel:
+    def positional(x, *fill):
+        return jnp.nonzero(x, size=size.size, fill_value=fill)
+
+    return _kernels.make_kernel("nonzero", positional, (names, *[()] * len(names)), ((size.name,),) * len(names))
 
 
 @errors.say_how_to_call
@@ -158,31 +122,6 @@ def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: Name
 
 def _clip_above(x: jax.Array, upper: jax.Array | None = None) -> jax.Array:
     return jnp.clip(x, None, upper)
-
-
-def select(
-    conditions: Sequence[NamedOrNumeric], choices: Sequence[NamedOrNumeric], default: NamedOrNumeric = 0
-) -> NamedArray:
-    """Take each element from the choice of the first condition that is true there, or from the default.
-
-    One of all the operands must have the axes of all others.
-
-    >>> x = axn.arange(axn.Axis("x", 4))
-    >>> axn.select([x < 1, x > 2], [-1, x * 10])
-    NamedArray(int32[x=4], [-1 0 0 30])
-    """
-    if len(conditions) != len(choices) or not conditions:
-        raise ValueError(
-            f"select: there must be one choice for each condition, and at least one; got "
-            f"{errors.counted(len(conditions), 'condition')} and {errors.counted(len(choices), 'choice')}."
-        )
-    arrays, names = zip(*map(operand, (*conditions, *choices, default)), strict=True)
-    return _broadcast_kernel(_select, "select", names).apply(*arrays)
-
-
-def _select(*operands: jax.Array) -> jax.Array:
-    count = len(operands) // 2
-    return jnp.select(operands[:count], operands[count:-1], operands[-1])
 
 
 # --- by position along an axis ---
@@ -217,10 +156,12 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
     way_out = f" Index it instead, as in array[{{{along!r}: indices}}], which can also add axes."
     require_subset(what, "indices", index_names, names, way_out)
     position = names.index(along)
+    own = private("the array", (along,))[0]
+    apart = tuple(own if n == along else n for n in names)  # the axis has another size in the indices
     kept = names if along in index_names else tuple(n for n in names if n != along)
 
     def positional(x, indices):
-        _kernels.check_operands(what, (_apart(names, along), index_names), (x, indices))
+        _kernels.check_operands(what, (apart, index_names), (x, indices))
         indices = as_positions(indices, x.shape[position])
         indices = evenly_sharded(what, index_names, indices, (along,), beside=[x])
         taken = jnp.take_along_axis(x, _kernels.align(indices, index_names, names), position, mode)
@@ -231,82 +172,7 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
     return _kernels.make_kernel(what, positional, in_names, kept, same_sizes=False, selection=axis)
 
 
-def _apart(names: Names, along: str) -> Names:
-    """Return the names with a unique one for the axis that has another size in the other operands."""
-    own = private("the array", (along,))[0]
-    return tuple(own if n == along else n for n in names)
-
-
-def put_along_axis(
-    array: NamedArray, indices: NamedOrNumeric, values: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
-) -> NamedArray:
-    """Replace the elements at the given positions along an axis, separately for each index of the other axes.
-
-    Arguments:
-        indices: the positions, as for `take_along_axis`.
-        mode: what to do with positions out of range, as for `jax.numpy.put_along_axis`; they are dropped by default.
-
-    >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
-    >>> axn.put_along_axis(x, axn.named([1, 0], "batch"), 99, "token")
-    NamedArray(int32[batch=2, token=3], [[10 99 20] [99 40 50]])
-    """
-    require_named("put_along_axis", array)
-    (indices, index_names), (values, value_names) = operand(indices), operand(values)
-    kernel = _put_along_kernel(
-        array.names, index_names, value_names, _kernels.one_selector("put_along_axis", axis), mode
-    )
-    return kernel.apply(array.array, indices, values)
-
-
-@_kernels.shared("names", "index_names", "value_names", "axis")
-def _put_along_kernel(
-    names: Names, index_names: Names, value_names: Names, axis: AxisSelector, mode: str | None
-) -> _kernels.Kernel:
-    what = "put_along_axis"
-    along = _kernels.select_one(what, names, axis)
-    require_subset(what, "indices", index_names, names)
-    require_subset(what, "values", value_names, names)
-    if along in value_names and along not in index_names:
-        raise ValueError(
-            f"{what}: `values` have axis {along!r}, but `indices` lack it, so there is one place to put them."
-        )
-    position = names.index(along)
-    in_names = (names, index_names, value_names)
-
-    def positional(x, indices, values):
-        _kernels.check_operands(what, (_apart(names, along), index_names, value_names), (x, indices, values))
-        if jnp.iinfo(indices.dtype).bits < 32:  # a small dtype may not hold the size of the axis
-            indices = indices.astype(jnp.int32)
-        indices = _kernels.align(indices, index_names, names)
-        shape = tuple(indices.shape[i] if i == position else s for i, s in enumerate(x.shape))
-        indices, values = jnp.broadcast_to(indices, shape), _kernels.align(values, value_names, names)
-        return jnp.put_along_axis(x, indices, jnp.broadcast_to(values, shape), position, inplace=False, mode=mode)
-
-    return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False, selection=axis)
-
-
 # --- by comparison with other values ---
-
-
-@_kernels.shared("all_names")
-def _lookup_kernel(
-    fn: Callable[..., Any], name: str, all_names: tuple[Names, ...], options: tuple[tuple[str, Any], ...]
-) -> _kernels.Kernel:
-    """Make a kernel that looks up the first operand in the others, whose axes the result does not have."""
-
-    return _kernels.make_kernel(name, lambda *arrays: fn(*arrays, **dict(options)), all_names, all_names[0])
-
-
-def isin(array: NamedOrNumeric, values: NamedOrNumeric | Sequence[Any], *, invert: bool = False) -> NamedArray:
-    """Return which elements are among some values, of any shape and axes; with `invert`, which are not.
-
-    >>> axn.isin(axn.named([1, 2, 3], "x"), [3, 1])
-    NamedArray(bool[x=3], [ True False True])
-    """
-    array, names = operand(array)
-    values, value_names = operand(values)
-    value_names = private("`values`", value_names or tuple(map(str, range(np.ndim(values)))))
-    return _lookup_kernel(jnp.isin, "isin", (names, value_names), (("invert", bool(invert)),)).apply(array, values)
 
 
 def searchsorted(
@@ -331,16 +197,23 @@ def searchsorted(
     """
     v, names = operand(v)
     among, own = vectors("searchsorted", a=a) if sorter is None else vectors("searchsorted", a=a, sorter=sorter)
-    options = (("side", side), ("method", method))
-    return _lookup_kernel(_searchsorted, "searchsorted", (names, *[own] * len(among)), options).apply(v, *among)
+    return _search_kernel(names, own, len(among), side, method).apply(v, *among)
 
 
-def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, **options: Any) -> jax.Array:
+@_kernels.shared("names", "own")
+def _search_kernel(names: Names, own: Names, count: int, side: str, method: str) -> _kernels.Kernel:
+    def positional(*arrays):
+        return _searchsorted(*arrays, side=side, method=method)
+
+    return _kernels.make_kernel("searchsorted", positional, (names, *[own] * count), names)
+
+
+def _searchsorted(v: jax.Array, a: jax.Array, sorter: Any = None, *, side: Any, method: Any) -> jax.Array:
     if not any(map(varying_axes, (v, a))):
-        return jnp.searchsorted(a, v, sorter=sorter, **options)
+        return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
     # JAX refuses device-varying arrays. The place of a value is its rank among
     # all values, less its rank among the values looked up.
-    dtype, left = jnp.promote_types(a.dtype, v.dtype), options["side"] == "left"
+    dtype, left = jnp.promote_types(a.dtype, v.dtype), side == "left"
     a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
     ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))
     return ((ranks[: v.size] if left else ranks[a.size :]) - _ranks(flat)).reshape(v.shape)
@@ -348,18 +221,3 @@ def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, *
 
 def _ranks(x: jax.Array) -> jax.Array:
     return jnp.argsort(jnp.argsort(x))
-
-
-def digitize(x: NamedOrNumeric, bins: NamedOrNumeric | Sequence[float], *, right: bool = False) -> NamedArray:
-    """Return the bin of each element: the number of edges below it.
-
-    Arguments:
-        bins: the edges, rising or falling; they have one axis.
-        right: whether a bin contains its right edge rather than its left one.
-
-    >>> axn.digitize(axn.named([0.5, 2., 9.], "x"), axn.named([1., 2., 3.], "edge"))
-    NamedArray(int32[x=3], [0 2 3])
-    """
-    x, names = operand(x)
-    (edges,), own = vectors("digitize", bins=bins)
-    return _lookup_kernel(jnp.digitize, "digitize", (names, own), (("right", bool(right)),)).apply(x, edges)

@@ -1,4 +1,4 @@
-"""Convolve and correlate along an axis, unwrap phases; cross, outer and Kronecker products."""
+"""Convolve and correlate along an axis."""
 
 from __future__ import annotations
 
@@ -9,24 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..axis import AxisSelection, AxisSelector, Names, names_without
-from ..core import errors
-from ..named_array import NamedArray, NamedOrNumeric
+from ..axis import AxisSelector, Names, names_without
+from ..named_array import NamedArray
 from . import _kernels
-from ._operands import apply_along, operand, private, require_named, static_number
-
-
-def _union(a_names: Names, b_names: Names) -> Names:
-    """Return the axes of the first operand, then the axes that only the second has."""
-    return a_names + tuple(n for n in b_names if n not in a_names)
-
-
-def _privately(argument: str, names: Names, chosen: Names) -> Names:
-    """Return the names of an operand, with unique ones for the axes that must not be matched."""
-    return tuple(private(argument, (n,))[0] if n in chosen else n for n in names)
-
-
-# --- along one axis ---
+from ._operands import private, require_named
 
 
 @_kernels.shared("a_names", "v_names", "axis")
@@ -35,7 +21,7 @@ def _convolution_kernel(
 ) -> _kernels.Kernel:
     chosen = _kernels.select_one(what, a_names, axis)
     _kernels.select_one(what, v_names, chosen, operand=1)
-    out_names = _union(a_names, v_names)
+    out_names = a_names + tuple(n for n in v_names if n not in a_names)
     batch = names_without(out_names, chosen)
     positional, by_products = (
         _kernels.map_over(one, batch, (a_names, v_names), out_names)
@@ -44,8 +30,9 @@ def _convolution_kernel(
             functools.partial(convolve_by_products, fn, mode=mode),
         )
     )
-    in_names = (a_names, _privately("`v`", v_names, (chosen,)))
-    along = (chosen, *private("`v`", (chosen,)))
+    (along_v,) = private("`v`", (chosen,))  # it must not be matched: its size differs
+    in_names = (a_names, tuple(along_v if n == chosen else n for n in v_names))
+    along = (chosen, along_v)
     return _kernels.make_along_kernel(
         what, positional, in_names, out_names, along, replicated=True, by_products=by_products, selection=axis
     )
@@ -107,125 +94,3 @@ def correlate(
     NamedArray(float32[t=4], [10. 21. 32. 3.])
     """
     return _convolve(jnp.correlate, "correlate", a, v, axis, mode, precision)
-
-
-def unwrap(
-    array: NamedArray, axis: AxisSelector, *, discont: float | None = None, period: float | None = None
-) -> NamedArray:
-    """Remove jumps from angles: add periods where neighbors differ by more than `discont`, by default half a period.
-
-    >>> axn.unwrap(axn.named([0., 3., 6., 1., 4.], "t"), "t", period=8.)
-    NamedArray(float32[t=5], [ 0. 3. 6. 9. 12.])
-    """
-    given = {"discont": discont, "period": period}
-    options = {name: None if x is None else static_number("unwrap", name, x) for name, x in given.items()}
-    return apply_along(_unwrap, "unwrap", array, axis, **options)
-
-
-def _unwrap(x: jax.Array, axis: int, discont: Any = None, period: Any = None) -> jax.Array:
-    given = {name: value for name, value in (("discont", discont), ("period", period)) if value is not None}
-    if not jnp.issubdtype(x.dtype, jnp.inexact):  # differences overflow in small dtypes, and in unsigned ones
-        x = x.astype(jnp.result_type(x, jnp.int32))
-        if isinstance(period, int) and period % 2:
-            return _unwrap_by_odd(x, axis, period / 2 if discont is None else discont, period)
-    return jnp.unwrap(x, axis=axis, **given)
-
-
-def _unwrap_by_odd(x: jax.Array, axis: int, discont: Any, period: int) -> jax.Array:
-    """Unwrap integers with an odd period, where JAX takes a jump by the larger half for a jump by the smaller half."""
-    jumps = jnp.diff(x, axis=axis)
-    nearest = jnp.mod(jumps + period // 2, period) - period // 2
-    added = jnp.cumsum(jnp.where(jnp.abs(jumps) < discont, 0, nearest - jumps), axis=axis)
-    return x + jnp.pad(added, [(int(i == axis and x.shape[axis] > 0), 0) for i in range(x.ndim)])
-
-
-def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:
-    """Compute the cross product of vectors in three dimensions, along an axis of size 3. The operands broadcast.
-
-    >>> axn.cross(axn.named([1., 0., 0.], "xyz"), axn.named([0., 1., 0.], "xyz"), "xyz")
-    NamedArray(float32[xyz=3], [0. 0. 1.])
-    """
-    require_named("cross", a), require_named("cross", b)
-    return _cross_kernel(a.names, b.names, _kernels.one_selector("cross", axis)).apply(a.array, b.array)
-
-
-@_kernels.shared("a_names", "b_names", "axis")
-def _cross_kernel(a_names: Names, b_names: Names, axis: AxisSelector) -> _kernels.Kernel:
-    chosen = _kernels.select_one("cross", a_names, axis)
-    _kernels.select_one("cross", b_names, chosen, operand=1)
-    names = _kernels.broadcast_names("cross", (a_names, b_names))
-    position = names.index(chosen)
-
-    def positional(a, b):
-        a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
-        if a.shape[position] != 3:
-            size = a.shape[position]
-            raise ValueError(f"cross: axis {chosen!r} has size {size}; vectors in three dimensions have size 3.")
-        return jnp.cross(a, b, axis=position)
-
-    return _kernels.make_kernel("cross", positional, (a_names, b_names), names, selection=axis)
-
-
-# --- products of arrays ---
-
-
-def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
-    """Multiply each element of one array by each element of another, which shares no axis with it.
-
-    The result has the axes of `a`, then the axes of `b`.
-
-    >>> axn.outer(axn.named([1, 2], "x"), axn.named([1, 10, 100], "y"))
-    NamedArray(int32[x=2, y=3], [[ 1 10 100] [ 2 20 200]])
-    """
-    (a_array, a_names), (b_array, b_names) = operand(a), operand(b)
-    return _outer_kernel(a_names, b_names).apply(a_array, b_array)
-
-
-@_kernels.shared("a_names", "b_names")
-def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
-    shared = [n for n in a_names if n in b_names]
-    if shared:
-        listed = errors.quoted(shared)
-        raise ValueError(
-            f"outer: {errors.describe_axes(a_names)} and {errors.describe_axes(b_names)} share {listed}. "
-            "Rename it in one of them, or use `multiply`, which matches shared axes."
-        )
-    names = a_names + b_names
-
-    def positional(a, b):
-        return jnp.multiply(_kernels.align(a, a_names, names), _kernels.align(b, b_names, names))
-
-    return _kernels.make_kernel("outer", positional, (a_names, b_names), names)
-
-
-def kron(a: NamedArray, b: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
-    """Compute the Kronecker product: replace each element of `a` by the element times `b`.
-
-    Along the chosen axes, by default all that the operands share, the sizes multiply. Other shared axes are matched,
-    and an axis that only `b` has comes after the axes of `a`.
-
-    >>> axn.kron(axn.named([1, 2], "x"), axn.named([1, 10, 100], "x"))
-    NamedArray(int32[x=6], [ 1 10 100 2 20 200])
-    """
-    require_named("kron", a), require_named("kron", b)
-    return _kron_kernel(a.names, b.names, _kernels.hashable(axis)).apply(a.array, b.array)
-
-
-@_kernels.shared("a_names", "b_names", "axis")
-def _kron_kernel(a_names: Names, b_names: Names, axis: Any) -> _kernels.Kernel:
-    chosen = tuple(n for n in a_names if n in b_names) if axis is None else _kernels.select("kron", a_names, axis)
-    _kernels.select("kron", b_names, chosen, operand=1)
-    names = _union(a_names, b_names)
-    # Until the end, a chosen axis counts as two: `a`'s, and `b`'s as the minor one. Each operand lacks one.
-    inner = [names.index(n) + 1 + k for k, n in enumerate(n for n in names if n in chosen)]
-    matched = {n for n in a_names if n in b_names and n not in chosen}
-
-    def positional(a, b):
-        a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
-        shape = [m if name in matched else m * n for name, m, n in zip(names, a.shape, b.shape, strict=True)]
-        a = jax.lax.expand_dims(a, inner)
-        b = jax.lax.expand_dims(b, [i - 1 for i in inner])
-        return jnp.multiply(a, b).reshape(shape)
-
-    in_names = (a_names, _privately("`b`", b_names, chosen))
-    return _kernels.make_kernel("kron", positional, in_names, names, selection=axis)

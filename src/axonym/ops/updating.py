@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,7 @@ from ..axis import Names, name_of
 from ..core import errors
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
-from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
+from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan, require_in_range
 from ._op_types import publish
@@ -39,7 +39,12 @@ class Update(Protocol):
 def _update(name: str, summary: str, example: str, shown: str) -> Update:
     def op(self, value, *, mode=None, indices_are_sorted=False, unique_indices=False):
         options = _options(mode=mode, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices)
-        return _apply_update(name, self.array, self.index, value, options)
+        x = self.array
+        items, operands, checked = make_plan(x, self.index, for_update=True, in_range=mode is None)
+        value, value_names = operand(value)
+        changed = _update_kernel(name, x.names, items, value_names, options).apply(x.array, value, *operands)
+        require_in_range(checked)
+        return changed
 
     doc = f"""{summary}
 
@@ -108,15 +113,6 @@ class IndexedArray:
         require_in_range(checked)
         return found
 
-    def apply(self, fn: Callable[[Any], Any]) -> NamedArray:
-        """Apply an elementwise function of a raw array, such as `jnp.abs`, to the selected elements.
-
-        >>> axn.named([-1, -2], "x").at["x", 0].apply(jnp.abs)
-        NamedArray(int32[x=2], [ 1 -2])
-        """
-        selected = self.get()
-        return self.set(wrap(fn(selected.array), selected.names))  # pyright: ignore[reportAttributeAccessIssue]
-
 
 class Indexer:
     """The type of `x.at`, which is indexed to select elements.
@@ -139,14 +135,6 @@ def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tu
         fill_value = StaticLeaf(static_number("at[...].get", "fill_value", fill_value))
     given = {"mode": mode, "fill_value": fill_value, **{k: v or None for k, v in promises.items()}}
     return tuple((k, v) for k, v in given.items() if v is not None)
-
-
-def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumeric, options: Any) -> NamedArray:
-    items, operands, checked = make_plan(x, index, for_update=True, in_range="mode" not in dict(options))
-    value, value_names = operand(value)
-    changed = _update_kernel(how, x.names, items, value_names, options).apply(x.array, value, *operands)
-    require_in_range(checked)
-    return changed
 
 
 @_kernels.shared("names", "items", "value_names")

@@ -26,7 +26,7 @@ from ..distribution.mesh_axes import current_mesh, entries_by_name
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, resolve_axes
 from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
-from ..ops._operands import distinct, dtype_key, one_axis, operand
+from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named
 
 Key: TypeAlias = NamedOrNumeric
 """One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
@@ -66,19 +66,10 @@ def new_axes(what: str, shape: AxisSpec) -> tuple[Axis, ...]:
     return axes
 
 
-def axis_of(what: str, argument: str, array: Any, axis: AxisSelector) -> Axis:
+def axis_of(what: str, array: Any, axis: AxisSelector) -> Axis:
     """Return the selected axis of an argument, which must be a named array."""
-    if not isinstance(array, NamedArray):
-        raise TypeError(
-            f"{what}: `{argument}` must be a NamedArray, got {type(array).__name__}. Name its axes with "
-            "axonym.named(array, axes)."
-        )
-    return one_axis(what, "axis", resolve_axes(array.names, jnp.shape(array.array), axis, what))
-
-
-def describe(axes: Sequence[Axis]) -> str:
-    """Describe axes with their sizes, for messages."""
-    return errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+    names = require_named(what, array).names
+    return one_axis(what, "axis", resolve_axes(names, jnp.shape(array.array), axis, what))
 
 
 def draw(
@@ -89,7 +80,6 @@ def draw(
     *,
     dtype: DTypeLike | None = None,
     along: tuple[Axis, ...] = (),
-    further: Mapping[str, tuple[Axis, ...]] = MappingProxyType({}),
     **options: Any,
 ) -> NamedArray:
     """Draw with a positional sampler of the same name as the operation.
@@ -101,7 +91,6 @@ def draw(
         parameters: the parameters by the name of the argument, in the order of the arguments.
         dtype: the dtype; None for the default of `fn`.
         along: the axes of a single draw, which come after `shape` in the result.
-        further: axes that a parameter may have, in addition to `shape`.
         **options: static arguments of `fn`.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"
@@ -111,13 +100,12 @@ def draw(
     if dtype is not None:
         options["dtype"] = dtype_key(dtype)
     in_names = tuple(names for _, names in operands)
-    also = tuple(further.get(label, ()) for label in parameters)
     merges = not along and _is_threefry(key) and _placement_is_known(key)
-    kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, also, tuple(options.items()), merges)
+    kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, tuple(options.items()), merges)
     return kernel.apply(key, *(x for x, _ in operands))
 
 
-@_kernels.shared("axes", "along", "in_names", "further")
+@_kernels.shared("axes", "along", "in_names")
 def _draw_kernel(
     what: str,
     fn: Callable[..., jax.Array],
@@ -125,23 +113,24 @@ def _draw_kernel(
     along: tuple[Axis, ...],
     labels: tuple[str, ...],
     in_names: tuple[Names, ...],
-    further: tuple[tuple[Axis, ...], ...],
     options: tuple[tuple[str, Any], ...],
     merges: bool,
 ) -> _kernels.Kernel:
     sizes = tuple(a.size for a in axes)
-    layouts = tuple(zip(labels, in_names, further, strict=True))
+    layouts = [(label, names, ()) for label, names in zip(labels, in_names, strict=True)]
 
     def positional(key, *arrays):
         check_parameters(what, axes, layouts, arrays)
-        drawn_axes = _merged_axes(axes, {n for _, names, _ in layouts for n in names}) if merges else axes
-        aligned = {}
-        for (label, names, more), x in zip(layouts, arrays, strict=True):
-            aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*drawn_axes, *more))) if names else x
+        drawn_axes = _merged_axes(axes, {n for names in in_names for n in names}) if merges else axes
+        layout = tuple(a.name for a in drawn_axes)
+        aligned = {
+            label: _kernels.align(x, names, layout) if names else x
+            for label, names, x in zip(labels, in_names, arrays, strict=True)
+        }
         drawn = fn(key, **aligned, shape=tuple(a.size for a in drawn_axes), **dict(options))
         return drawn.reshape(sizes) if drawn_axes != axes else drawn
 
-    return sharded_kernel(what, positional, [(), *(names for _, names, _ in layouts)], new_axes(what, (*axes, *along)))
+    return sharded_kernel(what, positional, [(), *in_names], new_axes(what, (*axes, *along)))
 
 
 # --- merged axes ---
@@ -184,8 +173,8 @@ def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
     """Check that there are not more draws without replacement than elements to draw from."""
     if axis_size(draws) > along.size:
         raise ValueError(
-            f"{what}: there are more draws {describe(draws)} than axis {along} has positions. Draw fewer, or with "
-            "replace=True."
+            f"{what}: there are more draws {errors.describe_selectors(draws)} than axis {along} has positions. Draw "
+            "fewer, or with replace=True."
         )
 
 

@@ -31,7 +31,7 @@ from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from ..ops import _kernels
 from ..ops._operands import distinct, operand, require_subset, unsigned_nan
 from ..sharding.shard import shard_quietly
-from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_axes, one_key
+from ._draw import Key, axis_of, check_enough, check_parameters, new_axes, one_key
 
 _WHAT = "random.categorical"
 
@@ -92,7 +92,7 @@ def categorical(
     NamedArray(int32[draw=5], [1 1 1 1 1])
     """
     one = one_key(_WHAT, key)
-    categories = axis_of(_WHAT, "logits", logits, axis)
+    categories = axis_of(_WHAT, logits, axis)
     batch = tuple(a for a in logits.axes if a is not categories)
     axes = batch if shape is None else new_axes(_WHAT, shape)
     _check_axes(logits, categories, batch, axes)
@@ -129,8 +129,8 @@ def _check_axes(logits: NamedArray, categories: Axis, batch: tuple[Axis, ...], a
     """Check the logits, and that the result can have these axes."""
     if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
         raise ValueError(
-            f"{_WHAT}: the shape {describe(axes)} lacks {errors.describe_axes(missing)} of the logits "
-            f"{describe(logits.axes)}. Add it, or reduce it away first."
+            f"{_WHAT}: the shape {errors.describe_selectors(axes)} lacks {errors.describe_axes(missing)} of the logits "
+            f"{errors.describe_selectors(logits.axes)}. Add it, or reduce it away first."
         )
     distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
     check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])

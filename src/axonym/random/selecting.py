@@ -35,7 +35,7 @@ def choice(
     """
     what = "random.choice"
     key = one_key(what, key)
-    along = axis_of(what, "a", a, axis)
+    along = axis_of(what, a, axis)
     axes = new_axes(what, shape)
     if not replace:
         check_enough(what, axes, along)
@@ -87,7 +87,7 @@ def permutation(key: Key, x: NamedArray, axis: AxisSelector, independent: bool =
     """
     what = "random.permutation"
     key = one_key(what, key)
-    along = axis_of(what, "x", x, axis)
+    along = axis_of(what, x, axis)
     return _permutation_kernel(what, x.axes, along, bool(independent)).apply(key, x.array)
 
 

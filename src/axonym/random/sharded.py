@@ -20,7 +20,7 @@ from ..named_array import NamedArray, describe_array, resolve_axes, wrap
 from ..ops._new_array import run_sharded
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
-from ._draw import describe, new_axes, one_key
+from ._draw import new_axes, one_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,8 +115,8 @@ def _draw_blocks(
             got = describe_array(result) if isinstance(result, NamedArray) else type(result).__name__
             raise TypeError(
                 f"{what}: the function must return a NamedArray with the axes of the shape it is given, "
-                f"{describe(rest)}, got {got}. Pass that shape to the samplers in it, or name the axes of the result "
-                "with axonym.named(array, shape)."
+                f"{errors.describe_selectors(rest)}, got {got}. Pass that shape to the samplers in it, or name the "
+                "axes of the result with axonym.named(array, shape)."
             )
         return result.rearrange((*rest, ...))
 

@@ -87,7 +87,10 @@ def _make_leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
         shape = getattr(value.array, "shape", None)
         if shape is None:
             return Leaf(keys, value, None, None)
-        other = len(shape) != len(value.names) and not _is_mapped(value.array)
+        x = value.array
+        # Under `jax.vmap`, an array lacks an axis only here.
+        is_mapped = isinstance(x, Tracer) and getattr(followed_by(x), "shape", x.shape) != x.shape
+        other = len(shape) != len(value.names) and not is_mapped
         return Leaf(keys, value, value.names, shape, made_from=value.names if other else None)
     if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, PaddedArray)):
         return Leaf(keys, value, None, None)
@@ -95,11 +98,6 @@ def _make_leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
     around = next((p for p in parents if isinstance(p, NamedArray)), None)
     names = _field_names(path, parents) if around is None else around.names
     return Leaf(keys, value, names, tuple(value.shape), made_from=None if around is None else around.names)
-
-
-def _is_mapped(x: Any) -> bool:
-    """Return whether an array lacks an axis only here, because `jax.vmap` maps over it."""
-    return isinstance(x, Tracer) and getattr(followed_by(x), "shape", x.shape) != x.shape
 
 
 # --- names of fields ---

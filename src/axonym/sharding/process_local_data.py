@@ -57,7 +57,9 @@ def from_process_local_data(
     """
     what = "from_process_local_data"
     check_uneven(what, uneven, replicates=False)
-    found = _mesh_with_devices(what, mesh)
+    found = with_devices(required_mesh(what, mesh))
+    if not isinstance(found, Mesh):
+        raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
@@ -80,38 +82,21 @@ def from_process_local_data(
         else:
             problems.append(f"{leaf.path} {shape}: {_indivisible_rows(x.shape[position], axis, found, over, parts)}")
     # Sizes that may be uneven are compared each time: with other ones, processes would wait in other programs.
-    compares = _compares_loaded_data(found, over, again=pads and parts > 1)
+    known = (found, tuple(over)) in _COMPARED
+    compares = jax.process_count() > 1 and (not known or (pads and parts > 1))
     with fail_together(what) if compares else contextlib.nullcontext() as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
             raise ValueError(listed(what, problems, found))
         if agree is not None:
             agree({"arrays": "\n".join(f"{leaf.path} {x.dtype}{list(x.shape)}" for leaf, x in loaded)})
-            _check_parts(what, found, over, loaded)
+            if not known:
+                if problem := _misread_data(found, over, loaded):
+                    raise ValueError(listed(what, [problem], found))
+                _COMPARED.append((found, tuple(over)))
     return jax.tree.unflatten(
         structure, [wrap_like(make(), leaf.value) for (leaf, _), make in zip(loaded, made, strict=True)]
     )
-
-
-def _mesh_with_devices(what: str, mesh: Mesh | None) -> Mesh:
-    found = with_devices(required_mesh(what, mesh))
-    if not isinstance(found, Mesh):
-        raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
-    return found
-
-
-def _compares_loaded_data(mesh: Mesh, over: Sequence[str], again: bool) -> bool:
-    """Return whether processes compare the data that they have loaded: once for a mesh, or again and again."""
-    return jax.process_count() > 1 and (again or (mesh, tuple(over)) not in _COMPARED)
-
-
-def _check_parts(what: str, mesh: Mesh, over: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> None:
-    """Raise an error if processes have loaded the wrong parts, when a mesh is used for the first time."""
-    if (mesh, tuple(over)) in _COMPARED:
-        return
-    if problem := _misread_data(mesh, over, loaded):
-        raise ValueError(listed(what, [problem], mesh))
-    _COMPARED.append((mesh, tuple(over)))
 
 
 def _joined_rows(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:
@@ -160,14 +145,11 @@ def _parts_of_processes(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
 
 def _indivisible_rows(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], parts: int) -> str:
     sizes = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
+    hint = "`uneven='pad'` needs Auto mesh axes, and processes that hold rows side by side."
+    hint = "To keep the size, and store it padded, pass `uneven='pad'`." if parts else hint
     return (
         f"{size} along axis {axis!r} cannot be sharded over {sizes}: the devices of this process hold "
-        f"{len(_shards_here(mesh, mesh_axes))} parts."
-        + (
-            " To keep the size, and store it padded, pass `uneven='pad'`."
-            if parts
-            else " `uneven='pad'` needs Auto mesh axes, and processes that hold rows side by side."
-        )
+        f"{len(_shards_here(mesh, mesh_axes))} parts. {hint}"
     )
 
 

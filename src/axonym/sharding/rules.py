@@ -145,7 +145,10 @@ class _Lenient(ShardingRule):
         entries = entries_for(leaf, answer)
         if mesh is None or entries is None or len(entries) > len(leaf.shape or ()):
             return answer
-        spec = PartitionSpec(*(_if_divided(mesh, e, size) for e, size in zip(entries, leaf.shape or (), strict=False)))
+        # An entry that does not divide the size is replicated; unknown mesh axes are kept, for the error.
+        known = [e is not PartitionSpec.UNCONSTRAINED and all(a in mesh.shape for a in mesh_axes(e)) for e in entries]
+        sizes = zip(entries, known, leaf.shape or (), strict=False)
+        spec = PartitionSpec(*(None if k and size % shard_count(mesh, e) else e for e, k, size in sizes))
         return NamedSharding(mesh, spec) if own else spec
 
     def refusal(self, leaf: Leaf) -> str | None:
@@ -399,10 +402,3 @@ def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tup
         return []
     hint = errors.suggestion(pattern.pattern, [leaf.path for leaf in leaves])
     return [(pattern.pattern, f"pattern {pattern.pattern!r} is found in no path of the tree.{hint}")]
-
-
-def _if_divided(mesh: AnyMesh, entry: Any, size: int) -> Any:
-    """Return a spec entry, or None if its mesh axes do not divide the size. Unknown mesh axes are kept."""
-    if entry is PartitionSpec.UNCONSTRAINED or any(a not in mesh.shape for a in mesh_axes(entry)):
-        return entry
-    return entry if size % shard_count(mesh, entry) == 0 else None

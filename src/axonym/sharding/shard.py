@@ -220,7 +220,10 @@ def call_on_mesh(
     try:
         return call(args, kwargs)
     except ValueError as refusal:
-        if place is None or not is_about_devices(refusal) or in_trace() or (mesh := _devices_for(placement)) is None:
+        around = current_mesh()
+        meshes = [*(s.mesh for s in shardings_in(placement)), None if around is None else with_devices(around)]
+        mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
+        if place is None or not is_about_devices(refusal) or in_trace() or mesh is None:
             raise
     devices = list(mesh.devices.flat)
 
@@ -237,13 +240,6 @@ def call_on_mesh(
     # The devices of a tracer in an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: on_mesh(x) if isinstance(x, Tracer) else x, (args, kwargs))
     return call(*jax.tree.map(on_mesh, place(*arguments)))
-
-
-def _devices_for(placement: Placement) -> Mesh | None:
-    """Return the mesh for a placement, if its devices are known."""
-    around = current_mesh()
-    meshes = [*(s.mesh for s in shardings_in(placement)), None if around is None else with_devices(around)]
-    return next((m for m in meshes if isinstance(m, Mesh)), None)
 
 
 def _shard_leaves(
@@ -279,8 +275,12 @@ def _shard_leaves(
     if placement is None and mesh is not None:
         check_direction(what, active_mapping(), mesh)
     leaves, structure = resolve(tree, placement, mesh, what, pads=True)
-    if undo:
-        leaves = [dataclasses.replace(leaf, spec=_unsharding_spec(leaf.spec)) for leaf in leaves]
+    if undo:  # replicate the axes that the placement shards, and leave the others unconstrained
+        gathered = [[None if mesh_axes(e) else PartitionSpec.UNCONSTRAINED for e in leaf.spec or ()] for leaf in leaves]
+        leaves = [
+            leaf if leaf.spec is None else dataclasses.replace(leaf, spec=PartitionSpec(*entries))
+            for leaf, entries in zip(leaves, gathered, strict=True)
+        ]
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
     return jax.tree.unflatten(
@@ -289,30 +289,25 @@ def _shard_leaves(
 
 
 def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
-    """Return whether all leaves of a tree are eager named arrays where a mapping, or the active one, puts them."""
-    if isinstance(tree, NamedArray):
-        return _is_in_place(tree, placement, mesh, what)
-    leaves = jax.tree.leaves(tree, is_leaf=is_named_array)
-    return bool(leaves) and all(_is_in_place(x, placement, mesh, what) for x in leaves)
-
-
-def _is_in_place(x: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:
-    """Return whether one array is in place.
+    """Return whether all leaves of a tree are eager named arrays where a mapping, or the active one, puts them.
 
     Layers ask at every call, so answers are cached by names, sizes and sharding.
     """
-    if not isinstance(x, NamedArray) or not isinstance(x.array, jax.Array) or isinstance(x.array, Tracer):
-        return False
-    mapping = active_mapping() if placement is None else placement
-    if not isinstance(mapping, Mapping):
-        return False
-    if placement is not None and mapping.keys().isdisjoint(x.names):  # it names no axis: `resolve` warns about that
-        return False
-    entries = tuple(mapping.items())
-    try:
-        return _lies_by(what, entries, with_devices(mesh), x.names, x.array.shape, x.array.sharding)
-    except TypeError:  # an entry that is a list has no hash
-        return False
+    leaves = [tree] if isinstance(tree, NamedArray) else jax.tree.leaves(tree, is_leaf=is_named_array)
+    for x in leaves:
+        if not isinstance(x, NamedArray) or not isinstance(x.array, jax.Array) or isinstance(x.array, Tracer):
+            return False
+        mapping = active_mapping() if placement is None else placement
+        # If a mapping names no axis, `resolve` warns about that.
+        if not isinstance(mapping, Mapping) or (placement is not None and mapping.keys().isdisjoint(x.names)):
+            return False
+        try:
+            known = with_devices(mesh), x.names, x.array.shape, x.array.sharding
+            if not _lies_by(what, tuple(mapping.items()), *known):
+                return False
+        except TypeError:  # an entry that is a list has no hash
+            return False
+    return bool(leaves)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -413,13 +408,6 @@ def _is_local(x: Any) -> bool:
 def _spans_processes(mesh: AnyMesh) -> bool:
     found = with_devices(mesh)
     return isinstance(found, Mesh) and found.is_multi_process
-
-
-def _unsharding_spec(spec: PartitionSpec | None) -> PartitionSpec | None:
-    """Return the spec that replicates the axes that a spec shards, and leaves the others unconstrained."""
-    if spec is None:
-        return None
-    return PartitionSpec(*(None if mesh_axes(entry) else PartitionSpec.UNCONSTRAINED for entry in spec))
 
 
 def _place_leaf(leaf: Leaf, mesh: AnyMesh | None, what: str, pads: bool, argument: bool) -> Any:

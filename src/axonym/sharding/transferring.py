@@ -158,7 +158,9 @@ class TransferPlan:
             arrived.update(zip(waiting, new, strict=True))
             jax.block_until_ready(last)
             for x, copy in zip(*last, strict=True) if donate else ():
-                _delete_unshared(x, copy, owners)
+                own = _buffer_addresses(x)
+                if own and own.isdisjoint(_buffer_addresses(copy)) and all(owners[b] == 1 for b in own):
+                    x.delete()
             last = old, new
         return [arrived[keys[i]] if i in keys else x for i, x in enumerate(values)]
 
@@ -220,7 +222,8 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
             )
         elif leaf.shape is not None:
             for which, x in (("source", raw(leaf.value)), ("target", raw(goal.value))):
-                if not isinstance(x, np.ndarray if which == "source" else ()) and not _has_devices(present_sharding(x)):
+                on_host, has = isinstance(x, np.ndarray) and which == "source", present_sharding(x)
+                if not on_host and (has is None or isinstance(getattr(has, "mesh", None), AbstractMesh)):
                     problems.append(
                         f"{leaf.path} has no devices in the {which}. Place it by "
                         f"`axonym.shard({which}, placement, mesh)`."
@@ -328,13 +331,6 @@ def _moved_arrays(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]
     return copied(arrays, tensor.route, reuse=donate)
 
 
-def _delete_unshared(x: Any, copy: Any, owners: Mapping[Any, int]) -> None:
-    """Delete an array that shares memory with no other one, nor with its copy."""
-    own = _buffer_addresses(x)
-    if own and own.isdisjoint(_buffer_addresses(copy)) and all(owners[b] == 1 for b in own):
-        x.delete()
-
-
 def _buffer_addresses(x: Any) -> set[tuple[Any, int]]:
     """Return the devices and addresses of the shards of an array; none for random keys, which are small."""
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -372,11 +368,8 @@ def _differences_from_plan(leaf: Leaf, tensor: _Tensor) -> list[str]:
     if tensor.source is None or any(d.process_index == jax.process_index() for d in tensor.source.device_set):
         _check_values("transfer", leaf)
     has = present_sharding(leaf.value)
-    if (
-        tensor.source is None
-        or has == tensor.source
-        or (has and has.is_equivalent_to(tensor.source, len(tensor.shape)))
-    ):
+    planned = tensor.source
+    if planned is None or has == planned or (has and has.is_equivalent_to(planned, len(tensor.shape))):
         return []
     return [f"{leaf.path} has the sharding {has}, and was planned with {tensor.source}. Plan again."]
 
@@ -384,10 +377,6 @@ def _differences_from_plan(leaf: Leaf, tensor: _Tensor) -> list[str]:
 def _check_values(what: str, leaf: Leaf) -> None:
     if isinstance(raw(leaf.value), (Tracer, jax.ShapeDtypeStruct)):
         raise TypeError(f"{what}: {leaf.path} has no values to move. Call it outside of jit, with arrays.")
-
-
-def _has_devices(sharding: Any) -> bool:
-    return sharding is not None and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
 def _describe_leaf(leaf: Leaf) -> str:

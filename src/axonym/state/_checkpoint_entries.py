@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from ..sharding.leaves import Leaf, child_of, leaves_of
 from ..sharding.placement import listed
 from ..tree import LayerStack
 from .load_context import LoadContext
-from .naming import is_number, require_representable, same_kind
+from .naming import converted_number, is_number, require_representable, same_kind
 from .sharded_reading import has_values, no_value
 
 
@@ -33,20 +34,18 @@ def added_layers_of(leaf: Leaf, tree: Any) -> tuple[int, ...]:
     shape = leaf.shape or ()
     added, names, stacks = [0] * len(shape), leaf.names or (), 0
     is_named = len(names) == len(shape) and isinstance(leaf.value, NamedArray)
-    node = tree
     # Not down to the leaf: it is no stack, and Flax warns if the value of a variable is looked up.
-    for key in (None, *leaf.keys[:-1]):
-        node = tree if key is None else child_of(node, key)
-        if isinstance(node, LayerStack):
-            if found := node.added_layers():
-                axis, number = found
-                if is_named:
-                    position = names.index(axis.name) if axis.name in names else len(shape)
-                else:
-                    position = stacks  # raw arrays have the axes of the stacks around them first, from the outside in
-                if shape[position : position + 1] == (axis.size + number,):
-                    added[position] = number
-            stacks += 1
+    for node in itertools.accumulate(leaf.keys[:-1], child_of, initial=tree):
+        if not isinstance(node, LayerStack):
+            continue
+        if found := node.added_layers():
+            axis, number = found
+            position = stacks  # raw arrays have the axes of the stacks around them first, from the outside in
+            if is_named:
+                position = names.index(axis.name) if axis.name in names else len(shape)
+            if shape[position : position + 1] == (axis.size + number,):
+                added[position] = number
+        stacks += 1
     return tuple(added)
 
 
@@ -78,20 +77,17 @@ def entries_and_arrays(tree: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]
                 require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
             about[key] = entry_of(leaf, array, added_layers_of(leaf, tree))
             array = stored(array)
-            data = jax.random.key_data(array) if is_key(array) else _as_jax_array(leaf.path, array)
+            try:  # arrays of NumPy, which may be changed while files are written, are copied
+                data = array if isinstance(array, jax.Array) else jnp.array(array)
+            except TypeError:
+                text = f"save_checkpoint: {leaf.path} has the dtype {array.dtype}, which JAX does not have."
+                raise TypeError(text) from None
+            data = jax.random.key_data(data) if is_key(data) else data
             if (wider := stored_as(data.dtype)) != data.dtype:
                 about[key]["stored"], data = wider.name, data.astype(wider)
             if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
                 arrays[key] = data
     return about, arrays
-
-
-def _as_jax_array(path: str, x: Any) -> jax.Array:
-    """Return a JAX array; of NumPy's, which may be changed while files are written, a copy."""
-    try:
-        return x if isinstance(x, jax.Array) else jnp.array(x)
-    except TypeError:
-        raise TypeError(f"save_checkpoint: {path} has the dtype {x.dtype}, which JAX does not have.") from None
 
 
 def stored_as(dtype: Any) -> np.dtype[Any]:
@@ -125,25 +121,16 @@ def stored_entries(folder: Any) -> dict[str, Any]:
 def _is_entry(entry: Any) -> bool:
     try:
         if "number" in entry:
-            number = entry["number"]
-            return all(type(x) in (bool, int, float) for x in (number if type(number) is list else [number])) and (
-                type(number) is not list or len(number) == 2
-            )
+            number = entry["number"] if type(entry["number"]) is list else [entry["number"], 0]  # of a complex one, two
+            return len(number) == 2 and all(type(x) in (bool, int, float) for x in number)
         names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
         if "key" in entry:
             known = dtype == str(jax.eval_shape(lambda: jax.random.key(0, impl=entry["key"])).dtype)
         else:
-            known = all(
-                type(entry.get(k, "")) is str and jnp.dtype(entry[k]) for k in entry.keys() & {"dtype", "stored"}
-            )
-        return (
-            bool(known)
-            and all(type(size) is int and size >= 0 for size in shape)
-            and (
-                names is None
-                or (len({*names}) == len(names) == len(shape) and all(type(name) is str for name in names))
-            )
-        )
+            known = all(type(entry[k]) is str and jnp.dtype(entry[k]) for k in entry.keys() & {"dtype", "stored"})
+        if names is not None:
+            known = known and len({*names}) == len(names) == len(shape) and all(type(name) is str for name in names)
+        return bool(known) and all(type(size) is int and size >= 0 for size in shape)
     except Exception:  # of JAX, for words that are no dtype or no kind of key
         return False
 
@@ -163,7 +150,7 @@ def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Seq
         if is_number(x):
             if entry is None or "number" not in entry:
                 context.add_missing(key, f"a number, {type(x).__name__}")
-            elif _number(x, entry) is None:
+            elif converted_number(type(x), _stored_number(entry)) is None:
                 context.misfits.append(
                     f"{key!r} is {_stored_number(entry)}, but in the tree it is a number, {type(x).__name__}."
                 )
@@ -204,16 +191,6 @@ def _stored_number(entry: Mapping[str, Any]) -> Any:
     return complex(*value) if isinstance(value, list) else value
 
 
-def _number(x: Any, entry: Mapping[str, Any]) -> Any:
-    """Convert a stored number to the type of the template's number; None if that type cannot represent it."""
-    value = _stored_number(entry)
-    try:
-        found = type(x)(value)
-    except (OverflowError, TypeError, ValueError):
-        return None
-    return found if found == value or found != found else None  # equal, or NaN
-
-
 def _abstract(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
     """Return an abstract array with the axes in the stored order, and with the layers that are added in the tree."""
     names = entry["axes"] if isinstance(x, NamedArray) else None
@@ -227,7 +204,7 @@ def restored_leaf(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays
     if entry is None:
         return mine
     if is_number(mine) and "number" in entry:
-        return _number(mine, entry)
+        return converted_number(type(mine), _stored_number(entry))
     if not is_jax_array_like(mine):
         return mine
     array = arrays[key_of(leaf)]

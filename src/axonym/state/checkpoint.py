@@ -108,7 +108,11 @@ def restore_checkpoint(
             wanted[key_of(leaf)] = jax.ShapeDtypeStruct(shape_of_data, dtype, sharding=target)
             if list(shape) != entry["shape"]:
                 with_added.add(key_of(leaf))
-    arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
+    arrays = {
+        key: jax.make_array_from_callback(x.shape, x.sharding, lambda index, x=x: np.zeros(x.shape, x.dtype)[index])
+        for key, x in wanted.items()
+        if not math.prod(x.shape)  # they have no files
+    }
     wanted = {key: x for key, x in wanted.items() if key not in arrays}
     if wanted:
         restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
@@ -118,11 +122,6 @@ def restore_checkpoint(
         arrays |= _read_arrays(orbax, path, restore)
     results = [restored_leaf(leaf, mine, about.get(key_of(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=is_placed_whole), results)
-
-
-def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array without elements."""
-    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: np.zeros(x.shape, x.dtype)[index])
 
 
 def _read_arrays(orbax: Any, path: str, what: Any) -> dict[str, jax.Array]:
@@ -165,11 +164,9 @@ def _last_intact(damaged: Any) -> str:
 def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
     """Return the replicated sharding for arrays that have none, so that a step can use them with the others."""
     mesh = current_mesh() if mesh is None else mesh
-    meshes = [*([] if mesh is None else [with_devices(mesh)]), *(sharding.mesh for sharding in known)]
-    for one in meshes:
-        if isinstance(one, Mesh):
-            return NamedSharding(one, PartitionSpec())
-    return SingleDeviceSharding(jax.local_devices()[0])
+    meshes = [None if mesh is None else with_devices(mesh), *(sharding.mesh for sharding in known)]
+    found = (NamedSharding(one, PartitionSpec()) for one in meshes if isinstance(one, Mesh))
+    return next(found, SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -189,8 +186,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     '10'
     """
     require_orbax("latest_checkpoint")
-    found = _complete(as_folder(folder))
-    number, latest = max(found, default=(-1, None))
+    number, latest = max(_complete(as_folder(folder)), default=(-1, None))
     for other, child in _numbered(as_folder(folder)):
         inside = {part.name for part in child.iterdir()} if other > number and child.is_dir() else {"another folder"}
         if not inside or inside & {"about", "arrays", CHECKSUMS}:

@@ -19,7 +19,7 @@ from ..sharding.placement import Placement
 from ..sharding.shard import to_host
 from ..tree import scan_aware_map
 from .layouts import WeightLayout, abstract_tree, load_packed
-from .lazy_arrays import LazyArray, abstract, call_lazily, has_missing, read_all, with_abstract_arrays
+from .lazy_arrays import LazyArray, call_lazily, has_missing, read_all, with_abstract_arrays
 from .load_context import TrackedStateDict
 from .loading import from_state_dict, load_subtree, run_load
 from .module import ModuleWithStateDictSerialization
@@ -53,17 +53,15 @@ def to_torch_compatible_state_dict(
     >>> {key: x.shape for key, x in axn.state.to_torch_compatible_state_dict(layer).items()}
     {'weight': (6, 4), 'bias': (6,)}
     """
+
+    def is_known(x: Any) -> bool:
+        return isinstance(x, LazyArray) and not has_missing(x)
+
     tree = to_host(eqx.filter(tree, filter))
     if flatten or layout is not None:
         flat = call_lazily(flatten_modules_for_export if layout is None else layout.pack, tree)
-        tree = jax.tree.map(_values, flat)
+        tree = with_abstract_arrays(jax.tree.map(lambda x: to_host(read_all(x)) if is_known(x) else x, flat))
     return to_state_dict(tree, prefix)
-
-
-def _values(x: Any) -> Any:
-    if not isinstance(x, LazyArray):
-        return x
-    return abstract(x) if has_missing(x) else to_host(read_all(x))
 
 
 def from_torch_compatible_state_dict(

@@ -33,7 +33,8 @@ def write_checksums(folder: Any) -> None:
     for part in list(folder.glob(_PART.format("*"))):
         files |= json.loads(part.read_bytes())
         part.unlink()
-    files |= _checksums(folder, (path for path in _files(folder) if _is_checked(path, folder, files)))
+    known = {*files, CHECKSUMS}
+    files |= _checksums(folder, (path for path in _files(folder) if path.relative_to(folder).as_posix() not in known))
     (folder / CHECKSUMS).write_text(json.dumps({"files": files, "sum": _sum_of(files)}))
 
 
@@ -42,10 +43,6 @@ def write_checksums_of_process(folder: Any, process: int) -> None:
     written = folder / "arrays" / f"ocdbt.process_{process}"
     if written.is_dir():
         (folder / _PART.format(process)).write_text(json.dumps(_checksums(folder, _files(written))))
-
-
-def _is_checked(path: Any, folder: Any, known: Files) -> bool:
-    return path.relative_to(folder).as_posix() not in known and path != folder / CHECKSUMS
 
 
 def _checksums(folder: Any, paths: Iterable[Any]) -> Files:
@@ -72,7 +69,7 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
     # By size, so that the processes read about the same number of bytes.
     mine = sorted(files, key=lambda name: -files[name][0])[process::processes]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(lambda name: _found(folder / name, files[name][1]), mine))
+        found = list(threads.map(lambda name: _sums(folder / name, files[name][1]), mine))
     problems = []
     for name, (size, block, sums) in zip(mine, found, strict=True):
         expected_size, _, expected = files[name]
@@ -149,12 +146,11 @@ def _block_size(size: int) -> int:
     return max(_SMALLEST_BLOCK, 2 ** (size // _MOST_BLOCKS).bit_length())
 
 
-def _found(path: Any, block: int) -> tuple[int, int, list[int]]:
-    return _sums(path, block) if path.is_file() else (-1, block, [])
-
-
 def _sums(path: Any, block: int | None = None) -> tuple[int, int, list[int]]:
+    """Return the size of a file, -1 if it is missing, and the checksums of its blocks."""
     size, sums = 0, []
+    if block is not None and not path.is_file():
+        return -1, block, []
     with path.open("rb") as file:
         if block is None:
             file.seek(0, os.SEEK_END)  # which returns nothing for some remote files

@@ -127,8 +127,14 @@ def parse_row(key: str, text: str) -> TableRow:
             what, axes.strip(), term.dots or (named or [term])[0], "only names and groups of names have a place."
         )
     scale = dtype.strip() == "scale"
+    try:
+        known = np.dtype(dtype.strip()) if dtype and not scale else None
+    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
+        raise ValueError(
+            f"{what}: no dtype is called {dtype.strip()!r}: write bfloat16, int8 or float8_e4m3fn."
+        ) from None
     elements: tuple[parsing.Name | parsing.Group, ...] = term.elements  # pyright: ignore[reportAssignmentType]
-    row = TableRow(key, operands, elements, _dtype(what, dtype) if dtype and not scale else None, scale)
+    row = TableRow(key, operands, elements, known, scale)
     _check_joined(what, text, row)
     return row
 
@@ -139,23 +145,9 @@ def _operand(what: str, text: str, part: str) -> RowArray:
         raise ValueError(
             f"{what}: expected the path of an array, and its own axes in parentheses, in {part.strip()!r} of {text!r}."
         )
-    own: tuple[parsing.Name, ...] = ()
-    if found["own"]:
-        (term,) = parsing.parse_terms(what, found["own"], comma="elements", sizes=True)
-        own = term.variables
-    added = None
-    if found["factor"]:
-        added = LowRank(float(found["factor"]), (found["left"], found["right"]))
-    return RowArray(found["path"], own, added)
-
-
-def _dtype(what: str, text: str) -> np.dtype:
-    try:
-        return np.dtype(text.strip())
-    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
-        raise ValueError(
-            f"{what}: no dtype is called {text.strip()!r}: write bfloat16, int8 or float8_e4m3fn."
-        ) from None
+    terms = parsing.parse_terms(what, found["own"], comma="elements", sizes=True) if found["own"] else ()
+    added = LowRank(float(found["factor"]), (found["left"], found["right"])) if found["factor"] else None
+    return RowArray(found["path"], tuple(name for term in terms for name in term.variables), added)
 
 
 def _check_joined(what: str, text: str, row: TableRow) -> None:

@@ -267,9 +267,15 @@ class WeightLayout:
             for path in row.paths:
                 if path in users and not row.is_scale:
                     users[path].append(row.key)
-            if unusable := list(_unusable(row, tensors)):
-                problems += unusable
-            else:
+            unusable = [
+                f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}"
+                if path not in tensors
+                else f"{row.key!r}: {path} is {describe_array(tensors[path])}, an array without names."
+                for path in row.paths
+                if not isinstance(tensors.get(path), NamedArray)
+            ]
+            problems += unusable
+            if not unusable:
                 fitted.append(self._fit(row, tensors))
                 problems += self._wrong(fitted[-1], tensors)
         unknown = {path for row in self.rows for path in row.paths} - tensors.keys()
@@ -461,15 +467,6 @@ def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], sam
                 if size != by_table
             ]
     return problems
-
-
-def _unusable(row: TableRow, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which arrays of a row a tree lacks, and which have no names."""
-    for path in row.paths:
-        if path not in tensors:
-            yield f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}"
-        elif not isinstance(tensors[path], NamedArray):
-            yield f"{row.key!r}: {path} is {describe_array(tensors[path])}, an array without names."
 
 
 def _alike(fitted: _FittedRow) -> Iterator[str]:

@@ -145,11 +145,8 @@ class LazyConcatenation(LazyArray):
                 kept = [(*shape[:axis], part.shape[self.axis], *shape[axis + 1 :]) for part in self.parts]
                 parts = tuple(part.reshape(inner) for part, inner in zip(self.parts, kept, strict=True))
                 return LazyConcatenation(parts, axis)
-        return (
-            MissingArray(shape, self.dtype)
-            if has_missing(self)
-            else LazyEntry(read_all(self).reshape(shape), self.dtype)
-        )
+        missing = has_missing(self)
+        return MissingArray(shape, self.dtype) if missing else LazyEntry(read_all(self).reshape(shape), self.dtype)
 
     def transpose(self, permutation: Sequence[int]) -> LazyConcatenation:
         parts = tuple(part.transpose(permutation) for part in self.parts)
@@ -157,9 +154,9 @@ class LazyConcatenation(LazyArray):
 
     def part(self, index: Index) -> LazyArray:
         found = tuple(part.part(within) for part, within in self._overlapping(index))
-        return (
-            LazyConcatenation(found, self.axis) if len(found) > 1 else found[0] if found else self.parts[0].part(index)
-        )
+        if len(found) > 1:
+            return LazyConcatenation(found, self.axis)
+        return found[0] if found else self.parts[0].part(index)
 
     def _with_size(self, values: tuple[Any, ...], size: Any) -> tuple[Any, ...]:
         return (*values[: self.axis], size, *values[self.axis + 1 :])

@@ -134,24 +134,15 @@ def active_load() -> LoadContext | None:
 
 
 @contextlib.contextmanager
-def activate(context: LoadContext) -> Iterator[LoadContext]:
-    """Make a load the active one."""
-    token = _CURRENT.set(context)
-    try:
-        yield context
-    finally:
-        _CURRENT.reset(token)
-
-
-@contextlib.contextmanager
-def with_options(context: LoadContext, **options: Any) -> Iterator[None]:
-    """Change options of a load for a subtree."""
-    before = {name: getattr(context, name) for name in options}
+def activate(context: LoadContext, **options: Any) -> Iterator[None]:
+    """Make a load the active one, with other options for a subtree."""
+    token, before = _CURRENT.set(context), {name: getattr(context, name) for name in options}
     vars(context).update(options)
     try:
         yield
     finally:
         vars(context).update(before)
+        _CURRENT.reset(token)
 
 
 # --- hints for the error message ---

@@ -25,8 +25,8 @@ from ..sharding.meshes import AnyMesh, in_trace
 from ..sharding.placement import Placement
 from ..transforms.stacked_leaves import layer_of, layers_are_first, layers_at
 from .lazy_arrays import LazyArray, LazyEntry, MissingArray, abstract, as_lazy, has_missing, read_all, stack_lazily
-from .load_context import AllLayers, LoadContext, TrackedStateDict, activate, active_load, with_options
-from .naming import children, is_number, same_kind, with_prefix
+from .load_context import AllLayers, LoadContext, TrackedStateDict, activate, active_load
+from .naming import children, converted_number, is_number, same_kind, with_prefix
 from .sharded_reading import read_sharded
 
 T = TypeVar("T")
@@ -87,9 +87,9 @@ def run_load(
     """
     outer = active_load()
     context = outer or LoadContext(what, strict, ignore)
-    wants_lazy = outer is not None and outer.lazy  # before `with_options` changes it
+    wants_lazy = outer is not None and outer.lazy  # before `activate` changes it
     options = {"lazy": True, "strict": context.strict and strict, "ignore": (*context.ignore, *ignore)}
-    with activate(context), with_options(context, **options):
+    with activate(context, **options):
         entries = context.track(state_dict)
         result = load(entries)
         if entries is not state_dict:
@@ -149,7 +149,7 @@ def load_subtree(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> A
     if method is None:
         return load_children(tree, entries, prefix)
     context = active_context()
-    with with_options(context, lazy=hasattr(method, "_leaves_arrays_lazy")):
+    with activate(context, lazy=hasattr(method, "_leaves_arrays_lazy")):
         return method(tree, entries, prefix)
 
 
@@ -175,11 +175,7 @@ def _number(tree: Any, entry: Any, key: str) -> Any:
         return entry  # the value is not known while tracing
     array, kind = np.asarray(entry), type(tree)
     given = array.item() if array.size == 1 else describe_array(array)
-    try:
-        value = kind(given)
-    except (OverflowError, TypeError, ValueError):
-        value = None
-    if value is not None and (value == given or value != value):  # exact, or NaN
+    if (value := converted_number(kind, given)) is not None:
         return value
     active_context().misfits.append(f"{key!r} is {given}, but in the tree it is a number, {kind.__name__}.")
     return tree
@@ -198,11 +194,10 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
         layer = jax.ShapeDtypeStruct(shape[1:], dtype)
         return stack_lazily([_entry(layer, entry.entries, k) for k in entry.keys], 0)
     found = _known(entry)
-    if tuple(found.shape) != shape:
-        context.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {describe_array(tree)}.")
-        return absent
-    if not same_kind(found.dtype, dtype):
-        context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {describe_array(tree)}.")
+    misfit = "" if same_kind(found.dtype, dtype) else f"dtype {found.dtype}"
+    misfit = misfit if tuple(found.shape) == shape else f"shape {tuple(found.shape)}"
+    if misfit:
+        context.misfits.append(f"{key!r} has {misfit}, but in the tree it is {describe_array(tree)}.")
         return absent
     return LazyEntry(found, dtype, repr(key))
 

@@ -51,6 +51,15 @@ def is_number(x: object) -> bool:
     return isinstance(x, (bool, int, float, complex))
 
 
+def converted_number(kind: type, value: Any) -> Any:
+    """Convert a stored number to the type of one in a tree; None if that type cannot represent it."""
+    try:
+        found = kind(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return found if found == value or found != found else None  # equal, or NaN
+
+
 def same_kind(a: DTypeLike, b: DTypeLike) -> bool:
     """Return whether two dtypes are equal or both boolean, integer, floating-point or complex."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)

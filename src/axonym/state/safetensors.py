@@ -221,20 +221,15 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
     if not path.exists() and (index := path.with_name(path.name + _INDEX_SUFFIX)).exists():
         path = index
     if not path.exists():
-        raise FileNotFoundError(
-            f"load_state_dict: {path} does not exist, nor does {path.name + _INDEX_SUFFIX} beside it."
-            if not path.name.endswith(_INDEX_SUFFIX)
-            else f"load_state_dict: {path} does not exist."
-        )
-    return _load_several(path) if path.name.endswith(_INDEX_SUFFIX) else _load_file(path)
-
-
-def _load_several(index: Path) -> StateDict:
-    places = _read_index(index)
-    files = {name: _load_file(index.parent / name) for name in sorted(set(places.values()))}
+        nor = "" if path.name.endswith(_INDEX_SUFFIX) else f", nor does {path.name + _INDEX_SUFFIX} beside it"
+        raise FileNotFoundError(f"load_state_dict: {path} does not exist{nor}.")
+    if not path.name.endswith(_INDEX_SUFFIX):
+        return _load_file(path)
+    places = _read_index(path)
+    files = {name: _load_file(path.parent / name) for name in sorted(set(places.values()))}
     absent = [f"{_short(key)} in {_short(name)[1:-1]}" for key, name in places.items() if key not in files[name]]
     if absent:
-        raise ValueError(f"load_state_dict: {index} lists keys that its files do not have: {_some(absent)}.")
+        raise ValueError(f"load_state_dict: {path} lists keys that its files do not have: {_some(absent)}.")
     return {key: files[name][key] for key, name in places.items()}
 
 

@@ -120,7 +120,8 @@ def conform(
         if isinstance(slot, StaticLeaf) or isinstance(new, StaticLeaf):
             before = slot if isinstance(slot, StaticLeaf) else next(expected)
             after = new if isinstance(new, StaticLeaf) else next(given)
-            if not _same_static(before, after):
+            both = isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)
+            if not both or not (before.value is after.value or before == after):
                 problems.append(
                     (i, f"{_describe_slot(slot, before)} and {words.after} {_describe_slot(new, after)}", _STATIC)
                 )
@@ -139,18 +140,13 @@ def conform(
         result.append(after)
     if problems:
         paths = spec.paths()
-        raise TypeError(_list_problems(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
+        lines = [f"{words.tree}{paths[i]} {words.before} {shown}. {remedy}" for i, shown, remedy in problems]
+        raise TypeError("\n  ".join([f"{what}:", *lines]) if len(lines) > 1 else f"{what}: {lines[0]}")
     if moved:
         pairs = [(before, jax.typeof(x)) for before, x in zip(types, result, strict=True)]
         added = [sorted(varying_axes(after) - varying_axes(before)) for before, after in pairs]
         raise CarryShardingChanged([tuple(after.sharding.spec) for _, after in pairs], added)
     return result
-
-
-def _same_static(before: Any, after: Any) -> bool:
-    if not (isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)):
-        return False
-    return before.value is after.value or before == after
 
 
 def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
@@ -237,11 +233,6 @@ def _describe_slot(slot: Slot, leaf: Any) -> str:
     return _describe_type(slot, leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf))
 
 
-def _list_problems(what: str, words: MismatchMessages, problems: Sequence[tuple[str, str, str]]) -> str:
-    lines = [f"{words.tree}{path} {words.before} {shown}. {remedy}" for path, shown, remedy in problems]
-    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what}:" + "".join(f"\n  {line}" for line in lines)
-
-
 def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: TreeSpec) -> str:
     before, after = spec.paths(), found.paths()
     gone = [p for p in before if p not in after]
@@ -250,8 +241,8 @@ def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: 
     if not gone and not new:
         was, became = _where_they_differ(spec.structure, found.structure)
         return f"{start}, but a part of it {words.before} {was} and {words.after} {became}."
-    parts = [f"{_list_paths(words, gone)} {words.only_before}"] if gone else []
-    parts += [f"{_list_paths(words, new)} {words.only_after}"] if new else []
+    sides = (gone, words.only_before), (new, words.only_after)
+    parts = [f"{', '.join(f'{words.tree}{p}' for p in paths)} {said}" for paths, said in sides if paths]
     return f"{start}, but {' and '.join(parts)}."
 
 
@@ -259,12 +250,7 @@ def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
     """Find the smallest parts in which two structures differ."""
     # JAX compares only complete structures, whose text would bury the difference.
     while True:
-        pairs = list(zip(a.children(), b.children(), strict=False))
-        differing = [(x, y) for x, y in pairs if x != y]
+        differing = [(x, y) for x, y in zip(a.children(), b.children(), strict=False) if x != y]
         if a.node_data() != b.node_data() or not differing:
             return a, b
         a, b = differing[0]
-
-
-def _list_paths(words: MismatchMessages, paths: Sequence[str]) -> str:
-    return ", ".join(f"{words.tree}{path}" for path in paths)

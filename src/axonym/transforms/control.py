@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.function_cache import Functions, HeldArrays, WithArrays
-from ..core.jax_versions import INLINE
+from ..core.function_cache import Functions, HeldArrays, WithArrays, jitted_as
 from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
-from ..named_array import NamedArray, NamedOrNumeric, describe_array
+from ..named_array import NamedArray, NamedOrNumeric, describe_array, raw
 from ._carry import CARRY, MismatchMessages, conform, settled
 
 C = TypeVar("C")
@@ -57,8 +56,7 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
 
         return settled(lambda start: jax.lax.while_loop(going, body, start), "while_loop", arrays)
 
-    run.__name__ = run.__qualname__ = "while_loop"
-    return jax.jit(run, inline=INLINE)
+    return jitted_as("while_loop", run)
 
 
 @overload
@@ -95,8 +93,7 @@ def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: Tre
         lower, upper = bounds if static is None else static
         return settled(lambda start: jax.lax.fori_loop(lower, upper, body, start), "fori_loop", arrays)
 
-    run.__name__ = run.__qualname__ = "fori_loop"
-    return jax.jit(run, inline=INLINE)
+    return jitted_as("fori_loop", run)
 
 
 def cond(pred: NamedOrNumeric, true_fn: Callable[[*Ts], R], false_fn: Callable[[*Ts], R], *operands: *Ts) -> R:
@@ -136,9 +133,8 @@ def _choose_branch(what: str, which: Any, branches: Sequence[Callable[..., Any]]
 def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[..., Any]:
     def run(held: HeldArrays, which: Any, arrays: list[Any]) -> FlatTree:
         branches = functions(held)
-        names = (
-            ("the true branch", "the false branch") if what == "cond" else [f"branch {i}" for i in range(len(branches))]
-        )
+        names = [f"branch {i}" for i in range(len(branches))]
+        names = ["the true branch", "the false branch"] if what == "cond" else names
         agreed: list[tuple[str, TreeSpec, list[Any]]] = []  # the result of the branch that is traced first
 
         def positional(name: str, branch: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
@@ -162,25 +158,20 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
             return call
 
         calls = [positional(name, branch) for name, branch in zip(names, branches, strict=True)]
-        if what == "cond":
-            outputs = jax.lax.cond(which, *calls, arrays)
-        else:
-            outputs = jax.lax.switch(which, calls, arrays)
+        outputs = jax.lax.cond(which, *calls, arrays) if what == "cond" else jax.lax.switch(which, calls, arrays)
         return FlatTree(outputs, agreed[0][1].weak(spec))
 
-    run.__name__ = run.__qualname__ = what
-    return jax.jit(run, inline=INLINE)
+    return jitted_as(what, run)
 
 
 def _raw_condition(what: str, which: str, x: Any) -> Any:
     """Return the raw array of an argument that must be a scalar."""
-    if isinstance(x, NamedArray):
-        if x.names:
-            raise TypeError(
-                f"{what}: {which} must be a scalar, got {describe_array(x)}. Reduce it with `axonym.all` or "
-                "`axonym.any`."
-            )
-        return x.array
-    if jnp.ndim(x):
-        raise TypeError(f"{what}: {which} must be a scalar, got an array of shape {jnp.shape(x)}.")
-    return x
+    if isinstance(x, NamedArray) and x.names:
+        text = (
+            f"{what}: {which} must be a scalar, got {describe_array(x)}. Reduce it with `axonym.all` or `axonym.any`."
+        )
+        raise TypeError(text)
+    array: Any = raw(x)
+    if jnp.ndim(array):
+        raise TypeError(f"{what}: {which} must be a scalar, got an array of shape {jnp.shape(array)}.")
+    return array

@@ -326,7 +326,9 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
     if in_axes is None or out_axes is None:
         raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j', or both in_axes and out_axes.")
     given = [in_axes] if isinstance(in_axes, (str, Axis, Mapping)) else list(in_axes)
-    results = list(out_axes) if _is_several(out_axes) else [out_axes]
+    results: list[Any] = [out_axes]
+    if not isinstance(out_axes, (str, Axis, Mapping)) and not all(isinstance(a, (str, Axis)) for a in out_axes):
+        results = list(out_axes)  # selections for several results
     chosen = [None if a is None else selectors(a) for a in (*given, *results)]
     terms = [None if c is None else tuple(map(name_of, c)) for c in chosen]
     for term in terms:
@@ -334,11 +336,6 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
     sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
     outputs = tuple(term for term in terms[len(given) :] if term is not None)
     return _Signature(tuple(terms[: len(given)]), outputs, tuple(sized.items()))
-
-
-def _is_several(out_axes: Any) -> bool:
-    """Return whether these are selections for several results, rather than the selection of a single one."""
-    return not isinstance(out_axes, (str, Axis, Mapping)) and any(not isinstance(a, (str, Axis)) for a in out_axes)
 
 
 def _words_of(expression: parsing.Expression, term: parsing.Term) -> Names:
@@ -517,11 +514,12 @@ def _checked_results(
     what: str, signature: _Signature, axes: Mapping[str, AxisSelector], operands: Sequence[Any], results: Any
 ) -> list[Any]:
     """Check that the results of the function are arrays with the axes of the spec."""
-    if isinstance(results, (tuple, list)) != signature.several:
-        raise TypeError(f"{what}: the function returned {_describe_results(results)}, {_wanted_results(signature)}.")
-    found = list(results) if signature.several else [results]
-    if len(found) != len(signature.outputs):
-        raise ValueError(f"{what}: the function returned {_describe_results(results)}, {_wanted_results(signature)}.")
+    is_several, count = isinstance(results, (tuple, list)), len(signature.outputs)
+    if is_several != signature.several or (is_several and len(results) != count):
+        kind = ValueError if is_several == signature.several else TypeError
+        wanted = errors.counted(count, "result")
+        raise kind(f"{what}: the function returned {_describe_results(results)}, where the spec has {wanted}.")
+    found = list(results) if is_several else [results]
     sizes = {
         w: s for term, x in zip(signature.terms, operands, strict=True) for w, s in zip(term, x.shape, strict=True)
     }
@@ -550,10 +548,6 @@ def _describe_results(results: Any) -> str:
     if isinstance(results, (tuple, list)):
         return errors.counted(len(results), "result")
     return "one array" if isinstance(results, jax.Array) else f"a {type(results).__name__}"
-
-
-def _wanted_results(signature: _Signature) -> str:
-    return f"where the spec has {len(signature.outputs)} result{'s' if signature.several else ''}"
 
 
 def _raise_lacking(what: str, in_names: Sequence[Names], own: Sequence[Names], arrays: Sequence[Any]) -> None:

@@ -133,10 +133,9 @@ class ScanCheckpointPolicy:
         return step
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of internals in the policy."""
-        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        return () if self.disable else (*saved, *self.offload_block_internals)
+    def _saved(self) -> Sequence[str]:
+        """Return the names of internals that stay on the device."""
+        return () if isinstance(self.save_block_internals, bool) else self.save_block_internals
 
     @property
     def _keeps_everything(self) -> bool:
@@ -147,11 +146,10 @@ class ScanCheckpointPolicy:
         """Return the policy of `jax.checkpoint` that keeps the internals, and moves these names to the host."""
         policies = jax.checkpoint_policies
         moved = (*moved, *self.offload_block_internals)
-        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
         if not moved:
-            return policies.save_only_these_names(*saved) if saved else None
+            return policies.save_only_these_names(*self._saved) if self._saved else None
         by_name = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(saved),
+            names_which_can_be_saved=list(self._saved),
             names_which_can_be_offloaded=list(moved),
             offload_src="device",
             offload_dst="pinned_host",
@@ -196,8 +194,7 @@ def _policy_contradiction(policy: ScanCheckpointPolicy) -> str | None:
         return f"nested={policy.nested} is not a number of groups: use at least 2, True to have it chosen, or False."
     if internals is True and policy.save_carries is False:
         return "save_block_internals=True keeps everything, the carries too, so save_carries=False contradicts it."
-    twice = set(policy.offload_block_internals).intersection(() if isinstance(internals, bool) else internals)
-    if twice:
+    if twice := set(policy.offload_block_internals).intersection(policy._saved):
         return f"{errors.quoted(sorted(twice))} cannot be both saved on the device and offloaded to the host."
     return None
 
@@ -285,7 +282,8 @@ def checkpointed_scan(
         run = jax.checkpoint(run, policy=policy._kept(()))
     with _record_names() as given:
         result = run(carry, xs)
-    _warn_of_unknown(label, policy._names, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
+    wanted = () if policy.disable else (*policy._saved, *policy.offload_block_internals)
+    _warn_of_unknown(label, wanted, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
     return result
 
 

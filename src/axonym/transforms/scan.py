@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from ..axis import Axis, AxisSelector, Names, names_without
 from ..core import errors
-from ..core.function_cache import Functions, HeldArrays, WithArrays
-from ..core.jax_versions import INLINE, stackable
+from ..core.function_cache import Functions, HeldArrays, WithArrays, jitted_as
+from ..core.jax_versions import stackable
 from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
 from ..distribution import output_sharding
 from ..distribution.mesh_axes import check_mapped, entries_of, explicit_mesh, reshard
@@ -169,14 +169,11 @@ class _Loop:
             return result, None
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
-                f"scan: the body must return a pair, the next carry and an output (None for nothing), not "
-                f"{_describe_result(result)}. Use `fold` for a body that returns the carry alone."
+                "scan: the body must return a pair, the next carry and an output (None for nothing), not "
+                + (f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}")
+                + ". Use `fold` for a body that returns the carry alone."
             )
         return result
-
-
-def _describe_result(result: Any) -> str:
-    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,15 +217,11 @@ def _run_loop(
 
 
 def _scanned_position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bool] | None) -> int | None:
-    if names is None:
-        can_be, position = x.ndim > 0, 0
-    else:
-        can_be, position = name in names, names.index(name) if name in names else 0
-    if not can_be:
+    if (name not in names) if names is not None else (x.ndim == 0):
         return None
-    if choose is None:
-        return position
-    return position if choose(x if names is None else wrap(x, names)) else None
+    if choose is not None and not choose(x if names is None else wrap(x, names)):
+        return None
+    return 0 if names is None else names.index(name)
 
 
 # --- the compiled loop ---
@@ -278,20 +271,15 @@ def _build_loop(
 
         final, ys = settled(looped, loop.what, carry)
         (spec,) = returned
-        stacked = spec.with_names(_stacked_names(loop.what, name, spec))
+        stacked = spec.with_names(
+            names if names is None else _mapped_axis.stacked(loop.what, wrap(None, names), name).names
+            for names in spec.names
+        )
         sources = [(arrays[i], p) for i, p in scanned]
         ys = [_sharded_again(loop.what, name, y, n, sources) for y, n in zip(ys, stacked.names, strict=True)]
         return final, FlatTree(ys, stacked)
 
-    run.__name__ = run.__qualname__ = loop.what
-    return jax.jit(run, inline=INLINE)
-
-
-def _stacked_names(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
-    """Return the names of the outputs with the axis in front."""
-    return [
-        None if names is None else _mapped_axis.stacked(what, wrap(None, names), name).names for names in spec.names
-    ]
+    return jitted_as(loop.what, run)
 
 
 def _sharded_again(
@@ -315,7 +303,9 @@ def _sharded_again(
 def _sizes_differ(
     loop: _Loop, axis: AxisSelector, spec: TreeSpec, arrays: Sequence[Any], positions: Sequence[int | None]
 ) -> str:
-    found = zip(_paths_of_arrays(spec, arrays), arrays, spec.names, positions, strict=True)
+    paths = zip(_mapped_axis.argument_paths(*spec.unflatten(arrays)), spec.slots, strict=True)
+    of_arrays = [path for path, slot in paths if not isinstance(slot, StaticLeaf)]
+    found = zip(of_arrays, arrays, spec.names, positions, strict=True)
     scanned = [(path, x.shape[p], names) for path, x, names, p in found if p is not None]
     places = [(path, size) for path, size, _ in scanned]
     places += [("the axis given", axis.size)] if isinstance(axis, Axis) else []
@@ -338,12 +328,6 @@ def _no_size(loop: _Loop, spec: TreeSpec) -> str:
         f"{loop.what}: no scanned array has axis {name!r}; the arguments have {errors.describe_axes(known)}."
         f"{hint} To loop without scanning anything, pass an Axis with a size."
     )
-
-
-def _paths_of_arrays(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
-    """Return the path of each array of the arguments."""
-    paths = _mapped_axis.argument_paths(*spec.unflatten(arrays))
-    return [path for path, slot in zip(paths, spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]
 
 
 # --- parallel prefixes of an associative operation ---
@@ -421,8 +405,7 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
         results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
         return [reshard(y, entries_of(x), jax.typeof(x).sharding.mesh) for y, x in zip(results, arrays, strict=True)]
 
-    run.__name__ = run.__qualname__ = "associative_scan"
-    return jax.jit(run, inline=INLINE)
+    return jitted_as("associative_scan", run)
 
 
 def _array_paths(spec: TreeSpec) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar
 
 from ..axis import AxisSelection, AxisSelector
 from ..named_array import NamedArray, NamedOrNumeric
+
+A = TypeVar("A")
 
 
 class _BoundReduction(Protocol):
@@ -18,14 +20,7 @@ class ReductionFunction(Protocol):
     >>> reduction: axn.typing.ReductionFunction = axn.mean
     """
 
-    @overload
-    def __call__(
-        self, array: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None
-    ) -> NamedArray: ...
-    @overload
-    def __call__(
-        self, array: Any, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None
-    ) -> Any: ...
+    def __call__(self, array: A, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> A: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
 
 
