@@ -832,6 +832,7 @@ TABLE = [
 EXCEPTIONS = {
     "(name: a b)": "a form of the language of `rearrange`, with words to fill in",
     "{a b}": "a form of the language of annotations",
+    "x.at[...].get": "the name of a method that takes a `mode`, with an index to fill in",
     "f(x)": "a part of the advice before it",
     "g(x)": "a part of the advice before it",
     "x.resolve_axis({…})": "not to write, but where an Axis comes from",
@@ -893,6 +894,7 @@ WORDS: dict[str, Any] = {
     "targets": axn.named([0, 1, 2, 0], "batch"),
     "value": 0.0,
     "values": 0.0,
+    "weights": X,
     "x": X,
     "y": X,
     "Channels": axn.Axis("channels", 3),

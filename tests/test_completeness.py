@@ -277,7 +277,6 @@ OTHERS = {
     "axonym.core.*": "processes/*.py",
     "axonym.custom_partitioning.*": "custom_partitioning/*.py",
     "axonym._display": "test_display.py",
-    "axonym.debug.showing": "test_display.py",
     "axonym.debug.*": "test_debug.py",
     "axonym.distribution.*": "sharding/*.py",
     "axonym.insight.*": "insight/*.py",

@@ -352,24 +352,96 @@ def test_layers_that_need_a_complete_axis_are_refused_or_get_it(trap: str) -> No
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mean_in_loss", [False, True])
-def test_losses_that_do_not_add_up_positions_get_all_of_them(mean_in_loss: bool) -> None:
-    def loss(weights: Any, x: Any, schedule: Any = None) -> Any:
-        def then(y: Any) -> Any:
-            y = axn.sin(y)
-            return axn.sum(axn.mean(y, "pos") if mean_in_loss else axn.max(y, "pos")).scalar()
+def _mean(y: Any) -> Any:
+    return axn.sum(axn.mean(axn.sin(y), "batch")).scalar()
 
+
+@jax.custom_vjp
+def _weighted(x: Any, w: Any) -> Any:
+    return x * w[None, None]
+
+
+def _weighted_backward(kept: Any, g: Any) -> Any:
+    x, w = kept
+    return g * w[None, None] * 2, jnp.sum(g * x, (0, 1))  # of x by its own rule; of w a sum over examples
+
+
+_weighted.defvjp(lambda x, w: (_weighted(x, w), (x, w)), _weighted_backward)
+
+
+def _penalty(y: Any) -> Any:
+    slope = jax.grad(lambda z: axn.sum(axn.sin(z) ** 3).scalar())(y)
+    return axn.sum(slope * slope).scalar()
+
+
+THENS: dict[str, tuple[Any, str]] = {
+    # A function of all results, and of weights if it takes these, and what refuses it.
+    "a mean over the batch": (_mean, ""),
+    "a mean of all": (lambda y: axn.mean(axn.sin(y)).scalar(), ""),
+    "a sum": (lambda y: axn.sum(axn.sin(y)).scalar(), ""),
+    "a mean along a kept axis": (lambda y: axn.sum(axn.mean(axn.sin(y), "pos")).scalar(), ""),
+    "a maximum along a kept axis": (lambda y: axn.sum(axn.max(axn.sin(y), "pos")).scalar(), ""),
+    "a softmax along a kept axis": (lambda y: axn.sum(nn.softmax(y, "pos") ** 2).scalar(), ""),
+    "the last position": (lambda y: axn.mean(axn.sin(y["pos", -1])).scalar(), ""),
+    "the size of the batch": (lambda y: axn.sum(axn.sin(y)).scalar() / y.axis_size("batch"), ""),
+    "a function for its size": (
+        lambda y: axn.sum((axn.sin if y.axis_size("batch") == 16 else axn.cos)(y)).scalar(), ""
+    ),
+    "positions in the batch": (lambda y: axn.sum(axn.sin(y) * axn.arange(y.resolve_axis("batch"))).scalar(), ""),
+    "labels from outside": (lambda y: axn.sum(axn.sin(y) * LABELS).scalar(), ""),
+    "the same for all examples": (lambda y: axn.sum(axn.sin(y)).scalar() + axn.sum(HEAD * 0.5).scalar(), ""),
+    "a number": (lambda y: 2.5, ""),
+    "an inner derivative": (_penalty, ""),
+    "an inner derivative of a mean": (lambda y: axn.sum(jax.grad(_mean)(y) ** 2).scalar(), ""),
+    "a product of a mean": (lambda y: axn.dot(axn.mean(y, ("batch", "pos")), HEAD, axis="embed").sum().scalar(), ""),
+    "random numbers": (lambda y: axn.sum(y * axn.random.normal(jax.random.key(3), y.axes)).scalar(), ""),
+    "a loop": (lambda y: axn.fold(lambda t, z: t + axn.mean(z * z).scalar(), "embed")(0.0, y), ""),
+    "a loop over both": (
+        lambda y: axn.sum(axn.fold(lambda t, z: t + axn.mean(z, "batch"), "embed")(axn.zeros(Pos), y)).scalar(), ""
+    ),
+    "a branch": (
+        lambda y: jax.lax.cond(y.axis_size("pos") > 4, lambda: axn.mean(y * y).scalar(), lambda: 0.5), ""
+    ),
+    "computed again": (lambda y: jax.checkpoint(_mean)(y) * 2 + jax.checkpoint(lambda y: 1.0)(y), ""),
+    "its own derivative": (lambda y, w: axn.sum(axn.named(_weighted(y.array, w.array), y.names)).scalar(), ""),
+    "a penalty of weights": (lambda y, w: axn.mean(y * y).scalar() + axn.sum(w * w).scalar(), ""),
+    "a product with a mean": (lambda y, w: axn.sum(axn.mean(y, "batch") * axn.sin(w)).scalar(), ""),
+    "a maximum over the batch": (lambda y: axn.sum(axn.max(y, "batch")).scalar(), "'max' .* all of 'batch'"),
+    "a softmax over the batch": (lambda y: axn.sum(nn.softmax(y, "batch") ** 2).scalar(), "all of 'batch'"),
+    "a root of a mean": (lambda y: axn.sqrt(axn.mean(y * y)).scalar(), "'sqrt' .* all of 'batch'"),
+    "differences from a mean": (lambda y: axn.sum((y - axn.mean(y, "batch")) ** 2).scalar(), "all of 'batch'"),
+    "a part of the batch": (lambda y: axn.sum(y["batch", :3]).scalar(), "all of 'batch'"),
+    "a sort of the batch": (lambda y: axn.sum(axn.sort(y, "batch") * axn.arange(Batch)).scalar(), "all of 'batch'"),
+    "a branch by a mean": (
+        lambda y: jax.lax.cond(axn.mean(y).scalar() > 0, lambda: axn.sum(y).scalar(), lambda: 0.0), "all of 'batch'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THENS)
+def test_a_loss_is_that_of_all_examples_or_refused(name: str) -> None:
+    """Of devices with shards of the batch and of positions, and of microbatches."""
+    then, refused = THENS[name]
+
+    def loss(weights: Any, x: Any, scale: Any, schedule: Any = None) -> Any:
         layer = lambda w, x: axn.tanh(x * w)
-        return nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule, then=then)(x)
+        takes_both = then.__code__.co_argcount == 2
+        given = lambda y, w: then(y * w, w) if takes_both else then(y * w)
+        fold = nn.Stacked(weights, Layers.resize(2)).fold_via(layer, schedule=schedule, then=given, then_args=(scale,))
+        return fold(x)
 
-    mapping, weights = {"layers": "stage", "pos": "context"}, axn.ones({"layers": 2})
-    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
-    with jax.set_mesh(axn.make_mesh({"stage": 2, "context": 4})), axn.axis_mapping(mapping):
-        found = jax.jit(
-            jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(2, keep_sharded=["pos"])), (0, 1))
-        )(weights, X)
-        for x, y in zip(jax.tree.leaves(jax.block_until_ready(found)), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    mapping = CP
+    arguments = axn.ones({"layers": 2}), X.astype(jnp.float32), axn.linspace(Embed, start=0.5, stop=1.5)
+    step = jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(4, keep_sharded=["pos"])), (0, 1, 2))
+    with jax.set_mesh(axn.make_mesh({"stage": 2, "data": 2, "context": 2})), axn.axis_mapping(mapping):
+        if refused:
+            with pytest.raises(ValueError, match=f"must be a sum or a mean over 'batch': .*{refused}"):
+                jax.eval_shape(step, *arguments)
+            return
+        found = jax.block_until_ready(jax.jit(step, compiler_options=QUICK)(*axn.shard(arguments)))
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options=QUICK)(*arguments)
+    for x, y in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +489,13 @@ def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> Non
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
 
 
+def _means_of_pairs(rows: axn.NamedArray) -> axn.NamedArray:
+    """Return the mean of two neighbouring rows in the place of both."""
+    x = rows.array
+    pairs = x.reshape(-1, 2, *x.shape[1:])
+    return axn.named(jnp.broadcast_to(pairs.mean(1, keepdims=True), pairs.shape).reshape(x.shape), rows.names)
+
+
 Row1 = axn.Axis("one", 1)
 OF_EXPERTS: dict[str, tuple[Any, str]] = {
     # Those of a device get what those of all devices would: the result, and the reason of a refusal.
@@ -441,6 +520,7 @@ OF_EXPERTS: dict[str, tuple[Any, str]] = {
             rows, sizes + axn.named(jnp.arange(sizes.axis_size("experts")), "experts") * 0
         ), r"'add' .* uses the numbers of rows"
     ),
+    "pairs of rows": (lambda up, bias, rows, sizes: up(_means_of_pairs(rows), sizes), "'reshape' .* each row"),
     "a running sum of rows": (lambda up, bias, rows, sizes: axn.cumsum(up(rows, sizes), "rows"), "each row"),
     "a place among the rows": (
         lambda up, bias, rows, sizes: up(rows, sizes) + axn.arange(rows.resolve_axis("rows")), "each row"

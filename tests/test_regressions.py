@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import axonym as axn
 
@@ -87,3 +88,19 @@ def test_slices_are_told_apart_by_type_and_sign() -> None:
     x = axn.ones({"x": 2})
     found = [fn(x, s).tolist()[0] for s in (slice(0.0, 2), slice(-0.0, 2), slice(0, 2))]
     assert found == [0, 1, 6]
+
+
+def test_one_array_padded_with_several_values(auto_mesh: Mesh) -> None:
+    """Before jax 0.12, XLA pads a sharded array once for all pads of one width: also running sums and products."""
+
+    def fn(x: axn.NamedArray) -> dict[str, axn.NamedArray]:
+        whole = x.astype(int)
+        pads = {f"pad {v}": axn.pad(x, {"x": (15, 0)}, constant_values=v) for v in (0.0, 1.0, 2.0)}
+        sums = {"sum": axn.cumsum(x, "x"), "nansum": axn.nancumsum(x, "x"), "whole sum": axn.cumsum(whole, "x")}
+        products = {"product": axn.cumprod(x, "x"), "nanproduct": axn.nancumprod(x, "x")}
+        return {**pads, **sums, **products, "whole product": axn.cumprod(whole, "x")}
+
+    x = axn.named(np.arange(1.0, 17.0, dtype=np.float32) / 8, "x")
+    found = jax.block_until_ready(jax.jit(fn)(axn.shard(x, {"x": "data"}, auto_mesh)))
+    for name, expected in jax.jit(fn)(x).items():
+        np.testing.assert_allclose(found[name].array, expected.array, rtol=1e-4, err_msg=name)

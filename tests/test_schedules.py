@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -12,22 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 import axonym as axn
 import axonym.haliax as hax
 from axonym import nn
-from axonym.distribution.active_settings import activate_here
-from axonym.distribution.kept_shards import KeptShards
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.schedules import GPipe, OneFOneB
-from axonym.schedules._sharded_code import NeedsCompleteAxes, check_computed_from_shards
+from axonym.schedules._pipeline import _Pipeline
 from benchmarks.schedules import stage_runs
 from tests.executed import executed
 from tests.helpers import covering, spec
 
 Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=16, embed=8, mlp=8, layers=8)
 MAPPING = {"layers": "stage", "batch": "data"}
+QUICK: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the same collectives
 
 
 class Block(eqx.Module):
@@ -211,12 +212,11 @@ def arguments_of(step: Any) -> tuple[Any, ...]:
 def distributed(row: Row, kind: AxisType) -> tuple[Any, jax.sharding.Mesh]:
     """Return the step of a row, and its mesh."""
     storage, compute, sizes = row.mappings
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the same collectives
     fn = lambda *args: row.step(row.schedule)(*args)
     if storage == compute:
-        jitted: Any = axn.named_jit(fn, compute, in_placement=compute, compiler_options=quick)
+        jitted: Any = axn.named_jit(fn, compute, in_placement=compute, compiler_options=QUICK)
     else:
-        jitted = axn.fsdp(fn, storage, compute, compiler_options=quick)
+        jitted = axn.fsdp(fn, storage, compute, compiler_options=QUICK)
     return jitted, mesh_of(kind, **sizes)
 
 
@@ -345,10 +345,7 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 OTHERS: dict[str, Callable[[Any, Any], Any]] = {
-    "reduced on its own": lambda x, t: axn.sum(axn.logsumexp(x, "vocab") + axn.max(x, "vocab")),
-    "reduced before": lambda x, t: cross_entropy(nn.standardize(x, "vocab"), t),
     "some of it": lambda x, t: cross_entropy(x["vocab", :90], t),
-    "its size": lambda x, t: cross_entropy(x, t) / x.axis_size("vocab"),
     "its order": lambda x, t: cross_entropy(axn.flip(x, "vocab"), t),
     "without names": lambda x, t: cross_entropy(axn.named(jnp.cumsum(x.array, -1), x.names), t),
 }
@@ -356,6 +353,9 @@ OTHERS: dict[str, Callable[[Any, Any], Any]] = {
 
 SHARDED: dict[str, Callable[[Any, Any], Any]] = {
     "the loss": cross_entropy,
+    "reduced on its own": lambda x, t: axn.sum(axn.logsumexp(x, "vocab") + axn.max(x, "vocab")),
+    "reduced before": lambda x, t: cross_entropy(nn.standardize(x, "vocab"), t),
+    "its size": lambda x, t: cross_entropy(x, t) / x.axis_size("vocab"),
     "with a mask of labels": lambda x, t: nn.cross_entropy_loss(x, "vocab", t, axn.sum, where=t > 2),
     "capped": lambda x, t: cross_entropy(30.0 * axn.tanh(x / 30.0), t) / t.size,
     "computed again": lambda x, t: jax.checkpoint(cross_entropy)(x.astype("bfloat16").astype("float32"), t),
@@ -366,27 +366,15 @@ SHARDED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("of_logits", [*OTHERS, *SHARDED])
-def test_what_may_be_computed_from_shards(of_logits: str) -> None:
-    def traced(size: int) -> Any:
-        then = lambda y, table, labels: (OTHERS | SHARDED)[of_logits](axn.dot(y, table, axis="embed"), labels).scalar()
-        with activate_here(kept=KeptShards(frozenset({"vocab"}), complete=frozenset({"vocab"}))):
-            return jax.make_jaxpr(then)(X, axn.ones((Embed, Vocab.resize(size))), TOKENS)
-
-    try:
-        check_computed_from_shards(traced(96), traced(24), {"vocab": 4})
-    except (NeedsCompleteAxes, LookupError, ValueError):  # shards may be too small
-        assert of_logits not in SHARDED
-    else:
-        assert of_logits in SHARDED
-
-
-@pytest.mark.parametrize("other", ["reduced on its own", "reduced before", "its size"])
-def test_other_functions_of_the_vocabulary_get_all_of_it(other: str) -> None:
-    """Also if the cross-entropy, which reduces shards, comes after them."""
+def test_what_is_computed_from_shards_of_the_vocabulary(of_logits: str) -> None:
+    """Functions that need all of it get it: the table is gathered once."""
+    fn = (OTHERS | SHARDED)[of_logits]
     with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)):
-        jitted: Any = axn.named_jit(tied(OneFOneB(4), OTHERS[other]), VOCABULARY, in_placement=VOCABULARY)
+        jitted: Any = axn.named_jit(tied(OneFOneB(4), fn), VOCABULARY, in_placement=VOCABULARY, compiler_options=QUICK)
+        gathers = executed(jitted.lower(MODEL, TABLE, NORM, TOKENS).compile()).get("all-gather", (0, 0))[0]
         found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
-    assert_close(found, jax.jit(tied(of_logits=OTHERS[other]))(MODEL, TABLE, NORM, TOKENS))
+    assert_close(found, jax.jit(tied(of_logits=fn))(MODEL, TABLE, NORM, TOKENS))
+    assert gathers == (of_logits in OTHERS)
 
 
 SPELLED: dict[str, Callable[[Any, Any], Any]] = {
@@ -500,6 +488,8 @@ def test_schedule(rounds: int) -> None:
         (lambda: OneFOneB(4, rounds=0), "at least one round, got 0"),
         (lambda: GPipe(0), "at least one microbatch, got 0"),
         (lambda: OneFOneB(2, gather=cast(Any, "never")), "not 'never'"),
+        (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(2, keep_sharded=["poss"])),
+         "keeps 'poss' sharded, and there is no such axis.*'pos'"),
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=OneFOneB(2), then=lambda y: y), "`then` must return one number"),
     ],
 )  # fmt: skip
@@ -575,6 +565,17 @@ def test_draw_into_axes(schedule: Any) -> None:
     assert [x.get_text() for x in ax.get_yticklabels()] == ["stage 0", "stage 1"]
     assert sorted(int(x.get_text()) for x in ax.texts) == sorted([0, 1, 2] * 2 * (1 + isinstance(schedule, OneFOneB)))
     assert ax.get_title().startswith(f"{type(schedule).__name__}, 3 microbatches: ")
+
+
+@pytest.mark.parametrize("step", [gradient, inside])
+def test_what_jax_keeps_for_derivatives_has_no_tracers(step: Any) -> None:
+    """`jax.checking_leaks` cannot say so: loops in `shard_map` leak without Axonym, too."""
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        jitted = jax.jit(step(OneFOneB(4)))
+        jitted.trace(*axn.shard(arguments_of(step)))
+    kept = [x for x in gc.get_objects() if isinstance(x, _Pipeline)]
+    folds = [cell.cell_contents for x in kept for cell in x._fold.__closure__ or ()]
+    assert kept and not any(isinstance(x, Tracer) for x in jax.tree.leaves([*map(vars, kept), *folds]))
 
 
 def test_layers_in_a_sequence_have_no_stages() -> None:

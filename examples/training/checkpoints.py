@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -143,7 +144,9 @@ class Checkpoints:
                     accepted.rename(own)
                 for path in self.folder.glob("step-*"):
                     if re.fullmatch(r"step-[0-9]+", path.name) and _step_of(path) > step:
-                        path.rename(path.with_name(f"{path.name}.set-aside"))
+                        ends = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+                        names = (path.with_name(f"{path.name}.set-aside{end}") for end in ends)
+                        path.rename(next(name for name in names if not name.exists()))
 
     def remove_unfinished(self) -> None:
         """Delete what was left by a save that did not come to its end."""

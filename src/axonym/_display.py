@@ -1,4 +1,4 @@
-"""Arrays in HTML, for notebooks: names, sizes, bytes on each device, and a picture with cuts.
+"""Arrays, trees and mappings in HTML, for notebooks: names, sizes, bytes on each device, and a picture with cuts.
 
 Nothing is computed for it, and nothing is waited for. Notebooks that are not trusted drop styles and pictures, so the
 text says everything.
@@ -10,21 +10,35 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from .core.errors import describe_bytes
-from .core.html import COLORS, STYLE, Html, Words, code, cuts, element, joined, light_dark
-from .core.html_tree import array_tree
-from .distribution.mesh_axes import mesh_axes, padded, shard_count
+from .core.errors import counted, describe_bytes, suggestion
+from .core.html import (
+    COLORS,
+    STYLE,
+    Html,
+    Words,
+    bar,
+    code,
+    cuts,
+    element,
+    folded,
+    html,
+    joined,
+    light_dark,
+    table,
+)
+from .distribution.mesh_axes import AnyMesh, current_mesh, mesh_axes, padded, shard_count
 from .named_array import NamedArray, describe_array, raw, small_values
-from .sharding.leaves import Leaf
-from .sharding.placement import present_sharding
+from .sharding.leaves import Leaf, leaves_of
+from .sharding.mapping import is_resource_mapping, normalize_mapping
+from .sharding.placement import ParameterOrComputeMapping, Placement, examine, present_sharding
 
 _VALUES = 1000
 """Values of arrays with up to this many elements are in the output, folded."""
@@ -33,13 +47,11 @@ _LARGE, _SMALL = (92, 46), (46, 22)
 
 # `!important` is against the styles that notebooks have for outputs.
 _STYLE = f"""{STYLE}
-svg {{ flex: none }} .held {{ fill: var(--fill) }} .empty {{ fill: var(--empty) }}
-.line {{ fill: none; stroke: var(--mid) }} {" ".join(f".cut{i} {{ stroke: var(--m{i}) }}" for i in range(6))}
 .tree {{ padding: 0 !important; margin: 0 }} .tree ul {{ padding-left: 18px !important }} .tree li {{ margin: 0 }}
 .tree, .tree ul {{ list-style: none !important }} code {{ background: none !important; padding: 0 !important }}
 thead, tr {{ background: none !important }} code, pre, table {{ font-size: 13px !important }}
 pre {{ overflow-x: auto }} summary {{ cursor: pointer }}
-p {{ margin: 4px 0 !important }} th, td {{ text-align: left !important }} [class^=cut] {{ stroke-width: 2 }}
+p {{ margin: 4px 0 !important }} th, td {{ text-align: left !important }}
 .tree .name {{ flex: 0 1 calc(220px - 24px * var(--depth, 0)) }}"""
 _SCHEMES = (
     "[data-jp-theme-light=false] .axn, .vscode-dark .axn, "
@@ -98,20 +110,31 @@ class ShownArray:
     def line(self, words: Words, said: str, size: tuple[int, int]) -> Html:
         """Write the picture, the axes, and the description of the array."""
         described = words.placed(self.axes, self.sizes, self.over, self.kind)
-        return joined([self._picture(*size), described, element("span", words.said(said), class_="soft")], " ")
+        picture = array_picture(self.sizes, self.over, self.mesh, size, self.copies > 0)
+        return joined([picture, described, element("span", words.said(said), class_="soft")], " ")
 
-    def _picture(self, width: int, height: int) -> Html:
-        """Draw the array: the columns are the last sharded axis, or the last axis, and the rows are the others."""
-        sharded = [i for i, axes in enumerate(self.over) if axes]
-        columns = sharded[-1] if len(sharded) > 1 or sharded == [len(self.sizes) - 1] else len(self.sizes) - 1
-        rows = tuple(a for i, axes in enumerate(self.over) for a in axes if i != columns)
-        height = {0: 18, 1: 18}.get(len(self.sizes), height)
-        width = width if self.sizes else height
-        over = (rows, self.over[columns] if self.over else ())
-        drawn = cuts((1, 1), (width - 2, height - 2), over, self.mesh)
-        if not self.copies:  # no device holds anything of it
-            drawn = [part for part in drawn if 'class="held"' not in part]
-        return element("svg", *drawn, width=width, height=height, aria_hidden="true")
+
+def array_picture(
+    sizes: Sequence[int],
+    over: Sequence[Sequence[str]],
+    mesh: Mapping[str, int],
+    size: tuple[int, int] = _SMALL,
+    held: bool = True,
+) -> Html:
+    """Draw an array: the columns are its last sharded axis, or its last axis, and the rows are the others.
+
+    Arguments:
+        size: the width and the height.
+        held: whether a device holds anything of it.
+    """
+    sharded = [i for i, axes in enumerate(over) if axes]
+    columns = sharded[-1] if len(sharded) > 1 or sharded == [len(sizes) - 1] else len(sizes) - 1
+    rows = tuple(a for i, axes in enumerate(over) for a in axes if i != columns)
+    height = 18 if len(sizes) < 2 else size[1]
+    width = size[0] if sizes else height
+    drawn = cuts((1, 1), (width - 2, height - 2), (rows, over[columns] if over else ()), mesh)
+    drawn = [part for part in drawn if held or 'class="held"' not in part]
+    return element("svg", *drawn, width=width, height=height, aria_hidden="true")
 
 
 def shown_array(leaf: Leaf) -> ShownArray:
@@ -157,13 +180,8 @@ def array_html(x: NamedArray) -> str:
     if shape is None or isinstance(x.array, NamedArray) or not hasattr(x.array, "dtype") or len(shape) != len(x.names):
         return styled(code(describe_array(x)))
     shown = shown_array(Leaf((), x, x.names, tuple(shape)))
-    return styled(element("div", shown.line(Words(shown.mesh), shown.lies(), _LARGE), class_="leaf"), _values(x.array))
-
-
-def tree_html(arrays: Sequence[ShownArray], words: Words) -> Html:
-    """Write arrays as a tree, with the bytes and the shards of each."""
-    return array_tree(
-        arrays, lambda x: x.line(words, x.replicated(), _SMALL), "axonym.debug.describe_shardings has them"
+    return styled(
+        element("div", shown.line(Words(shown.mesh), shown.lies(), _LARGE), class_="leaf"), _listed_values(x.array)
     )
 
 
@@ -179,12 +197,269 @@ def _notebook_style() -> Html:
     return Html(" ".join(style.split()))
 
 
-def _values(array: Any) -> Html | None:
+def _listed_values(array: Any) -> Html | None:
     is_there = isinstance(array, jax.Array) and not isinstance(array, Tracer) and not array.is_deleted()
     if is_there and not getattr(array, "is_ready", lambda: True)():  # which arrays of keys lack
         return None
     values = small_values(array, _VALUES)
     return None if values is None else element("details", element("summary", "values"), element("pre", values))
+
+
+# --- trees ---
+
+_OPEN = 2
+"""The depth to which parts are shown open."""
+_MOST = 600
+"""The largest number of arrays that are written."""
+_LARGEST_OPEN = 12
+"""The largest number of children of a part that is shown open."""
+
+
+@dataclasses.dataclass
+class _TreePart:
+    """A part of a tree: an array, or parts by their names."""
+
+    path: str
+    children: dict[str, _TreePart] = dataclasses.field(default_factory=dict)
+    array: Any = None
+
+    def arrays(self) -> Iterator[Any]:
+        if self.array is not None:
+            yield self.array
+        for child in self.children.values():
+            yield from child.arrays()
+
+    def kind(self) -> tuple[object, ...]:
+        """Return a value that is equal for parts that are sharded alike."""
+        start = len(self.path)
+        return tuple((x.path[start:], x.axes, x.sizes, x.over, x.copies) for x in self.arrays())
+
+
+def array_tree(placed: Iterable[Any], described: Callable[[Any], Html], more: str) -> Html:
+    """Write arrays as a tree, as the model is, with the bytes of each part. A part that is sharded as another says so.
+
+    Arguments:
+        placed: the arrays: `ShownArray`, or others with a path and what else that has.
+        described: writes the end of an array's line.
+        more: where the arrays are that are not written, if there are too many.
+    """
+    root, known, written, left = _TreePart(""), dict[object, str](), 0, 0
+    for x in placed:
+        part = root
+        for name in x.path.split("/"):
+            path = f"{part.path}/{name}" if part.path else name
+            part = part.children.setdefault(name, _TreePart(path))
+        part.array = x
+    whole = max((sum(x.bytes for x in part.arrays()) for part in root.children.values()), default=0) or 1
+
+    def items(part: _TreePart, depth: int) -> Iterator[Html]:
+        """Yield the children of a part; layers that are alike are one."""
+        nonlocal left
+        waiting = list(part.children.items())
+        while waiting:
+            (name, child), *waiting = waiting
+            alike = [name]
+            while name.isdigit() and waiting and waiting[0][0].isdigit() and waiting[0][1].kind() == child.kind():
+                alike.append(waiting.pop(0)[0])
+            if written < _MOST:
+                yield item(name if len(alike) == 1 else f"{name} to {alike[-1]}", child, depth, len(alike))
+            else:
+                left += len(alike) * len(child.kind())
+
+    def item(title: str, part: _TreePart, depth: int, count: int) -> Html:
+        nonlocal written
+        while part.array is None and len(part.children) == 1:
+            ((below, part),) = part.children.items()
+            title = f"{title}/{below}"
+        size, kind = count * sum(x.bytes for x in part.arrays()), part.kind()
+        name, number = element("span", code(title), class_="name"), element("span", describe_bytes(size), class_="num")
+        line = [name, number, bar(size / whole)]  # with spaces between, for notebooks that drop every style
+        same = known.setdefault(kind, part.path) if len(kind) > 1 else part.path
+        if same != part.path:
+            line.append(element("span", "sharded as ", code(same), class_="soft"))
+        elif part.array is not None:
+            written += 1
+            line.append(described(part.array))
+        if same != part.path or not part.children:
+            return element("li", element("div", joined(line, " "), class_="leaf"))
+        is_open = depth < _OPEN and len(part.children) <= _LARGEST_OPEN
+        below = element("ul", *items(part, depth + 1), style=f"--depth:{depth + 1}")
+        return element("li", folded(element("span", joined(line, " "), class_="node"), below, open=is_open))
+
+    listed = [*items(root, 0)]
+    if left:
+        listed.append(element("li", f"and {left} more: {more}", class_="small"))
+    return element("ul", *listed, class_="tree")
+
+
+# --- trees and mappings, as `axonym.debug.show` has them ---
+
+_NAMED = 6
+"""At most so many arrays that a mapping does not reach are named."""
+
+
+def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> Shown:
+    """Show the arrays of a model, an optimizer state or any other tree, with the bytes and the shards of each.
+
+    In a notebook, a cell that ends with it shows a tree that opens and closes, with a picture of each array: filled is
+    what the first device holds, and a cut has the color of its mesh axis. Elsewhere it is text. Nothing is computed or
+    moved.
+
+    Arguments:
+        tree: the tree; its arrays may be abstract, as `jax.eval_shape` gives them. Or a resource mapping, to show it
+            alone.
+        mapping: a mapping, or another placement, to show where it puts the arrays, and what it does not reach. For
+            FSDP, the two mappings of `axonym.fsdp`: `(parameter_mapping, compute_mapping)`; two mappings always mean
+            that, also for a tree that is a pair. By default, the arrays are shown where they lie.
+        mesh: the mesh of the mapping; the active one by default.
+
+    >>> mesh = axn.make_mesh({"data": 2, "model": 4})
+    >>> model = {"up": axn.ones({"embed": 8, "mlp": 32}), "norm": axn.ones({"embed": 8})}
+    >>> axn.debug.show(model, {"mlp": "model", "heads": "model"}, mesh)
+    dict: 2 arrays, 1 KiB; 288 B on each of 8 CPU devices
+    norm: float32[embed=8], 32 B, 8 copies along data and model
+    up: float32[embed=8, mlp=32/model], 256 B, 2 copies along data
+    mlp: over model=4, 1 array
+    heads: over model=4, no array
+    not reached: norm, 32 B on each device
+    """
+    mesh = current_mesh() if mesh is None else mesh
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if mapping is None and isinstance(tree, Mapping) and tree and is_resource_mapping(tree):
+        return _mapping_alone(tree, sizes)
+    title = type(tree).__name__
+    if mapping is None:
+        arrays = tuple(shown_array(leaf) for leaf in leaves_of(tree)[0] if leaf.shape is not None)
+        return Shown(title, arrays, sizes, {}, (), False)
+    if mesh is None:
+        raise ValueError("debug.show: a mapping is shown on a mesh, and none is active: pass `mesh`.")
+    given = mapping if isinstance(mapping, tuple) and len(mapping) == 2 else (mapping,)
+    mappings = [normalize_mapping(m, "debug.show") for m in given if is_resource_mapping(m)]
+    placement = ParameterOrComputeMapping(*mappings) if len(mappings) == 2 else mapping
+    examined = examine(tree, placement, mesh, "debug.show")
+    leaves, wrong = [leaf for leaf in examined.leaves if leaf.shape is not None], dict(examined.problems)
+    arrays = tuple(
+        shown_array(leaf)
+        if leaf.spec is None or leaf.path in wrong
+        else _placed_leaf(leaf, leaf.spec, leaf.mesh or mesh)
+        for leaf in leaves
+    )
+    entries = _entries_of_axes(mappings, [set(leaf.names or ()) for leaf in leaves])
+    return Shown(title, arrays, sizes, entries, tuple(dict.fromkeys(wrong.values())), True)
+
+
+def _mapping_alone(mapping: Mapping[Any, Any], mesh: Mapping[str, int]) -> Shown:
+    entries = _entries_of_axes([normalize_mapping(mapping, "debug.show")], None)
+    unknown = {a for over, _ in entries.values() for axes in over for a in axes if mesh and a not in mesh}
+    problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, mesh)}" for a in sorted(unknown))
+    return Shown("", (), mesh, entries, problems, False)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Shown:
+    """Show a tree or a mapping, in HTML in a notebook and as text elsewhere; `axonym.debug.show` returns it.
+
+    >>> print(axn.debug.show({"batch": "data"}, mesh=axn.make_mesh({"data": 8})))
+    batch: over data=8
+    """
+
+    title: str
+    """The kind of tree."""
+    arrays: tuple[ShownArray, ...]
+    mesh: Mapping[str, int]
+    """The sizes of the mesh axes; empty without a mesh."""
+    entries: Mapping[str, tuple[tuple[tuple[str, ...], ...], str]]
+    """For each axis of the mapping: its mesh axes, for FSDP in compute and in storage, and how many arrays have it."""
+    problems: tuple[str, ...]
+    """The reasons why the mapping cannot place arrays."""
+    placed: bool
+    """True if the arrays are shown as a mapping places them."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {self._sum()}"] if self.title else []
+        lines += [
+            ", ".join(filter(None, (f"{x.path}: {x}", describe_bytes(x.bytes), x.replicated()))) for x in self.arrays
+        ]
+        for name, (over, has) in self.entries.items():
+            places = [f"over {self._over(axes)}" if axes else "replicated" for axes in over]
+            how = places[0] if len(set(places)) == 1 else f"computed {places[0]}, stored {places[1]}"
+            lines.append(f"{name}: {how}{', ' if has else ''}{has}")
+        lines += self.problems
+        if left := self._unreached():
+            lines.append(left)
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        meshes = [self.mesh, *(x.mesh for x in self.arrays)]
+        words = Words(dict.fromkeys(axis for mesh in meshes for axis in mesh))
+        parts = list[Html]()
+        if self.title:
+            tree = array_tree(
+                self.arrays, lambda x: x.line(words, x.replicated(), _SMALL), "axonym.debug.describe_shardings has them"
+            )
+            parts += [element("p", element("b", self.title), " ", self._sum()), tree]
+        if self.entries:
+            parts.append(self._table(words))
+        parts += [element("p", words.said(problem)) for problem in self.problems]
+        if left := self._unreached():
+            parts.append(element("p", left))
+        return styled(*parts)
+
+    def _sum(self) -> str:
+        total, held = sum(x.total for x in self.arrays), sum(x.bytes for x in self.arrays if x.copies)
+        places = {(x.where, x.devices) for x in self.arrays}
+        each = (
+            f"; {describe_bytes(held)} on {self.arrays[0].where}" if len(places) == 1 and self.arrays[0].copies else ""
+        )
+        return f"{counted(len(self.arrays), 'array')}, {describe_bytes(total)}{each}"
+
+    def _over(self, axes: Sequence[str]) -> str:
+        return " and ".join(f"{a}={self.mesh[a]}" if a in self.mesh else a for a in axes)
+
+    def _table(self, words: Words) -> Html:
+        """Write the mapping as a table."""
+        columns = max(len(over) for over, _ in self.entries.values())
+        header = ["axis", *(["over"] if columns == 1 else ["computed over", "stored over"]), ""]
+        rows = [
+            [code(name), *(self._cell(axes, words) for axes in over), html(has)]
+            for name, (over, has) in self.entries.items()
+        ]
+        mesh = element("p", "mesh: ", words.mesh(self.mesh)) if self.mesh else None
+        return joined([mesh, table("the mapping", header, rows)])
+
+    def _cell(self, axes: Sequence[str], words: Words) -> Html:
+        return joined([words.axis(a, self._over([a])) for a in axes], " and ") if axes else html("replicated")
+
+    def _unreached(self) -> str:
+        """Name the arrays without an axis of the mapping."""
+        has_entries = self.placed and bool(self.entries)
+        left = [x for x in self.arrays if has_entries and x.sizes and self.entries.keys().isdisjoint(x.axes)]
+        if not left:
+            return ""
+        paths = [x.path for x in left[:_NAMED]] + ([f"{len(left) - _NAMED} more"] if len(left) > _NAMED else [])
+        return f"not reached: {', '.join(paths)}, {describe_bytes(sum(x.bytes for x in left))} on each device"
+
+
+def _placed_leaf(leaf: Leaf, spec: PartitionSpec, mesh: AnyMesh) -> ShownArray:
+    return placed_array(leaf, NamedSharding(mesh, spec), "")  # pyright: ignore[reportArgumentType]  # both kinds of mesh
+
+
+def _entries_of_axes(
+    mappings: Sequence[Mapping[str, Any]], names: Sequence[set[str]] | None
+) -> dict[str, tuple[tuple[tuple[str, ...], ...], str]]:
+    """Return the mesh axes of each axis of one mapping, or of storage and compute, and how many arrays have it."""
+    known = {n for found in names or () for n in found}
+    entries = {}
+    for name in dict.fromkeys(n for mapping in mappings[::-1] for n in mapping):
+        compute = mappings[-1].get(name)
+        over = tuple(mesh_axes(entry) for entry in (compute, mappings[0].get(name, compute))[: len(mappings)])
+        count = sum(name in found for found in names or ())
+        hint = suggestion(name, known)
+        has = counted(count, "array") if count else f"no array.{hint}" if hint else "no array"
+        entries[name] = over, has if names is not None else ""
+    return entries
 
 
 # --- devices ---
@@ -201,15 +476,15 @@ def describe_devices(devices: Iterable[Any]) -> str:
     """
     devices = list(devices)
     if jax.process_count() == 1 or any(isinstance(device, int) for device in devices):
-        return _runs(device if isinstance(device, int) else device.id for device in devices)
+        return _written_runs(device if isinstance(device, int) else device.id for device in devices)
     by_host: dict[int, list[int]] = {}
     for device in devices:
         ids = sorted(d.id for d in jax.local_devices(device.process_index, device.platform))
         by_host.setdefault(device.process_index, []).append(ids.index(device.id))
-    return " ".join(f"{host}:{_runs(numbers)}" for host, numbers in sorted(by_host.items()))
+    return " ".join(f"{host}:{_written_runs(numbers)}" for host, numbers in sorted(by_host.items()))
 
 
-def _runs(numbers: Iterable[int]) -> str:
+def _written_runs(numbers: Iterable[int]) -> str:
     runs: list[list[int]] = []
     for i in sorted(numbers):
         if runs and i == runs[-1][-1] + 1:
@@ -221,10 +496,10 @@ def _runs(numbers: Iterable[int]) -> str:
 
 def describe_device(device: Any) -> str:
     """Return the platform and the number of a device: `CPU 0`."""
-    return f"{_kind(device)} {describe_devices([device])}"
+    return f"{_kind_of(device)} {describe_devices([device])}"
 
 
-def _kind(device: Any) -> str:
+def _kind_of(device: Any) -> str:
     return "device" if isinstance(device, int) else device.platform.upper()
 
 
@@ -248,7 +523,7 @@ def describe_each_of(devices: Collection[Any]) -> str:
 def _counted_devices(devices: Collection[Any]) -> str:
     if len(devices) == 1:
         return describe_device(*devices)
-    kinds = sorted({*map(_kind, devices)} - {"device"})
+    kinds = sorted({*map(_kind_of, devices)} - {"device"})
     return " ".join([str(len(devices)), *([" and ".join(kinds)] if kinds else []), "devices"])
 
 

@@ -42,14 +42,14 @@ T_co = TypeVar("T_co", covariant=True)
 _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
 
 
-def _operand(x: Any) -> bool:
+def _is_operand(x: Any) -> bool:
     """Return whether operators accept `x`; if not, Python tries the other operand's operator."""
     return isinstance(x, (NamedArray, *_NUMBERS, jax.Array))
 
 
-def _comparable(x: Any) -> bool:
+def _is_comparable(x: Any) -> bool:
     """Return whether `==` accepts `x`; a list is accepted to raise an error, where Python would return False."""
-    return _operand(x) or isinstance(x, (list, tuple))
+    return _is_operand(x) or isinstance(x, (list, tuple))
 
 
 class _Property(Protocol[T_co]):
@@ -63,16 +63,16 @@ def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
     return operation
 
 
-def _operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
+def _as_operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
-        return operation(self, other) if _operand(other) else NotImplemented
+        return operation(self, other) if _is_operand(other) else NotImplemented
 
     return operator
 
 
-def _reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
+def _as_reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
-        return operation(other, self) if _operand(other) else NotImplemented
+        return operation(other, self) if _is_operand(other) else NotImplemented
 
     return operator
 
@@ -144,44 +144,44 @@ class Methods:
     __pos__ = _unary(elementwise.positive)
     __abs__ = _unary(elementwise.abs)
     __invert__ = _unary(elementwise.invert)
-    __add__ = _operator(elementwise.add)
-    __radd__ = _reflected(elementwise.add)
-    __sub__ = _operator(elementwise.subtract)
-    __rsub__ = _reflected(elementwise.subtract)
-    __mul__ = _operator(elementwise.multiply)
-    __rmul__ = _reflected(elementwise.multiply)
-    __truediv__ = _operator(elementwise.divide)
-    __rtruediv__ = _reflected(elementwise.divide)
-    __floordiv__ = _operator(elementwise.floor_divide)
-    __rfloordiv__ = _reflected(elementwise.floor_divide)
-    __divmod__ = _operator(elementwise.divmod)
-    __rdivmod__ = _reflected(elementwise.divmod)
-    __mod__ = _operator(elementwise.mod)
-    __rmod__ = _reflected(elementwise.mod)
-    __pow__ = _operator(elementwise.power)
-    __rpow__ = _reflected(elementwise.power)
-    __and__ = _operator(elementwise.bitwise_and)
-    __rand__ = _reflected(elementwise.bitwise_and)
-    __or__ = _operator(elementwise.bitwise_or)
-    __ror__ = _reflected(elementwise.bitwise_or)
-    __xor__ = _operator(elementwise.bitwise_xor)
-    __rxor__ = _reflected(elementwise.bitwise_xor)
-    __lshift__ = _operator(elementwise.left_shift)
-    __rlshift__ = _reflected(elementwise.left_shift)
-    __rshift__ = _operator(elementwise.right_shift)
-    __rrshift__ = _reflected(elementwise.right_shift)
-    __lt__ = _operator(elementwise.less)
-    __le__ = _operator(elementwise.less_equal)
-    __gt__ = _operator(elementwise.greater)
-    __ge__ = _operator(elementwise.greater_equal)
+    __add__ = _as_operator(elementwise.add)
+    __radd__ = _as_reflected(elementwise.add)
+    __sub__ = _as_operator(elementwise.subtract)
+    __rsub__ = _as_reflected(elementwise.subtract)
+    __mul__ = _as_operator(elementwise.multiply)
+    __rmul__ = _as_reflected(elementwise.multiply)
+    __truediv__ = _as_operator(elementwise.divide)
+    __rtruediv__ = _as_reflected(elementwise.divide)
+    __floordiv__ = _as_operator(elementwise.floor_divide)
+    __rfloordiv__ = _as_reflected(elementwise.floor_divide)
+    __divmod__ = _as_operator(elementwise.divmod)
+    __rdivmod__ = _as_reflected(elementwise.divmod)
+    __mod__ = _as_operator(elementwise.mod)
+    __rmod__ = _as_reflected(elementwise.mod)
+    __pow__ = _as_operator(elementwise.power)
+    __rpow__ = _as_reflected(elementwise.power)
+    __and__ = _as_operator(elementwise.bitwise_and)
+    __rand__ = _as_reflected(elementwise.bitwise_and)
+    __or__ = _as_operator(elementwise.bitwise_or)
+    __ror__ = _as_reflected(elementwise.bitwise_or)
+    __xor__ = _as_operator(elementwise.bitwise_xor)
+    __rxor__ = _as_reflected(elementwise.bitwise_xor)
+    __lshift__ = _as_operator(elementwise.left_shift)
+    __rlshift__ = _as_reflected(elementwise.left_shift)
+    __rshift__ = _as_operator(elementwise.right_shift)
+    __rrshift__ = _as_reflected(elementwise.right_shift)
+    __lt__ = _as_operator(elementwise.less)
+    __le__ = _as_operator(elementwise.less_equal)
+    __gt__ = _as_operator(elementwise.greater)
+    __ge__ = _as_operator(elementwise.greater_equal)
     __matmul__ = __rmatmul__ = _matmul
 
     # Methods rather than assignments: type checkers would give these names the types that they have on `object`.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return elementwise.equal(self, other) if _comparable(other) else NotImplemented
+        return elementwise.equal(self, other) if _is_comparable(other) else NotImplemented
 
     def __ne__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return elementwise.not_equal(self, other) if _comparable(other) else NotImplemented
+        return elementwise.not_equal(self, other) if _is_comparable(other) else NotImplemented
 
     def __round__(self: Any, decimals: int | None = None) -> NamedArray:
         return elementwise.round(self, decimals or 0)

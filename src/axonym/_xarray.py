@@ -16,7 +16,7 @@ import numpy as np
 
 from .core import errors
 from .named_array import NamedArray
-from .sharding.placement import Placement, listed
+from .sharding.placement import Placement, list_problems
 from .sharding.shard import shard, to_host
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
     problems: list[str] = []
     found = _from_xarray(data, problems)
     if problems:
-        raise TypeError(listed("from_xarray", problems, None))
+        raise TypeError(list_problems("from_xarray", problems, None))
     arrays = jax.tree.map(jnp.asarray, found) if placement is None else shard(found, placement)
     if isinstance(found, dict):
         arrays = {name: arrays[name] for name in found}  # JAX sorts the keys of trees
@@ -124,7 +124,7 @@ def _from_xarray(data: Any, problems: list[str]) -> Any:
     values = values.astype(values.dtype.newbyteorder("="), copy=False)  # files can have a different byte order
     known = values.dtype == bool or (jnp.issubdtype(values.dtype, jnp.number) and values.dtype.kind != "m")
     if not known or values.dtype in (np.longdouble, np.clongdouble):
-        problems.append(f"{what} is {values.dtype}, a dtype that JAX does not have.{_instead(values.dtype)}")
+        problems.append(f"{what} is {values.dtype}, a dtype that JAX does not have.{_dtype_instead(values.dtype)}")
         return None
     dtype = jax.dtypes.canonicalize_dtype(values.dtype)
     if values.dtype.kind in "iu" and dtype != values.dtype and values.size:
@@ -137,7 +137,7 @@ def _from_xarray(data: Any, problems: list[str]) -> Any:
     return NamedArray(values, names)
 
 
-def _instead(dtype: np.dtype) -> str:
+def _dtype_instead(dtype: np.dtype) -> str:
     match dtype.kind:
         case "M":
             return " Subtract a date, and divide by a duration: `(t - t[0]) / np.timedelta64(1, 's')`."
@@ -178,13 +178,13 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
         raise TypeError(f"to_xarray: expected a named array or a dictionary of them, got {kind}.")
     on_host = to_host(dict(arrays))
     sizes = {n: s for x in on_host.values() for n, s in x.shape.items()}
-    fitting = _fitting(Coordinates({} if coords is None else coords)._data, sizes)
+    fitting = _fitting_coordinates(Coordinates({} if coords is None else coords)._data, sizes)
     if single:
         return xarray.DataArray(on_host[""].array, dims=tree.names, coords=fitting, name=name)
     return xarray.Dataset({n: (on_host[n].names, on_host[n].array) for n in arrays}, coords=fitting)
 
 
-def _fitting(data: Any, sizes: Mapping[str, int]) -> Any:
+def _fitting_coordinates(data: Any, sizes: Mapping[str, int]) -> Any:
     """Return the coordinates whose axes all exist."""
     left_out = [n for n, c in data.coords.items() if not sizes.keys() >= set(c.dims)]
     kept = data.drop_vars(left_out)

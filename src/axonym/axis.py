@@ -180,7 +180,7 @@ def names_without(names: Names, *removed: str) -> Names:
     return tuple(n for n in names if n not in removed)
 
 
-def _like(original: Any, found: Sequence[AxisSelector]) -> Any:
+def _in_form_of(original: Any, found: Sequence[AxisSelector]) -> Any:
     """Return `found` in the form of `original`: a mapping for a mapping, else a tuple."""
     return axis_spec_to_shape_dict(found) if isinstance(original, Mapping) else tuple(found)
 
@@ -247,7 +247,7 @@ def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
     """
     both = selectors(a1) + selectors(a2)
     errors.distinct("concat_axes", tuple(map(name_of, both)))
-    return _like(a1, both)
+    return _in_form_of(a1, both)
 
 
 def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
@@ -258,7 +258,7 @@ def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
     """
     first, second = _by_name(a1), _by_name(a2)
     _check_sizes("union_axes", first, second)
-    return _like(a1, tuple({**second, **first}[n] for n in {**first, **second}))
+    return _in_form_of(a1, tuple({**second, **first}[n] for n in {**first, **second}))
 
 
 def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
@@ -269,7 +269,7 @@ def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
     """
     first, second = _by_name(ax1), _by_name(ax2)
     _check_sizes("intersect_axes", first, second)
-    return _like(ax1, tuple(second[n] if isinstance(a, str) else a for n, a in first.items() if n in second))
+    return _in_form_of(ax1, tuple(second[n] if isinstance(a, str) else a for n, a in first.items() if n in second))
 
 
 def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
@@ -280,7 +280,7 @@ def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     """
     first, second = _by_name(axis_spec), _by_name(to_remove)
     _check_sizes("without_axes", first, second)
-    return _like(axis_spec, tuple(a for n, a in first.items() if n not in second))
+    return _in_form_of(axis_spec, tuple(a for n, a in first.items() if n not in second))
 
 
 def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection) -> Any:
@@ -295,7 +295,7 @@ def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection
     _check_sizes("replace_axis", known, _by_name(old))
     found = [s for n, a in known.items() for s in (selectors(new) if n == name_of(old) else (a,))]
     errors.distinct("replace_axis", tuple(map(name_of, found)))
-    return _like(axis_spec, found)
+    return _in_form_of(axis_spec, found)
 
 
 @overload
@@ -316,7 +316,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any
     _check_sizes("resolve_axis", known, wanted)
     if isinstance(axis_selection, (Axis, str)):
         return known[name_of(axis_selection)]
-    return _like(axis_selection, tuple(known[n] for n in wanted))
+    return _in_form_of(axis_selection, tuple(known[n] for n in wanted))
 
 
 def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
@@ -351,7 +351,7 @@ def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None
     chosen = None if to_unsize is None else _by_name(to_unsize)
     known = _by_name(axis_spec)
     check_present("unsize_axes", chosen or (), axis_spec)
-    return _like(axis_spec, tuple(n if chosen is None or n in chosen else a for n, a in known.items()))
+    return _in_form_of(axis_spec, tuple(n if chosen is None or n in chosen else a for n, a in known.items()))
 
 
 def rearrange_for_partial_order(

@@ -34,10 +34,10 @@ from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
+from .ops._blockwise import pencils
 from .ops._new_array import new_array
 from .ops._op_types import publish
 from .ops._operands import at_least_float32, distinct, one_axis, require_named
-from .ops._pencils import pencils
 
 __all__ = ["fft", "fftfreq", "fftshift", "hfft", "ifft", "ifftshift", "ihfft", "irfft", "rfft", "rfftfreq"]
 
@@ -46,7 +46,7 @@ TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | 
 _Requests = tuple[tuple[AxisSelector, AxisSelector | int | None], ...]
 
 
-def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
+def _requested_axes(what: str, axis: TransformAxes | None) -> _Requests | None:
     """Return the axes to transform, and the new axis, name or length requested for each."""
     if axis is None:
         return None
@@ -118,22 +118,26 @@ def _transform_kernel(
     )
 
 
-def _sharded(a: NamedArray, blocks: Collection[str], requests: _Requests | None, real: bool) -> list[str]:
+def _sharded_axes(a: NamedArray, blocks: Collection[str], requests: _Requests | None, real: bool) -> list[str]:
     """Return the sharded axes along which to transform on pencils.
 
     Not the axis that a real transform shortens: its new size is odd if the old one is even, so it cannot be sharded.
     """
     shape, requests = a.shape, tuple((n, None) for n in a.names[-1:]) if requests is None else requests
     asked = {name_of(key): (key, new) for key, new in requests}
-    if len(asked) < len(requests) or any(shape.get(n) != _size(key, shape.get(n, -1)) for n, (key, _) in asked.items()):
+    if len(asked) < len(requests) or any(
+        shape.get(n) != _size_of(key, shape.get(n, -1)) for n, (key, _) in asked.items()
+    ):
         return []  # or an error, which the kernel raises
     kept = asked if not real else [*asked][:-1]
     return [
-        n for n in kept if n in blocks and _size(asked[n][1], shape[n]) == shape[n] and not isinstance(asked[n][1], int)
+        n
+        for n in kept
+        if n in blocks and _size_of(asked[n][1], shape[n]) == shape[n] and not isinstance(asked[n][1], int)
     ]
 
 
-def _size(axis: Any, default: int) -> int:
+def _size_of(axis: Any, default: int) -> int:
     return axis.size if isinstance(axis, Axis) else default
 
 
@@ -152,7 +156,7 @@ class _Shift(Protocol):
     def __call__(self, x: NamedArray, axes: AxisSelection | None = None) -> NamedArray: ...
 
 
-def _rule(
+def _make_transform(
     one: Callable[..., Any],
     several: Callable[..., Any] | None,
     summary: str,
@@ -168,13 +172,13 @@ def _rule(
     what = one.__name__
 
     def op(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-        requests = _requests(what, axis)
+        requests = _requested_axes(what, axis)
 
         def transformed(x: NamedArray, requests: _Requests | None) -> NamedArray:
             return _transform_kernel(what, one, several, from_half, x.names, requests, norm).apply(x.array)
 
         blocks = blocks_of(what, require_named(what, a))
-        sharded = _sharded(a, blocks, requests, real) if blocks and several is not None else []
+        sharded = _sharded_axes(a, blocks, requests, real) if blocks and several is not None else []
         if not sharded:
             return transformed(a, requests)
         wanted = {name_of(key): new for key, new in requests or () if isinstance(new, (Axis, str))}
@@ -206,7 +210,7 @@ def _rule(
     return publish(op, what, __name__, doc)
 
 
-def _shift(fn: Callable[..., Any], summary: str, example: str, shown: str) -> _Shift:
+def _make_shift(fn: Callable[..., Any], summary: str, example: str, shown: str) -> _Shift:
     what = fn.__name__
 
     def op(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
@@ -228,14 +232,14 @@ def _shift_kernel(fn: Callable[..., Any], what: str, names: Names, axes: Any) ->
 
 
 # fmt: off
-fft = _rule(jnp.fft.fft, jnp.fft.fftn, "Compute the discrete Fourier transform.", "[1., 2.]", "complex64[t=2], [ 3.+0.j -1.+0.j]")
-ifft = _rule(jnp.fft.ifft, jnp.fft.ifftn, "Compute the inverse of `fft`.", "[3., -1.]", "complex64[t=2], [1.+0.j 2.+0.j]", full=jnp.fft.ifft)
-rfft = _rule(jnp.fft.rfft, jnp.fft.rfftn, "Compute the discrete Fourier transform of real values, without its redundant half.", "[1., 2., 0., 2.]", "complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j]", along='{"t": "freq"}', real=True)
-irfft = _rule(jnp.fft.irfft, jnp.fft.irfftn, "Compute the inverse of `rfft`; an odd length must be requested.", "[5., 1., -3.]", "float32[t=4], [1. 2. 0. 2.]", along='axn.Axis("t", 4)', full=jnp.fft.ifft, real=True, from_half=True)
-hfft = _rule(jnp.fft.hfft, None, "Compute the discrete Fourier transform of conjugate-symmetric values, which is real, along one axis.", "[1., 2., 0.]", "float32[t=4], [ 5. 1. -3. 1.]", from_half=True)
-ihfft = _rule(jnp.fft.ihfft, None, "Compute the inverse of `hfft`, along one axis.", "[5., 1., -3., 1.]", "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]")
-fftshift = _shift(jnp.fft.fftshift, "Reorder frequencies so that zero is in the middle, along all axes by default.", "[0, 1, -2, -1]", "int32[freq=4], [-2 -1 0 1]")
-ifftshift = _shift(jnp.fft.ifftshift, "Undo `fftshift`, with the same arguments.", "[-2, -1, 0, 1]", "int32[freq=4], [ 0 1 -2 -1]")
+fft = _make_transform(jnp.fft.fft, jnp.fft.fftn, "Compute the discrete Fourier transform.", "[1., 2.]", "complex64[t=2], [ 3.+0.j -1.+0.j]")
+ifft = _make_transform(jnp.fft.ifft, jnp.fft.ifftn, "Compute the inverse of `fft`.", "[3., -1.]", "complex64[t=2], [1.+0.j 2.+0.j]", full=jnp.fft.ifft)
+rfft = _make_transform(jnp.fft.rfft, jnp.fft.rfftn, "Compute the discrete Fourier transform of real values, without its redundant half.", "[1., 2., 0., 2.]", "complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j]", along='{"t": "freq"}', real=True)
+irfft = _make_transform(jnp.fft.irfft, jnp.fft.irfftn, "Compute the inverse of `rfft`; an odd length must be requested.", "[5., 1., -3.]", "float32[t=4], [1. 2. 0. 2.]", along='axn.Axis("t", 4)', full=jnp.fft.ifft, real=True, from_half=True)
+hfft = _make_transform(jnp.fft.hfft, None, "Compute the discrete Fourier transform of conjugate-symmetric values, which is real, along one axis.", "[1., 2., 0.]", "float32[t=4], [ 5. 1. -3. 1.]", from_half=True)
+ihfft = _make_transform(jnp.fft.ihfft, None, "Compute the inverse of `hfft`, along one axis.", "[5., 1., -3., 1.]", "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]")
+fftshift = _make_shift(jnp.fft.fftshift, "Reorder frequencies so that zero is in the middle, along all axes by default.", "[0, 1, -2, -1]", "int32[freq=4], [-2 -1 0 1]")
+ifftshift = _make_shift(jnp.fft.ifftshift, "Undo `fftshift`, with the same arguments.", "[-2, -1, 0, 1]", "int32[freq=4], [ 0 1 -2 -1]")
 # fmt: on
 
 

@@ -25,6 +25,7 @@ from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
 from .ops._blocks import blocks_of
+from .ops._blockwise import pencils
 from .ops._op_types import publish
 from .ops._operands import (
     as_float,
@@ -35,7 +36,6 @@ from .ops._operands import (
     require_subset,
     static_number,
 )
-from .ops._pencils import pencils
 
 __all__ = [
     "cholesky",
@@ -76,7 +76,7 @@ class _Form(NamedTuple):
     """The result for a transposed matrix is the transposed result, so no transpose is necessary."""
 
 
-def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
+def _pair_of_axes(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
     """Return the two axes of a matrix."""
     if isinstance(axes, (str, Axis)) or not isinstance(axes, Sequence) or len(axes) != 2:
         raise TypeError(f'{what}: the axes of a matrix are a pair, such as ("row", "col"); got {axes!r}.')
@@ -143,7 +143,7 @@ def _matrix_kernel(
     return _kernels.make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
 
 
-def _apply(
+def _apply_to_matrices(
     fn: Callable[..., Any],
     what: str,
     form: _Form,
@@ -154,7 +154,7 @@ def _apply(
 ) -> Any:
     require_named(what, a)
     return _matrix_kernel(
-        fn, what, form, a.names, _pair(what, axes), new_axis, tuple(options), *options.values()
+        fn, what, form, a.names, _pair_of_axes(what, axes), new_axis, tuple(options), *options.values()
     ).apply(a.array)
 
 
@@ -177,15 +177,15 @@ class _Decomposition(Protocol[T_co]):
     def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> T_co: ...
 
 
-def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, *shown: str) -> Any:
+def _make_function(fn: Callable[..., Any], form: _Form, summary: str, example: str, *shown: str) -> Any:
     what = f"linalg.{fn.__name__}"
     makes_axis = any("new" in result for result in form.results)
 
     def function(a: NamedArray, axes: MatrixAxes) -> Any:
-        return _apply(fn, what, form, a, axes)
+        return _apply_to_matrices(fn, what, form, a, axes)
 
     def decomposition(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> Any:
-        return _apply(fn, what, form, a, axes, new_axis)
+        return _apply_to_matrices(fn, what, form, a, axes, new_axis)
 
     results = ", ".join(f"NamedArray({result})" for result in shown)
     doc = f"""{summary}
@@ -199,14 +199,14 @@ def _function(fn: Callable[..., Any], form: _Form, summary: str, example: str, *
 _DIAGONAL = "[[3., 0.], [0., 2.]]"
 
 # fmt: off
-inv: _MatrixFunction[NamedArray] = _function(jnp.linalg.inv, _INVERSE, "Compute the inverse of square matrices, with the axes (col, row).", "[[2., 0.], [1., 1.]]", "float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]]")
-cholesky: _MatrixFunction[NamedArray] = _function(jnp.linalg.cholesky, _MATRIX, "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.", "[[4., 2.], [2., 5.]]", "float32[i=2, j=2], [[2. 0.] [1. 2.]]")
-det: _MatrixFunction[NamedArray] = _function(jnp.linalg.det, _SCALARS._replace(results=((),)), "Compute the determinant of square matrices.", "[[1., 2.], [3., 4.]]", "float32[], -2.")
-slogdet: _MatrixFunction[_Two] = _function(jnp.linalg.slogdet, _SCALARS, "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.", "[[-1., 0.], [0., 1.]]", "float32[], -1.", "float32[], 0.")
-eigh: _Decomposition[_Two] = _function(jnp.linalg.eigh, _EIGENVECTORS, "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).", _DIAGONAL, "float32[k=2], [2. 3.]", "float32[i=2, k=2], [[0. 1.] [1. 0.]]")
-eigvalsh: _Decomposition[NamedArray] = _function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", _DIAGONAL, "float32[k=2], [2. 3.]")
-eig: _Decomposition[_Two] = _function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]", "complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]")
-eigvals: _Decomposition[NamedArray] = _function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]")
+inv: _MatrixFunction[NamedArray] = _make_function(jnp.linalg.inv, _INVERSE, "Compute the inverse of square matrices, with the axes (col, row).", "[[2., 0.], [1., 1.]]", "float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]]")
+cholesky: _MatrixFunction[NamedArray] = _make_function(jnp.linalg.cholesky, _MATRIX, "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.", "[[4., 2.], [2., 5.]]", "float32[i=2, j=2], [[2. 0.] [1. 2.]]")
+det: _MatrixFunction[NamedArray] = _make_function(jnp.linalg.det, _SCALARS._replace(results=((),)), "Compute the determinant of square matrices.", "[[1., 2.], [3., 4.]]", "float32[], -2.")
+slogdet: _MatrixFunction[_Two] = _make_function(jnp.linalg.slogdet, _SCALARS, "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.", "[[-1., 0.], [0., 1.]]", "float32[], -1.", "float32[], 0.")
+eigh: _Decomposition[_Two] = _make_function(jnp.linalg.eigh, _EIGENVECTORS, "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).", _DIAGONAL, "float32[k=2], [2. 3.]", "float32[i=2, k=2], [[0. 1.] [1. 0.]]")
+eigvalsh: _Decomposition[NamedArray] = _make_function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", _DIAGONAL, "float32[k=2], [2. 3.]")
+eig: _Decomposition[_Two] = _make_function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]", "complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]")
+eigvals: _Decomposition[NamedArray] = _make_function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]")
 # fmt: on
 
 
@@ -222,7 +222,7 @@ def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArr
     NamedArray(float32[j=3, i=2], [[0.5 0. ] [0. 0.25] [0. 0. ]])
     """
     form = _Form((("col", "row"),), transposes=True)
-    return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=None if rtol is None else float(rtol))
+    return _apply_to_matrices(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=None if rtol is None else float(rtol))
 
 
 def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
@@ -234,7 +234,7 @@ def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedAr
     >>> q.shape, r.shape
     ({'i': 3, 'k': 2}, {'k': 2, 'j': 2})
     """
-    return _apply(jnp.linalg.qr, "linalg.qr", _Form((("row", "new"), ("new", "col"))), a, axes, new_axis)
+    return _apply_to_matrices(jnp.linalg.qr, "linalg.qr", _Form((("row", "new"), ("new", "col"))), a, axes, new_axis)
 
 
 @overload
@@ -266,8 +266,8 @@ def svd(
     """
     if compute_uv:
         form = _Form((("row", "new"), ("new",), ("new", "col")))
-        return _apply(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
-    return _apply(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
+        return _apply_to_matrices(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
+    return _apply_to_matrices(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
 
 
 # --- systems of equations ---
@@ -321,7 +321,9 @@ def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
     """
     what = "linalg.solve"
     require_named(what, a), require_named(what, b)
-    return _system_kernel(jnp.linalg.solve, what, _INVERSE, a.names, b.names, _pair(what, axes)).apply(a.array, b.array)
+    return _system_kernel(jnp.linalg.solve, what, _INVERSE, a.names, b.names, _pair_of_axes(what, axes)).apply(
+        a.array, b.array
+    )
 
 
 def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = None) -> NamedArray:
@@ -340,7 +342,7 @@ def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = 
     what = "linalg.lstsq"
     require_named(what, a), require_named(what, b)
     kernel = _system_kernel(
-        _lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (None if rcond is None else float(rcond),)
+        _lstsq, what, _Form(()), a.names, b.names, _pair_of_axes(what, axes), (None if rcond is None else float(rcond),)
     )
     return kernel.apply(a.array, b.array)
 

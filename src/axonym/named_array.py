@@ -98,7 +98,7 @@ class NamedArray(_Base):
         # jitted call, so this branch does nothing else.
         if names is None:
             try:
-                array, names = _checked(array, axes)
+                array, names = _checked_fields(array, axes)
             except (TypeError, ValueError):
                 if SHAPE_CHECKS.get() and type(array) not in (type(None), object):  # which have no shape
                     raise
@@ -136,7 +136,7 @@ class NamedArray(_Base):
         >>> axn.ones({"batch": 2}).axes
         (Axis(name='batch', size=2),)
         """
-        return _axes(self.names, self._sizes())
+        return _axes_of(self.names, self._sizes())
 
     @property
     def shape(self) -> dict[str, int]:
@@ -468,7 +468,7 @@ def is_jax_array_like(x: object) -> bool:
 # --- checks ---
 
 
-def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
+def _checked_fields(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
     names = errors.distinct("NamedArray", tuple(interned(s) for s in found))
     if isinstance(array, NamedArray):
@@ -497,7 +497,7 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _axes(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+def _axes_of(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
     if len(names) != len(shape):
         raise ValueError(errors.wrong_rank(names, shape))
     return tuple(map(Axis, names, shape))
@@ -505,7 +505,7 @@ def _axes(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
 
 def resolve_axes(names: Names, shape: tuple[int, ...], selection: AxisSelection, what: str) -> tuple[Axis, ...]:
     """Return the selected axes of an array with these names and sizes; unknown names and other sizes are errors."""
-    known = dict(zip(names, _axes(names, shape), strict=True))
+    known = dict(zip(names, _axes_of(names, shape), strict=True))
     found = selectors(selection)
     missing = [n for s in found if (n := name_of(s)) not in known]
     if missing:

@@ -46,7 +46,7 @@ DEFAULT_POLY_AXIS_NAME = "degree"
 PolynomialLike: TypeAlias = "NamedOrNumeric | Sequence[Any]"
 
 
-def _coefficients(what: str, p: PolynomialLike) -> Any:
+def _raw_coefficients(what: str, p: PolynomialLike) -> Any:
     """Return the raw coefficients of a polynomial, in an array with one axis."""
     if isinstance(p, NamedArray):
         if len(p.names) != 1:
@@ -61,7 +61,7 @@ def _coefficients(what: str, p: PolynomialLike) -> Any:
     return array
 
 
-def _names(*operands: PolynomialLike) -> Names:
+def _result_axis(*operands: PolynomialLike) -> Names:
     """Return the axis of the result, from the first operand with a name."""
     return next((p.names for p in operands if isinstance(p, NamedArray)), (DEFAULT_POLY_AXIS_NAME,))
 
@@ -82,24 +82,24 @@ def _poly_kernel(
 
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
     """Apply a function to two polynomials."""
-    names = _names(p1, p2)
+    names = _result_axis(p1, p2)
     # The result has the axis of the first named operand; the axis of the other operand is not matched with it.
     in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
     kernel = _poly_kernel(fn, name, in_names, names if results == 1 else (names,) * results)
-    return kernel.apply(_coefficients(name, p1), _coefficients(name, p2))
+    return kernel.apply(_raw_coefficients(name, p1), _raw_coefficients(name, p2))
 
 
 def _of_one(fn: Callable[..., Any], name: str, p: PolynomialLike, *static: Any) -> NamedArray:
     """Apply a function to one polynomial and static arguments."""
-    names = _names(p)
-    return _poly_kernel(fn, name, (names,), names, static).apply(_coefficients(name, p))
+    names = _result_axis(p)
+    return _poly_kernel(fn, name, (names,), names, static).apply(_raw_coefficients(name, p))
 
 
 class _OfTwo(Protocol):
     def __call__(self, p1: PolynomialLike, p2: PolynomialLike) -> NamedArray: ...
 
 
-def _rule(fn: Callable[..., Any], result: str, shown: str) -> _OfTwo:
+def _make_operation(fn: Callable[..., Any], result: str, shown: str) -> _OfTwo:
     def op(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
         return _of_two(fn, fn.__name__, p1, p2, 1)
 
@@ -111,9 +111,9 @@ def _rule(fn: Callable[..., Any], result: str, shown: str) -> _OfTwo:
     return publish(op, fn.__name__, __name__, doc)
 
 
-polyadd = _rule(jnp.polyadd, "sum", "float32[x=3], [1. 3. 2.]")
-polysub = _rule(jnp.polysub, "difference", "float32[x=3], [1. 1. 4.]")
-polymul = _rule(jnp.polymul, "product", "float32[x=4], [ 1. 1. 1. -3.]")
+polyadd = _make_operation(jnp.polyadd, "sum", "float32[x=3], [1. 3. 2.]")
+polysub = _make_operation(jnp.polysub, "difference", "float32[x=3], [1. 1. 4.]")
+polymul = _make_operation(jnp.polymul, "product", "float32[x=4], [ 1. 1. 1. -3.]")
 
 
 def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedArray]:
@@ -133,7 +133,7 @@ def polyder(p: PolynomialLike, m: int = 1) -> NamedArray:
     >>> axn.poly.polyder(axn.named([1., 2., 3.], "x"))
     NamedArray(float32[x=2], [2. 2.])
     """
-    return _of_one(jnp.polyder, "polyder", p, _count("polyder", m))
+    return _of_one(jnp.polyder, "polyder", p, _checked_count("polyder", m))
 
 
 def polyint(p: PolynomialLike, m: int = 1, k: PolynomialLike | None = None) -> NamedArray:
@@ -144,22 +144,22 @@ def polyint(p: PolynomialLike, m: int = 1, k: PolynomialLike | None = None) -> N
     >>> axn.poly.polyint(axn.named([3., 2., 1.], "x"), k=4.)
     NamedArray(float32[x=4], [1. 1. 1. 4.])
     """
-    m = _count("polyint", m)
+    m = _checked_count("polyint", m)
     if k is None:
         return _of_one(jnp.polyint, "polyint", p, m)
-    names, constants = _names(p), _coefficients("polyint", k)
+    names, constants = _result_axis(p), _raw_coefficients("polyint", k)
     if constants.shape[0] not in (1, m):
         given = constants.shape[0]
         raise ValueError(f"polyint: {given} constants of integration for {m} integrations; give one, or {m}.")
     kernel = _poly_kernel(_polyint_with_constants, "polyint", (names, private("k", names)), names, (m,))
-    return kernel.apply(_coefficients("polyint", p), constants)
+    return kernel.apply(_raw_coefficients("polyint", p), constants)
 
 
 def _polyint_with_constants(p: jax.Array, k: jax.Array, m: int) -> jax.Array:
     return jnp.polyint(p, m, k)
 
 
-def _count(what: str, m: Any) -> int:
+def _checked_count(what: str, m: Any) -> int:
     count = operator.index(m)
     if count < 0:
         raise ValueError(f"{what}: the number of times cannot be negative, got {count}.")
@@ -179,10 +179,10 @@ def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
     >>> axn.poly.polyval(axn.named([1., 2., 3.], "x"), axn.named([0., 10.], "at"))
     NamedArray(float32[at=2], [ 3. 123.])
     """
-    coefficients = _coefficients("polyval", p)
+    coefficients = _raw_coefficients("polyval", p)
     if not isinstance(x, NamedArray):
         return jnp.polyval(coefficients, x)  # pyright: ignore[reportArgumentType]
-    own = private("p", _names(p))
+    own = private("p", _result_axis(p))
     return _polyval_kernel(own, x.names).apply(coefficients, x.array)
 
 
@@ -222,7 +222,7 @@ def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
     >>> axn.poly.roots(axn.named([0., 1., -3., 2.], "x"))
     NamedArray(complex64[x=2], [2.+0.j 1.+0.j])
     """
-    coefficients = _coefficients("roots", p)
+    coefficients = _raw_coefficients("roots", p)
     start, stop = 0, coefficients.shape[0]
     if strip_zeros:
         start, stop = _nonzero_span("roots", coefficients, "Pass strip_zeros=False where the leading one is not zero.")
@@ -247,7 +247,7 @@ def trim_zeros(p: PolynomialLike, trim: str = "fb") -> NamedArray:
     ends = trim.lower()
     if not ends or set(ends) - {"f", "b"}:
         raise ValueError(f"trim_zeros: `trim` is 'f', 'b' or 'fb', got {trim!r}.")
-    coefficients = _coefficients("trim_zeros", p)
+    coefficients = _raw_coefficients("trim_zeros", p)
     start, stop = _nonzero_span("trim_zeros", coefficients, "Trim before tracing.")
     if start < stop:
         start = start if "f" in ends else 0
@@ -299,10 +299,10 @@ def polyfit(
     """
     points = next((p.names for p in (x, w) if isinstance(p, NamedArray)), None)
     if points is None:  # without an axis, since y does not say which of several it is: an error of the kernel
-        points = () if isinstance(y, NamedArray) and len(y.names) != 1 else _names(y)
+        points = () if isinstance(y, NamedArray) and len(y.names) != 1 else _result_axis(y)
     operands = (x, y) if w is None else (x, y, w)
     in_names = tuple(p.names if isinstance(p, NamedArray) else points for p in operands)
-    arrays = [p.array if isinstance(p, NamedArray) else _coefficients("polyfit", p) for p in operands]
+    arrays = [p.array if isinstance(p, NamedArray) else _raw_coefficients("polyfit", p) for p in operands]
     kernel = _polyfit_kernel(in_names, operator.index(deg), None if rcond is None else float(rcond), bool(full), cov)
     result = kernel.call(*arrays)
     if not full:

@@ -50,7 +50,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _floating(field.name, getattr(self, field.name)))
+            given = getattr(self, field.name)
+            dtype = jnp.dtype(_parsed_dtype(given, given) if isinstance(given, str) else given)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"precision: `{field.name}` must be a floating-point dtype, got {dtype}.")
+            object.__setattr__(self, field.name, dtype)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -64,7 +68,7 @@ class Policy:
         params=float32,compute=bfloat16,output=bfloat16
         """
         if "=" not in text:
-            return cls(*(_parsed(text, text),) * 3)
+            return cls(*(_parsed_dtype(text, text),) * 3)
         given: dict[str, Any] = {}
         for part in text.split(","):
             key, equals, value = (s.strip() for s in part.partition("="))
@@ -75,7 +79,7 @@ class Policy:
                 )
             if _PARTS[key] in given:
                 raise ValueError(f"precision: {_PARTS[key]!r} is given twice in {text!r}.")
-            given[_PARTS[key]] = _parsed(value, text)
+            given[_PARTS[key]] = _parsed_dtype(value, text)
         params = given.get("params", jnp.float32)
         compute = given.get("compute", params)
         return cls(params, compute, given.get("output", compute))
@@ -86,7 +90,7 @@ class Policy:
         >>> axn.precision.Policy.parse("p=bf16").cast_to_param(axn.ones({"x": 2})).dtype
         dtype(bfloat16)
         """
-        return _cast(tree, self.param_dtype)
+        return _cast_tree(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
         """Cast the floating-point arrays of a tree to the dtype to compute in.
@@ -95,7 +99,7 @@ class Policy:
         >>> [x.dtype for x in policy.cast_to_compute([axn.ones({"x": 2}), axn.arange(axn.Axis("x", 2))])]
         [dtype(bfloat16), dtype('int32')]
         """
-        return _cast(tree, self.compute_dtype)
+        return _cast_tree(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
         """Cast the floating-point arrays of a tree to the dtype of results.
@@ -103,7 +107,7 @@ class Policy:
         >>> axn.precision.Policy.parse("c=bf16,o=f32").cast_to_output(axn.ones({"x": 2}, jnp.bfloat16)).dtype
         dtype('float32')
         """
-        return _cast(tree, self.output_dtype)
+        return _cast_tree(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Return the policy with another dtype of results.
@@ -167,7 +171,7 @@ def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) 
 # --- dtypes and casting ---
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parsed_dtype(name: str, text: str) -> Any:
     if name == "half":
         return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
     try:
@@ -177,16 +181,7 @@ def _parsed(name: str, text: str) -> Any:
         raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
 
 
-def _floating(what: str, dtype: Any) -> np.dtype:
-    if isinstance(dtype, str):
-        dtype = _parsed(dtype, dtype)
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"precision: `{what}` must be a floating-point dtype, got {dtype}.")
-    return dtype
-
-
-def _cast(tree: Any, dtype: np.dtype) -> Any:
+def _cast_tree(tree: Any, dtype: np.dtype) -> Any:
     def of_leaf(x: Any) -> Any:
         if not isinstance(x, PROGRAM_ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             return x

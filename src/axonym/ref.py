@@ -192,7 +192,7 @@ class NamedRef:
         for name, entry in zip(self.memory, self.view, strict=True):
             start = next(old) if entry.start is None else entry.start
             if entry.size is not None and name in by_name:
-                start, entry = _compose(start, entry, by_name[name], new.get(name))
+                start, entry = _composed_index(start, entry, by_name[name], new.get(name))
             static = isinstance(start, int)
             view.append(entry._replace(start=start if static else None))
             if not static:
@@ -231,7 +231,7 @@ class NamedRef:
         value = broadcast_to(value, self.axes).astype(self.dtype)
         block, names, left = self._block()
         if left:
-            value = _replaced(wrap(self.ref[block], names), left, value)
+            value = _replaced_elements(wrap(self.ref[block], names), left, value)
         self.ref[block] = value.array
 
 
@@ -254,30 +254,30 @@ def _is_ref_index(index: Any) -> bool:
     return index.step > 0 if isinstance(index, slice) else not isinstance(index, (ds, NamedArray))
 
 
-def _replaced(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
+def _replaced_elements(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
     """Replace the elements of an array at an index."""
     if all(isinstance(i, ds) for i in index.values()):
         return updated_slice(array, {n: i.start for n, i in index.items()}, value)
     return array.at[index].set(value)
 
 
-def _compose(start: Any, entry: _Range, item: Item, operand: Any) -> tuple[Any, _Range]:
+def _composed_index(start: Any, entry: _Range, item: Item, operand: Any) -> tuple[Any, _Range]:
     """Compose an index into a view with the view's own index into the memory."""
     assert entry.size is not None
     match item.kind:
         case "at":
             return start + entry.step * item.static, _Range(None, None)
         case "dynamic at":
-            return start + entry.step * _clamped(operand, entry.size, 1), _Range(None, None)
+            return start + entry.step * _clamped_start(operand, entry.size, 1), _Range(None, None)
         case "slice":
             first, stop, by = item.static
             return start + entry.step * first, _Range(None, len(range(first, stop, by)), entry.step * by)
         case _:
-            start = start + entry.step * _clamped(operand, entry.size, item.static)
+            start = start + entry.step * _clamped_start(operand, entry.size, item.static)
             return start, _Range(None, item.static, entry.step)
 
 
-def _clamped(position: Any, size: int, length: int) -> Any:
+def _clamped_start(position: Any, size: int, length: int) -> Any:
     """Return a static start as an integer; clamp a traced start so that `length` elements fit into `size`."""
     if isinstance(position, np.integer):
         return int(position)

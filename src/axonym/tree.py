@@ -243,20 +243,20 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
         (axis,) = resolve_axes(x.names, jnp.shape(x.array), old_axis, "resize_axis")
         if new_size > axis.size and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"resize_axis: {_path(path)} is {describe_array(x)}: axis {name!r} of an integer array cannot grow to "
-                f"{new_size}, since the new elements are means. Resize that array yourself, for example with "
+                f"resize_axis: {_path_of(path)} is {describe_array(x)}: axis {name!r} of an integer array cannot grow "
+                f"to {new_size}, since the new elements are means. Resize that array yourself, for example with "
                 "`axonym.pad`."
             )
         if new_size > axis.size == 0:
             raise ValueError(
-                f"resize_axis: axis {name!r} of {_path(path)} {describe_array(x)} has no elements, whose mean the new "
-                "ones would be. Make the array anew."
+                f"resize_axis: axis {name!r} of {_path_of(path)} {describe_array(x)} has no elements, whose mean the "
+                "new ones would be. Make the array anew."
             )
-        resized[i] = _resized(x, axis, axis.resize(new_size), k)
+        resized[i] = _resized_array(x, axis, axis.resize(new_size), k)
     return unflatten(treedef, resized)
 
 
-def _resized(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> NamedArray:
+def _resized_array(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> NamedArray:
     if new.size <= old.size:
         return x if new is old else index(x, {old.name: slice(new.size)})
     added = new.resize(new.size - old.size)
@@ -286,13 +286,13 @@ def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     dynamic, static = eqx.partition(tree, filter_spec)
     _, spec = tree_spec.flatten_arrays(static, (), named=False)
     leaves = jax.tree.leaves_with_path(static)
-    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in leaves if not tree_spec.is_hashable(x)]
+    wrong = [f"{_path_of(path)} ({type(x).__name__})" for path, x in leaves if not tree_spec.is_hashable(x)]
     if wrong:
         raise TypeError(f"hashable_partition: {', '.join(wrong)} cannot be hashed, so it cannot be static.")
     return dynamic, spec
 
 
-def _path(path: Any) -> str:
+def _path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the tree"
 
 

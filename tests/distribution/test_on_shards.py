@@ -231,7 +231,7 @@ def _on_shards(
         flat = lambda *xs: jax.tree.leaves(case.fn(*xs))
         program = jax.make_jaxpr(flat)(*whole)
         found = [
-            runner.summed(x)
+            runner.moved(None, x, x.over)
             for x in runner.run(program.jaxpr, program.consts, [Shard(*x) for x in zip(here, layouts, strict=True)])
         ]
         specs[:] = [PartitionSpec(*(a or None for a in x.over)) for x in found]

@@ -552,6 +552,8 @@ def test_accepted_checkpoints(finished: Path, text: Path, tmp_path: Path, capsys
     ]
     assert json.loads((run / "config.json").read_text())["run"] == other
     assert losses(run) == losses(finished)
+    assert train_lm.main(["--resume", "--out", str(run), "--accept", "step-000004"]) == 0
+    assert (folder / "step-000006.set-aside-2").exists()
 
 
 def test_a_folder_that_is_deleted_is_not_advised(

@@ -34,6 +34,7 @@ OTHER_PARAMETERS = {
     "quantization.Int8DotGeneralOp": "there is no configuration of AQT",
     "quantization.Int8DotGeneralOp.to_state_dict": "a method",
     "core.NamedArray.var": "`dtype` and `ddof` are keywords",
+    "wrap.ReductionFunction.__call__": "`where` is a keyword, as in the functions that it is a type of",
 }
 
 

@@ -1,71 +1,41 @@
-"""Exchanges take what the shape of a topology says, resources add up, and bounds are below estimates."""
+"""Exchanges take what islands of chips say, resources add up, and bounds are below estimates."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from axonym.insight import CHIPS, Islands, Torus, cost_model
-from axonym.insight._accounts import parts_of_report, rates_at
-from axonym.insight.cost_model import Multiplication, Part, Sent, rate_of
-from axonym.insight.linked_chips import Placement, topologies_of
+from axonym.insight import CHIPS, Islands, cost_model
+from axonym.insight._accounts import parts_of_report
+from axonym.insight.cost_model import Multiplication, Part, Sent
+from axonym.insight.linked_chips import islands_of
 
 pytestmark = pytest.mark.oldest
 
 
-def gather(topology: Any, placed: Placement, *axes: str) -> cost_model.Rate:
-    return rate_of("all-gather", topology.route(placed, axes), topology.chip)
+def gather(islands: Islands, mesh: dict[str, int], *axes: str) -> cost_model.Rate:
+    return islands.rate(mesh, "all-gather", axes)
 
 
-def one(topology: Any, mesh: dict[str, int]) -> Placement:
-    return topology.placements(mesh)[0]
-
-
-def test_dimensions_wrap_around_where_the_documentation_says() -> None:
-    assert all(Torus("v5p", (4, 4, 8)).wraps(d) for d in range(3))
-    assert not any(Torus("v5p", (2, 2, 4)).wraps(d) for d in range(3))
-    assert [Torus("v5e", (8, 16)).wraps(d) for d in range(2)] == [False, True]
-
-
-def test_a_line_takes_twice_as_long_as_a_ring() -> None:
-    mesh = {"data": 8, "model": 8}
-    ring, line = Torus("v5p", (1, 8, 8)), Torus("v5e", (8, 8))
-    # A slice with a dimension of one is not made of cubes.
-    assert not ring.wraps(1)
-    cube = Torus("v5p", (8, 8, 8))
-    wrapped = gather(cube, one(cube, {"data": 64, "model": 8}), "model").per_byte * cube.chip.link
-    straight = gather(line, one(line, mesh), "model").per_byte * line.chip.link
-    assert straight == pytest.approx(2 * wrapped)
-
-
-def test_ironwood_gathers_at_the_sum_of_its_dimensions() -> None:
-    """179 GB/s in 2x2, over two links of 89: https://github.com/AI-Hypercomputer/tpu-recipes, collectives."""
-    v7x = dataclasses.replace(CHIPS["v5p"], link_bandwidth=600e9)
-    grid = Torus(v7x, (2, 2, 1))
-    received = 3 / 4
-    assert received / gather(grid, one(grid, {"data": 4}), "data").per_byte == pytest.approx(2 * 0.9 * 100e9)
-
-
-def test_parts_of_a_dimension_share_its_links() -> None:
-    torus = Torus("v5e", (16, 16))
-    placed = next(p for p in torus.placements({"data": 64, "model": 4}) if len(p.spans["data"]) == 2)
-    inner, whole = gather(torus, placed, "model"), one(torus, {"data": 16, "model": 16})
-    # Four in a line, with one link to each side, against sixteen in a ring.
-    assert inner.per_byte / (3 / 4) == pytest.approx(2 * gather(torus, whole, "model").per_byte / (15 / 16))
+def test_a_few_chips_have_the_links_of_one_dimension() -> None:
+    """Ironwood gathers at 179 GB/s in 2x2: https://github.com/AI-Hypercomputer/tpu-recipes, collectives."""
+    cube = Islands("v5p", 512)
+    one, two, three = (gather(cube, {"data": 512 // n, "model": n}, "model") for n in (8, 64, 512))
+    for rate, n, dimensions in ((one, 8, 1), (two, 64, 2), (three, 512, 3)):
+        assert rate.per_byte == pytest.approx((1 - 1 / n) / (dimensions * 2 * cube.chip.link) / 0.9)
+        assert rate.busy == {"links": pytest.approx((1 - 1 / n) / cube.chip.link_bandwidth)}
 
 
 def test_axes_on_the_same_links_add_up() -> None:
-    torus = Torus("v5p", (8, 8, 8))
-    placed = one(torus, {"data": 64, "model": 8})
+    cube, mesh = Islands("v5p", 512), {"data": 64, "model": 8}
     sent = [Sent("all-gather", (a,), 1e9, "exchanging activations") for a in ("data", "model")]
-    links = cost_model.bounds([Part(1, sent=tuple(sent))], rates_at(torus, placed), torus.chip).links
-    # Both leave a chip over the same six links; each has dimensions of its own.
-    assert links["data", "model"] == pytest.approx((63 / 64 + 7 / 8) * 1e9 / 600e9)
-    assert set(links) == {("data", "model"), ("data",), ("model",)}
+    links = cost_model.bounds([Part(1, sent=tuple(sent))], functools.partial(cube.rate, mesh), cube.chip).links
+    assert links == {("data", "model"): pytest.approx((63 / 64 + 7 / 8) * 1e9 / 600e9)}
 
 
 def test_bounds_take_the_least_of_branches() -> None:
@@ -103,33 +73,36 @@ def test_what_moves_to_the_host_takes_its_link() -> None:
 def test_tensor_parallelism_falls_off_an_island() -> None:
     """Sixteen GPUs in two islands are never cheaper than eight in one, at equal bytes."""
     cluster = Islands("h100", 64)
-    inside, across = (gather(cluster, Placement({"data": 64 // n, "model": n}), "model") for n in (8, 16))
+    inside, across = (gather(cluster, {"data": 64 // n, "model": n}, "model") for n in (8, 16))
     assert (
         across.per_byte >= inside.per_byte
         and across.launch > inside.launch
         and set(across.busy) == {"links", "network"}
     )
     # An axis outside of one that fills the island has one network card, an axis alone has eight.
-    outside = gather(cluster, Placement({"data": 8, "model": 8}), "data").busy["network"]
-    alone = gather(cluster, Placement({"data": 64}), "data").busy["network"]
+    outside = gather(cluster, {"data": 8, "model": 8}, "data").busy["network"]
+    alone = gather(cluster, {"data": 64}, "data").busy["network"]
     assert outside == pytest.approx(8 * alone)
 
 
 def test_slices_exchange_over_the_network() -> None:
-    torus = Torus("v5e", (16, 16), slices=2)
-    assert torus.chips == 512 and str(torus) == "v5e:16x16x2slices"
-    placed = torus.placements({"data": 2, "model": 256})
-    assert any("network" in gather(torus, p, "data").busy for p in placed)
+    slices = islands_of("v5e:16x16x2slices", "v5p")
+    assert slices.chips == 512 and str(slices) == "v5e:512 in 2 slices"
+    mesh = {"data": 2, "model": 256}
+    assert gather(slices, mesh, "data").busy.keys() == {"network"} and slices.between(mesh) == ["data"]
+    assert slices.placements(mesh) == [mesh, {"model": 256, "data": 2}] and Islands("v5e", 256).placements(mesh) == [
+        mesh
+    ]
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"])
-@pytest.mark.parametrize("topology", [Torus("v5p", (4, 4, 8)), Torus("v5e", (4, 4), 8), Islands("h100", 128)])
+@pytest.mark.parametrize("topology", [Islands("v5p", 128), Islands("v5e", 128, 16), Islands("h100", 128)])
 def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
     for mesh in ({"data": 128}, {"data": 16, "model": 8}, {"replica": 8, "data": 4, "model": 4}):
         for placed in topology.placements(mesh):
             for a in mesh:
                 axes: tuple[str, ...] = (a,)
-                rates = rates_at(topology, placed)
+                rates = functools.partial(topology.rate, placed)
                 product = Multiplication(1e12, 64)
                 parts = [Part(3, (product,), (Sent(kind, axes, 1e8, "exchanging activations"),), 1e6)]
                 least = cost_model.bound(parts, rates, topology.chip)
@@ -137,17 +110,18 @@ def test_bounds_are_below_estimates(kind: str, topology: Any) -> None:
 
 
 def test_names_of_topologies() -> None:
-    assert topologies_of("v5p:8x8x8", "v5e") == [Torus("v5p", (8, 8, 8))]
-    assert topologies_of("v5e:16x16x4slices", "v5p") == [Torus("v5e", (16, 16), 4)]
-    assert topologies_of("h100:64", "v5p") == [Islands("h100", 64)]
-    assert Torus("v5p", (8, 8, 8)) in topologies_of(512, "v5p")
-    assert {t.slices for t in topologies_of(512, "v5e")} == {2}  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="a topology is written as 'v5p:8x8x8'"):
-        topologies_of("v5p:8by8", "v5p")
-    with pytest.raises(ValueError, match=r"the largest slice of v5e is 16x16, got 16x32. Use several"):
-        Torus("v5e", (16, 32))
+    assert islands_of("v5p:8x8x8", "v5e") == Islands("v5p", 512) == islands_of(512, "v5p")
+    assert islands_of("v5e:16x16x4slices", "v5p") == Islands("v5e", 1024, 256) == islands_of(1024, "v5e")
+    assert islands_of("h100:64", "v5p") == Islands("h100", 64)
+    for name in ("v5p:8by8", "v5e:16x16xslices"):
+        with pytest.raises(ValueError, match="a topology is written as 'v5p:8x8x8'"):
+            islands_of(name, "v5p")
+    with pytest.raises(ValueError, match=r"512 chips of v5e cannot be divided into islands of 512, .* at most 256"):
+        islands_of("v5e:16x32", "v5p")
     with pytest.raises(ValueError, match="cannot be divided into islands of 8"):
         Islands("h100", 12)
+    own = dataclasses.replace(CHIPS["v5e"], name="own", island=0)
+    assert Islands(own, 1024).size == 1024, "a chip without a largest slice"
 
 
 def test_what_computing_hides() -> None:
@@ -164,13 +138,13 @@ def test_what_computing_hides() -> None:
 
 
 def test_several_meshes_at_once() -> None:
-    torus = Torus("v5p", (4, 4, 8))
-    each = [gather(torus, p, "data") for n in (2, 4, 8) for p in torus.placements({"data": 128 // n, "model": n})]
+    slices = Islands("v5e", 128, 16)
+    each = [gather(slices, p, "data") for n in (2, 4, 8) for p in slices.placements({"data": 128 // n, "model": n})]
     together = cost_model.stacked(each)
     parts = [Part(1, (), (Sent("all-gather", ("data",), 1e9, "gathering parameters"),))]
-    seconds = cost_model.estimate(parts, lambda *_: together, torus.chip)
+    seconds = cost_model.estimate(parts, lambda *_: together, slices.chip)
     for i, rate in enumerate(each):
-        alone = cost_model.estimate(parts, lambda *_, rate=rate: rate, torus.chip)
+        alone = cost_model.estimate(parts, lambda *_, rate=rate: rate, slices.chip)
         assert seconds.at(i).seconds == pytest.approx(float(alone.seconds))
     assert np.shape(seconds.seconds) == (len(each),)
 
@@ -178,65 +152,49 @@ def test_several_meshes_at_once() -> None:
 MIB = 2**20
 
 
-def seconds(kind: str, topology: Any, placed: Placement, axes: tuple[str, ...], size: float) -> tuple[float, ...]:
+def seconds(kind: str, islands: Islands, mesh: dict[str, int], axis: str, size: float) -> tuple[float, ...]:
     """The seconds at published rates of an exchange of a complete array, and those that its resources are busy."""
-    reached = dataclasses.replace(topology.chip.reached, links=1.0, network=1.0)
-    ideal = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, reached=reached))
-    rate = rate_of(kind, ideal.route(placed, axes), ideal.chip)
+    reached = dataclasses.replace(islands.chip.reached, links=1.0, network=1.0)
+    ideal = dataclasses.replace(islands, chip=dataclasses.replace(islands.chip, reached=reached))
+    rate = ideal.rate(mesh, kind, (axis,))
     return rate.per_byte * size, max(rate.busy.values()) * size
 
 
 def test_an_all_to_all_sends_what_a_device_has() -> None:
     """Each of k devices sends its s bytes but for its own share: the complete array has k times as many."""
     own = 64 * MIB
-    islands = Islands("h100", 8)
-    for found in seconds("all-to-all", islands, Placement({"expert": 8}), ("expert",), 8 * own):
+    for found in seconds("all-to-all", Islands("h100", 8), {"expert": 8}, "expert", 8 * own):
         assert found == pytest.approx(own * 7 / 8 / 450e9)
     # Sixteen in two islands: half of what a device has goes over its network card.
-    islands = Islands("h100", 16)
-    for found in seconds("all-to-all", islands, Placement({"expert": 16}), ("expert",), 16 * own):
+    for found in seconds("all-to-all", Islands("h100", 16), {"expert": 16}, "expert", 16 * own):
         assert found == pytest.approx(own / 2 / 50e9)
-    # Through each of the two cuts of a ring of 16, an eighth of 16 devices' bytes goes one way; in 16 x 16 as well.
-    torus = Torus("v5e", (16, 16))
-    placed = one(torus, {"data": 16, "model": 16})
-    for found in seconds("all-to-all", torus, placed, ("model",), 16 * own):
-        assert found == pytest.approx(own * 16 / 8 / 50e9)
-    for found in seconds("all-to-all", torus, one(torus, {"expert": 256}), ("expert",), 256 * own):
-        assert found == pytest.approx(own * 16 / 8 / 50e9)
-    # The middle of a line of four carries what two devices send to the two others, one way.
-    grid = Torus("v5e", (4, 4))
-    for found in seconds("all-to-all", grid, one(grid, {"data": 4, "model": 4}), ("model",), 4 * own):
-        assert found == pytest.approx(own * 4 / 4 / 50e9)
-    # Two slices: half of what a device has goes over the network.
-    slices = Torus("v5e", (4, 4), slices=2)
-    for found in seconds("all-to-all", slices, one(slices, {"expert": 32}), ("expert",), 32 * own):
+    # Two slices alike.
+    for found in seconds("all-to-all", Islands("v5e", 32, 16), {"expert": 32}, "expert", 32 * own):
         assert found == pytest.approx(own / 2 / 3.125e9)
 
 
 def test_a_shift_to_a_neighbor_uses_one_link() -> None:
     own = 64 * MIB
-    cube, slices, islands = Torus("v5p", (8, 8, 8)), Torus("v5e", (4, 4), slices=2), Islands("h100", 16)
-    for topology, mesh, rate in (
-        (cube, {"pos": 512}, 100e9),
-        (cube, {"data": 64, "pos": 8}, 100e9),
-        (slices, {"pos": 32}, 3.125e9),
-        (islands, {"pos": 16}, 50e9),
-        (islands, {"data": 2, "pos": 8}, 450e9),
+    for islands, mesh, rate in (
+        (Islands("v5p", 512), {"pos": 512}, 100e9),
+        (Islands("v5p", 512), {"data": 64, "pos": 8}, 100e9),
+        (Islands("v5e", 32, 16), {"pos": 32}, 3.125e9),
+        (Islands("h100", 16), {"pos": 16}, 50e9),
+        (Islands("h100", 16), {"data": 2, "pos": 8}, 450e9),
     ):
-        found, _ = seconds("collective-permute", topology, one(topology, mesh), ("pos",), own)
+        found, _ = seconds("collective-permute", islands, mesh, "pos", own)
         assert found == pytest.approx(own / rate), mesh
 
 
 def test_bounds_of_sums() -> None:
-    """A line reduces to one end and returns at the same time; a ring of n sends (1 - 1/n) twice, both ways."""
+    """Chips of a torus send twice; switches of islands may add up what chips send."""
     own = 64 * MIB
-    line, ring, islands = Torus("v5e", (8, 8)), Torus("v5e", (16, 16)), Islands("h100", 8)
-    for topology, mesh, least in (
-        (line, {"data": 8, "model": 8}, own / 50e9),
-        (ring, {"data": 16, "model": 16}, own * 15 / 16 / 50e9),
-        (islands, {"model": 8}, own * 7 / 8 / 450e9),
-    ):
-        assert seconds("all-reduce", topology, one(topology, mesh), ("model",), own)[1] == pytest.approx(least)
+    assert seconds("all-reduce", Islands("v5e", 256), {"model": 256}, "model", own)[1] == pytest.approx(
+        2 * own * 255 / 256 / 200e9
+    )
+    assert seconds("all-reduce", Islands("h100", 8), {"model": 8}, "model", own)[1] == pytest.approx(
+        own * 7 / 8 / 450e9
+    )
 
 
 def test_exchanges_of_a_pipeline_overlap_with_its_layers() -> None:
@@ -252,19 +210,11 @@ def test_exchanges_of_a_pipeline_overlap_with_its_layers() -> None:
 
 def test_counts_that_are_no_power_of_two() -> None:
     cluster = Islands("h100", 24)
-    for mesh, axis, counts in (
-        ({"data": 8, "model": 3}, "model", [3]),  # 8 are no multiple of 3: some threes lie in two islands
-        ({"data": 6, "model": 4}, "data", [2, 3]),
-        ({"data": 4, "model": 6}, "model", [2, 3]),
-        ({"data": 3, "model": 8}, "data", [3]),
+    for mesh, axis, resources in (
+        ({"data": 8, "model": 3}, "model", ["network"]),  # 8 are no multiple of 3: some threes lie in two islands
+        ({"data": 6, "model": 4}, "data", ["links", "network"]),
+        ({"data": 4, "model": 6}, "model", ["links", "network"]),
+        ({"data": 3, "model": 8}, "data", ["network"]),
     ):
-        levels = cluster.route(Placement(mesh), (axis,))
-        assert [level.count for level in levels] == counts, (mesh, axis)
-    assert [level.count for level in Islands("h100", 6).route(Placement({"model": 6}), ("model",))] == [6]
-
-
-def test_a_chip_without_a_largest_slice() -> None:
-    own = dataclasses.replace(CHIPS["v5e"], name="own", pod=())
-    assert Torus(own, (4, 4)) in topologies_of(16, own)
-    with pytest.raises(ValueError, match="a topology is written as 'v5p:8x8x8'"):
-        topologies_of("v5e:16x16xslices", "v5p")
+        assert [*gather(cluster, mesh, axis).busy] == resources, (mesh, axis)
+    assert [*gather(Islands("h100", 6), {"model": 6}, "model").busy] == ["links"]

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import operator
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import axonym as axn
+from axonym import insight
 from axonym.insight import _compiling
 from tests.insight import cases
 from tests.insight.counted import counted
@@ -325,3 +327,11 @@ def test_other_threads_compile_meanwhile(mesh: Any) -> None:
         for thread in others:
             thread.join()
     assert not failed
+
+
+@pytest.mark.parametrize("by", ["partitioner", "names"])
+def test_a_report_under_an_active_mapping_is_written_and_kept(by: str) -> None:
+    mesh = axn.make_mesh({"data": 8})
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+        report = insight.explain(lambda x: x.sum("embed"), axn.ones({"batch": 8, "embed": 4}), by=by)
+    assert pickle.loads(pickle.dumps(report)).to_json() == report.to_json()

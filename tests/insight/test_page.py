@@ -112,11 +112,14 @@ def test_a_plan_names_what_it_draws() -> None:
     assert not [e for e in parsed(waiting).iter() if e.tag.endswith("}th") and not "".join(e.itertext()).strip()]
 
 
-def test_a_page_without_its_script_names_the_array() -> None:
-    (at,) = [e for e in parsed(pages.compiled()).iter() if e.get("id") == "path"]
-    assert at.text == "w/down" and 'all("#path")' in pages.compiled().to_html()
-    printed = re.findall(r"@media print.*", pages.compiled().to_html())[0]
-    assert "#picker { display: none }" in printed
+def test_arguments_are_drawn_as_in_notebooks() -> None:
+    """Filled is what the first device holds, and each cut has the color of its mesh axis."""
+    report = pages.compiled()
+    (tree,) = [e for e in parsed(report).iter() if e.get("class") == "tree"]
+    pictures = [e for e in tree.iter() if e.tag.endswith("svg")]
+    assert len(pictures) > 1
+    for picture in pictures:
+        assert [e.get("class") for e in picture].count("held") == 1
 
 
 def test_the_time_of_a_transfer_is_a_share_of_the_bound() -> None:

@@ -134,15 +134,8 @@ def test_a_row_shows_its_line_of_code(window: Browser, folder: Path) -> None:
     assert "self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))" in marked
 
 
-def test_choosing_an_argument_and_filtering(window: Browser, folder: Path) -> None:
+def test_filtering(window: Browser, folder: Path) -> None:
     opened(window, folder, "report", 1280)
-    shown = """[...document.querySelectorAll("#mesh [data-over]")]
-        .filter((e) => getComputedStyle(e).display !== "none").map((e) => e.dataset.over)"""
-    assert window.run(shown) == ["data"]
-    window.run("""picker.selectedIndex = [...picker.options].findIndex((o) => o.text.startsWith("model/table"));
-        picker.dispatchEvent(new Event("change"))""")
-    assert window.run(shown) == ["data model"]
-    assert "vocab=16032 of 128256" in window.run("lies.textContent")
     window.run("filter.value = 'reduce-scatter mlp'; filter.dispatchEvent(new Event('input'))")
     rows = window.run("""[...document.querySelectorAll("#transfers .row")]
         .filter((e) => e.checkVisibility()).map((e) => e.closest("details").textContent)""")

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.nn import MoELinear, _grouped_matmul, moe
+from axonym.nn import MoELinear, moe
 from tests.helpers import assert_named, spec
 
 Experts, In, Out, Rows = axn.make_axes(experts=4, embed=8, mlp=16, rows=32)
@@ -223,7 +223,7 @@ def test_gmm(monkeypatch: pytest.MonkeyPatch, explicit_mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="megablox, which runs on TPU only; the devices here are CPUs"):
         gmm(X, SIZES)
     monkeypatch.setattr(moe, "active_platform", lambda: "tpu")
-    monkeypatch.setattr(_grouped_matmul, "megablox", functools.partial(_grouped_matmul.megablox, interpret=True))
+    monkeypatch.setattr(moe, "_megablox", functools.partial(moe._megablox, interpret=True))
     gmm = MoELinear(gmm.weight, gmm.bias, Experts, In, Out.alias("mlp"), use_gmm=True)
     x = X["rows", axn.ds(0, 31)]
     fewer = axn.named([6, 0, 21, 4], "experts")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym import nn
-from axonym.nn import routing
+from axonym.nn import moe, routing
 from axonym.testing import check_shard_invariance
 from tests.executed import executed
 from tests.helpers import assert_named, spec
@@ -97,6 +99,20 @@ def test_on_a_mesh(mapping: dict[str, Any], mesh: Mesh, expected: Any) -> None:
             close(found, wanted)
             if mesh.axis_types[0] is AxisType.Explicit:
                 assert spec(found[0][1])[0] == mapping.get("tokens")
+
+
+def test_the_kernel_for_tpus(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megablox, simulated: on complete rows and experts it is right, and on shards of them it is refused by name."""
+    monkeypatch.setattr(moe, "active_platform", lambda: "tpu")
+    monkeypatch.setattr(moe, "_megablox", functools.partial(moe._megablox, interpret=True))
+    layers = [nn.MoELinear(x.weight, x.bias, x.Experts, x.In, x.Out, use_gmm=True) for x in (UP, DOWN)]
+    assert_named(mixture(layers, X, CHOSEN), mixture((UP, DOWN), X, CHOSEN), rtol=1e-4, atol=1e-5)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
+        arguments = axn.shard((layers, X, CHOSEN))
+        with pytest.raises(ValueError, match=r"MoELinear: .*\(`use_gmm`\) does not run where JAX tracks .* Leave"):
+            jax.jit(mixture)(*arguments)
+        with pytest.raises(ValueError, match=r"dispatch: `fn` gets some of the rows and experts here.*MoELinear"):
+            jax.jit(axn.shard_map(mixture, check_vma=False))(*arguments)
 
 
 def test_only_rows_move(mesh: Mesh) -> None:
@@ -443,3 +459,35 @@ def test_a_mixture_with_its_router(mesh: Mesh) -> None:
     wanted = compute(model, X)
     with jax.set_mesh(mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
         close(axn.to_host(compute(*axn.shard((model, X)))), wanted)
+
+
+@jax.custom_vjp
+def _clipped(x: jax.Array) -> jax.Array:
+    return x * 1.0
+
+
+def _norm_of_one(_: None, g: jax.Array) -> tuple[jax.Array]:
+    return (g / jnp.linalg.norm(g),)
+
+
+_clipped.defvjp(lambda x: (x * 1.0, None), _norm_of_one)
+
+
+def test_a_derivative_that_needs_the_gradient_of_all_rows_is_refused() -> None:
+    """On rows it is right; of a parameter, each device would have the gradient by its own rows."""
+
+    def step(layers: Any, x: axn.NamedArray, of_rows: bool) -> jax.Array:
+        def fn(layers: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+            up = layers[0]
+            if of_rows:
+                return up(axn.named(jax.vmap(_clipped)(rows.array), rows.names), sizes)
+            weight = axn.named(_clipped(up.weight.array), up.weight.names)
+            return dataclasses.replace(up, weight=weight)(rows, sizes)
+
+        return axn.sum(axn.sin(nn.dispatch(fn, layers, x, CHOSEN, Experts))).scalar()
+
+    expected = jax.jit(jax.grad(functools.partial(step, of_rows=True)))((UP,), X)
+    with jax.set_mesh(axn.make_mesh({"expert": 4})), axn.axis_mapping({"tokens": "expert", "experts": "expert"}):
+        close(jax.jit(jax.grad(functools.partial(step, of_rows=True)))(*axn.shard(((UP,), X))), expected)
+        with pytest.raises(ValueError, match=r"'mul' in test_routing.py:\d+ is no function of each row alone"):
+            jax.jit(jax.grad(functools.partial(step, of_rows=False)))(*axn.shard(((UP,), X)))

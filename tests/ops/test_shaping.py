@@ -174,7 +174,7 @@ def test_broadcasting_refuses(x):
     with pytest.raises(ValueError, match="broadcast_axis: axis 'b' has conflicting sizes"):
         axn.broadcast_axis(x, Axis("b", 5))
     with pytest.raises(ValueError, match="broadcast_axis needs axes with sizes, got only the name 'd'"):
-        axn.broadcast_axis(x, "d")  # pyright: ignore[reportArgumentType]
+        axn.broadcast_axis(x, "d")  # pyright: ignore[reportArgumentType, reportCallIssue]
     with pytest.raises(ValueError, match="broadcast_axis: 'd' would name more than one axis"):
         axn.broadcast_axis(x, (Axis("d", 2), Axis("d", 2)))
     with pytest.raises(TypeError, match=r"broadcast_to: an operand has no axis names but shape \(2,\)"):

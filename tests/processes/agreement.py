@@ -28,7 +28,10 @@ def main() -> None:
         found: list[str] = []
         started = time.monotonic()
         told = []
-        with mock.patch.object(connecting, "_log", told.append), mock.patch.multiple(connecting, _SAY_AFTER=0.3):
+        with (
+            mock.patch.object(connecting, "_log_warning", told.append),
+            mock.patch.multiple(connecting, _SAY_AFTER=0.3),
+        ):
             threads = [threading.Thread(target=attempt, args=(name, address, i, found)) for i in numbers(name, index)]
             for thread in threads:
                 thread.start()

@@ -52,7 +52,7 @@ def test_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(connecting, "_SAY_AFTER", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(ValueError, match="is in use by another program"):
-            connecting._meet(f"127.0.0.1:{silent.getsockname()[1]}", None, 2, 1, {}, 300)
+            connecting._meet_first_process(f"127.0.0.1:{silent.getsockname()[1]}", None, 2, 1, {}, 300)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -68,7 +68,9 @@ def test_answers_to_all(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reception = connecting._Reception("127.0.0.1", port, 2, stop)
     with socket.create_connection(("127.0.0.1", port)) as first:  # which stays, so the others are heard, too
         first.sendall(said(0, "a").encode() + b"\n")
-        answers = [connecting._ask("127.0.0.1", port, said(1, name), 2, stop)["problem"] for name in ("b", "c")]
+        answers = [
+            connecting._ask_first_process("127.0.0.1", port, said(1, name), 2, stop)["problem"] for name in ("b", "c")
+        ]
     reception.end()
     expected = (
         ["failed in process 0: ZeroDivisionError"] * 2 if fails else ["", "2 processes have the number 1: b and c"]
@@ -80,7 +82,7 @@ def test_what_cannot_be_told() -> None:
     with pytest.raises(TypeError, match=r"same\['seed'\] must be a text, got int"):
         connecting.connect_processes(same={"seed": 3})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="coordinator_address 'node0' has no port"):
-        connecting._meet("node0", None, 2, 1, {}, 1)
+        connecting._meet_first_process("node0", None, 2, 1, {}, 1)
     connecting.jax.devices()
     with pytest.raises(RuntimeError, match="JAX has started already"):
         connecting.connect_processes("localhost:1", 2, 1)
@@ -89,7 +91,7 @@ def test_what_cannot_be_told() -> None:
 def test_only_lines_that_differ_are_exchanged() -> None:
     common = "\n".join(f"line {i}" for i in range(100))
     texts = [{"program": f"{common}\nmine {i}", "order": ("a\nb", "b\na")[i], "same": "x"} for i in range(2)]
-    hashes = [{key: processes._hashes(text) for key, text in one.items()} for one in texts]
+    hashes = [{key: processes._hashes_of_lines(text) for key, text in one.items()} for one in texts]
     told = [processes._own_lines(one, hashes) for one in texts]
     assert [one["program"] for one in told] == ["mine 0", "mine 1"] and all("same" not in one for one in told)
     text = processes.difference("save", dict(enumerate(told)))

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.insight import Islands, Torus
+from axonym.insight import Islands
 from axonym.sharding import slices_along
 from axonym.sharding.meshes import arranged_devices
 
@@ -94,8 +94,8 @@ def test_one_slice_is_as_jax_has_it() -> None:
 
 
 def test_plans_say_which_axes_cross() -> None:
-    torus, islands = Torus("v5e", (4, 4), slices=2), Islands("h100", 32)
-    assert torus.between(torus.placements({"data": 2, "model": 16})[0]) == ["data"]
+    slices, islands = Islands("v5e", 32, 16), Islands("h100", 32)
+    assert slices.between({"data": 2, "model": 16}) == ["data"]
     found = [islands.between(placed) for placed in islands.placements({"data": 8, "model": 4})]
     assert found == [["data"], ["model"]]
     grid = arranged_devices({"data": 8, "model": 4}, gpus(8, 8, 8, 8), "data", "plan")

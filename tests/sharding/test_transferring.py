@@ -146,7 +146,7 @@ def test_joining_pieces_takes_no_more_than_is_counted(spec: P, auto_mesh: Mesh) 
     piece = jax.ShapeDtypeStruct(
         (8 * route.piece[0], route.piece[1]),
         jnp.float32,
-        sharding=NamedSharding(mesh, _copies.flat(mesh)),
+        sharding=NamedSharding(mesh, _copies.spec_over_devices(mesh)),
     )
     with jax.set_mesh(mesh):
         program = _copies._program_that_tiles(target, grid, 1).lower([piece] * math.prod(grid)).compile()

@@ -351,10 +351,14 @@ def test_a_failure_is_raised_again_and_never_lost(tmp_path: Path, monkeypatch: p
         for _ in range(2):
             with pytest.raises(OSError, match="the cable is cut"):
                 pending.wait()
-        save_checkpoint_async(tmp_path / "run[1]", {"x": 1})._thread.shutdown()
+        failed = save_checkpoint_async(tmp_path / "run[1]", {"x": 1})
+        failed._thread.shutdown()
+    (tmp_path / "run[1].orbax-checkpoint-tmp-99").mkdir()  # as another process left it that was killed
     with pytest.warns(RuntimeWarning, match=r"run\[1\] could not be written: the cable is cut"):
         save_checkpoint(tmp_path / "run[1]", {"x": 1})
     assert sorted(os.listdir(tmp_path)) == ["run1.orbax-checkpoint-tmp", "run[1]"]
+    with pytest.raises(OSError, match="the cable is cut"):
+        failed.wait()
 
 
 def test_without_orbax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
 def test_the_array_is_named(copied: Path, auto_mesh: Mesh) -> None:
     """Whatever shard of whatever array is damaged."""
     path, found = copied / "step-2", dict[str, list[list[str]]]()
-    values = list(file_checksums._values(f"{path / 'arrays'}/"))
+    values = list(file_checksums._stored_values(f"{path / 'arrays'}/"))
     assert {array for array, *_ in values} == {"w", "v"}
     for array, file, start, size in values:
         at = path / "arrays" / file

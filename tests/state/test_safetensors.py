@@ -114,7 +114,7 @@ def test_several_files(tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save_state_dict({"a": np.ones(2), "b": np.ones(2)}, path)
-    monkeypatch.setattr("axonym.state.safetensors._fetched", lambda x: x if x[0] == 0 else 1 / 0)
+    monkeypatch.setattr("axonym.state.safetensors._fetched_array", lambda x: x if x[0] == 0 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_state_dict({"a": np.zeros(2), "b": np.full(2, 3.0)}, path)
     assert same(load_state_dict(path)["a"], np.ones(2)) and os.listdir(tmp_path) == ["a.safetensors"]
@@ -154,7 +154,7 @@ def fetched(x):
         os.kill(os.getpid(), signal.SIGKILL)
     return x
 
-safetensors._fetched = fetched
+safetensors._fetched_array = fetched
 save_state_dict({"a": np.ones((512, 512)), "b": np.ones(2)}, sys.argv[1])
 """
 

@@ -90,7 +90,7 @@ def connect_processes(
             raise ValueError(f"connect_processes: process_id must be from 0 to {num_processes - 1}, got {process_id}.")
         if _jax_has_started():  # which JAX would refuse only after all have met
             raise RuntimeError("connect_processes: JAX has started already. Call this before any other JAX function.")
-        _meet(
+        _meet_first_process(
             address,
             options.get("coordinator_bind_address") or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
             num_processes,
@@ -133,7 +133,7 @@ def _host_and_port(what: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _meet(
+def _meet_first_process(
     address: str, bind_address: str | None, count: int, index: int, facts: Mapping[str, str], timeout: float
 ) -> None:
     """Tell the first process what this one runs; raise an error if the processes differ, or one is missing."""
@@ -146,7 +146,7 @@ def _meet(
             meeting = _Reception(*bound, count, stop)
     me = {"process": index, "id": secrets.token_hex(8), "who": f"process {os.getpid()} on {socket.gethostname()}"}
     try:
-        answer = _ask(host, port, json.dumps(me | {"same": dict(facts)}), count, stop)
+        answer = _ask_first_process(host, port, json.dumps(me | {"same": dict(facts)}), count, stop)
     finally:
         if meeting is not None:
             meeting.end()
@@ -156,7 +156,7 @@ def _meet(
         raise ValueError(answer["problem"])
 
 
-def _ask(host: str, port: int, told: str, count: int, stop: float) -> Any:
+def _ask_first_process(host: str, port: int, told: str, count: int, stop: float) -> Any:
     """Tell the first process something, and wait for its answer to all."""
     say_at = time.monotonic() + _SAY_AFTER
     while True:
@@ -177,7 +177,7 @@ def _ask(host: str, port: int, told: str, count: int, stop: float) -> Any:
                         return answer
                     if time.monotonic() > say_at:
                         say_at = time.monotonic() + _SAY_AGAIN
-                        _log(f"Waiting for {waiting}.")
+                        _log_warning(f"Waiting for {waiting}.")
                 else:
                     strange = False  # it has ended, and may start again
         now = time.monotonic()
@@ -188,13 +188,13 @@ def _ask(host: str, port: int, told: str, count: int, stop: float) -> Any:
                     "already. Choose another port, or end them."
                 )
             say_at = now + _SAY_AGAIN
-            _log(f"Waiting for process 0 of {count}, which the others reach at {host}:{port}.")
+            _log_warning(f"Waiting for process 0 of {count}, which the others reach at {host}:{port}.")
         if now > stop:
             return {"missing": f"process 0 of {count}, which the others reach at {host}:{port},", "problem": ""}
         time.sleep(_LOOK)
 
 
-def _log(text: str) -> None:
+def _log_warning(text: str) -> None:
     logging.getLogger("axonym").warning(text)  # without any setting of logging, this prints the text alone
 
 
@@ -279,7 +279,7 @@ class _Reception:
                 break
             if now > say_at:
                 say_at = now + _ALIVE
-                _send(self.present, {"waiting": names, "problem": "", "missing": ""})
+                _send_answer(self.present, {"waiting": names, "problem": "", "missing": ""})
         return {"waiting": "", "problem": problem, "missing": "" if problem else names}, missing
 
     def _listen(self) -> Any:
@@ -295,7 +295,7 @@ class _Reception:
 
     def _answer(self, answer: Mapping[str, str], missing: list[str]) -> None:
         """Answer all processes. If there is a problem, answer latecomers for a while too, until all have closed."""
-        _send(self.present, answer)
+        _send_answer(self.present, answer)
         known = list(self.present.values())
         late = set(missing) if answer["problem"] else set()
         stop = time.monotonic() + 5
@@ -304,7 +304,7 @@ class _Reception:
                 late.discard(str(hello["process"]))
                 known.append(hello)
                 problem = answer["problem"] or self._twice(known)  # also with one that has its answer
-                _send({c: h for c, h in self.present.items() if h is hello}, {**answer, "problem": problem})
+                _send_answer({c: h for c, h in self.present.items() if h is hello}, {**answer, "problem": problem})
 
     def _twice(self, present: list[Any]) -> str:
         for index in sorted({hello["process"] for hello in present}):
@@ -318,7 +318,7 @@ class _Reception:
         return ""
 
 
-def _send(connections: Mapping[socket.socket, Any], answer: Mapping[str, str]) -> None:
+def _send_answer(connections: Mapping[socket.socket, Any], answer: Mapping[str, str]) -> None:
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.sendall(json.dumps(answer).encode() + b"\n")

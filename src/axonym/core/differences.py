@@ -104,10 +104,10 @@ def find_likeness(
         sizes: the sizes of all mesh axes.
         known: the fingerprints.
     """
-    one, varying = _distinct(value, devices)
-    for factor, inverse in itertools.product(_subsets(sizes), (False, True)):
+    one, varying = _distinct_values(value, devices)
+    for factor, inverse in itertools.product(_subsets_of_names(sizes), (False, True)):
         size = math.prod(sizes[a] for a in factor)
-        for summed in _subsets(varying):
+        for summed in _subsets_of_names(varying):
             total = one.sum(tuple(varying[a] for a in summed))
             if fingerprint(total * size if inverse else total / size) in known:
                 return Likeness(summed, factor, inverse)
@@ -116,12 +116,12 @@ def find_likeness(
 
 def fingerprint(x: np.ndarray, devices: Mapping[str, int] | None = None) -> tuple[int, str, str]:
     """Return numbers that layout and sharding do not change: sums over all elements, of terms that do not cancel."""
-    x = _distinct(x, devices)[0] if devices else x
+    x = _distinct_values(x, devices)[0] if devices else x
     x = np.real(x) + np.imag(x)
     return x.size, f"{np.sum(np.abs(x)):.9g}", f"{np.sum(np.maximum(x, 0)):.9g}"
 
 
-def _distinct(value: np.ndarray, devices: Mapping[str, int]) -> tuple[np.ndarray, dict[str, int]]:
+def _distinct_values(value: np.ndarray, devices: Mapping[str, int]) -> tuple[np.ndarray, dict[str, int]]:
     """Return a value without copies of it, and the mesh axes along which it varies."""
     value = value.reshape(*devices.values(), -1)
     far = 1e-10 * float(np.max(np.abs(value), initial=0.0, where=np.isfinite(value)))
@@ -133,6 +133,6 @@ def _distinct(value: np.ndarray, devices: Mapping[str, int]) -> tuple[np.ndarray
     return value[tuple(slice(None) if a in varying else slice(1) for a in devices)], varying
 
 
-def _subsets(names: Iterable[str]) -> list[tuple[str, ...]]:
+def _subsets_of_names(names: Iterable[str]) -> list[tuple[str, ...]]:
     names = tuple(names)
     return [s for n in range(len(names) + 1) for s in itertools.combinations(names, n)]

@@ -40,9 +40,9 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     if f.__qualname__ in CALLS:
         call = CALLS[f.__qualname__]
     elif f.__qualname__.endswith(".__init__"):  # a layer is made by its `init`
-        call = _call(type(arguments[0]).init, f"{name}.init")
+        call = _example_call(type(arguments[0]).init, f"{name}.init")
     else:
-        call = _call(f, name, along=asked is not None)
+        call = _example_call(f, name, along=asked is not None)
     call = call.replace("{new}", repr(asked) if isinstance(asked, str) and asked not in names else "'new'")
     if parameters[0] == "key" and arguments and not hasattr(arguments[0], "dtype"):
         return f"{error}. The first argument is a random key: write `{call}`."
@@ -50,7 +50,7 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     if asked is not None:
         one = "AxisSelector" in str(inspect.signature(f).parameters.get("axis"))
         advice = advice.replace("{last}", _by_name(asked, names, one))
-    return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
+    return f"{error}. {_filled_advice(advice, tuple(map(repr, names)))}"
 
 
 def _by_name(asked: Any, names: Sequence[str], one: bool) -> str:
@@ -65,7 +65,7 @@ def _by_name(asked: Any, names: Sequence[str], one: bool) -> str:
     return f"({', '.join(map(repr, found))})"
 
 
-def _call(f: Callable[..., Any], name: str, *, along: bool = False) -> str:
+def _example_call(f: Callable[..., Any], name: str, *, along: bool = False) -> str:
     """Return an example call with every required argument and the axis, if it is positional or `along` asks for it."""
     words = []
     for p in inspect.signature(f).parameters.values():
@@ -95,11 +95,11 @@ def sentence(advice: str | None, axes: Sequence[str]) -> str:
     """Return advice as a sentence that names the axes of an array."""
     if advice is None:
         return ""
-    advice = _filled(advice, axes)
+    advice = _filled_advice(advice, axes)
     return f" {advice[0].upper()}{advice[1:]}."
 
 
-def _filled(advice: str, axes: Sequence[str]) -> str:
+def _filled_advice(advice: str, axes: Sequence[str]) -> str:
     end = "," if len(axes) == 1 else ""
     words = {
         "{axes}": ", ".join(axes) + end,

@@ -123,16 +123,16 @@ class Functions:
         if not any(isinstance(s, StaticLeaf) and isinstance(s.value, types.MethodType) for s in self._spec.slots):
             with contextlib.suppress(TypeError):  # something has no hash
                 hash(self._spec)
-                return _CACHES.setdefault(_anchor(self._functions[0]), FunctionCache()), self._spec
+                return _CACHES.setdefault(_cache_anchor(self._functions[0]), FunctionCache()), self._spec
         return FunctionCache() if self._own is None else self._own, None
 
 
-def _anchor(function: Any) -> Any:
+def _cache_anchor(function: Any) -> Any:
     """Return an object that lives as long as the cached values for a function can be used."""
     if isinstance(function, functools.partial):
-        return _anchor(function.func)
+        return _cache_anchor(function.func)
     if isinstance(function, types.MethodType):
-        return _anchor(function.__func__)
+        return _cache_anchor(function.__func__)
     is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(function))
     return function if is_leaf and is_known_by_identity(function) else type(function)
 

@@ -58,7 +58,11 @@ border-left: 1px solid var(--line) } .tree li > .leaf { padding: 3px 0 3px 17px 
 .leaf, .node { display: flex; flex-wrap: wrap; gap: 2px 10px; align-items: center }
 .node { display: inline-flex; width: calc(100% - 20px) }
 .tree .name { flex: 0 1 calc(300px - 24px * var(--depth, 0)) } .tree .num { min-width: 74px; text-align: right }
-.tree .bar { flex: 0 0 90px }"""
+.tree .bar { flex: 0 0 90px } .leaf svg, .node svg { flex: none }
+.held { fill: var(--fill) } .empty { fill: var(--empty) }
+.line { fill: none; stroke: var(--mid) } [class^=cut] { stroke-width: 2 } .cut0 { stroke: var(--m0) }
+.cut1 { stroke: var(--m1) } .cut2 { stroke: var(--m2) } .cut3 { stroke: var(--m3) } .cut4 { stroke: var(--m4) }
+.cut5 { stroke: var(--m5) }"""
 """The style of what pages and notebooks share."""
 
 

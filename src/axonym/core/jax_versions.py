@@ -140,6 +140,17 @@ def evaluated(eqn: Any, params: Any, operands: Sequence[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(program.replace(outvars=eqn.outvars, eqns=eqns), ()))(*operands)
 
 
+def traced_operation(name: str, types: Callable[..., list[Any]], mapped: Callable[..., Any]) -> Primitive:
+    """Return an operation that only shows in a traced program, from the types of its results, and its `vmap`."""
+    from jax.interpreters import batching
+
+    made: Any = Primitive(name)
+    made.multiple_results = True
+    made.def_abstract_eval(types)
+    batching.primitive_batchers[made] = mapped
+    return made
+
+
 def marking_operation(name: str, mapped: Callable[[Any, int], Any]) -> Callable[[jax.Array, Any], jax.Array]:
     """Return an operation without effect that shows in a traced program with a parameter `names`, also in derivatives.
 

@@ -85,7 +85,7 @@ class _Equation:
 _Maker = Callable[[_Equation], OperationRule]
 
 
-def _factors(dims: Any) -> list[int]:
+def _factors_of(dims: Any) -> list[int]:
     return [f for dim in dims for f in dim]
 
 
@@ -96,7 +96,7 @@ def _as_dims(x: Any, rank: int = 0) -> tuple[int, ...]:
 # --- position for position ---
 
 
-def _each(values: str = "each", along: str = "", how: str = "whole", last: int = 0) -> _Maker:
+def _rule_of_each_position(values: str = "each", along: str = "", how: str = "whole", last: int = 0) -> _Maker:
     """Make the rule of what treats operands position for position, but for axes that a parameter lists."""
 
     def make(e: _Equation) -> OperationRule:
@@ -107,17 +107,17 @@ def _each(values: str = "each", along: str = "", how: str = "whole", last: int =
             return tuple([d if n == m else e.new(n) for d, n, m in zip(dims, own, shape, strict=False)])
 
         at = _as_dims(e.params.get(along, ()), len(shape)) if along else range(len(shape) - last, len(shape))
-        uses = dict.fromkeys(_factors(dims[i] for i in at), how)
+        uses = dict.fromkeys(_factors_of(dims[i] for i in at), how)
         return OperationRule(tuple(map(term, e.ins)), tuple(map(term, e.outs)), e.sizes, uses, values=values)
 
     return make
 
 
-def _reduced(how: str, key: str = "axes") -> _Maker:
+def _rule_of_reductions(how: str, key: str = "axes") -> _Maker:
     def make(e: _Equation) -> OperationRule:
         dims, gone = e.all_new(e.ins[0]), _as_dims(e.params[key])
         result = tuple([d for i, d in enumerate(dims) if i not in gone])
-        uses = dict.fromkeys(_factors(dims[i] for i in gone), how)
+        uses = dict.fromkeys(_factors_of(dims[i] for i in gone), how)
         others = [dims if s == e.ins[0] else () for s in e.ins[1:]]
         values = "sum" if how == "sum" else ""
         return OperationRule((dims, *others), (result,) * len(e.outs), e.sizes, uses, values=values)
@@ -125,7 +125,7 @@ def _reduced(how: str, key: str = "axes") -> _Maker:
     return make
 
 
-def _same(e: _Equation) -> OperationRule:
+def _rule_of_same_arrays(e: _Equation) -> OperationRule:
     """Each result is an operand."""
     dims = [e.all_new(s) for s in e.ins]
     return OperationRule(tuple(dims), tuple(dims[: len(e.outs)]), e.sizes, values="moved")
@@ -134,23 +134,23 @@ def _same(e: _Equation) -> OperationRule:
 # --- layout ---
 
 
-def _permuted(e: _Equation) -> OperationRule:
+def _rule_of_transposes(e: _Equation) -> OperationRule:
     dims = e.all_new(e.ins[0])
     return e.rule([dims], tuple(dims[i] for i in e.params["permutation"]), values="moved")
 
 
-def _broadcast(e: _Equation) -> OperationRule:
+def _rule_of_broadcasts(e: _Equation) -> OperationRule:
     dims, at = e.all_new(e.ins[0]), e.params["broadcast_dimensions"]
     found = {j: d for j, d, n in zip(at, dims, e.ins[0], strict=True) if n == e.outs[0][j]}
     return e.rule([dims], tuple([found.get(j) or e.new(n) for j, n in enumerate(e.outs[0])]), values="moved")
 
 
-def _squeezed(e: _Equation) -> OperationRule:
+def _rule_of_squeezes(e: _Equation) -> OperationRule:
     dims, gone = e.all_new(e.ins[0]), e.params["dimensions"]
     return e.rule([dims], tuple([d for i, d in enumerate(dims) if i not in gone]), values="moved")
 
 
-def _reshaped(e: _Equation) -> OperationRule:
+def _rule_of_reshapes(e: _Equation) -> OperationRule:
     """Refine both shapes until they have the same factors; where sizes do not divide each other, axes are torn."""
     order = e.params["dimensions"] or range(len(e.ins[0]))  # JAX permutes the operand first
     shapes = tuple([e.ins[0][i] for i in order]), e.outs[0]
@@ -183,18 +183,18 @@ def _reshaped(e: _Equation) -> OperationRule:
     return e.rule([operand], tuple(found[1]), uses=uses, values="moved")
 
 
-def _tiled(e: _Equation) -> OperationRule:
+def _rule_of_tiles(e: _Equation) -> OperationRule:
     dims = e.all_new(e.ins[0])
     result = tuple([d if r == 1 else (*e.new(r), *d) for r, d in zip(e.params["reps"], dims, strict=True)])
     return e.rule([dims], result, values="moved")
 
 
-def _cut(e: _Equation) -> OperationRule:
+def _rule_of_slices(e: _Equation) -> OperationRule:
     starts, strides = e.params["start_indices"], e.params["strides"] or (1,) * len(e.ins[0])
-    return _parted(e, [*zip(starts, strides, strict=True)])
+    return _rule_of_parts(e, [*zip(starts, strides, strict=True)])
 
 
-def _parted(e: _Equation, places: Sequence[tuple[int | None, int]]) -> OperationRule:
+def _rule_of_parts(e: _Equation, places: Sequence[tuple[int | None, int]]) -> OperationRule:
     """Make the rule of a result that has a part of each axis of the operand."""
     dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
     for d, n, m, (start, stride) in zip(dims, e.ins[0], e.outs[0], places, strict=True):
@@ -207,7 +207,7 @@ def _parted(e: _Equation, places: Sequence[tuple[int | None, int]]) -> Operation
     return e.rule([dims], tuple(result), uses=uses, parts=parts, values="moved")
 
 
-def _split(e: _Equation) -> OperationRule:
+def _rule_of_splits(e: _Equation) -> OperationRule:
     dims, at, parts, start = e.all_new(e.ins[0]), e.params["axis"], list[PartOf](), 0
     results = []
     for n in e.params["sizes"]:
@@ -219,7 +219,7 @@ def _split(e: _Equation) -> OperationRule:
     return OperationRule((dims,), tuple(results), e.sizes, uses, parts, "moved")
 
 
-def _padded(e: _Equation) -> OperationRule:
+def _rule_of_pads(e: _Equation) -> OperationRule:
     dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
     for d, m, (low, high, inside) in zip(dims, e.outs[0], e.params["padding_config"], strict=True):
         if not (low or high or inside):
@@ -237,7 +237,7 @@ def _padded(e: _Equation) -> OperationRule:
     return e.rule([dims, ()], tuple(result), uses=uses, parts=parts, values="moved")
 
 
-def _joined(e: _Equation) -> OperationRule:
+def _rule_of_concatenations(e: _Equation) -> OperationRule:
     at, dims, start = e.params["dimension"], e.all_new(e.outs[0]), 0
     operands, uses, parts = list[Term](), dict[int, str](), list[PartOf]()
     for shape in e.ins:
@@ -250,18 +250,18 @@ def _joined(e: _Equation) -> OperationRule:
     return OperationRule(tuple(operands), (dims,), e.sizes, uses, parts, "moved")
 
 
-def _stacked(e: _Equation) -> OperationRule:
+def _rule_of_stacks(e: _Equation) -> OperationRule:
     at, dims = e.params["axis"], e.all_new(e.ins[0])
     return OperationRule((dims,) * len(e.ins), ((*dims[:at], e.new(len(e.ins)), *dims[at:]),), e.sizes, values="moved")
 
 
-def _unstacked(e: _Equation) -> OperationRule:
+def _rule_of_unstacks(e: _Equation) -> OperationRule:
     at, dims = e.params["axis"], e.all_new(e.ins[0])
     result = (*dims[:at], *dims[at + 1 :])
     return OperationRule((dims,), (result,) * len(e.outs), e.sizes, dict.fromkeys(dims[at], "part"), values="moved")
 
 
-def _updated(e: _Equation) -> OperationRule:
+def _rule_of_slice_updates(e: _Equation) -> OperationRule:
     """`dynamic_update_slice`: the update is a part of the operand, also where it has its size."""
     dims, update, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
     for d, n, m, at in zip(dims, e.ins[0], e.ins[1], e.invars[2:], strict=True):
@@ -274,17 +274,17 @@ def _updated(e: _Equation) -> OperationRule:
 # --- products ---
 
 
-def _product(e: _Equation) -> OperationRule:
-    return _multiplied(e, e.params["dimension_numbers"])
+def _rule_of_products(e: _Equation) -> OperationRule:
+    return _rule_of_dimension_numbers(e, e.params["dimension_numbers"])
 
 
-def _multiplied(e: _Equation, numbers: Any, groups: Sequence[int] = ()) -> OperationRule:
+def _rule_of_dimension_numbers(e: _Equation, numbers: Any, groups: Sequence[int] = ()) -> OperationRule:
     (summed, batch), left = numbers, e.all_new(e.ins[0])
     same = {j: left[i] for pair in (summed, batch) for i, j in zip(*pair, strict=True)}
     right = tuple([same[j] if j in same else e.new(n) for j, n in enumerate(e.ins[1])])
     free = [d for i, d in enumerate(left) if i not in (*summed[0], *batch[0])]
     free += [d for j, d in enumerate(right) if j not in (*summed[1], *batch[1], *groups)]
-    uses = dict.fromkeys(_factors(left[i] for i in summed[0]), "sum")
+    uses = dict.fromkeys(_factors_of(left[i] for i in summed[0]), "sum")
     result = (*(left[i] for i in batch[0]), *free)
     return e.rule([left, right], result, uses=uses, values="sum", product=True)
 
@@ -292,9 +292,9 @@ def _multiplied(e: _Equation, numbers: Any, groups: Sequence[int] = ()) -> Opera
 def _grouped_product(e: _Equation) -> OperationRule:
     numbers = e.params["ragged_dot_dimension_numbers"]
     groups = tuple(numbers.rhs_group_dimensions)
-    found = _multiplied(e, numbers.dot_dimension_numbers, groups)
+    found = _rule_of_dimension_numbers(e, numbers.dot_dimension_numbers, groups)
     left, right, sizes = found.operands
-    rows = dict.fromkeys(_factors(left[i] for i in numbers.lhs_ragged_dimensions), "grouped")
+    rows = dict.fromkeys(_factors_of(left[i] for i in numbers.lhs_ragged_dimensions), "grouped")
     if groups:
         terms, (result,) = (left, right, (*sizes[:-1], right[groups[0]])), found.results
     else:
@@ -303,7 +303,7 @@ def _grouped_product(e: _Equation) -> OperationRule:
     return found._replace(operands=terms, results=(result,), uses=uses)
 
 
-def _convolved(e: _Equation) -> OperationRule:
+def _rule_of_convolutions(e: _Equation) -> OperationRule:
     numbers, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
     (batch, channel, *spatial), (feature, inner, *window) = numbers.lhs_spec, numbers.rhs_spec
     (out_batch, out_feature, *places) = numbers.out_spec
@@ -329,15 +329,15 @@ def _convolved(e: _Equation) -> OperationRule:
 # --- windows, look-ups, matrices ---
 
 
-def _windowed(e: _Equation) -> OperationRule:
+def _rule_of_windows(e: _Equation) -> OperationRule:
     """Windows, and collectives inside `shard_map`: an axis stays, or becomes one of another size."""
     if sizes := e.params.get("window_dimensions"):
         # Padding on one side, cut on the other, moves elements without changing the size.
-        return _near(e, [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)])
-    return _near(e, [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)])
+        return _rule_of_neighbors(e, [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)])
+    return _rule_of_neighbors(e, [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)])
 
 
-def _near(e: _Equation, windows: Sequence[int]) -> OperationRule:
+def _rule_of_neighbors(e: _Equation, windows: Sequence[int]) -> OperationRule:
     dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
     for d, n, m, w in zip(dims, e.ins[0], e.outs[0], windows, strict=True):
         result.append(new := d if n == m else e.new(m))
@@ -366,7 +366,7 @@ def _looked_up(e: _Equation) -> OperationRule:
     return e.rule([dims, (*rows, e.new(indices[-1]))], result, uses=uses, parts=parts, values="moved")
 
 
-def _scattered(e: _Equation) -> OperationRule:
+def _rule_of_scatters(e: _Equation) -> OperationRule:
     numbers, (table, indices, updates) = e.params["dimension_numbers"], e.ins
     dims, rows = e.all_new(table), [e.new(n) for n in indices[:-1]]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
@@ -388,11 +388,11 @@ def _scattered(e: _Equation) -> OperationRule:
         if i not in full:  # written in places that an index says, or in the first ones
             uses |= dict.fromkeys(dims[i], "index" if i in numbers.scatter_dims_to_operand_dims else "part")
     if "add" in e.name:
-        uses |= dict.fromkeys([f for f in _factors(rows) if f not in _factors(dims)], "sum")
+        uses |= dict.fromkeys([f for f in _factors_of(rows) if f not in _factors_of(dims)], "sum")
     return e.rule([dims, (*rows, e.new(indices[-1])), tuple(found)], dims, uses=uses, parts=parts)
 
 
-def _best(e: _Equation) -> OperationRule:
+def _rule_of_top_k(e: _Equation) -> OperationRule:
     dims = e.all_new(e.ins[0])
     at = e.params.get("axis", e.params.get("reduction_dimension", len(dims) - 1)) % len(dims)
     k = dims[at] if e.outs[0][at] == e.ins[0][at] else e.new(e.outs[0][at])
@@ -400,24 +400,24 @@ def _best(e: _Equation) -> OperationRule:
     return e.rule([dims], *(result,) * len(e.outs), uses=dict.fromkeys(dims[at], "sort"))
 
 
-def _counted(e: _Equation) -> OperationRule:
+def _rule_of_iota(e: _Equation) -> OperationRule:
     dims = e.all_new(e.outs[0])
     return e.rule([], dims, uses=dict.fromkeys(dims[e.params["dimension"]], "position"))
 
 
-def _frequencies(e: _Equation) -> OperationRule:
+def _rule_of_transforms(e: _Equation) -> OperationRule:
     dims, result = e.all_new(e.ins[0]), e.all_new(e.outs[0])
     last = len(dims) - len(e.params["fft_lengths"])
     parts = [PartOf(new[0], d[0]) for d, new in zip(dims[last:], result[last:], strict=True) if d and new]
-    uses = dict.fromkeys(_factors(dims[last:]), "whole")
+    uses = dict.fromkeys(_factors_of(dims[last:]), "whole")
     return e.rule([dims], (*dims[:last], *result[last:]), uses=uses, parts=parts)
 
 
-def _leading(e: _Equation) -> OperationRule:
+def _rule_of_keys(e: _Equation) -> OperationRule:
     """Results begin with the axes of the operand, as keys do."""
     dims = e.all_new(e.ins[0]) if e.ins else ()
     kept = [(*dims[: len(s)], *e.all_new(s[len(dims) :])) for s in e.outs]
-    new = dict.fromkeys(set(_factors(d for term in kept for d in term)) - set(_factors(dims)), "position")
+    new = dict.fromkeys(set(_factors_of(d for term in kept for d in term)) - set(_factors_of(dims)), "position")
     return e.rule([dims] if e.ins else [], *kept, uses=new)
 
 
@@ -435,14 +435,14 @@ def _as_first_of_shape(e: _Equation) -> OperationRule:
     return OperationRule(tuple(dims), (result,), e.sizes, dict.fromkeys(near, "near"))
 
 
-def _unrelated(e: _Equation) -> OperationRule:
+def _rule_of_unrelated_axes(e: _Equation) -> OperationRule:
     """Results have axes of their own, and depend on all of the operands."""
     dims = [e.all_new(s) for s in e.ins]
-    uses = dict.fromkeys(_factors(d for own in dims for d in own), "whole")
+    uses = dict.fromkeys(_factors_of(d for own in dims for d in own), "whole")
     return OperationRule(tuple(dims), tuple(map(e.all_new, e.outs)), e.sizes, uses)
 
 
-def _solved(e: _Equation) -> OperationRule:
+def _rule_of_triangular_solves(e: _Equation) -> OperationRule:
     """`triangular_solve`."""
     b, left = e.all_new(e.ins[1]), e.params["left_side"]
     solved, row = b[-2 if left else -1], e.new(e.ins[0][-1])
@@ -451,7 +451,7 @@ def _solved(e: _Equation) -> OperationRule:
     return OperationRule(((*b[:-2], *square), b), (b,), e.sizes, uses)
 
 
-def _factorized(*sides: str) -> _Maker:
+def _rule_of_factorizations(*sides: str) -> _Maker:
     """Matrices are factorized: each result has the rows or the columns, or neither, beside the axis of the values."""
 
     def make(e: _Equation) -> OperationRule:
@@ -469,69 +469,71 @@ def _factorized(*sides: str) -> _Maker:
     return make
 
 
-def _of(names: str, make: _Maker) -> dict[str, _Maker]:
+def _makers_of(names: str, make: _Maker) -> dict[str, _Maker]:
     return dict.fromkeys(names.split(), make)
 
 
 PRIMITIVES: dict[str, _Maker] = {
-    **_of(
+    **_makers_of(
         """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos
         cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite
         lgamma log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
         regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
         sin sinh sqrt square tan tanh xor zeta log2 threefry2x32 random_fold_in random_clone mul_add fma eq ne lt le gt
         ge eq_to le_to lt_to select_if_vmap""",
-        _each(),
+        _rule_of_each_position(),
     ),
-    **_of("add add_any sub neg", _each("linear")),
-    **_of(
+    **_makers_of("add add_any sub neg", _rule_of_each_position("linear")),
+    **_makers_of(
         """convert_element_type copy copy_p reduce_precision optimization_barrier name stop_gradient sharding_constraint
         mesh_cast reshard layout_constraint pvary pcast psum psum_invariant pmax pmin ppermute pbroadcast pcollective
         all_reduce device_put cross_entropy_barrier nonbatchable named_axes exchanged""",
-        _same,
+        _rule_of_same_arrays,
     ),
-    **_of("cumsum cumprod cummax cummin cumlogsumexp", _each("", "axis", "scan")),
-    "sort": _each("moved", "dimension", "sort"),
-    "rev": _each("moved", "dimensions", "near"),
-    **_of("cholesky", _each("", last=2)),
-    **_of("lu_pivots_to_permutation", _each("", last=1)),
-    **{f"reduce_{how}": _reduced(how) for how in REDUCED},
-    **_of("argmax argmin", _reduced("sort")),
-    "reduce": _reduced("whole", "dimensions"),
-    "transpose": _permuted,
-    "broadcast_in_dim": _broadcast,
-    "squeeze": _squeezed,
-    "reshape": _reshaped,
-    "tile": _tiled,
-    "slice": _cut,
-    "dynamic_slice": lambda e: _parted(e, [(None, 1)] * len(e.ins[0])),
-    "split": _split,
-    "pad": _padded,
-    "concatenate": _joined,
-    "stack": _stacked,
-    "unstack": _unstacked,
-    "dynamic_update_slice": _updated,
-    "dot_general": _product,
+    **_makers_of("cumsum cumprod cummax cummin cumlogsumexp", _rule_of_each_position("", "axis", "scan")),
+    "sort": _rule_of_each_position("moved", "dimension", "sort"),
+    "rev": _rule_of_each_position("moved", "dimensions", "near"),
+    **_makers_of("cholesky", _rule_of_each_position("", last=2)),
+    **_makers_of("lu_pivots_to_permutation", _rule_of_each_position("", last=1)),
+    **{f"reduce_{how}": _rule_of_reductions(how) for how in REDUCED},
+    **_makers_of("argmax argmin", _rule_of_reductions("sort")),
+    "reduce": _rule_of_reductions("whole", "dimensions"),
+    "transpose": _rule_of_transposes,
+    "broadcast_in_dim": _rule_of_broadcasts,
+    "squeeze": _rule_of_squeezes,
+    "reshape": _rule_of_reshapes,
+    "tile": _rule_of_tiles,
+    "slice": _rule_of_slices,
+    "dynamic_slice": lambda e: _rule_of_parts(e, [(None, 1)] * len(e.ins[0])),
+    "split": _rule_of_splits,
+    "pad": _rule_of_pads,
+    "concatenate": _rule_of_concatenations,
+    "stack": _rule_of_stacks,
+    "unstack": _rule_of_unstacks,
+    "dynamic_update_slice": _rule_of_slice_updates,
+    "dot_general": _rule_of_products,
     "ragged_dot_general": _grouped_product,
-    "conv_general_dilated": _convolved,
-    **_of("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _windowed),
-    **_of("all_gather reduce_scatter all_gather_invariant", _windowed),
-    **_of("select_and_scatter_add select_and_gather_add maybe_set", _as_first_of_shape),
+    "conv_general_dilated": _rule_of_convolutions,
+    **_makers_of("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _rule_of_windows),
+    **_makers_of("all_gather reduce_scatter all_gather_invariant", _rule_of_windows),
+    **_makers_of("select_and_scatter_add select_and_gather_add maybe_set", _as_first_of_shape),
     "gather": _looked_up,
-    **_of("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min", _scattered),
-    **_of("scatter-max scatter_max scatter-sub scatter_sub", _scattered),
-    **_of("top_k approx_top_k", _best),
-    "iota": _counted,
-    "fft": _frequencies,
-    **_of("bitcast_convert_type random_bits random_split random_seed random_unwrap random_wrap empty", _leading),
-    **_of("axis_index create_token after_all", _leading),
-    **_of("unvmap_any unvmap_all unvmap_max", _unrelated),
-    "triangular_solve": _solved,
-    "svd": _factorized("", "row", "column"),
-    "qr": _factorized("row", "column"),
-    "eigh": _factorized("row", ""),
-    "eig": _factorized("", "row", "row"),
-    "lu": _factorized("column", "", ""),
+    **_makers_of("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min", _rule_of_scatters),
+    **_makers_of("scatter-max scatter_max scatter-sub scatter_sub", _rule_of_scatters),
+    **_makers_of("top_k approx_top_k", _rule_of_top_k),
+    "iota": _rule_of_iota,
+    "fft": _rule_of_transforms,
+    **_makers_of(
+        "bitcast_convert_type random_bits random_split random_seed random_unwrap random_wrap empty", _rule_of_keys
+    ),
+    **_makers_of("axis_index create_token after_all", _rule_of_keys),
+    **_makers_of("unvmap_any unvmap_all unvmap_max", _rule_of_unrelated_axes),
+    "triangular_solve": _rule_of_triangular_solves,
+    "svd": _rule_of_factorizations("", "row", "column"),
+    "qr": _rule_of_factorizations("row", "column"),
+    "eigh": _rule_of_factorizations("row", ""),
+    "eig": _rule_of_factorizations("", "row", "row"),
+    "lu": _rule_of_factorizations("column", "", ""),
 }
 """For each primitive, a function that makes the rule of an equation."""
 

@@ -14,7 +14,7 @@ def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str
 
     `keywords` are the names of keyword arguments, which positional arguments must not get.
     """
-    names, rest = _positional(fn)
+    names, rest = _positional_names(fn)
     names = names[:count]
     rest = rest or "args"
     names += [f"{rest}[{i}]" for i in range(count - len(names))]
@@ -28,7 +28,7 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
         values: one for each parameter that is not static, or one for each parameter.
         static: the positions of static parameters.
     """
-    parameters, rest = _positional(fn)
+    parameters, rest = _positional_names(fn)
     fixed = {i if i >= 0 else i + len(parameters) for i in static}
     names = [name for i, name in enumerate(parameters) if i not in fixed]
     if len(values) == len(parameters) != len(names):
@@ -40,7 +40,7 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
     return dict(zip([*names, *(f"{rest}[{i}]" for i in range(more))], values, strict=False))
 
 
-def _positional(fn: Callable[..., Any]) -> tuple[list[str], str | None]:
+def _positional_names(fn: Callable[..., Any]) -> tuple[list[str], str | None]:
     """Return the names of the positional parameters, and of the `*args` parameter."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())

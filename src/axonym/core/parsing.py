@@ -175,7 +175,7 @@ def _tokenize(what: str, text: str) -> list[_Token]:
         found = _TOKEN.match(text, position)
         if found is None:
             wrong = _Token(position, position + 1, "bad", text[position])
-            fail(what, text, wrong, f"unexpected {text[position]!r}.{_hint(text, position)}")
+            fail(what, text, wrong, f"unexpected {text[position]!r}.{_hint_at(text, position)}")
         if found["name"]:
             size = None if found["size"] is None else int(found["size"])
             tokens.append(_Token(found.start(), found.end(), "name", sys.intern(found["name"]), size))
@@ -186,7 +186,7 @@ def _tokenize(what: str, text: str) -> list[_Token]:
     return tokens
 
 
-def _hint(text: str, position: int) -> str:
+def _hint_at(text: str, position: int) -> str:
     match text[position]:
         case ".":
             return " An ellipsis is three dots, `...`."

@@ -60,9 +60,9 @@ def fail_together(what: str) -> Iterator[ProcessAgreement]:
         yield agree
     except BaseException as error:
         if not over:  # the others do not know about it
-            _agree(what, error, {})
+            _agree_on_success(what, error, {})
         raise
-    _agree(what, None, {})
+    _agree_on_success(what, None, {})
 
 
 def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
@@ -71,16 +71,16 @@ def agree_on(what: str, same: Mapping[str, str | jax.stages.Lowered]) -> None:
         # JAX leaves out names of files by itself.
         texts = {key: x if isinstance(x, str) else _ADDRESS.sub("", x.as_text()) for key, x in same.items()}
     except BaseException as error:
-        _agree(what, error, {})
+        _agree_on_success(what, error, {})
         raise
-    _agree(what, None, texts)
+    _agree_on_success(what, None, texts)
 
 
 _ADDRESS = re.compile(r'(?<=backend_config = ")[0-9]+(?=")')
 """The address of a custom partitioning's rule in the memory of a process."""
 
 
-def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:
+def _agree_on_success(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:
     """Exchange whether each process succeeded; raise an error if one of them failed."""
     summaries = from_all_processes(
         np.array([error is not None, zlib.crc32(json.dumps(dict(same)).encode())], np.uint32)
@@ -88,19 +88,19 @@ def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> N
     if not summaries[:, 0].any():
         if (summaries == summaries[0]).all():
             return
-        hashes = _exchanged({key: _hashes(text) for key, text in same.items()})
-        raise ValueError(difference(what, dict(enumerate(_exchanged(_own_lines(same, hashes))))))
-    told = _exchanged(None if error is None else _described(error))
+        hashes = _of_all_processes({key: _hashes_of_lines(text) for key, text in same.items()})
+        raise ValueError(difference(what, dict(enumerate(_of_all_processes(_own_lines(same, hashes))))))
+    told = _of_all_processes(None if error is None else _described_error(error))
     failed = {i: one for i, one in enumerate(told) if one is not None}
     first = next(iter(failed.values()))
     if error is not None and (
         not isinstance(error, Exception) or (len(failed) == len(told) and all(e == first for e in failed.values()))
     ):
         return  # the caller raises it unchanged: all processes have it, or it is an interrupt
-    raise _made(what, failed, len(told)) from error
+    raise _combined_error(what, failed, len(told)) from error
 
 
-def _exchanged(x: Any) -> list[Any]:
+def _of_all_processes(x: Any) -> list[Any]:
     """Return what each process gives to this function."""
     payload = json.dumps(x).encode()
     lengths = from_all_processes(np.array([len(payload)], np.uint32))[:, 0]
@@ -110,7 +110,7 @@ def _exchanged(x: Any) -> list[Any]:
     return [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), lengths, strict=True)]
 
 
-def _hashes(text: str) -> list[str]:
+def _hashes_of_lines(text: str) -> list[str]:
     """Return a hash of a text and of each of its lines: the texts of programs are too long to send them all."""
     return [
         hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -126,7 +126,7 @@ def _own_lines(same: Mapping[str, str], told: list[dict[str, list[str]]]) -> dic
         if all(one == hashes[0] for one in hashes):
             continue
         text = same.get(key, "")
-        whole, *mine = _hashes(text)
+        whole, *mine = _hashes_of_lines(text)
         everywhere = set.intersection(*(set(lines) for _, *lines in hashes))
         lines = [line for line, name in zip(text.splitlines(), mine, strict=True) if name not in everywhere]
         own[key] = "\n".join(dict.fromkeys(lines[:4]))
@@ -147,7 +147,7 @@ def checksum(x: Any) -> int:
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _described_error(error: BaseException) -> dict[str, Any]:
     kinds = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
     try:  # an error here would leave the other processes waiting
         text = str(error)
@@ -157,7 +157,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     return {"kinds": kinds, "text": text or kinds[0][1], "errno": errno if isinstance(errno, int) else None}
 
 
-def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exception:
+def _combined_error(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exception:
     """Build the error that every process raises, with the type of the first failure if possible."""
     interrupts = ("KeyboardInterrupt", "SystemExit")
     lines = [

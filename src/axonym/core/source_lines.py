@@ -50,14 +50,14 @@ class Source:
 
 def source(frames: Sequence[Frame]) -> Source | None:
     """Return the innermost line outside this library and JAX, preferably also outside other libraries."""
-    others = [f for f in frames if not _real(f.file).startswith(_HIDDEN)]
-    users = [f for f in others if not _real(f.file).startswith(_LIBRARIES)]
+    others = [f for f in frames if not _real_path(f.file).startswith(_HIDDEN)]
+    users = [f for f in others if not _real_path(f.file).startswith(_LIBRARIES)]
     best = (users or others or [None])[0]
     return None if best is None else Source(best.file, best.line, best.function)
 
 
 @functools.lru_cache(maxsize=1024)
-def _real(file: str) -> str:
+def _real_path(file: str) -> str:
     return os.path.realpath(file)
 
 

@@ -60,7 +60,7 @@ class StaticLeaf:
 
     def _typed(self) -> Any:
         if self._key is None:
-            self._key = _typed(self.value)
+            self._key = _typed_value(self.value)
         return self._key
 
     def __hash__(self) -> int:
@@ -135,9 +135,9 @@ class TreeSpec:
     def compared(self) -> tuple[list[int], list[Any]]:
         """Return which nodes have such values, and their data, with `_CHANGES` in place of data that may change."""
         if self._compared is None:
-            nodes = _nodes(self.structure)
-            numbers = [i for i, data in enumerate(nodes) if not all(map(_is_plain, _fields([data])))]
-            fields = _fields([nodes[i] for i in numbers])
+            nodes = _data_of_nodes(self.structure)
+            numbers = [i for i, data in enumerate(nodes) if not all(map(_is_plain, _fields_of_nodes([data])))]
+            fields = _fields_of_nodes([nodes[i] for i in numbers])
             self._compared = numbers, [_CHANGES if _is_mutable(data) else data for data in fields]
         return self._compared
 
@@ -255,14 +255,14 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
     # This runs in every call of a compiled function: data without such values are not looked at, and identical objects
     # need no conversion.
     numbers, known = spec.compared
-    nodes = _nodes(structure)
-    data = _fields([nodes[i] for i in numbers])
+    nodes = _data_of_nodes(structure)
+    data = _fields_of_nodes([nodes[i] for i in numbers])
     if all(map(operator.is_, data, known)):
         return True
     others = [(a, b) for a, b in zip(data, known, strict=True) if a is not b]
     if any(b is _CHANGES for _, b in others):
         return _static_fields(structure) == spec.static_fields
-    return all(_typed(a) == _typed(b) for a, b in others)
+    return all(_typed_value(a) == _typed_value(b) for a, b in others)
 
 
 def check_rank(x: NamedArray) -> None:
@@ -279,10 +279,16 @@ _PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType}
 
 def _static_fields(structure: Any) -> tuple[Any, ...]:
     """Return the data of nodes that Python may consider equal to different data."""
-    return tuple([_typed(data, mutable=True) for data in _fields(_nodes(structure)) if not _is_plain(data)])
+    return tuple(
+        [
+            _typed_value(data, mutable=True)
+            for data in _fields_of_nodes(_data_of_nodes(structure))
+            if not _is_plain(data)
+        ]
+    )
 
 
-def _nodes(structure: Any) -> list[Any]:
+def _data_of_nodes(structure: Any) -> list[Any]:
     """Return the static data of each node of a structure, without its children."""
     found: list[Any] = []
     add = found.append
@@ -290,7 +296,7 @@ def _nodes(structure: Any) -> list[Any]:
     return found
 
 
-def _fields(nodes: Iterable[Any]) -> list[Any]:
+def _fields_of_nodes(nodes: Iterable[Any]) -> list[Any]:
     """Return the elements of the data of nodes: the fields of modules, the keys of dictionaries."""
     found: list[Any] = []
     for data in nodes:
@@ -322,7 +328,7 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
-def _typed(value: Any, *, mutable: bool = False) -> Any:
+def _typed_value(value: Any, *, mutable: bool = False) -> Any:
     """Convert a value so that it equals only values of the same type and sign; it keeps its hash if it has one.
 
     If `mutable`, lists and dictionaries are compared by their current elements.
@@ -333,16 +339,16 @@ def _typed(value: Any, *, mutable: bool = False) -> Any:
     if isinstance(value, (float, complex, np.inexact)):
         return kind, repr(value)  # distinguishes 0.0 from -0.0, and makes NaN equal to itself
     if isinstance(value, tuple) or (mutable and kind is list):
-        return kind, tuple([_typed(v, mutable=mutable) for v in value])
+        return kind, tuple([_typed_value(v, mutable=mutable) for v in value])
     if kind is slice:  # hashable from Python 3.12 on
-        return kind, tuple([_typed(v, mutable=mutable) for v in (value.start, value.stop, value.step)])
+        return kind, tuple([_typed_value(v, mutable=mutable) for v in (value.start, value.stop, value.step)])
     if mutable and kind is dict:
-        return kind, tuple([(_typed(k), _typed(v, mutable=True)) for k, v in value.items()])
+        return kind, tuple([(_typed_value(k), _typed_value(v, mutable=True)) for k, v in value.items()])
     if isinstance(value, frozenset):
-        return kind, frozenset(map(_typed, value))
+        return kind, frozenset(map(_typed_value, value))
     if isinstance(value, NamedArray):  # a placeholder, such as None, for an array
-        return kind, value.names, _typed(value.array)
+        return kind, value.names, _typed_value(value.array)
     if dataclasses.is_dataclass(value) and kind.__eq__ is not object.__eq__:
-        fields = [_typed(getattr(value, f.name), mutable=mutable) for f in dataclasses.fields(value) if f.compare]
+        fields = [_typed_value(getattr(value, f.name), mutable=mutable) for f in dataclasses.fields(value) if f.compare]
         return kind, value, tuple([field for field in fields if is_hashable(field)])
     return kind, value

@@ -111,12 +111,25 @@ def by_string(
                 if isinstance(element, parsing.Group):
                     groups.append((element, size))
                     if element.name is not None:
-                        _name_group(expression, terms, element, dimension)
+                        name = element.name.name
+                        if (known := terms.groups.setdefault(name, dimension)) != dimension:
+                            expression.fail(element, f"{name!r} has the factors ({' '.join(known)}) before.")
+                        if name in words(expression):
+                            expression.fail(element, f"{name!r} is an axis here, and a factor elsewhere.")
                 else:
                     terms.record(dimension[0], size, f"{place} {x}")
             into.append(tuple(dimension for _, dimension in bound))
-    for group, size in groups:
-        _complete_group_sizes(expression, terms, group, size)
+    for group, size in groups:  # check the sizes of each, or compute the missing one
+        members = [m.name for m in group.members]
+        missing = [m for m in members if m not in terms.sizes]
+        found = math.prod(terms.sizes[m] for m in members if m in terms.sizes)
+        listed = ", ".join(f"{m}={terms.sizes.get(m, '?')}" for m in members)
+        if len(missing) > 1:
+            expression.fail(group, f"the sizes ({listed}) do not follow from {size}. Give them by keyword.")
+        if size % found if missing else size != found:
+            expression.fail(group, f"the sizes ({listed}) do not make up {size}.")
+        if missing:
+            terms.sizes[missing[0]] = size // found
     return terms
 
 
@@ -159,34 +172,6 @@ def _bound_by_name(expression: parsing.Expression, term: parsing.Term, x: NamedS
         listed = errors.quoted(others)
         _fail_at_term(expression, term, f"{place} {x} has {listed} as well. Name them, or add `...` for all others.")
     return [(known[n], _make_dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
-
-
-def _name_group(
-    expression: parsing.Expression, terms: PartitioningTerms, group: parsing.Group, dimension: Dimension
-) -> None:
-    assert group.name is not None
-    if terms.groups.setdefault(group.name.name, dimension) != dimension:
-        expression.fail(
-            group, f"{group.name.name!r} has the factors ({' '.join(terms.groups[group.name.name])}) before."
-        )
-    if group.name.name in words(expression):
-        expression.fail(group, f"{group.name.name!r} is an axis here, and a factor elsewhere.")
-
-
-def _complete_group_sizes(
-    expression: parsing.Expression, terms: PartitioningTerms, group: parsing.Group, size: int
-) -> None:
-    """Check the sizes of a group, or compute the missing one."""
-    members = [m.name for m in group.members]
-    missing = [m for m in members if m not in terms.sizes]
-    known = math.prod(terms.sizes[m] for m in members if m in terms.sizes)
-    sizes = ", ".join(f"{m}={terms.sizes.get(m, '?')}" for m in members)
-    if len(missing) > 1:
-        expression.fail(group, f"the sizes ({sizes}) do not follow from {size}. Give them by keyword.")
-    if size % known if missing else size != known:
-        expression.fail(group, f"the sizes ({sizes}) do not make up {size}.")
-    if missing:
-        terms.sizes[missing[0]] = size // known
 
 
 def _fail_at_term(expression: parsing.Expression, term: parsing.Term, message: str) -> NoReturn:

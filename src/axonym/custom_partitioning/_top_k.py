@@ -140,7 +140,8 @@ def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, ax
 def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names) -> _kernels.Kernel:
     out_names = replaced(_WHAT, names, axis, (new,))
     in_names, position = (names, *limit_names), names.index(axis)
-    found_names = replaced(_WHAT, names, axis, _axis_of_results(axis))
+    # In results, the name of the axis must differ from the axis of the operands.
+    found_names = replaced(_WHAT, names, axis, private("the result", (axis,)))
 
     def positional(x, *limits):
         if limits:
@@ -193,15 +194,10 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
     return _kernels.make_kernel(_WHAT, positional, in_names, (out_names,) * 2, mesh_aware=True)
 
 
-def _axis_of_results(axis: str) -> Names:
-    """Return the name of the axis in results, which must differ from the axis of the operands."""
-    return private("the result", (axis,))
-
-
 @functools.lru_cache(maxsize=256)
 def _make_top_k_operation(axis: str) -> Partitioned:
     """Make the operation for an axis of this name."""
-    (found,) = _axis_of_results(axis)
+    (found,) = private("the result", (axis,))
 
     def top_k(array: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
         values, places = best(array, axis, k)

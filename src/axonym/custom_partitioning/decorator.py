@@ -121,14 +121,15 @@ def partitioned(
     passed through: batch=2
     reduced: vocab=8
     """
+    kinds = [(kind,) if isinstance(kind, str) else tuple(kind) for kind in (reduced, replicated, permuted)]
     if fn is None or isinstance(fn, str):
-        return lambda decorated: Partitioned(_checked_function(decorated), fn, reduced, replicated, permuted, sizes)
+        return lambda decorated: Partitioned(_checked_function(decorated), fn, kinds, sizes)
     if sizes:
         listed = ", ".join(sizes)
         raise TypeError(
             f"partitioned: sizes are for the factors of a string, and there is no string, but {listed} is given."
         )
-    return Partitioned(_checked_function(fn), None, reduced, replicated, permuted, sizes)
+    return Partitioned(_checked_function(fn), None, kinds, sizes)
 
 
 def _checked_function(fn: Any) -> Callable[..., Any]:
@@ -146,18 +147,17 @@ class Partitioned:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        text: str | None,
-        reduced: str | Sequence[str],
-        replicated: str | Sequence[str],
-        permuted: str | Sequence[str],
-        sizes: dict[str, int],
+        self, fn: Callable[..., Any], text: str | None, kinds: Sequence[tuple[str, ...]], sizes: dict[str, int]
     ):
         functools.update_wrapper(self, fn, updated=())
         self._what = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
-        self._kinds = [(kind,) if isinstance(kind, str) else tuple(kind) for kind in (reduced, replicated, permuted)]
-        _check_kinds(self._what, self._kinds)
+        self._kinds = kinds
+        listed = [f for kind in kinds for f in kind]
+        if twice := sorted({f for f in listed if listed.count(f) > 1}):
+            raise ValueError(
+                f"{self._what}: {errors.quoted(twice)} is listed more than once in `reduced`, `replicated` and "
+                "`permuted`. Each axis is one of these, or passed through."
+            )
         self._expression = None if text is None else parse(self._what, text, sizes)
         self._sizes = sizes
         self._fn = fn
@@ -280,7 +280,13 @@ class Partitioned:
         results.dtypes = [x.dtype for x in shapes]
         described = [NamedShape(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
         found = [NamedShape(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
-        operation = PartitionedOperation(what, self._rule(described, found), unsharded, per_shard, self._infer)
+        if self._expression is None:
+            terms = by_names(what, described, found)
+        else:
+            terms = by_string(self._expression, self._sizes, described, found)
+        reduced, replicated, permuted = self._kinds
+        rule = make_rule(what, terms.operands, terms.results, terms.sizes, reduced, replicated, permuted, terms.groups)
+        operation = PartitionedOperation(what, rule, unsharded, per_shard, self._infer)
         if self._per_shard is not self._fn:  # so its errors come earlier than from the compiler
             around = current_mesh()
             mesh = NO_MESH if around is None else all_manual(around)
@@ -288,16 +294,6 @@ class Partitioned:
                 _trace_result_types(f"{what}, per shard", operation.make_per_shard(mesh, {}), abstract, (), mesh)
         by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
         return _PlannedOperation(operation, results, by_partitioner)
-
-    def _rule(self, operands: Sequence[NamedShape], results: Sequence[NamedShape]) -> PartitioningRule:
-        if self._expression is None:
-            terms = by_names(self._what, operands, results)
-        else:
-            terms = by_string(self._expression, self._sizes, operands, results)
-        reduced, replicated, permuted = self._kinds
-        return make_rule(
-            self._what, terms.operands, terms.results, terms.sizes, reduced, replicated, permuted, terms.groups
-        )
 
 
 # --- planning ---
@@ -354,26 +350,22 @@ def _run_operation(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
         return plan.by_partitioner(*arrays)
     shardings = _known_shardings(operation, mesh, arrays)
     if around.manual_axes:
-        return _not_differentiated(operation, functools.partial(per_device, operation, mesh, shardings))(*arrays)
+        call = jax.custom_jvp(functools.partial(per_device, operation, mesh, shardings))
+
+        @call.defjvp
+        def refused(primals: Arrays, tangents: Arrays) -> Any:  # JAX's own error is unreadable
+            raise ValueError(
+                f"{operation.what}: inside a shard_map over some mesh axes, the operation is a shard_map over the "
+                "others, and JAX cannot differentiate one inside another. Let the outer one handle all mesh axes, or "
+                "none."
+            )
+
+        return call(*arrays)
     # In a traced function, operands can be on a mesh that is not active.
     with (
         jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
     ):
         return per_device(operation, mesh, shardings, *arrays)
-
-
-def _not_differentiated(operation: PartitionedOperation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """Make a function raise a readable error when differentiated, where JAX's own error is unreadable."""
-    call = jax.custom_jvp(fn)
-
-    @call.defjvp
-    def refused(primals: Arrays, tangents: Arrays) -> Any:
-        raise ValueError(
-            f"{operation.what}: inside a shard_map over some mesh axes, the operation is a shard_map over the others, "
-            "and JAX cannot differentiate one inside another. Let the outer one handle all mesh axes, or none."
-        )
-
-    return call
 
 
 def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
@@ -462,31 +454,16 @@ def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
 def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Convert a result of the per-shard function to the layout and dtype of the unsharded result."""
     expected = f"{dtype}{list(shape) if names is None else errors.describe_axes(names, shape)}"
+    if isinstance(x, NamedArray):
+        got = f"the named array {describe_array(x)}"
+    else:
+        got = f"the raw array {jnp.result_type(x)}{list(jnp.shape(x))}"
     if isinstance(x, NamedArray) != (names is not None) or (names is not None and set(x.names) != set(names)):
-        raise ValueError(f"{what}: expected {expected}, got {_describe_operand(x)}.")
+        raise ValueError(f"{what}: expected {expected}, got {got}.")
     array = jnp.asarray(x) if names is None else transpose_to(jnp.asarray(x.array), x.names, names)
     if jnp.shape(array) != shape:
         hint = " A shard has the size of the axis in the operands, divided by the devices that it is sharded over."
-        raise ValueError(f"{what}: expected {expected}, got {_describe_operand(x)}.{hint}")
-    if array.dtype != dtype:
-        if not jax.typeof(array).weak_type:
-            raise ValueError(
-                f"{what}: expected {expected}, got {_describe_operand(x)}. Both functions must give one dtype."
-            )
-        array = array.astype(dtype)
-    return array
-
-
-def _describe_operand(x: Any) -> str:
-    if isinstance(x, NamedArray):
-        return f"the named array {describe_array(x)}"
-    return f"the raw array {jnp.result_type(x)}{list(jnp.shape(x))}"
-
-
-def _check_kinds(what: str, kinds: Sequence[tuple[str, ...]]) -> None:
-    listed = [f for kind in kinds for f in kind]
-    if twice := sorted({f for f in listed if listed.count(f) > 1}):
-        raise ValueError(
-            f"{what}: {errors.quoted(twice)} is listed more than once in `reduced`, `replicated` and "
-            "`permuted`. Each axis is one of these, or passed through."
-        )
+        raise ValueError(f"{what}: expected {expected}, got {got}.{hint}")
+    if array.dtype != dtype and not jax.typeof(array).weak_type:
+        raise ValueError(f"{what}: expected {expected}, got {got}. Both functions must give one dtype.")
+    return array.astype(dtype)

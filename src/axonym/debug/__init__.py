@@ -1,6 +1,6 @@
 """Show the shardings of a tree's arrays, draw arrays, and find common mistakes in models."""
 
-from .._display import describe_devices as describe_devices
+from .._display import Shown as Shown, describe_devices as describe_devices, show as show
 from ..named_array import describe_array as describe_array
 from .drawing import draw as draw
 from .problems import (
@@ -13,4 +13,3 @@ from .shardings import (
     visualize_named_sharding as visualize_named_sharding,
     visualize_shardings as visualize_shardings,
 )
-from .showing import Shown as Shown, show as show

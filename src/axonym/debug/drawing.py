@@ -51,7 +51,7 @@ def draw(array: NamedArray, along: AxisSelector | None = None, *, kind: str | No
         kind = "line" if len(array.names) == 1 else "image"
     if kind not in ("line", "image"):
         raise ValueError(f"debug.draw: `kind` must be 'line' or 'image', got {kind!r}.")
-    values = _values(array.rearrange((..., name)))
+    values = _values_to_draw(array.rearrange((..., name)))
     if ax is None:
         ax = _pyplot().subplots(layout="constrained")[1]
     other = next((n for n in array.names if n != name), None)
@@ -74,7 +74,7 @@ def draw(array: NamedArray, along: AxisSelector | None = None, *, kind: str | No
     return ax
 
 
-def _values(array: NamedArray) -> np.ndarray:
+def _values_to_draw(array: NamedArray) -> np.ndarray:
     raw = array.array
     if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
         raise ValueError(

@@ -50,7 +50,7 @@ def visualize_shardings(tree: Any) -> None:
               └─────┴─────┘
     """
     known = []
-    for leaf in _arrays(tree):
+    for leaf in _stored_leaves(tree):
         array = raw(leaf.value)
         if isinstance(array, Tracer):
             jax.debug.inspect_array_sharding(array, callback=functools.partial(_print_traced, leaf))
@@ -80,7 +80,7 @@ def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
     shape = tuple(a.size for a in axes)
     names = tuple(a.name for a in axes)
     head = f"{errors.describe_axes(names, shape)} on {describe_devices_of(sharding)}"
-    print("\n".join([head, *_describe_axes(names, shape, sharding), *_draw(names, shape, sharding)]))
+    print("\n".join([head, *_describe_axes(names, shape, sharding), *_draw_grid(names, shape, sharding)]))
 
 
 def describe_shardings(tree: Any) -> str:
@@ -89,13 +89,13 @@ def describe_shardings(tree: Any) -> str:
     >>> axn.debug.describe_shardings({"x": axn.zeros({"embed": 3}), "y": np.zeros(3)})
     'x: float32[embed=3], 12 B on CPU 0\\ny: float64[3], 24 B on the host\\n2 arrays, 36 B; 12 B on CPU 0'
     """
-    return _describe_all(_arrays(tree))
+    return _describe_all(_stored_leaves(tree))
 
 
 # --- all arrays of a tree ---
 
 
-def _arrays(tree: Any) -> list[Leaf]:
+def _stored_leaves(tree: Any) -> list[Leaf]:
     leaves = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     return [dataclasses.replace(leaf, shape=stored(raw(leaf.value)).shape) for leaf in leaves]
 
@@ -110,16 +110,16 @@ def _describe_all(leaves: Sequence[Leaf]) -> str:
         lines += [] if picture in shown else picture
         shown.add(picture)
     if len(leaves) > 1:
-        lines.append(_total(leaves, shardings))
+        lines.append(_describe_total(leaves, shardings))
     return "\n".join(lines) or "no arrays"
 
 
-def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
+def _describe_total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     """Describe the total size of all arrays, and the size on the device that holds most."""
     on_device: dict[Any, int] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
-        for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
-            on_device[device] = on_device.get(device, 0) + _elements(ranges) * raw(leaf.value).dtype.itemsize
+        for device, ranges in ({} if sharding is None else _ranges_of_devices(leaf.shape or (), sharding)).items():
+            on_device[device] = on_device.get(device, 0) + _count_elements(ranges) * raw(leaf.value).dtype.itemsize
     size = sum(math.prod(x.shape or ()) * raw(x.value).dtype.itemsize for x in leaves)
     text = f"{counted(len(leaves), 'array')}, {describe_bytes(size)}"
     if not on_device:
@@ -142,7 +142,7 @@ def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
 
 
 def _draw_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
-    return [] if sharding is None else _draw(leaf.names, leaf.shape or (), sharding)
+    return [] if sharding is None else _draw_grid(leaf.names, leaf.shape or (), sharding)
 
 
 # --- one sharding ---
@@ -156,17 +156,17 @@ def _describe_axes(names: Sequence[str] | None, shape: Sequence[int], sharding: 
         if isinstance(sharding, NamedSharding):
             how = "over " + ", ".join(f"{a}={sharding.mesh.shape[a]}" for a in mesh_axes(sharding.spec[i]))
         sizes = " or ".join(str(n) for n in sorted({stop - start for start, stop in ranges}, reverse=True))
-        lines.append(f"  {_label(i, names, shape)}={shape[i]} {how}, {sizes} on each")
+        lines.append(f"  {_label_of_axis(i, names, shape)}={shape[i]} {how}, {sizes} on each")
     return lines
 
 
 def _sharded_axes(shape: Sequence[int], sharding: Sharding) -> dict[int, list[Range]]:
     """Return the positions of the sharded axes, and the ranges of the shards of each."""
-    ranges = (sorted(set(of_axis)) for of_axis in zip(*_ranges(shape, sharding).values(), strict=True))
+    ranges = (sorted(set(of_axis)) for of_axis in zip(*_ranges_of_devices(shape, sharding).values(), strict=True))
     return {i: of_axis for i, of_axis in enumerate(ranges) if len(of_axis) > 1}
 
 
-def _ranges(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, ...]]:
+def _ranges_of_devices(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, ...]]:
     """Return the range of each axis that each device holds."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         sizes = sharding.mesh.shape
@@ -191,29 +191,29 @@ def _ranges_at(place: Mapping[str, int], shape: Sequence[int], sharding: NamedSh
     return tuple(found)
 
 
-def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
+def _draw_grid(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
     """Draw the device ids of each shard as a grid; draw nothing if it is too big or more than two axes are sharded."""
     sharded = _sharded_axes(shape, sharding)
     if len(sharded) not in (1, 2):
         return []
     # Devices that hold the same shard, of an array that is also replicated, share a cell.
     owners: dict[tuple[Range, ...], list[Any]] = {}
-    for device, ranges in _ranges(shape, sharding).items():
+    for device, ranges in _ranges_of_devices(shape, sharding).items():
         owners.setdefault(tuple(ranges[i] for i in sharded), []).append(device)
-    labels = [_label(i, names, shape) for i in sharded]
+    labels = [_label_of_axis(i, names, shape) for i in sharded]
     *above, columns = sharded.values()
     rows: list[tuple[Range, ...]] = [(r,) for r in above[0]] if above else [()]
     cells = [[describe_devices(owners[(*row, column)]) for column in columns] for row in rows]
     corner = f"{labels[0]} ↓ {labels[1]} →" if above else f"{labels[0]} →"
-    width = max(len(text) for texts in [*cells, [_range(c) for c in columns]] for text in texts) + 2
+    width = max(len(text) for texts in [*cells, [_written_range(c) for c in columns]] for text in texts) + 2
     if len(rows) > _HEIGHT or len(corner) + (width + 1) * len(columns) > _WIDTH:
         return []
-    lines = [f"    {corner} " + " ".join(_range(c).ljust(width) for c in columns).rstrip()]
+    lines = [f"    {corner} " + " ".join(_written_range(c).ljust(width) for c in columns).rstrip()]
     border = "─" * width
     margin = " " * (len(corner) + 5)
     lines.append(f"{margin}┌{'┬'.join([border] * len(columns))}┐")
     for i, (row, texts) in enumerate(zip(rows, cells, strict=True)):
-        label = "".join(map(_range, row)).rjust(len(margin) - 1)
+        label = "".join(map(_written_range, row)).rjust(len(margin) - 1)
         lines.append(f"{label} │{'│'.join(t.center(width) for t in texts)}│")
         if i + 1 < len(rows):
             lines.append(f"{margin}├{'┼'.join([border] * len(columns))}┤")
@@ -224,13 +224,13 @@ def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding)
 # --- numbers and words ---
 
 
-def _label(i: int, names: Sequence[str] | None, shape: Sequence[int]) -> str:
+def _label_of_axis(i: int, names: Sequence[str] | None, shape: Sequence[int]) -> str:
     return names[i] if names is not None and len(names) == len(shape) else f"axis {i}"
 
 
-def _elements(ranges: Sequence[Range]) -> int:
+def _count_elements(ranges: Sequence[Range]) -> int:
     return math.prod(stop - start for start, stop in ranges)
 
 
-def _range(part: Range) -> str:
+def _written_range(part: Range) -> str:
     return f"{part[0]}:{part[1]}"

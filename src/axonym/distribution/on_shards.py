@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex
-from jax.interpreters import batching
 
-from ..core.jax_versions import evaluated, scan_operands, varying_axes
+from ..core.jax_versions import evaluated, scan_operands, traced_operation, varying_axes
 from ..core.operation_rules import OperationRule, rule_of
 from ..core.source_lines import frames_of, source
 from .mesh_axes import Axes
@@ -31,12 +32,13 @@ from .per_device import varying_over
 Layout = tuple[Axes, ...]
 
 
-class NeedsCompleteAxes(Exception):
-    """Raised with the reason why code cannot be computed from shards, and the axis of which it needs more."""
+class NeedsCompleteAxes(ValueError):
+    """Raised with the reason why code cannot be computed from shards, the axis of which it needs more, and the mesh
+    axes that this axis is cut over."""
 
-    def __init__(self, reason: str, axis: str = ""):
+    def __init__(self, reason: str, axis: str = "", over: Axes = ()):
         super().__init__(reason)
-        self.axis = axis
+        self.axis, self.over = axis, over
 
 
 class Shard(NamedTuple):
@@ -52,9 +54,10 @@ class Shard(NamedTuple):
     """The mesh axes over which its values are still to be added up."""
 
 
-ROWS, GROUPS, SIZES = "#rows", "#groups", "#sizes"
+ROWS, GROUPS, SIZES, MICROBATCHES = "#rows", "#groups", "#sizes", "#microbatches"
 """The axes of what `dispatch` gives its function: rows, experts, and numbers of rows. Devices do not have shards of
-them in a row, so nothing can be exchanged along them; they are none of the mesh."""
+them in a row. And the microbatches of a pipeline, which a device has one after the other. They are none of the mesh, so
+nothing can be exchanged along them."""
 
 _COLLECTIVES = frozenset(
     """psum psum_invariant pmax pmin ppermute pbroadcast pcollective all_reduce all_gather reduce_scatter all_to_all
@@ -62,6 +65,7 @@ _COLLECTIVES = frozenset(
 )
 _CALLBACKS = frozenset(("pure_callback", "io_callback"))
 _CHANGES_NOTHING = frozenset("pvary pcast reshard mesh_cast sharding_constraint layout_constraint".split())
+_PASSES_SUMS = frozenset("jit pjit closed_call core_call checkpoint remat remat2 scan while cond".split())
 _SIZES_OF = {"shape": False, "new_sizes": False, "limit_indices": True, "slice_sizes": True}
 """The parameters that are sizes: whether of the operand, or of the result."""
 
@@ -75,6 +79,8 @@ class OnShards:
         context: what a derivative is traced in.
         sums: whether sums over cut axes stay partial for as long as they can: see `Shard.sums`.
         gathers: whether an operation that needs complete axes gets them; it is refused otherwise.
+        places: the number of the shard that is here, along axes that are none of the mesh.
+        rows: the number of all rows. Those here are no neighbours of each other, so they cannot be divided further.
     """
 
     def __init__(
@@ -84,8 +90,11 @@ class OnShards:
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         sums: bool = False,
         gathers: bool = False,
+        places: Mapping[str, Any] = MappingProxyType({}),
+        rows: int = 1,
     ):
-        self._sizes, self._names, self._context, self._sums, self._gathers = sizes, names, context, sums, gathers
+        self.sizes, self._names, self._context, self._sums, self._gathers = sizes, names, context, sums, gathers
+        self.places, self._rows = places, rows
         self._around: list[Any] = []
         """The operations whose functions run."""
 
@@ -93,7 +102,7 @@ class OnShards:
 
     def count(self, over: Axes) -> Any:
         """Return the number of shards over some mesh axes."""
-        return math.prod(self._sizes[a] for a in over)
+        return math.prod(self.sizes[a] for a in over)
 
     def cut_sizes(self, sizes: Sequence[int], over: Sequence[Axes]) -> tuple[int, ...]:
         return tuple([int(n // self.count(a)) for n, a in zip(sizes, over, strict=True)])
@@ -103,9 +112,16 @@ class OnShards:
         shape = [int(n * self.count(a)) for n, a in zip(x.here.shape, x.over, strict=True)]
         return jax.ShapeDtypeStruct(shape, x.here.dtype)
 
-    def moved(self, eqn: Any, x: Shard, to: Layout) -> Shard:
-        """Return a value in another layout: complete dimensions are cut, others are gathered."""
+    def moved(self, eqn: Any, x: Shard, to: Layout, sums: frozenset[str] = frozenset()) -> Shard:
+        """Return a value in another layout: complete dimensions are cut, others are gathered.
+
+        Partial sums are added up, except over the mesh axes `sums`; over these, the first device has a complete value,
+        and others have zeros.
+        """
         here, changed = x.here, [i for i, (own, new) in enumerate(zip(x.over, to, strict=True)) if own != new]
+        if total := tuple(sorted(x.sums - sums)):
+            self._refuse(eqn, total, False)
+            here = jax.lax.psum(here, total)
         for i in changed:
             if own := x.over[i]:
                 self._refuse(eqn, own, not self._gathers)
@@ -117,10 +133,23 @@ class OnShards:
             if i in x.alike:
                 here = jax.lax.slice_in_dim(here, 0, size, axis=i)
                 continue
-            self._refuse(eqn, new, False)
-            at = jax.lax.axis_index(new) * size
-            here = jax.lax.dynamic_slice_in_dim(_varying(here, {*new, *varying_axes(here)}), at, size, i)
-        return x._replace(here=here, over=to, alike=frozenset(i for i in x.alike if not to[i]))
+            self._refuse(eqn, tuple(a for a in new if a not in self.places), False)
+            at = self._place(new) * size
+            here = jax.lax.dynamic_slice_in_dim(
+                _device_varying(here, varying_axes(here) | varying_axes(at)), at, size, i
+            )
+        if first := sums - x.sums:
+            self._refuse(eqn, tuple(a for a in first if a not in self.places), False)
+            here = jnp.where(self._place(tuple(sorted(first))) == 0, here, jnp.zeros_like(here))
+        return Shard(here, to, x.own, frozenset(i for i in x.alike if not to[i]), sums)
+
+    def _place(self, over: Axes) -> jax.Array:
+        """Return the number of the shard that is here, along some mesh axes."""
+        at = jnp.int32(0)
+        for a in over:
+            here = jnp.asarray(self.places[a], jnp.int32) if a in self.places else jax.lax.axis_index(a)
+            at = at * self.sizes[a] + here
+        return at
 
     def _refuse(self, eqn: Any, over: Axes, always: bool) -> None:
         """Refuse an operation that needs more than a shard, if shards over these axes cannot be gathered."""
@@ -131,7 +160,7 @@ class OnShards:
         if ROWS in over:
             return NeedsCompleteAxes(f"{self._described(eqn)} is no function of each row alone.", ROWS)
         name = self._names.get(over) or next((n for a, n in self._names.items() if {*a} & {*over}), None)
-        return NeedsCompleteAxes(f"{self._described(eqn)} needs all of {name or ', '.join(over)!r}.", name or "")
+        return NeedsCompleteAxes(f"{self._described(eqn)} needs all of {name or ', '.join(over)!r}.", name or "", over)
 
     def _described(self, eqn: Any) -> str:
         """Return the innermost scope of an operation, such as `mean`, its primitive, and the user's line."""
@@ -143,20 +172,16 @@ class OnShards:
         at = "" if line is None else f" in {line}"
         return (f"{scope!r} ({eqn.primitive.name})" if scope else repr(eqn.primitive.name)) + at
 
-    def summed(self, x: Shard) -> Shard:
-        """Add up the partial sums of devices."""
-        return x._replace(here=jax.lax.psum(x.here, tuple(sorted(x.sums))), sums=frozenset()) if x.sums else x
-
     # --- programs ---
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Shard]) -> list[Shard]:
         """Run a program that was traced for complete axes, and return its results in layouts that follow."""
         known: dict[Any, Shard] = dict(zip(jaxpr.invars, args, strict=True))
-        known |= zip(jaxpr.constvars, map(_complete, consts), strict=True)
+        known |= zip(jaxpr.constvars, map(_complete_value, consts), strict=True)
 
         def read(v: Any) -> Shard:
             return (
-                _complete(jnp.asarray(v.val, getattr(v.aval, "dtype", None)))
+                _complete_value(jnp.asarray(v.val, getattr(v.aval, "dtype", None)))
                 if isinstance(v, jex.Literal)
                 else known[v]
             )
@@ -177,8 +202,8 @@ class OnShards:
         if name in _COLLECTIVES:
             raise NeedsCompleteAxes(f"{self._described(eqn)} communicates by itself.")
         if (call := _CALLS.get(name)) is not None:
-            if name not in ("jit", "pjit", "closed_call", "core_call"):
-                xs = [self.summed(x) for x in xs]
+            if name not in _PASSES_SUMS:
+                xs = [self.moved(eqn, x, x.over) for x in xs]
             self._around.append(eqn)
             found = call(self, eqn, xs)
             self._around.pop()
@@ -193,58 +218,65 @@ class OnShards:
         return [x._replace(own=x.own | own) for x in found]
 
     def _by_rule(self, eqn: Any, xs: list[Shard]) -> list[Shard]:
-        rule = rule_of(eqn)
-        if any(x.sums for x in xs):
-            if rule is not None and _is_linear(eqn, rule, xs):
-                found = self._by_rule(eqn, [x._replace(sums=frozenset()) for x in xs])
-                return [x._replace(sums=x.sums.union(*(x.sums for x in xs))) for x in found]
-            xs = [self.summed(x) for x in xs]
+        rule, name = rule_of(eqn), eqn.primitive.name
+        kept = _sums_kept(eqn, rule, xs)
+        xs = [self.moved(eqn, x, x.over, own)._replace(sums=frozenset()) for x, own in zip(xs, kept, strict=True)]
         cut = any(any(x.over) for x in xs)
-        if cut and eqn.primitive.name in _AT_PLACES:
-            return _AT_PLACES[eqn.primitive.name](self, eqn, xs)
-        if rule is not None and (cut or eqn.primitive.name == "broadcast_in_dim" or any(x.alike for x in xs)):
-            return self._by_factors(eqn, rule, xs)
-        if not cut:
-            return self._bound(eqn, xs, [((),) * len(v.aval.shape) for v in eqn.outvars])
-        return self._by_complete(eqn, xs)
-
-    def _by_complete(self, eqn: Any, xs: list[Shard]) -> list[Shard]:
-        """Run an operation without a rule on complete operands."""
-        if eqn.primitive.name in _CALLBACKS:
+        if cut and name in _AT_PLACES:
+            found = _AT_PLACES[name](self, eqn, xs)
+        elif rule is not None and (cut or name in _MAKES_ALIKE or any(x.alike for x in xs)):
+            found = self._by_factors(eqn, rule, xs)
+        elif name in _CALLBACKS and cut:
             raise NeedsCompleteAxes(f"{self._described(eqn)} calls Python, which has no shards.")
-        complete = [self.moved(eqn, x, ((),) * len(x.over)) for x in xs]
-        return self._bound(eqn, complete, [((),) * len(v.aval.shape) for v in eqn.outvars])
+        else:  # on complete operands
+            complete = [self.moved(eqn, x, ((),) * len(x.over)) for x in xs]
+            found = self._bound(eqn, complete, [((),) * len(v.aval.shape) for v in eqn.outvars])
+        return [x._replace(sums=x.sums.union(*kept)) for x in found]
 
     def _by_factors(self, eqn: Any, rule: OperationRule, xs: list[Shard]) -> list[Shard]:
         """Run an operation on shards: of the factors that pass, and of those of which devices combine results."""
-        parts = [(p.part, p.whole) for p in rule.parts]
-        equal = {f: g for f, g in parts if rule.sizes[f] == rule.sizes[g] and g not in rule.uses}
-        operands, results = (
-            [[tuple([equal.get(f, f) for f in dim]) for dim in term] for term in terms]
-            for terms in (rule.operands, rule.results)
-        )
-        passing = set.intersection(*({f for dim in term for f in dim} for term in results))
-        # Some of an axis is cut only if it is the outermost factor, or shards would not be contiguous.
-        complete = {f for term in (*operands, *results) for dim in term for f in dim[1:]}
-        complete |= {f for f, how in rule.uses.items() if how not in ("sum", "max", "min")}
-        complete |= {g for f, g in parts if f not in equal}
-        combined = {f for f in rule.summed if f not in passing}
-        layout: dict[int, Axes] = {}
-        wanted = [(dim[0], a) for x, term in zip(xs, operands, strict=True) for dim, a in zip(term, x.over, strict=True)
-                  if dim and a]  # fmt: skip
-        for f, over in sorted(wanted, key=lambda pair: pair[0] in combined):
-            taken = {a for own in layout.values() for a in own}  # a mesh axis cuts one dimension only
-            if f not in layout and f not in complete and f in passing | combined and not taken & {*over}:
-                if rule.sizes[f] % self.count(over) == 0:
-                    layout[f] = over
+        rule = _with_equal_parts(rule)
+        layout = self._cut_factors(rule, xs)
         before, after = (
             [tuple([layout.get(dim[0], ()) if dim else () for dim in term]) for term in terms]
-            for terms in (operands, results)
+            for terms in (rule.operands, rule.results)
         )
         here = [self.moved(eqn, x, to) for x, to in zip(xs, before, strict=True)]
+        combined = [(how, layout[f]) for f, how in rule.summed.items() if f in layout.keys() - _passing_factors(rule)]
+        sums, largest, smallest = (
+            tuple([a for how, over in combined if how == wanted for a in over]) for wanted in _COMBINED
+        )
+        self._refuse(eqn, (*(() if self._sums else sums), *largest, *smallest), False)
+        if largest or smallest:
+            axes = tuple(eqn.params["axes"])
+            return [Shard(_extreme_elements(bool(largest), axes, largest or smallest, here[0].here), after[0])]
+        found = self._bound(eqn, here, after, **self._sizes_here(eqn, before[0] if before else (), after[0]))
+        alike = _alike_dimensions(eqn, rule, here)
+        found = [x._replace(alike=own, sums=frozenset(sums)) for x, own in zip(found, alike, strict=True)]
+        return found if self._sums else [self.moved(eqn, x, x.over) for x in found]
+
+    def _cut_factors(self, rule: OperationRule, xs: Sequence[Shard]) -> dict[int, Axes]:
+        """Return which factors are cut: as operands are, where the rule and other factors allow it."""
+        passing = _passing_factors(rule)
+        combined = rule.summed.keys() - passing
+        # Some of an axis is cut only if it is the outermost factor, or shards would not be contiguous.
+        complete = {f for term in (*rule.operands, *rule.results) for dim in term for f in dim[1:]}
+        complete |= {f for f, how in rule.uses.items() if how not in _COMBINED} | {p.whole for p in rule.parts}
+        pairs = (pair for x, term in zip(xs, rule.operands, strict=True) for pair in zip(term, x.over, strict=True))
+        wanted = [(dim[0], over) for dim, over in pairs if dim and over and dim[0] in (passing | combined) - complete]
+        layout: dict[int, Axes] = {}
+        for f, over in sorted(wanted, key=lambda pair: pair[0] in combined):
+            taken = {a for own in layout.values() for a in own}  # a mesh axis cuts one dimension only
+            unit = self._rows if ROWS in over else self.count(over)
+            if f not in layout and not taken & {*over} and rule.sizes[f] % unit == 0:
+                layout[f] = over
+        return layout
+
+    def _sizes_here(self, eqn: Any, before: Layout, after: Layout) -> dict[str, Any]:
+        """Return the parameters that are sizes, for shards of the first operand and of the first result."""
         changed = dict[str, Any]()
         for key, of_operand in _SIZES_OF.items():
-            own = before[0] if of_operand else after[0]
+            own = before if of_operand else after
             if isinstance(given := eqn.params.get(key), tuple) and len(given) == len(own):
                 sizes = eqn.invars[0].aval.shape if of_operand else given
                 # Of what a look-up takes one element, this is the number, not the size.
@@ -252,95 +284,114 @@ class OnShards:
                     given, [a if n == m else () for a, n, m in zip(own, given, sizes, strict=True)]
                 )
         if eqn.primitive.name == "split" and len(given := eqn.params["sizes"]) == 1:
-            changed["sizes"] = self.cut_sizes(given, (before[0][eqn.params["axis"]],))
-        over = {how: tuple(a for f in combined & {*layout} if rule.uses[f] == how for a in layout[f])
-                for how in ("sum", "max", "min")}  # fmt: skip
-        self._refuse(eqn, (*(() if self._sums else over["sum"]), *over["max"], *over["min"]), False)
-        if largest := over["max"] or over["min"]:
-            return [Shard(_extreme(bool(over["max"]), tuple(eqn.params["axes"]), largest, here[0].here), after[0])]
-        alike = _alike(eqn, rule.uses, operands, results, here)
-        found = self._bound(eqn, here, after, **changed)
-        found = [x._replace(alike=own, sums=frozenset(over["sum"])) for x, own in zip(found, alike, strict=True)]
-        return found if self._sums else [self.summed(x) for x in found]
+            changed["sizes"] = self.cut_sizes(given, (before[eqn.params["axis"]],))
+        return changed
 
     def _bound(self, eqn: Any, xs: Sequence[Shard], to: Sequence[Layout], **changed: Any) -> list[Shard]:
         """Run an operation on what is here, and return results of known layouts."""
         params = {**eqn.params, **changed}
         params |= {n: None for n in ("sharding", "out_sharding") if n in params}
         over = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
-        found = evaluated(eqn, params, [_varying(x.here, over) for x in xs])
+        found = evaluated(eqn, params, [_device_varying(x.here, over) for x in xs])
         return [Shard(x, own) for x, own in zip(found, to, strict=True)]
 
-    def layouts(self, fn: Callable[..., list[Shard]], xs: Sequence[Shard]) -> tuple[list[Layout], list[frozenset[str]]]:
-        """Return the layouts of the results of a function, and over which mesh axes they vary."""
-        found: list[Layout] = []
+    def traced(self, fn: Callable[..., list[Shard]], xs: Sequence[Shard]) -> list[Shard]:
+        """Return the results of a function, with types in place of arrays."""
+        found: list[Shard] = []
 
-        def traced(*here: Any) -> Any:
-            results = [self.summed(x) for x in fn(*_with(xs, here))]
-            found[:] = [x.over for x in results]
-            return [x.here for x in results]
+        def arrays(*here: Any) -> Any:
+            found[:] = fn(*_with_arrays(xs, here))
+            return [x.here for x in found]
 
-        out = jax.make_jaxpr(traced)(*(x.here for x in xs)).out_avals
-        return found, [varying_axes(x) for x in out]
+        types = jax.make_jaxpr(arrays)(*(x.here for x in xs)).out_avals
+        return _with_arrays(found, types)
 
 
-def _alike(eqn: Any, uses: Collection[int], operands: Any, results: Any, xs: Sequence[Shard]) -> list[frozenset[int]]:
+_COMBINED = "sum", "max", "min"
+"""What devices do along a cut factor of which each has some."""
+_MAKES_ALIKE = "broadcast_in_dim", "iota"
+
+
+def _with_equal_parts(rule: OperationRule) -> OperationRule:
+    """Return a rule in which a part that is all of a factor is that factor."""
+    sizes, uses = rule.sizes, rule.uses
+    equal = {p.part: p.whole for p in rule.parts if sizes[p.part] == sizes[p.whole] and p.whole not in uses}
+    operands, results = (
+        tuple([tuple([tuple([equal.get(f, f) for f in dim]) for dim in term]) for term in terms])
+        for terms in (rule.operands, rule.results)
+    )
+    return rule._replace(operands=operands, results=results, parts=[p for p in rule.parts if p.part not in equal])
+
+
+def _passing_factors(rule: OperationRule) -> set[int]:
+    """Return the factors that all results have."""
+    return set.intersection(*({f for dim in term for f in dim} for term in rule.results))
+
+
+def _alike_dimensions(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> list[frozenset[int]]:
     """Return the dimensions of results of which all positions are alike."""
-    pairs = [(i in x.alike, dim) for x, term in zip(xs, operands, strict=True) for i, dim in enumerate(term)]
-    differ = {f for same, dim in pairs for f in dim if not same or len(dim) > 1}.union(uses)
+    pairs = [(i in x.alike, dim) for x, term in zip(xs, rule.operands, strict=True) for i, dim in enumerate(term)]
+    differ = {f for same, dim in pairs for f in dim if not same or len(dim) > 1}.union(rule.uses)
     alike = {f for same, dim in pairs if same for f in dim}
-    if eqn.primitive.name == "broadcast_in_dim":
-        alike |= {f for dim in results[0] for f in dim}
+    if eqn.primitive.name in _MAKES_ALIKE:
+        alike |= {f for dim in rule.results[0] for f in dim}
     return [
-        frozenset(i for i, dim in enumerate(term) if len(dim) == 1 and dim[0] in alike - differ) for term in results
+        frozenset(i for i, dim in enumerate(term) if len(dim) == 1 and dim[0] in alike - differ)
+        for term in rule.results
     ]
 
 
-def _complete(x: Any) -> Shard:
+def _complete_value(x: Any) -> Shard:
     return Shard(x, ((),) * np.ndim(x))
 
 
-def _with(xs: Sequence[Shard], here: Sequence[Any]) -> list[Shard]:
+def _with_arrays(xs: Sequence[Shard], here: Sequence[Any]) -> list[Shard]:
     return [x._replace(here=h) for x, h in zip(xs, here, strict=True)]
 
 
-def _is_ref(x: Any) -> bool:
-    return hasattr(jax.typeof(x), "inner_aval")
-
-
-def _varying(x: Any, over: Collection[str]) -> Any:
+def _device_varying(x: Any, over: Collection[str]) -> Any:
     missing = {*over} - varying_axes(x)
-    if not missing or _is_ref(x):
+    if not missing or hasattr(jax.typeof(x), "inner_aval"):  # a reference
         return x
     return varying_over(x if isinstance(x, jax.Array) else jnp.asarray(x), sorted(missing))
 
 
-def _is_linear(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> bool:
-    """Return whether an operation of partial sums, and of numbers that are the same everywhere, gives partial sums."""
-    name, partial = eqn.primitive.name, [bool(x.sums) for x in xs]
-    sums, cut = {x.sums for x in xs if x.sums}, {a for x in xs for own in x.over for a in own}
-    if len(sums) > 1 or cut & sums.pop() or "sort" in rule.uses.values():
-        return False
+def _sums_kept(eqn: Any, rule: OperationRule | None, xs: Sequence[Shard]) -> list[frozenset[str]]:
+    """Return over which mesh axes each operand may be a partial sum, so that the results are: if that is linear."""
+    name, sums = eqn.primitive.name, frozenset[str]().union(*(x.sums for x in xs))
+    own, none = [x.sums for x in xs], [frozenset[str]()] * len(xs)
+    if (
+        not sums
+        or rule is None
+        or "sort" in rule.uses.values()
+        or sums & {a for x in xs for cut in x.over for a in cut}
+    ):
+        return none
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):  # a conversion to integers rounds
-        return False
-    if name in ("mul", "div"):
-        return partial[0] != partial[1] and (partial[0] or name == "mul")
-    if rule.values not in ("moved", "linear", "sum") or rule.product:
-        return False
+        return none
+    if name == "broadcast_in_dim" and not any(a.startswith("#") for a in sums):  # summed while it is small
+        return own if eqn.invars[0].aval.size == eqn.outvars[0].aval.size else none
+    if name in ("mul", "div", "dot_general"):
+        one = sum(map(bool, own)) == 1 and (bool(own[0]) or name != "div")
+        return own if one else none
+    if rule.values == "linear":
+        return [sums] * len(xs)
     zeros = [isinstance(v, jex.Literal) and not np.any(v.val) for v in eqn.invars]
-    return all(own or zero for own, zero in zip(partial, zeros, strict=True))
+    if rule.values not in ("moved", "sum") or rule.product or not all(map(operator.or_, map(bool, own), zeros)):
+        return none
+    return [sums if partial else partial for partial in own]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _extreme(largest: bool, axes: tuple[int, ...], over: Axes, x: jax.Array) -> jax.Array:
+def _extreme_elements(largest: bool, axes: tuple[int, ...], over: Axes, x: jax.Array) -> jax.Array:
     """Return the largest or smallest elements along dimensions, and over devices; ties share the derivative."""
     return jax.lax.pmax(jnp.max(x, axes), over) if largest else jax.lax.pmin(jnp.min(x, axes), over)
 
 
-@_extreme.defjvp
+@_extreme_elements.defjvp
 def _(largest: bool, axes: tuple[int, ...], over: Axes, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    y = _extreme(largest, axes, over, x)
+    y = _extreme_elements(largest, axes, over, x)
     at = (x == jnp.expand_dims(y, axes)).astype(x.dtype)
     return y, jax.lax.psum(jnp.sum(at * t, axes), over) / jax.lax.psum(jnp.sum(at, axes), over)
 
@@ -361,10 +412,10 @@ def _scatter_add(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     if not over:
         return self._by_factors(eqn, rule._replace(uses={**rule.uses, **dict.fromkeys(rows, "whole")}), xs)
     (found,) = self._by_factors(eqn, rule, [table._replace(here=jnp.zeros_like(table.here)), indices, updates])
-    return [found._replace(here=self.moved(eqn, table, found.over).here + self.summed(found).here, sums=frozenset())]
+    return [found._replace(here=self.moved(eqn, table, found.over, found.sums).here + found.here)]
 
 
-def _ragged(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_ragged_product(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Multiply rows by the matrices of their groups: those of a device by the groups of the device."""
     numbers, (rows, matrices, sizes) = eqn.params["ragged_dot_dimension_numbers"], xs
     at, groups = {*numbers.lhs_ragged_dimensions}, {*numbers.rhs_group_dimensions}
@@ -384,7 +435,7 @@ def _ragged(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     return self._by_factors(eqn, rule, xs)
 
 
-def _ref(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_reference(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Make, read or write a reference: complete, or all of what is here."""
     if len(eqn.invars) > (1 if eqn.primitive.name in ("get", "new_ref", "core_ref", "ref", "freeze") else 2):
         raise NeedsCompleteAxes(f"{self._described(eqn)} reads or writes some of a reference.")
@@ -394,137 +445,150 @@ def _ref(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 
 _AT_PLACES: dict[str, Callable[[OnShards, Any, list[Shard]], list[Shard]]] = {
     **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
-    "ragged_dot_general": _ragged,
-    **dict.fromkeys("get swap addupdate new_ref core_ref ref freeze".split(), _ref),
+    "ragged_dot_general": _run_ragged_product,
+    **dict.fromkeys("get swap addupdate new_ref core_ref ref freeze".split(), _run_reference),
 }
 
 
 # --- functions inside of an operation ---
 
 
-def _within(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+def _scope_within(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     scope = str(eqn.source_info.name_stack)
     return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
-def _call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    with _within(eqn):
+    with _scope_within(eqn):
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), xs)
 
 
-def _checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     found: list[Shard] = []
 
     def fn(*here: Any) -> Any:
-        results = [self.summed(x) for x in self.run(eqn.params["jaxpr"], (), _with(xs, here))]
-        found[:] = [x._replace(here=None) for x in results]
-        return [x.here for x in results]
+        found[:] = self.run(eqn.params["jaxpr"], (), _with_arrays(xs, here))
+        return [x.here for x in found]
 
-    with _within(eqn):
+    with _scope_within(eqn):
         remat = jax.checkpoint(fn, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return _with(found, remat(*(x.here for x in xs)))
+        return _with_arrays(found, remat(*(x.here for x in xs)))
 
 
-def _settled(
+def _common_layout(first: Shard, *others: Shard) -> Shard:
+    """Return the first of some values, with what others have more: cut dimensions, and partial sums."""
+    over = list(first.over)
+    for x in others:
+        for i, own in enumerate(x.over):
+            if not over[i] and not {*own} & ({a for cut in over for a in cut} | first.sums):
+                over[i] = own
+    sums = first.sums.union(*(x.sums for x in others)) - {a for cut in over for a in cut}
+    return first._replace(over=tuple(over), alike=frozenset(), sums=sums)
+
+
+def _arrays_like(self: OnShards, eqn: Any, xs: Sequence[Shard], wanted: Sequence[Shard]) -> list[Any]:
+    """Return the arrays of values, brought into the layouts and types of others."""
+    pairs = zip(xs, wanted, strict=True)
+    return [_device_varying(self.moved(eqn, x, y.over, y.sums).here, varying_axes(y.here)) for x, y in pairs]
+
+
+def _settled_carry(
     self: OnShards,
     eqn: Any,
     body: Callable[..., list[Shard]],
     fixed: list[Shard],
     carry: list[Shard],
     rest: list[Shard],
-) -> tuple[list[Shard], list[Layout]]:
-    """Choose the layouts of a carry, which may have more cut dimensions than before the loop, and never fewer."""
+) -> tuple[list[Shard], list[Shard]]:
+    """Choose the layouts of a carry, which may have more cut dimensions and sums than before the loop, never fewer.
+
+    Returned are the carry and the results of a step, with types in place of arrays.
+    """
     own = frozenset[str]().union(*(x.own for x in (*fixed, *carry, *rest)))
     carry = [x._replace(own=own, alike=frozenset()) for x in carry]
     while True:
-        over, vary = self.layouts(body, [*fixed, *carry, *rest])
-        new = list[Shard]()
-        for x, found, axes in zip(carry, over, vary, strict=False):
-            taken = {a for cut in x.over for a in cut}
-            to = tuple([a or (b if not taken & {*b} else ()) for a, b in zip(x.over, found, strict=True)])
-            x = self.moved(eqn, x, to)
-            new.append(x._replace(here=_varying(x.here, axes)))
+        found = self.traced(body, [*fixed, *carry, *rest])
+        wanted = [_common_layout(x, y)._replace(here=y.here) for x, y in zip(carry, found, strict=False)]
+        new = _with_arrays(wanted, _arrays_like(self, eqn, carry, wanted))
         if all(
-            a.over == b.over and varying_axes(a.here) == varying_axes(b.here) for a, b in zip(carry, new, strict=True)
+            a.over == b.over and a.sums == b.sums and varying_axes(a.here) == varying_axes(b.here)
+            for a, b in zip(carry, new, strict=True)
         ):
-            return new, over
+            return new, found
         carry = new
 
 
-def _as_carry(self: OnShards, eqn: Any, found: Sequence[Shard], carry: Sequence[Shard]) -> list[Any]:
-    pairs = zip(found, carry, strict=True)
-    return [_varying(self.moved(eqn, self.summed(x), c.over).here, varying_axes(c.here)) for x, c in pairs]
-
-
-def _scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     p = eqn.params
     fixed, carry, each = map(list, scan_operands(p, xs))
-    each = [self.moved(eqn, x, ((), *x.over[1:])) for x in each]
-    rows = [Shard(x.here[0], x.over[1:], x.own) for x in each]
-    with _within(eqn):
+    each = [self.moved(eqn, x, ((), *x.over[1:]), x.sums) for x in each]
+    rows = [Shard(x.here[0], x.over[1:], x.own, sums=x.sums) for x in each]
+    with _scope_within(eqn):
 
         def body(*values: Shard) -> list[Shard]:
             return self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, values)
 
-        carry, over = _settled(self, eqn, body, fixed, carry, rows)
+        carry, found = _settled_carry(self, eqn, body, fixed, carry, rows)
 
         def step(here: Any, row: Any) -> Any:
-            found = body(*fixed, *_with(carry, here), *_with(rows, row))
-            return _as_carry(self, eqn, found[: len(carry)], carry), [self.summed(x).here for x in found[len(carry) :]]
+            found = body(*fixed, *_with_arrays(carry, here), *_with_arrays(rows, row))
+            return _arrays_like(self, eqn, found[: len(carry)], carry), [x.here for x in found[len(carry) :]]
 
         last, every = jax.lax.scan(
             step, [x.here for x in carry], [x.here for x in each], p["length"], p["reverse"], p["unroll"]
         )
-    return [*_with(carry, last), *(Shard(y, ((), *own)) for y, own in zip(every, over[len(carry) :], strict=True))]
+    stacked = [Shard(y, ((), *x.over), sums=x.sums) for y, x in zip(every, found[len(carry) :], strict=True)]
+    return [*_with_arrays(carry, last), *stacked]
 
 
-def _while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     p = eqn.params
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    with _within(eqn):
+    with _scope_within(eqn):
 
         def body(*values: Shard) -> list[Shard]:
             return self.run(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts, values)
 
-        carry, _ = _settled(self, eqn, body, xs[n:m], xs[m:], [])
+        carry, _ = _settled_carry(self, eqn, body, xs[n:m], xs[m:], [])
 
         def goes_on(here: Any) -> Any:
-            (found,) = self.run(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, [*xs[:n], *_with(carry, here)])
-            return self.summed(found).here
+            (found,) = self.run(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, [*xs[:n], *_with_arrays(carry, here)])
+            return self.moved(eqn, found, ()).here
 
         def step(here: Any) -> Any:
-            return _as_carry(self, eqn, body(*xs[n:m], *_with(carry, here)), carry)
+            return _arrays_like(self, eqn, body(*xs[n:m], *_with_arrays(carry, here)), carry)
 
-        return _with(carry, jax.lax.while_loop(goes_on, step, [x.here for x in carry]))
+        return _with_arrays(carry, jax.lax.while_loop(goes_on, step, [x.here for x in carry]))
 
 
-def _cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     index, *args = xs
 
     def run(branch: Any, *values: Shard) -> list[Shard]:
         return self.run(branch.jaxpr, branch.consts, values)
 
-    with _within(eqn):
+    with _scope_within(eqn):
         branches = [functools.partial(run, branch) for branch in eqn.params["branches"]]
-        each = [self.layouts(branch, args) for branch in branches]
-        to = list[Layout]()
-        for layouts in zip(*(over for over, _ in each), strict=True):
-            met: list[Axes] = []
-            for options in zip(*layouts, strict=True):
-                taken = {a for own in met for a in own}
-                met.append(next((own for own in options if own and not taken & {*own}), ()))
-            to.append(tuple(met))
-        vary = [frozenset().union(*v, *o) for v, o in zip(zip(*(v for _, v in each), strict=True), to, strict=True)]
+        each = [self.traced(branch, args) for branch in branches]
+        wanted = [_common_layout(*options) for options in zip(*each, strict=True)]
+        vary = [
+            frozenset(a for a in {*met.sums}.union(*met.over) if not a.startswith("#")).union(
+                *(varying_axes(x.here) for x in options)
+            )
+            for met, options in zip(wanted, zip(*each, strict=True), strict=True)
+        ]
 
         def taken_branch(branch: Callable[..., list[Shard]], *here: Any) -> Any:
-            found = zip(branch(*_with(args, here)), to, vary, strict=True)
-            return [_varying(self.moved(eqn, self.summed(x), own).here, v) for x, own, v in found]
+            found = zip(branch(*_with_arrays(args, here)), wanted, vary, strict=True)
+            return [_device_varying(self.moved(eqn, x, to.over, to.sums).here, v) for x, to, v in found]
 
         out = jax.lax.switch(
-            index.here, [functools.partial(taken_branch, branch) for branch in branches], *(x.here for x in args)
+            self.moved(eqn, index, ()).here,
+            [functools.partial(taken_branch, branch) for branch in branches],
+            *(x.here for x in args),
         )
-    return [Shard(x, own) for x, own in zip(out, to, strict=True)]
+    return _with_arrays(wanted, out)
 
 
 def _smooth_part(eqn: Any) -> tuple[Callable[..., Any], list[int]]:
@@ -540,51 +604,52 @@ def _smooth_part(eqn: Any) -> tuple[Callable[..., Any], list[int]]:
     return fn, places
 
 
-def _abstract(atoms: Sequence[Any]) -> list[Any]:
+def _abstract_values(atoms: Sequence[Any]) -> list[Any]:
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
 
 
-def _custom_jvp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_custom_jvp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Run a function with its own derivative, and the derivative, which is traced for complete axes, too."""
     inner, found = eqn.params["call_jaxpr"], list[Layout]()
     fn, places = _smooth_part(eqn)
 
     @jax.custom_jvp
     def on_shards(*here: Any) -> Any:
-        out = [self.summed(x) for x in self.run(inner.jaxpr, inner.consts, _with(xs, here))]
+        out = [self.moved(eqn, x, x.over) for x in self.run(inner.jaxpr, inner.consts, _with_arrays(xs, here))]
         found[:] = [x.over for x in out]
         return [x.here for x in out]
 
     @on_shards.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        avals = _abstract(eqn.invars)
+        avals = _abstract_values(eqn.invars)
 
         def both(primals: Any, tangents: Any) -> Any:
             return jax.jvp(lambda *smooth: fn(smooth, primals), [primals[i] for i in places], tangents)
 
         with self._context():
             program = jax.make_jaxpr(both)(avals, [avals[i] for i in places])
-        given = [*_with(xs, primals), *(xs[i]._replace(here=tangents[i]) for i in places)]
+        given = [*_with_arrays(xs, primals), *(xs[i]._replace(here=tangents[i]) for i in places)]
         out = self.run(program.jaxpr, program.consts, given)
         found[:] = found or [x.over for x in out[: len(out) // 2]]  # unless the function itself has run before
-        here = [self.moved(eqn, self.summed(x), own).here for x, own in zip(out, found * 2, strict=True)]
+        here = [self.moved(eqn, x, own).here for x, own in zip(out, found * 2, strict=True)]
         values, slopes = here[: len(found)], here[len(found) :]
         pairs = [*zip(values, slopes, strict=True)]
         return (
-            [_varying(x, varying_axes(y)) for x, y in pairs],
-            [_varying(y, varying_axes(x)) for x, y in pairs],
+            [_device_varying(x, varying_axes(y)) for x, y in pairs],
+            [_device_varying(y, varying_axes(x)) for x, y in pairs],
         )
 
     vary = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
-    with _within(eqn):
-        out = on_shards(*(_varying(x.here, vary) for x in xs))
+    with _scope_within(eqn):
+        out = on_shards(*(_device_varying(x.here, vary) for x in xs))
     return [Shard(y, own) for y, own in zip(out, found, strict=True)]
 
 
-def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Run a function with its own derivative, and the derivative, which is traced for complete axes, too.
 
-    A cotangent of a value that all devices have is summed first, and divided by their number after.
+    A cotangent of a value that all devices have is summed first, and divided by their number after. Along axes that are
+    none of the mesh, it stays a partial sum.
     """
     inner, outs = eqn.params["call_jaxpr"], list[Layout]()
     fn, places = _smooth_part(eqn)
@@ -595,9 +660,13 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
         """Return the mesh axes over which devices have the same value, of which each has part of the cotangent."""
         return tuple(sorted(a for a in axes & varying_axes(x) if a not in own and not any(a in cut for cut in over)))
 
+    def partial_over(over: Layout) -> frozenset[str]:
+        apart = [*self.places, *({ROWS} & self.sizes.keys())]
+        return frozenset(a for a in apart if not any(a in cut for cut in over))
+
     @jax.custom_vjp
     def on_shards(*here: Any) -> Any:
-        out = [self.summed(x) for x in self.run(inner.jaxpr, inner.consts, _with(xs, here))]
+        out = [self.moved(eqn, x, x.over) for x in self.run(inner.jaxpr, inner.consts, _with_arrays(xs, here))]
         outs[:] = [x.over for x in out]
         return [x.here for x in out]
 
@@ -606,23 +675,23 @@ def _custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
             return jax.vjp(lambda *smooth: fn(smooth, operands), *(operands[i] for i in places))[1](cotangents)
 
         with self._context():
-            program = jax.make_jaxpr(complete)(_abstract(eqn.invars), _abstract(eqn.outvars))
+            program = jax.make_jaxpr(complete)(_abstract_values(eqn.invars), _abstract_values(eqn.outvars))
         total = [
-            Shard(jax.lax.psum(x, over) if (over := alike_over(x, cut)) else x, cut, own)
+            Shard(jax.lax.psum(x, over) if (over := alike_over(x, cut)) else x, cut, own, sums=partial_over(cut))
             for x, cut in zip(cotangents, outs, strict=True)
         ]
-        found = self.run(program.jaxpr, program.consts, [*_with(xs, here), *total])
+        found = self.run(program.jaxpr, program.consts, [*_with_arrays(xs, here), *total])
         result: list[Any] = [None] * len(xs)
         for i, x in zip(places, found, strict=True):
-            y = self.moved(eqn, self.summed(x), xs[i].over).here
+            y = self.moved(eqn, x, xs[i].over, partial_over(xs[i].over)).here
             devices = self.count(alike_over(here[i], xs[i].over))
-            result[i] = _varying(y / devices if devices > 1 else y, varying_axes(here[i]))
+            result[i] = _device_varying(y / devices if devices > 1 else y, varying_axes(here[i]))
         return tuple(result)
 
     on_shards.defvjp(lambda *here: (on_shards(*here), here), backward)
     vary = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
-    with _within(eqn):
-        out = on_shards(*(_varying(x.here, vary) for x in xs))
+    with _scope_within(eqn):
+        out = on_shards(*(_device_varying(x.here, vary) for x in xs))
     return [Shard(y, cut) for y, cut in zip(out, outs, strict=True)]
 
 
@@ -652,29 +721,25 @@ class ShardExchange:
         )
 
 
-def _exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+def _run_exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     exchange: ShardExchange = eqn.params["exchange"]
     if any(a.startswith("#") for x in xs for own in x.over for a in own):
         raise self.needs(eqn, (ROWS,))
-    with _within(eqn):
+    with _scope_within(eqn):
         here = [self.moved(eqn, x, to).here for x, to in zip(xs, exchange.before, strict=True)]
         return [Shard(x, to) for x, to in zip(exchange.of_shards(here), exchange.after, strict=True)]
 
 
 _CALLS: dict[str, Callable[[OnShards, Any, list[Shard]], list[Shard]]] = {
-    **dict.fromkeys("jit pjit closed_call core_call custom_lin".split(), _call),
-    **dict.fromkeys("checkpoint remat remat2".split(), _checkpoint),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
-    "exchange": _exchange,
+    **dict.fromkeys("jit pjit closed_call core_call custom_lin".split(), _run_call),
+    **dict.fromkeys("checkpoint remat remat2".split(), _run_checkpoint),
+    "scan": _run_scan,
+    "while": _run_while,
+    "cond": _run_cond,
+    "custom_jvp_call": _run_custom_jvp,
+    "custom_vjp_call": _run_custom_vjp,
+    "exchange": _run_exchange,
 }
-
-exchange_p = jex.Primitive("exchange")
-exchange_p.multiple_results = True
-exchange_p.def_abstract_eval(lambda *xs, avals, exchange: list(avals))
 
 
 def _mapped_exchange(xs: Sequence[Any], dims: Sequence[int | None], *, avals: Any, exchange: ShardExchange) -> Any:
@@ -684,4 +749,4 @@ def _mapped_exchange(xs: Sequence[Any], dims: Sequence[int | None], *, avals: An
     return exchange_p.bind(*first, avals=more, exchange=exchange.of_mapped(dims)), [0] * len(avals)
 
 
-batching.primitive_batchers[exchange_p] = _mapped_exchange
+exchange_p = traced_operation("exchange", lambda *xs, avals, exchange: list(avals), _mapped_exchange)

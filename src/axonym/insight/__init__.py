@@ -19,7 +19,7 @@ from .contracts import BrokenContract as BrokenContract, Contract as Contract, c
 from .cost_model import Bounds as Bounds, Estimate as Estimate
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
-from .linked_chips import Islands as Islands, Torus as Torus
+from .linked_chips import Islands as Islands
 from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, plan as plan
 from .records import (

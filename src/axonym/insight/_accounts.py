@@ -21,8 +21,8 @@ from . import cost_model
 from ._branches import Branches, ways
 from ._counted_exchanges import CountedExchange, Layout
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
-from .cost_model import Amount, Multiplication, Part, Rates, Sent
-from .linked_chips import Placement, Topology
+from .cost_model import Multiplication, Part, Sent
+from .linked_chips import Amount, Islands
 from .report import Report
 
 Sizes = Mapping[str, Amount]
@@ -30,28 +30,22 @@ Sizes = Mapping[str, Amount]
 
 
 class Meshes:
-    """The meshes of some axes on topologies: their sizes, places, and what exchanges take on each."""
+    """The meshes of some axes on chips: their sizes, places, and what exchanges take on each."""
 
-    def __init__(self, axes: Axes, topologies: Sequence[Topology], chips: int, fixed: Mapping[str, int]):
+    def __init__(self, axes: Axes, islands: Islands, fixed: Mapping[str, int]):
         """Arguments:
         fixed: the sizes of axes that are not to be chosen.
         """
-        found: list[tuple[Topology, Placement]] = []
-        for sizes in _factors(chips, axes, fixed):
-            mesh = dict(zip(axes, sizes, strict=True)) or {"data": 1}
-            found += [(t, placed) for t in topologies for placed in t.placements(mesh)]
+        found: list[dict[str, int]] = []
+        for sizes in _factors(islands.chips, axes, fixed):
+            found += islands.placements(dict(zip(axes, sizes, strict=True)) or {"data": 1})
         self.placed = found
-        self.sizes: Sizes = {a: np.array([p.mesh[a] for _, p in found], float) for a in axes}
-        self.kinds = [tuple(int(p.mesh[a]) for a in axes) for _, p in found]
+        self.sizes: Sizes = {a: np.array([mesh[a] for mesh in found], float) for a in axes}
+        self.kinds = [tuple(mesh[a] for a in axes) for mesh in found]
         """The sizes of each: several are one mesh on several places."""
-        each = [rates_at(*place) for place in found]
+        each = [functools.partial(islands.rate, mesh) for mesh in found]
         self.rates = functools.cache(lambda kind, axes: cost_model.stacked([rates(kind, axes) for rates in each]))
         """Returns what an exchange takes on each mesh."""
-
-
-def rates_at(topology: Topology, placed: Placement) -> Rates:
-    """Return the rates of exchanges on one mesh."""
-    return lambda kind, axes: cost_model.rate_of(kind, topology.route(placed, axes), topology.chip)
 
 
 def _factors(chips: int, axes: Axes, fixed: Mapping[str, int]) -> list[tuple[int, ...]]:

@@ -144,7 +144,6 @@ class HloProgram:
         """The operations with their own partitioning, which may be added: the text has only their names."""
         self._read()
         self._frames = _Frames(text)
-        self._known_users: dict[str, dict[str, list[Instruction]]] = {}
 
     def visits(self) -> Iterator[Visit]:
         """Yield all instructions that run, in the order in which they run.
@@ -234,8 +233,7 @@ class HloProgram:
 
     def updates_with(self, instruction: Instruction) -> Instruction | None:
         """Return the instruction that computes the slice written into an array, or None."""
-        inside = next(c for c in self.computations.values() if c.get(instruction.name) is instruction)
-        update = instruction
+        update, inside = instruction, self._around[instruction.name]
         outside, fusion = inside, instruction
         if instruction.opcode == "fusion":
             name = instruction.computation("calls") or ""
@@ -258,19 +256,21 @@ class HloProgram:
         """Yield the direct and indirect users of a result in one computation."""
         waiting, seen = [visit.instruction.name], {visit.instruction.name}
         for name in waiting:
-            for user in self._users(visit.computation).get(name, ()):
+            for user in self._users[visit.computation].get(name, ()):
                 if user.name not in seen:
                     seen.add(user.name)
                     waiting.append(user.name)
                     yield user
 
-    def _users(self, computation: str) -> dict[str, list[Instruction]]:
-        if computation not in self._known_users:
-            found = self._known_users.setdefault(computation, {})
-            for instruction in self.computations[computation].values():
+    @functools.cached_property
+    def _users(self) -> dict[str, dict[str, list[Instruction]]]:
+        """Return, for each computation, the users of each of its results."""
+        found: dict[str, dict[str, list[Instruction]]] = {computation: {} for computation in self.computations}
+        for computation, inside in self.computations.items():
+            for instruction in inside.values():
                 for name in instruction.operands:
-                    found.setdefault(name, []).append(instruction)
-        return self._known_users[computation]
+                    found[computation].setdefault(name, []).append(instruction)
+        return found
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Return the lines that an instruction comes from, the innermost first."""
@@ -527,14 +527,8 @@ class _Frames:
 
     @staticmethod
     def _table(head: str, title: str, row: str) -> dict[int, str]:
-        _, _, rest = head.partition(f"{title}\n")
-        found: dict[int, str] = {}
-        for line in rest.splitlines():
-            match = re.fullmatch(row, line.strip())
-            if match is None:
-                break
-            found[int(match[1])] = match[2]
-        return found
+        lines = (re.fullmatch(row, line.strip()) for line in head.partition(f"{title}\n")[2].splitlines())
+        return {int(found[1]): found[2] for found in itertools.takewhile(bool, lines) if found}
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -74,7 +74,10 @@ def report_on(
         given=names.arrays,
         held=[HeldArgument(names.argument(scope), x, shape.sizes, shape.bytes) for scope, x, shape in arrays],
         kinds={kind_of([n for n in x.names or () if n != "_"], x.shape or ()) for x in results},
-        mappings=(own.get("mapping", active_mapping()), own.get("parameter_mapping", active_parameter_mapping())),
+        mappings=(
+            dict(own.get("mapping", active_mapping())),
+            dict(own.get("parameter_mapping", active_parameter_mapping())),
+        ),
         memory=memory,
         computed=visited.computed,
         converted={x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted},

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._text import as_shown
 from .cost_model import Bounds, Estimate
-from .linked_chips import Placement, Topology, Torus
+from .linked_chips import Islands
 from .report import Report
 
 Over = str | tuple[str, ...]
@@ -45,9 +45,8 @@ class PlannedMapping:
     """The values chosen for the arguments of the step's builder, or their keys, if these were given."""
     keyed: tuple[str, ...] = ()
     """The arguments of the builder whose values have keys."""
-    topology: Topology | None = None
-    placed: Placement | None = None
-    """The place of the mesh axes on the topology that the estimate is for."""
+    topology: Islands | None = None
+    """The chips that the estimate is for; the last axes of the mesh are within islands."""
     peak: int | None = None
     """The bytes that each device holds at most, as compiled, if the arguments that it updates are donated; None if it
     was not compiled."""
@@ -77,7 +76,7 @@ class PlannedMapping:
         >>> print(axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.between)
         None
         """
-        axes = [] if self.topology is None or self.placed is None else self.topology.between(self.placed)
+        axes = [] if self.topology is None else self.topology.between(self.mesh)
         return axes if len(axes) > 1 else axes[0] if axes else None
 
     def code(self) -> str:
@@ -90,8 +89,6 @@ class PlannedMapping:
         """
         across = "" if self.between is None else f", between={self.between!r}"
         lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r}{across})", f"compute = {dict(self.compute)!r}"]
-        if where := self.place():
-            lines.insert(1, f"# {where}")
         if self.choices:
             value = {n: f"choices[{n!r}][{x!r}]" if n in self.keyed else repr(x) for n, x in self.choices.items()}
             lines.append(f"step = build({', '.join(f'{n}={x}' for n, x in value.items())})")
@@ -104,22 +101,6 @@ class PlannedMapping:
         else:
             lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
         return "\n".join(lines)
-
-    def place(self) -> str:
-        """Say which dimensions of a torus each mesh axis is along; empty if there is no choice.
-
-        >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.place()
-        ''
-        """
-        if not isinstance(self.topology, Torus) or self.placed is None or len(self.mesh) < 2:
-            return ""
-        shape, spans = self.topology.shape, self.placed.spans
-
-        def said(dim: int, n: int) -> str:
-            return "slices" if dim < 0 else f"dimension {dim}" + (f" ({n} of {shape[dim]})" if n != shape[dim] else "")
-
-        along = (f"{a} along {' and '.join(said(dim, n) for dim, n, _ in spans.get(a, ()))}" for a in self.mesh)
-        return f"on {self.topology}: {', '.join(along)}"
 
     def _what(self) -> tuple[str, str, str]:
         """Return the mesh, the mapping and the choices in words, by which it is told from other mappings."""

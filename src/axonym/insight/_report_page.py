@@ -1,4 +1,4 @@
-"""The page of a report: its verdict, then the mesh, the phases, the memory, the arguments and all transfers."""
+"""The page of a report: its verdict, then the phases, the memory, the arguments and all transfers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from .._display import array_picture, array_tree
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
-from ..core.html_tree import array_tree
 from ._arguments import PlacedArgument
 from ._figures import needed_memory
 from ._suspicions import Suspicion, repeated_share
 from ._text import described_axes, described_seconds, phase_of, written_number
-from ._transfer_groups import SMALL, known_sent, without_numbers
+from ._transfer_groups import SMALL, known_sent
 from ._transfer_rows import Transfers, percent, short_operation
 from .records import HeldArray, MemoryTimeline, arguments_and_others
 
@@ -26,18 +26,10 @@ _MADE = {
     "partitioner": "partitioned for {}, and not compiled to the end",
     "compiled": "compiled for {}",
 }
-_CHOICES = 60
-"""How many arguments can be chosen for the picture of the mesh."""
 _AT_PEAK = 6
 _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "var(--fill)"}
 _BINS = 240
 """How many steps the picture of the memory has."""
-_MOST = 64
-"""The largest number of columns, and of rows, in the picture of a mesh."""
-_LABELS = 150
-"""The width of the labels of its rows."""
-_TOP = 54
-"""The height of the labels above its cells."""
 
 
 def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:
@@ -45,7 +37,6 @@ def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[s
     words = Words(report.mesh, report.mapping)
     transfers = Transfers(report, words, source)
     sections = {
-        "mesh": ("The mesh", _mesh(report, words)),
         "phases": ("Passes", _phases(report, words)),
         "memory": ("Memory", _memory(report, words)),
         "arguments": ("Arguments", _arguments(report, words)),
@@ -199,128 +190,7 @@ def _finding(found: Suspicion, words: Words) -> Html:
     return element("div", severity, element("div", *parts), class_="item finding")
 
 
-# --- the mesh, and the passes ---
-
-
-def _mesh(report: Report, words: Words) -> Html:
-    """Show which devices hold the same shard of an argument, and how much devices send along each mesh axis."""
-    if math.prod(report.mesh.values()) < 2:
-        return html("")
-    placed: dict[str, PlacedArgument] = {}
-    for x in sorted(report.placed, key=lambda x: -x.bytes):
-        placed.setdefault(without_numbers(x.path), x)
-    shown = list(placed.items())[:_CHOICES]
-    sent = {a: report.total_sent(over=a) for a in report.mesh}
-    says = {path: {"data_at": _over(x, report.mesh), "data_says": _lies(x, report.mesh)} for path, x in shown}
-    options = [
-        element("option", f"{path} · {describe_bytes(x.bytes)}", data_path=path, **says[path]) for path, x in shown
-    ]
-    said = None
-    if shown:
-        chosen = element("select", *options, id="picker", aria_label="argument")
-        lies = element("span", _lies(shown[0][1], report.mesh), id="lies")
-        # The script shows the choice in place of the path.
-        path = element("code", shown[0][0], id="path")
-        said = element("p", "Where ", path, element("span", chosen, hidden=True, data_scripted=True), " ", lies)
-    caption = (
-        "A cell is a device. Cells that touch hold the same shard, and dark ones the shard of the first device. An "
-        "arrow is as thick as the bytes sent along its mesh axis."
-    )
-    over = list(dict.fromkeys(_over(x, report.mesh) for _, x in shown))
-    return joined([said, _mesh_picture(report.mesh, over, sent, words), element("p", caption, class_="small")])
-
-
-def _over(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
-    """Return the mesh axes that shard an argument, in the order of the mesh."""
-    return " ".join(a for a in mesh if any(a in axes for axes in x.over))
-
-
-def _lies(x: PlacedArgument, mesh: Mapping[str, int]) -> str:
-    """Say which part of an argument a device holds."""
-    cells = []
-    for name, size, over in zip(x.axes, x.sizes, x.over, strict=True):
-        own = size // math.prod(mesh[a] for a in over)
-        of = f"{own} of {size}" if own != size else str(size)
-        cells.append(f"{name}={of}" if name else of)
-    along = f", one for each device along {described_axes(x.replicated_over)}" if x.replicated_over else ""
-    copies = f"{x.copies} copies{along}" if x.copies > 1 else "one copy"
-    return f"lies: [{', '.join(cells)}] on each device, {describe_bytes(x.bytes)}; {copies}"
-
-
-def _mesh_picture(mesh: Mapping[str, int], over: Sequence[str], sent: Mapping[str, int | None], words: Words) -> Html:
-    """Draw a mesh, whose largest axis has the columns.
-
-    Arguments:
-        over: the mesh axes that shard arrays, each as names with spaces between them. The first is shown; the script of
-            the page shows the others.
-        sent: the bytes that each device sends along each mesh axis.
-    """
-    cells = _Cells({a: n for a, n in mesh.items() if n > 1})
-    parts = [*cells.drawn(over)]
-    most = max((n or 0 for n in sent.values()), default=0) or 1
-    for i, axis in enumerate([cells.across, *cells.down]):
-        much = ", depends on values" if (n := sent.get(axis)) is None else f", {describe_bytes(n)}" if n else ""
-        label, thick = f"{axis}={mesh[axis]}{much}", 3 + 9 * (n or 0) / most
-        if i == 0:
-            parts.append(_arrow(f"translate({cells.left} 38)", cells.width, thick, words.color([axis])))
-            parts.append(element("text", label, x=cells.left, y=20))
-        else:
-            turned = f"translate({_LABELS + 30 * i - 15} {_TOP}) rotate(90)"
-            parts.append(_arrow(turned, cells.height, thick, words.color([axis])))
-            parts.append(element("text", f"{label} ↓", x=0, y=_TOP + 16 * i))
-    bottom = _TOP + cells.height
-    if rest := cells.rest():
-        parts.append(element("text", rest, x=cells.left, y=bottom + 18))
-    width = cells.left + max(cells.width, 260) + 8
-    height = max(bottom + (26 if rest else 6), _TOP + 16 * len(cells.down) + 6)
-    return picture(f"The mesh {', '.join(f'{a}={n}' for a, n in mesh.items())}", width, height, *parts)
-
-
-class _Cells:
-    """The cells of a mesh: its largest axis has the columns, the others together the rows."""
-
-    def __init__(self, mesh: Mapping[str, int]):
-        self.across = max(mesh, key=lambda a: mesh[a])
-        self.down = {a: n for a, n in mesh.items() if a != self.across}
-        places = itertools.product(*map(range, self.down.values()))
-        self._rows = [dict(zip(self.down, place, strict=True)) for place in itertools.islice(places, _MOST)]
-        self._columns = min(mesh[self.across], _MOST)
-        self._more = mesh[self.across] - self._columns, math.prod(self.down.values()) - len(self._rows)
-        self._wide, self._high = min(48, max(10, 640 // self._columns)), min(28, max(7, 180 // len(self._rows)))
-        self.left = _LABELS + 30 * len(self.down) if self.down else 0
-        self.width, self.height = self._columns * self._wide, len(self._rows) * self._high
-
-    def rest(self) -> str:
-        """Say how many rows and columns are not drawn."""
-        return ", ".join(
-            f"{n} more {kind} are alike" for n, kind in zip(self._more, ("columns", "rows"), strict=True) if n
-        )
-
-    def drawn(self, over: Sequence[str]) -> Iterator[Html]:
-        yield element("rect", x=self.left, y=_TOP, width=self.width, height=self.height, fill="var(--empty)")
-        for i, names in enumerate(over):
-            yield element("g", *self._shards(names.split()), data_over=names, style="display:none" if i else None)
-
-    def _shards(self, over: Sequence[str]) -> Iterator[Html]:
-        """Draw the cells that hold the shard of the first device, and gaps between cells with other shards."""
-        left, wide, high = self.left, self._wide, self._high
-        own = wide if self.across in over else self.width
-        shards = [[row[a] for a in self.down if a in over] for row in self._rows]
-        same = [f"M{left} {_TOP + high * r}h{own}v{high}h{-own}z" for r, shard in enumerate(shards) if not any(shard)]
-        gaps = [f"M{left + c * wide} {_TOP}v{self.height}" for c in range(1, self._columns) if self.across in over]
-        gaps += [f"M{left} {_TOP + high * r}h{self.width}" for r in range(1, len(shards)) if shards[r] != shards[r - 1]]
-        yield element("path", d="".join(same), fill="var(--fill)")
-        yield element("path", d="".join(gaps), stroke="var(--bg)", stroke_width=3 if min(wide, high) > 12 else 1.5)
-
-
-def _arrow(place: str, length: float, thick: float, kind: str) -> Html:
-    """Draw an arrow with two heads."""
-    head, half, wide = thick + 4, thick / 2, 0.8 * (thick + 4)
-    path = (
-        f"M0 0L{head:g} {-wide:g}V{-half:g}H{length - head:g}V{-wide:g}L{length:g} 0"
-        f"L{length - head:g} {wide:g}V{half:g}H{head:g}V{wide:g}z"
-    )
-    return element("path", d=path, class_=kind, fill="var(--c)", transform=place)
+# --- the passes ---
 
 
 def _phases(report: Report, words: Words) -> Html:
@@ -444,12 +314,14 @@ def _arguments(report: Report, words: Words) -> Html:
         return html("")
     total = sum(x.bytes for x in report.placed)
     said = (
-        f"Bytes on each device, {describe_bytes(total)} in all. An axis that is sharded over a mesh axis has its color."
+        f"Bytes on each device, {describe_bytes(total)} in all. An axis that is sharded over a mesh axis has its "
+        "color, and so have the cuts between shards; filled is what the first device holds."
     )
 
     def described(x: PlacedArgument) -> Html:
-        copies = element("span", f"{x.copies} copies", class_="badge") if x.copies > 1 else None
-        return joined([words.placed(x.axes, x.sizes, x.over), copies])
+        along = f" along {described_axes(x.replicated_over)}" if x.replicated_over else ""
+        copies = element("span", f"{x.copies} copies{along}", class_="badge") if x.copies > 1 else None
+        return joined([array_picture(x.sizes, x.over, report.mesh), words.placed(x.axes, x.sizes, x.over), copies])
 
     tree = array_tree(report.placed, described, "report.to_json() has them")
     return joined([tree, element("p", said, class_="small")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,14 +15,14 @@ from ..distribution.mesh_axes import Axes, entry_of
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
-from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_report, parts_of_trace, rates_at
+from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_report, parts_of_trace
 from ._counted_exchanges import Account, LayerStages, Layout, check_sizes
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
 from ._planned_mapping import Over, PlannedMapping
 from .cost_model import Estimate
 from .explaining import explain
-from .linked_chips import Placement, Topology
+from .linked_chips import Islands
 from .report import Report
 
 
@@ -74,15 +75,15 @@ class Search:
     def __init__(
         self,
         step: TracedStep,
-        topologies: Sequence[Topology],
+        islands: Islands,
         stages: LayerStages | None = None,
         like: Search | None = None,
     ):
         """Arguments:
         like: the search of the same step by other choices, which considers the same mappings if it has the same axes.
         """
-        self.step, self.trace, self.topologies, self.stages = step, step.trace, topologies, stages
-        self.chip, self.chips = topologies[0].chip, topologies[0].chips
+        self.step, self.trace, self.islands, self.stages = step, step.trace, islands, stages
+        self.chip, self.chips = islands.chip, islands.chips
         of_model, of_batch = step.of_model, step.of_batch
         self.left_out: dict[str, str] = {}
         """The shardings that are not considered, each with the reason."""
@@ -190,8 +191,8 @@ class Search:
 
     def found(self, ranked: Ranked, row: int) -> PlannedMapping:
         """Return the exact costs of a mesh."""
-        topology, placed = ranked.meshes.placed[row]
-        mesh = {a: n for a, n in placed.mesh.items() if n > 1} or {"data": 1}
+        placed = ranked.meshes.placed[row]
+        mesh = {a: n for a, n in placed.items() if n > 1} or {"data": 1}
         layout = self._layout(mesh, ranked.compute, ranked.storage)
         account = Account(self.trace, layout)
         compute = self._with_stages(ranked.compute)
@@ -203,11 +204,14 @@ class Search:
             flops, sent = flops and flops // self.stages.count, sent // self.stages.count
         touched, memory = kept_memory(self.trace, layout, mesh)
         parts = parts_of_trace(self.trace, layout, account.exchanges, mesh, touched)
-        bounds = cost_model.bounds(parts, rates_at(topology, placed), self.chip, touched)
+        bounds = cost_model.bounds(parts, self._rates(placed), self.chip, touched)
         return PlannedMapping(
             mesh, compute, storage, bounds, int(memory), flops, sent, account.uncertain, raw=self.step.raw,
-            estimate=ranked.estimate.at(row), topology=topology, placed=placed,
+            estimate=ranked.estimate.at(row), topology=self.islands,
         )  # fmt: skip
+
+    def _rates(self, mesh: Mapping[str, int]) -> cost_model.Rates:
+        return functools.partial(self.islands.rate, mesh)
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
         return {**mapping, **({self.stages.layers: "stage"} if self.stages else {})}
@@ -224,17 +228,14 @@ class Search:
         layout = self._layout(found.mesh, compute, storage)
         touched, _ = kept_memory(self.trace, layout, found.mesh)
         parts = parts_of_report(report, parts_of_trace(self.trace, layout, (), found.mesh, touched))
-        each = [
-            (cost_model.estimate(parts, rates_at(topology, placed), self.chip), topology, placed)
-            for topology in self.topologies
-            for placed in topology.placements(found.mesh)
-        ]
-        estimate, topology, placed = min(each, key=lambda one: float(one[0].seconds))
+        placements = self.islands.placements(found.mesh)
+        each = [(cost_model.estimate(parts, self._rates(placed), self.chip), placed) for placed in placements]
+        estimate, placed = min(each, key=lambda one: float(one[0].seconds))
         terms = {name: float(t) for name, t in estimate.terms.items()}
-        bounds = cost_model.bounds(parts, rates_at(topology, placed), self.chip, touched)
+        bounds = cost_model.bounds(parts, self._rates(placed), self.chip, touched)
         if report.bounds is not None:
             bounds = dataclasses.replace(bounds, compute=report.bounds.compute)
-        return dataclasses.replace(found, bounds=bounds, estimate=Estimate(terms), topology=topology, placed=placed)
+        return dataclasses.replace(found, mesh=placed, bounds=bounds, estimate=Estimate(terms))
 
     def ask(self, limit: int) -> Iterator[PlannedMapping]:
         """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
@@ -314,7 +315,7 @@ class Search:
             return None
         found = PlannedMapping(
             mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner", raw=self.step.raw,
-            topology=self.topologies[0], placed=Placement(mesh),
+            topology=self.islands,
         )  # fmt: skip
         return self.estimated(found, report)
 

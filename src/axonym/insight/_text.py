@@ -74,7 +74,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown, whose columns are as wide in print."""
-    cells = [[cell.replace("|", r"\|") for cell in line] for line in (header, *rows)]
+    cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * n for n in widths])
     return "\n".join(f"| {' | '.join(c.ljust(n) for c, n in zip(line, widths, strict=True))} |" for line in cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import MappingProxyType
 
 
@@ -10,8 +11,8 @@ from types import MappingProxyType
 class Reached:
     """The shares of a chip's published rates that training steps reach, and the latencies of exchanges.
 
-    The shares are guesses, one for a kind of chip, not fitted to single runs: `python -m benchmarks published` prints
-    how far the estimates that they lead to are from published runs.
+    The shares are guesses, one set for TPUs and one for GPUs: own ones of a chip do not put published runs in a better
+    order, and `python -m benchmarks published` prints how far estimates are from these.
 
     >>> axn.insight.CHIPS["v5p"].reached.products
     0.8
@@ -71,13 +72,9 @@ class Chip:
     source: str
     """The page that the figures are from."""
     torus: int = 0
-    """The number of dimensions of the torus of chips in a pod; 0 if chips are in islands, each linked to all others."""
-    pod: tuple[int, ...] = ()
-    """The largest torus."""
-    wraps: int = 4
-    """A dimension of a torus wraps around if it is a multiple of 4 and so are the others; with 16, if it is that."""
+    """The number of dimensions of the torus of its links; 0 if each chip of an island is linked to all others."""
     island: int = 0
-    """The number of chips in an island; 0 if all are in one."""
+    """The number of chips in an island, or at most in a slice; 0 if all are in one."""
     network: float = 6.25e9
     """Bytes that it sends in a second over the network to other islands or slices."""
     host: float = 16e9
@@ -96,21 +93,19 @@ class Chip:
 
 
 def _tpu(name: str, flops: float, memory: int, bandwidth: float, links: float, pod: tuple[int, ...], network: float,
-         host: float = 16e9, **reached: float) -> Chip:  # fmt: skip
+         host: float = 16e9) -> Chip:  # fmt: skip
     """Return a TPU. The network's share of a chip is from its page, where that says it, or from the scaling book.
 
     The bandwidth to the host is from https://jax-ml.github.io/scaling-book/tpus, "PCIe".
     """
-    return Chip(
-        name, flops, memory, bandwidth, links, f"https://cloud.google.com/tpu/docs/{name}", len(pod), pod,
-        4 if len(pod) == 3 else 16, 0, network, host, dataclasses.replace(_TPU, **reached),
-    )  # fmt: skip
+    source = f"https://cloud.google.com/tpu/docs/{name}"
+    return Chip(name, flops, memory, bandwidth, links, source, len(pod), math.prod(pod), network, host, _TPU)
 
 
-def _gpu(name: str, flops: float, memory: int, bandwidth: float, links: float, network: float, host: float,
-         source: str) -> Chip:  # fmt: skip
+def _gpu(name: str, flops: float, memory: int, bandwidth: float, links: float, network: float, host: float) -> Chip:
     """Return a GPU. The bandwidth to the host is half of what its page says of PCIe, for both directions."""
-    return Chip(name, flops, memory, bandwidth, links, source, 0, (), 0, 8, network, host, _GPU)
+    source = f"https://www.nvidia.com/en-us/data-center/{name}/"
+    return Chip(name, flops, memory, bandwidth, links, source, 0, 8, network, host, _GPU)
 
 
 CHIPS = MappingProxyType(
@@ -119,20 +114,13 @@ CHIPS = MappingProxyType(
         for chip in (
             # v4's links: 45 GB/s usable each, https://jax-ml.github.io/scaling-book/tpus.
             _tpu("v4", 275e12, 32 * 2**30, 1200e9, 300e9, (16, 16, 16), 6.25e9),
-            _tpu("v5e", 197e12, 16 * 10**9, 819e9, 200e9, (16, 16), 3.125e9, products=0.88),
+            _tpu("v5e", 197e12, 16 * 10**9, 819e9, 200e9, (16, 16), 3.125e9),
             _tpu("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, (16, 20, 28), 6.25e9),
-            # Matrix units of 256 x 256, which a head of 128 features fills by half.
-            _tpu("v6e", 918e12, 32 * 10**9, 1638e9, 400e9, (16, 16), 12.5e9, 32e9, products=0.72, cores=0.4),
+            _tpu("v6e", 918e12, 32 * 10**9, 1638e9, 400e9, (16, 16), 12.5e9, 32e9),
             # https://www.nvidia.com/en-us/data-center/dgx-h100 and dgx-a100: one network card for each GPU.
-            _gpu(
-                "a100", 312e12, 80 * 10**9, 2039e9, 300e9, 25e9, 32e9, "https://www.nvidia.com/en-us/data-center/a100/"
-            ),
-            _gpu(
-                "h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9, 64e9, "https://www.nvidia.com/en-us/data-center/h100/"
-            ),
-            _gpu(
-                "h200", 989e12, 141 * 10**9, 4800e9, 450e9, 50e9, 64e9, "https://www.nvidia.com/en-us/data-center/h200/"
-            ),
+            _gpu("a100", 312e12, 80 * 10**9, 2039e9, 300e9, 25e9, 32e9),
+            _gpu("h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9, 64e9),
+            _gpu("h200", 989e12, 141 * 10**9, 4800e9, 450e9, 50e9, 64e9),
         )
     }
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -90,14 +88,21 @@ class Comparison(Page):
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")
         ()
         """
+        return tuple(
+            f"{sign} {times} x {describe_bytes(sent)}  {what}{why and f': {why}'}"
+            for sign, times, sent, what, why in self._changed(first, second)
+        )
+
+    def _changed(self, first: str, second: str) -> list[tuple[str, int, int, str, str]]:
+        """Return the sign of each exchange that only one report has, how often, its bytes, what it is, and why."""
         before, after = (counted(self.reports[name].collectives) for name in (first, second))
-        lines = []
-        for sign, more, less in (("+", after, before), ("-", before, after)):
-            for key, (times, sent, text) in more.items():
-                rest = times - less.get(key, (0, 0, ""))[0]
-                if rest > 0:
-                    lines.append((rest * sent, f"{sign} {rest} x {describe_bytes(sent)}  {text}"))
-        return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
+        found = [
+            (sign, rest, sent, *said)
+            for sign, more, less in (("+", after, before), ("-", before, after))
+            for said, (times, sent) in more.items()
+            if (rest := times - less.get(said, (0, 0))[0]) > 0
+        ]
+        return sorted(found, key=lambda change: -change[1] * change[2])
 
     def change(self, first: str, second: str) -> str:
         """Say in a sentence how the time, the bytes sent and the memory differ between two mappings.
@@ -186,16 +191,13 @@ class Comparison(Page):
         ]
 
 
-def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]]:
-    """Return how often each exchange runs, the bytes it sends, and its description, by this description."""
-    found: dict[str, tuple[int, int, str]] = {}
-    times = collections.Counter[str]()
+def counted(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return how often each exchange runs, and the bytes it sends, by what it is and why."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     for c in collectives:
-        text = f"{c.kind} over {described_axes(c.axes)}, {c.phase or 'not differentiated'}, {c.array}"
-        text += f" in {c.operation}" if c.operation else ""
-        text += f": {c.reason}" if c.reason else ""
-        times[text] += 1 if c.times is None else c.times
-        found[text] = times[text], c.sent or 0, text
+        what = f"{c.kind} over {described_axes(c.axes)}, {c.phase or 'not differentiated'}, {c.array}"
+        key = what + (f" in {c.operation}" if c.operation else ""), c.reason or ""
+        found[key] = found.get(key, (0, 0))[0] + (1 if c.times is None else c.times), c.sent or 0
     return found
 
 
@@ -281,28 +283,24 @@ def _changes(comparison: Comparison, first: str, other: str, words: Words) -> Ht
         if over_of(old := old_mapping.get(name)) != over_of(new := new_mapping.get(name))
         and not (said and (name, old, new) == (name, before.mapping.get(name), after.mapping.get(name)))
     ]
-    lines = comparison.differences(first, other)
+    lines = [
+        (
+            element("span", f"{'+' if sign == '+' else '−'} {n} x {describe_bytes(sent)}",
+                    class_=f"num {'more' if sign == '+' else 'less'}"),
+            words.said(what),
+            words.said(why or "not known"),
+        )
+        for sign, n, sent, what, why in comparison._changed(first, other)
+    ]  # fmt: skip
     mapped = joined([element("p", "In the mapping:"), element("ul", *entries)]) if entries else None
     if not lines:
         return joined([mapped, element("p", "Both send the same.")])
     header = ("times × bytes", "transfer", "why")
-    shown = [_line(line, words) for line in lines[:_CHANGES]]
-    rest = [_line(line, words) for line in lines[_CHANGES:]]
-    parts = [mapped, element("h3", "Transfers added (+), and removed (−)"), table("changes", header, shown)]
-    if rest:
+    parts = [mapped, element("h3", "Transfers added (+), and removed (−)"), table("changes", header, lines[:_CHANGES])]
+    if rest := lines[_CHANGES:]:
         parts.append(folded(f"{len(rest)} smaller", table("smaller changes", header, rest)))
     return joined(parts)
 
 
 def _entry(entry: Any, words: Words) -> Html:
     return joined([words.axis(a) for a in over_of(entry)], "+") if over_of(entry) else html("not sharded")
-
-
-def _line(line: str, words: Words) -> Sequence[Html]:
-    """Return the cells for a line of `Comparison.differences`."""
-    found = re.match(r"([+-]) (.*?)  (.*)", line, re.DOTALL)
-    assert found is not None, line
-    sign, size, text = found.groups()
-    what, _, why = text.partition(": ")
-    number = element("span", f"{'+' if sign == '+' else '−'} {size}", class_=f"num {'more' if sign == '+' else 'less'}")
-    return number, words.said(what), words.said(why or "not known")

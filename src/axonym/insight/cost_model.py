@@ -12,64 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from ._branches import Branches, least, ways
 from ._text import described_axes, described_seconds
 from .chips import Chip
-from .linked_chips import Route, least_passes
-
-Amount: TypeAlias = Any
-"""A number, or an array of one for each mesh."""
-
-Resource: TypeAlias = str | tuple[str, ...]
-"""A resource that exchanges use: links of a topology or, if that is unknown, the links for a set of mesh axes."""
-
-
-# --- exchanges ---
-
-
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """The time that an exchange of a kind takes on a route."""
-
-    per_byte: Amount
-    """Seconds for each byte of the complete array."""
-    launch: Amount
-    """Seconds for each exchange."""
-    hides: Amount
-    """The share that computing hides, beside the share of the chip."""
-    busy: Mapping[Resource, Amount]
-    """For each resource, the seconds for each byte that it is busy at least."""
-
-
-def rate_of(kind: str, route: Route, chip: Chip) -> Rate:
-    """Return what an exchange takes on a route. Levels work at the same time on parts of an array."""
-    passes = 2 if kind == "all-reduce" else 1
-    inside, longest, hides, hops = 1, 0.0, 1.0, 0.0
-    busy: dict[Resource, float] = {}
-    count = math.prod(level.count for level in route)
-    for level in route:
-        inside *= level.count
-        if kind == "all-to-all":
-            # A device sends the same to each other one, so less to the few that are near.
-            found = {resource: t * (inside / count) ** 2 for resource, t in level.trades.items()}
-            seconds = max(found.values())
-        elif kind.startswith("collective"):  # it goes to a neighbor
-            found = {resource: t / (1 - 1 / level.count) for resource, t in level.busy.items()}
-            seconds = level.passes
-        else:
-            found, seconds = level.sums if passes == 2 else level.busy, level.gathers * passes
-        if seconds / level.reached > longest:
-            longest, hides = seconds / level.reached, level.hides
-        busy.update(found)
-        hops += level.hops * passes
-    return Rate(longest, hops + chip.reached.launch if route else 0.0, hides, busy)
-
+from .linked_chips import Amount, Rate, Resource, least_passes
 
 # --- steps ---
 

@@ -126,19 +126,9 @@ def explain(
         around = mesh if isinstance(mesh, Mesh) else current_mesh()
         crossing = _slices_along(around and with_devices(around), None if topology else between)
         report = report_on(
-            step_name(fn),
-            program,
-            lowered,
-            names,
-            found,
-            platform,
-            by,
-            memory,
-            compiled_step,
-            chip,
-            fn is compiled_step,
-            crossing,
-        )
+            step_name(fn), program, lowered, names, found, platform, by, memory, compiled_step, chip,
+            fn is compiled_step, crossing,
+        )  # fmt: skip
         return dataclasses.replace(report, between=crossing)
 
 
@@ -222,11 +212,6 @@ def _on_topology(mesh: AnyMesh | None, topology: str, between: Between) -> Mesh:
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _with_axes_of(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh:
-    """Return a mesh of these devices with the axes of another one."""
-    return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
-
-
 def _moved_to(mesh: Mesh, tree: Any) -> Any:
     """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh."""
 
@@ -267,7 +252,8 @@ def active(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
                 f"explain: the mesh has {mesh.size} devices and this process {len(devices)}. On a CPU, any number can "
                 f"be simulated: jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX is first used."
             )
-        mesh = _with_axes_of(mesh, devices[: mesh.size])
+        grid = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
+        mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
     with set_mesh(mesh):
         yield
 

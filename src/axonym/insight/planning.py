@@ -22,7 +22,7 @@ from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, wr
 from .chips import Chip
 from .cost_model import why_first
 from .explaining import explain
-from .linked_chips import Topology, topologies_of
+from .linked_chips import Islands, islands_of
 from .page import Page
 from .report import Report
 
@@ -62,8 +62,6 @@ class MappingPlan(Page):
     by their bounds, or do not fit."""
     not_fitting: int = 0
     """The number of those that do not fit."""
-    topologies: tuple[Topology, ...] = ()
-    """The topologies that were considered."""
 
     @property
     def best(self) -> PlannedMapping:
@@ -190,7 +188,7 @@ def plan(
     fn: Callable[..., Any],
     model: Any,
     *batch: Any,
-    chips: int | str | Topology,
+    chips: int | str | Islands,
     chip: Chip | str = "v5p",
     memory: int | str | None = None,
     ask: int = 12,
@@ -201,8 +199,8 @@ def plan(
 
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
-    independently (tensor parallelism), and of these together, on all meshes of up to three axes, and on the places of
-    these on the topology of the chips. For axes where names do not determine the communication, such as axes of
+    independently (tensor parallelism), and of these together, on all meshes of up to three axes, of which slices or
+    islands have the last ones. For axes where names do not determine the communication, such as axes of
     experts, of a sequence, or of layers that run as a pipeline, it uses the partitioner, like `explain` with
     `by="partitioner"`: only for a few mappings, since each takes about twice as long as lowering the step. The
     remaining mappings are not considered, and the result says so. A step with operations whose flops are not known,
@@ -223,8 +221,8 @@ def plan(
             function of raw arrays.
         model: its first argument, which determines the axes of the model. May be abstract.
         *batch: its other arguments. Axes that the model lacks are axes of the batch.
-        chips: the number of chips, whose topologies are all tried; or one topology: a `Torus`, `Islands`, or the name
-            of one, such as `"v5p:8x8x8"`, `"v5e:16x16x2slices"` or `"h100:64"`.
+        chips: the number of chips; or `Islands`, or a name such as `"v5p:8x8x8"`, `"v5e:16x16x2slices"` or
+            `"h100:64"`.
         chip: the kind of chip, if `chips` is a number: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
         ask: the largest number of mappings to partition the step for.
@@ -241,13 +239,12 @@ def plan(
     compute = {'batch': 'data'}
     step = axn.named_jit(step, compute, in_placement=compute)
     """
-    topologies = topologies_of(chips, chip)
-    chip, count = topologies[0].chip, topologies[0].chips
+    islands = islands_of(chips, chip)
     limit = parsed_bytes(memory) if isinstance(memory, str) else memory
-    planner = _Planner(topologies, chip.memory if limit is None else limit)
+    planner = _Planner(islands, islands.chip.memory if limit is None else limit)
     planner.add_all(fn, (model, *batch), choices or {})
     planner.ask(ask)
-    return planner.result(verify if jax.default_backend() == "cpu" and jax.device_count() >= count else 0)
+    return planner.result(verify if jax.default_backend() == "cpu" and jax.device_count() >= islands.chips else 0)
 
 
 _MOST_TRACED = 64
@@ -272,9 +269,9 @@ class _Candidate(NamedTuple):
 class _Planner:
     """Finds the mappings of a plan."""
 
-    def __init__(self, topologies: Sequence[Topology], limit: int):
-        self._topologies, self._limit = topologies, limit
-        self._chip, self._chips = topologies[0].chip, topologies[0].chips
+    def __init__(self, islands: Islands, limit: int):
+        self._islands, self._limit = islands, limit
+        self._chip, self._chips = islands.chip, islands.chips
         self._meshes: dict[Any, Meshes] = {}
         self._searches: dict[Any, Search] = {}
         """The searches, by what was chosen."""
@@ -321,7 +318,7 @@ class _Planner:
         return None
 
     def _add(self, chosen: Mapping[str, Any], step: TracedStep, stages: LayerStages | None) -> None:
-        search = Search(step, self._topologies, stages, next(iter(self._searches.values()), None))
+        search = Search(step, self._islands, stages, next(iter(self._searches.values()), None))
         key = tuple(chosen.items())
         self._searches[key] = search
         fixed = {} if stages is None else {"stage": stages.count}
@@ -329,7 +326,7 @@ class _Planner:
         def meshes_of(axes: Axes) -> Meshes:
             at = axes, tuple(fixed.items())
             if at not in self._meshes:
-                self._meshes[at] = Meshes(axes, self._topologies, self._chips, fixed)
+                self._meshes[at] = Meshes(axes, self._islands, fixed)
             return self._meshes[at]
 
         for ranked in search.run(meshes_of):
@@ -380,11 +377,17 @@ class _Planner:
         pruned = len(large) + sum(r.bound > first.estimate.seconds for r in fit)
         not_fitting = len(large) + sum(p.peak is not None for p in too_large)
         considered = len(self._rows) + len(self._asked) - again
-        cautions = (*_cautions(self._chips, first), *doubts)
+        if self._chips > 1 and not first.compute:
+            doubts.insert(
+                0,
+                f"the first one shards nothing: each of the {self._chips} devices computes everything, which takes "
+                "less time than the others' communication. Plan with the sizes that you will train with, or use fewer "
+                "devices.",
+            )
         name = self._searches[tuple(first.choices.items())].trace.name
         return MappingPlan(
             name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered, len(self._asked),
-            left_out, cautions, pruned, not_fitting, tuple(self._topologies),
+            left_out, tuple(doubts), pruned, not_fitting,
         )  # fmt: skip
 
     def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:
@@ -443,15 +446,6 @@ class _Planner:
         memory = self._explained(p, "compiled").memory
         assert memory is not None, "it is compiled"
         return dataclasses.replace(p, peak=max(memory.arguments, memory.results) + memory.temporaries)
-
-
-def _cautions(chips: int, first: PlannedMapping) -> Iterator[str]:
-    """Yield what makes the first mapping of a plan doubtful."""
-    if chips > 1 and not first.compute:
-        yield (
-            f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
-            "than the others' communication. Plan with the sizes that you will train with, or use fewer devices."
-        )
 
 
 # --- writing ---

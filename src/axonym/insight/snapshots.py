@@ -51,8 +51,9 @@ def snapshot(
     rows = [(leaf.path, _described(leaf), errors.describe_bytes(n)) for leaf, n in zip(leaves, sizes, strict=True)]
     parts = [f"on {described_mesh(report.mesh, report.devices)}"]
     parts.append("\n  ".join([f"arguments: {errors.describe_bytes(sum(sizes))} on each device", *aligned(rows)]))
-    sent = sorted(counted(report.collectives).values(), key=lambda found: (-found[0] * found[1], found[2]))
-    lines = [f"{times} x {errors.describe_bytes(n)}  {text}" for times, n, text in sent]
+    sent = {what + (why and f": {why}"): found for (what, why), found in counted(report.collectives).items()}
+    ordered = sorted(sent.items(), key=lambda pair: (-math.prod(pair[1]), pair[0]))
+    lines = [f"{times} x {errors.describe_bytes(n)}  {text}" for text, (times, n) in ordered]
     parts.append("\n  ".join(["sent by each device:", *lines]) if lines else "nothing is sent between devices")
     return "\n\n".join(parts)
 

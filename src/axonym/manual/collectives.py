@@ -20,7 +20,7 @@ over a mesh axis over which it is invariant is a mistake, and an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -48,7 +48,6 @@ from ._axis_environment import (
     require_varying,
     without_trivial,
 )
-from ._gather_order import gather_order, scatter_order
 
 T = TypeVar("T")
 
@@ -130,8 +129,6 @@ def all_gather(
     """All-gather an axis, so that it is replicated.
 
     Arguments:
-        x: a named array.
-        axis: the logical axis to gather.
         over: the mesh axes that it is sharded over, if neither the arguments nor the mapping tell.
         invariant: whether the type of the result is invariant, so that it can be returned replicated. For
             differentiation it is then one value, rather than one for each device.
@@ -145,11 +142,16 @@ def all_gather(
     """
     what = "all_gather"
     if not tiled:
-        return _gathered_along_new_axis(what, x, axis, over, invariant)
+        name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
+        if not axes:
+            return wrap(x.array[None], (name, *x.names))
+        require_varying(what, x, axes, f"axis {name!r} would repeat it.")
+        gathered = jax.lax.all_gather(x.array, axes, axis=0, to=_varying_word(x.array, axes, invariant))
+        return wrap(gathered, (name, *x.names))
     position, name, axes = _axis_and_devices(what, x, axis, over)
     if not axes:
         return x
-    axes = gather_order(what, x, name, axes, over is not None)
+    axes = _gather_order(what, x, name, axes, over is not None)
     require_varying(what, x, axes, f"axis {name!r} would be repeated.")
     varies = _varying_word(x.array, axes, invariant)
     return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=varies), x.names)
@@ -161,7 +163,6 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None,
     This is the transpose of `all_gather`.
 
     Arguments:
-        x: a named array.
         axis: the logical axis of the result that is sharded.
         over: the logical axis or mesh axis to sum over, or several; by default the mesh axes that `axis` is mapped to.
         tiled: whether each device keeps a shard of `axis`. If not, `axis` has an entry for each device, and each device
@@ -181,7 +182,7 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None,
         _check_one_each(what, x, position, axes)
     if not axes:
         return x if tiled else wrap(jnp.squeeze(x.array, position), names_without(x.names, name))
-    axes = scatter_order(what, x, name, axes)
+    axes = _scatter_order(what, x, name, axes)
     _check_divides(what, x, position, axes)
     require_varying(what, x, axes, _ADDED.format(count=count(axes)))
     names = x.names if tiled else names_without(x.names, name)
@@ -194,8 +195,6 @@ def all_to_all(
     """Shard one axis and gather another: each device sends a block to every other device.
 
     Arguments:
-        x: a named array.
-        split: the logical axis to shard.
         gather: the logical axis to gather. If it is `split`, blocks are transposed over devices.
         over: the mesh axes to exchange over; by default the mesh axes that shard `gather`, or else that `split` is
             mapped to.
@@ -219,8 +218,13 @@ def all_to_all(
     position, _, _ = _axis_and_devices(what, x, gather, over)
     if not axes:
         return x
-    if split_position != position:
-        axes = _exchange_order(what, x, name_of(split), name_of(gather), axes)
+    if split_position != position:  # the order of mesh axes suits both axes
+        axes = _gather_order(what, x, name_of(gather), _scatter_order(what, x, name_of(split), axes), chosen=True)
+        if _scatter_order(what, x, name_of(split), axes) != axes:
+            raise ValueError(
+                f"{what}: {describe_axes(axes)}: axes {name_of(split)!r} and {name_of(gather)!r} are sharded over "
+                "these in different orders. Use one order for both, or exchange over one mesh axis at a time."
+            )
     _check_divides(what, x, split_position, axes)
     require_varying(what, x, axes, f"axis {name_of(gather)!r} would be repeated.")
     result = jax.lax.all_to_all(x.array, axes, split_position, position, tiled=True)
@@ -333,7 +337,6 @@ def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> jax.Array
     """Return the index at which the shard of this device starts in an axis: 0 for a replicated axis.
 
     Arguments:
-        axis: a logical axis.
         x: an array with the axis; needed if the arguments of the `shard_map` do not tell the size of a shard.
 
     >>> def positions(x):
@@ -376,17 +379,6 @@ def sharded_over(what: str, x: NamedArray, axis: AxisSelector) -> Axes:
 
 
 # --- without tiling ---
-
-
-def _gathered_along_new_axis(
-    what: str, x: NamedArray, axis: AxisSelector, over: AnyAxis | None, invariant: bool
-) -> NamedArray:
-    name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
-    if not axes:
-        return wrap(x.array[None], (name, *x.names))
-    require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-    varies = _varying_word(x.array, axes, invariant)
-    return wrap(jax.lax.all_gather(x.array, axes, axis=0, to=varies), (name, *x.names))
 
 
 def _exchanged_entries(
@@ -484,12 +476,100 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
         )
 
 
-def _exchange_order(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
-    """Return the order of mesh axes that suits both the axis to shard and the axis to gather."""
-    gathered = gather_order(what, x, gather, scatter_order(what, x, split, axes), chosen=True)
-    if scatter_order(what, x, split, gathered) != gathered:
+# --- the order of mesh axes ---
+#
+# An axis is sharded over the first of its mesh axes, the major one, and each shard over the next. Shards that differ in
+# the last mesh axis, the minor one, are adjacent; others are not. So an axis is gathered from the minor mesh axis on,
+# and sharded from the major one on. Any other order would permute the elements of the axis.
+
+
+def _gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
+    """Return the mesh axes to gather an axis over, major first.
+
+    `chosen`: the user asked for these mesh axes, rather than for all that the axis may be sharded over.
+    """
+    found = possible_shardings(name, x.axis_size(name))
+    sharded = [f for f in found if without_trivial(f.now)]
+    if count(axes) == 1:
+        return axes
+    if found and not sharded:
         raise ValueError(
-            f"{what}: {describe_axes(gathered)}: axes {split!r} and {gather!r} are sharded over these in different "
-            "orders. Use one order for both, or exchange over one mesh axis at a time."
+            f"{what}: axis {name!r} of {describe_array(x)} is replicated already: {x.axis_size(name)} is its size "
+            f"outside. Gathering it over {describe_axes(axes)} would repeat it {count(axes)} times."
         )
-    return gathered
+    if not chosen and sharded:
+        ways = list(dict.fromkeys(without_trivial(f.now) for f in sharded))
+        if len(ways) > 1:
+            raise ValueError(
+                f"{what}: by its size, axis {name!r} of {describe_array(x)} may be sharded over "
+                f"{' or over '.join(map(_all_quoted, ways))}. Say which with `over`."
+            )
+        return tuple(a for a in ways[0] if a in axes)
+    wanted = set(without_trivial(axes))
+    for f in sharded:
+        if not wanted & set(f.at_most):
+            return axes  # the user sharded it in another way
+        # Only the last mesh axes can be gathered: their shards are adjacent.
+        minor = without_trivial(f.now)[-len(wanted) :]
+        if set(minor) == wanted:
+            return minor
+    if sharded:
+        now = without_trivial(sharded[0].now)
+        if gone := [a for a in axes if a in wanted - set(now)]:
+            why = f"is sharded over {_all_quoted(now)} here, and not over {_all_quoted(gone)}"
+        else:
+            why = (
+                f"is sharded over {_all_quoted(now)}, in this order, and shards are gathered from the minor mesh "
+                f"axis on. Gather over {now[-1]!r} first, or over all of these at once"
+            )
+        raise ValueError(f"{what}: axis {name!r} of {describe_array(x)} {why}.")
+    return _all_or_none(what, x, name, axes)
+
+
+def _scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
+    """Return the mesh axes, among the ones asked for, to shard an axis over, major first."""
+    found, wanted = possible_shardings(name, x.axis_size(name)), set(without_trivial(axes))
+    if not found:
+        return _all_or_none(what, x, name, axes)
+    for f in found:
+        left = without_trivial(f.at_most[len(f.now) :])  # the minor mesh axes over which it is gathered here
+        if wanted & set(f.now):
+            continue
+        if wanted > set(left) or not wanted & set(left):
+            return axes
+        major = left[: len(wanted)]
+        if set(major) == wanted:
+            return major
+    f = found[0]
+    if wanted & set(f.now):
+        raise ValueError(
+            f"{what}: axis {name!r} of {describe_array(x)} is sharded over {describe_axes(f.now)} already: "
+            f"{x.axis_size(name)} of {f.size}. Each device has another shard of it."
+        )
+    left = without_trivial(f.at_most[len(f.now) :])
+    raise ValueError(
+        f"{what}: axis {name!r} of {describe_array(x)} is to be sharded over {_all_quoted(left)}, in this order. Shard "
+        f"it over {left[0]!r} first, or over all of these at once; if it is another axis, rename it."
+    )
+
+
+def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
+    """Require all mesh axes of an axis at once, if its size does not show which of them shard it."""
+    wanted = set(without_trivial(axes))
+    ways = [without_trivial(way) for way in declared(name)]
+    for way in ways:
+        if wanted == set(way):
+            return way
+        if wanted > set(way) or not wanted & set(way):
+            return axes
+    if not ways:
+        return axes
+    raise ValueError(
+        f"{what}: axis {name!r} is sharded over {_all_quoted(ways[0])}, in this order, and the size of "
+        f"{describe_array(x)} does not tell how it is sharded here. Go over all of these at once; if it is another "
+        "axis, rename it."
+    )
+
+
+def _all_quoted(axes: Iterable[str]) -> str:
+    return " and ".join(map(repr, axes))

@@ -118,7 +118,9 @@ def map_overlap(
     NamedArray(float32[x=4], [1. 4. 7. 8.])
     """
     what = "map_overlap"
-    widths = {name_of(axis): _widths(what, axis, w) for axis, w in by_axis(what, "depth", depth, "{'x': 1}").items()}
+    widths = {
+        name_of(axis): _widths_of_halo(what, axis, w) for axis, w in by_axis(what, "depth", depth, "{'x': 1}").items()
+    }
 
     def computed(*fields: NamedArray) -> Any:
         given = _Fields(what, fields, boundary)
@@ -161,13 +163,13 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
     return given.one_step(windows, _looked_up(windows, given))
 
 
-def _pair(given: Any) -> tuple[Any, ...]:
+def _pair_for_ends(given: Any) -> tuple[Any, ...]:
     """Return a pair for the ends of an axis, from one value for both or a pair."""
     return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
 
 
-def _widths(what: str, axis: AxisSelector, given: Any) -> Widths:
-    both = _pair(given)
+def _widths_of_halo(what: str, axis: AxisSelector, given: Any) -> Widths:
+    both = _pair_for_ends(given)
     if len(both) != 2 or not all(isinstance(width, (int, np.integer)) for width in both):
         raise TypeError(
             f"{what}: the halo of axis {name_of(axis)!r} is a number of elements, or a pair, got {given!r}."
@@ -197,7 +199,7 @@ def _looked_up(fn: Callable[..., Any], given: _Fields) -> list[list[tuple[int, .
     return [list(each) for each in found]
 
 
-def _needed(offsets: Sequence[tuple[int, ...]], rank: int) -> list[Widths]:
+def _needed_widths(offsets: Sequence[tuple[int, ...]], rank: int) -> list[Widths]:
     """Return the widths of the halo along each axis that has all neighbors at some offsets."""
     return [(max([0, *(-o[i] for o in offsets)]), max([0, *(o[i] for o in offsets)])) for i in range(rank)]
 
@@ -210,7 +212,16 @@ class _Fields:
 
     def __init__(self, what: str, fields: Sequence[Any], boundary: Any):
         self.what, self.fields = what, [require_named(what, f) for f in fields]
-        self.check_sizes()
+        first: dict[str, tuple[int, int]] = {}
+        for i, f in enumerate(self.fields):
+            for n, size in f.shape.items():
+                known = first.setdefault(n, (i, size))
+                if known[1] != size:
+                    raise ValueError(
+                        f"{what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
+                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
+                        "one, and let the boundary of the field supply its values."
+                    )
         several = isinstance(boundary, Sequence) and not isinstance(boundary, str)
         every = boundary if several else [boundary] * len(fields)
         if len(every) != len(fields):
@@ -219,7 +230,7 @@ class _Fields:
             )
         self.boundaries = [
             {
-                name_of(axis): _sides(what, axis, b)
+                name_of(axis): _values_beyond(what, axis, b)
                 for axis, b in by_axis(what, "boundary", own, "{'x': 'edge'}").items()
             }
             for own in every
@@ -231,20 +242,7 @@ class _Fields:
         refuse_padded(f.array for f in self.fields)
         self.blocks: dict[str, Blocks] = collections.defaultdict(Blocks)
         for f in reversed(self.fields):  # where fields disagree, the first one counts
-            self.blocks |= _blocks(what, f)
-
-    def check_sizes(self) -> None:
-        """Check that an axis has one size in all fields."""
-        first: dict[str, tuple[int, int]] = {}
-        for i, f in enumerate(self.fields):
-            for n, size in f.shape.items():
-                known = first.setdefault(n, (i, size))
-                if known[1] != size:
-                    raise ValueError(
-                        f"{self.what}: axis {n!r} has size {known[1]} in field {known[0]}, and {size} in field {i}. "
-                        "Fields on staggered grids have equal sizes: of N + 1 faces beside N cells, leave out the last "
-                        "one, and let the boundary of the field supply its values."
-                    )
+            self.blocks |= _blocks_of_field(what, f)
 
     def check_axes(self, axes: Iterable[AxisSelector]) -> None:
         """Check that fields have some axes, in their sizes."""
@@ -288,8 +286,8 @@ class _Fields:
         for i, (f, every) in enumerate(zip(self.fields, offsets, strict=True)):
             found = {(0,) * len(f.names): f}
             # One halo for all offsets would send corners that offsets along single axes do not use.
-            for group in _groups(every):
-                widths = _needed(group, len(f.names))
+            for group in _groups_of_offsets(every):
+                widths = _needed_widths(group, len(f.names))
                 wide = self.with_halo(i, f, dict(zip(f.names, widths, strict=True)))
                 found |= self.at(wide, widths, [_NONE] * len(widths), group)
             neighbors.append(found)
@@ -298,7 +296,7 @@ class _Fields:
     def several_steps(self, fn: Callable[..., Any], offsets: Sequence[Sequence[tuple[int, ...]]], steps: int) -> Any:
         once: dict[str, Widths] = {}
         for f, every in zip(self.fields, offsets, strict=True):
-            for n, (before, after) in zip(f.names, _needed(every, len(f.names)), strict=True):
+            for n, (before, after) in zip(f.names, _needed_widths(every, len(f.names)), strict=True):
                 least = once.get(n, _NONE)
                 once[n] = max(before, least[0]), max(after, least[1])
 
@@ -343,18 +341,17 @@ class _Fields:
         given = [
             self.with_halo(i, f, {n: w for n, w in depth.items() if n in f.names}) for i, f in enumerate(self.fields)
         ]
-        counted = {n: _counted(n) for n in depth if self.blocks[n].local > 1}
-        given = [self.apart(x, {n: c for n, c in counted.items() if n in x.names}) for x in given]
+        split = [n for n in depth if self.blocks[n].local > 1]
+        given = [self.apart(x, (n for n in split if n in x.names)) for x in given]
         sizes = {n: x.axis_size(n) for x in given for n in x.names}
-        with self.apart_mapping(counted):
+        with self.apart_mapping(split):
             result = fn(*given)
 
         def whole(x: Any) -> Any:
             if not isinstance(x, NamedArray):
                 return x
             for n, (before, after) in depth.items():
-                lost = [a for a in (n, counted.get(n, n)) if a not in x.names]
-                if lost:
+                if lost := [a for a in (n, _name_of_blocks(n) if n in split else n) if a not in x.names]:
                     raise ValueError(
                         f"{self.what}: a result {errors.describe_shape(x.shape)} has no axis {lost[0]!r}. Every result "
                         f"has the axes of `depth` and depends on the fields; reduce {n!r} afterwards."
@@ -367,21 +364,21 @@ class _Fields:
                         f"{sizes[n] - before - after} elements with a halo of {before} before and {after} after, and "
                         f"returns {sizes[n]}, of which the halo is cut off, or {sizes[n] - before - after}."
                     )
-                if n in counted:
-                    x = x.flatten_axes((counted[n], n), n)
+                if n in split:
+                    x = x.flatten_axes((_name_of_blocks(n), n), n)
             return x
 
         return jax.tree.map(whole, result, is_leaf=is_named_array)
 
     def apart_mapping(self, axes: Collection[str]) -> AbstractContextManager[Any]:
         """Activate the mapping for axes that are split into blocks: the blocks are sharded, and not their elements."""
-        over = {_counted(n): entry_of(self.blocks[n].axes) for n in axes} | dict.fromkeys(axes)
+        over = {_name_of_blocks(n): entry_of(self.blocks[n].axes) for n in axes} | dict.fromkeys(axes)
         return activate(changed(active_settings(), mapping={**active_mapping(), **over})) if axes else nullcontext()
 
-    def apart(self, x: NamedArray, counted: Mapping[str, str]) -> NamedArray:
+    def apart(self, x: NamedArray, axes: Iterable[str]) -> NamedArray:
         """Split axes into blocks, which have an axis of their own, and elements of a block."""
-        for n, name in counted.items():
-            x = x.unflatten_axis(n, (Axis(name, self.blocks[n].shards), n))
+        for n in axes:
+            x = x.unflatten_axis(n, (Axis(_name_of_blocks(n), self.blocks[n].shards), n))
         return x
 
     def at(
@@ -398,7 +395,7 @@ class _Fields:
         self.require_boundaries(i, widths)
         wide = set(widths) if held else set[str]()
         for n in self.in_order(own, widths):
-            if held and _is(own[n][0], "periodic"):
+            if held and _is_word(own[n][0], "periodic"):
                 continue
             blocks = self.blocks[n]
             if not held:
@@ -435,7 +432,7 @@ class _Fields:
         """Return the values of the function of a boundary; it sees the edge of each block as if that were all."""
         if blocks.local == 1:
             return self.checked(n, side(edge), edge)
-        counted, names = _counted(n), list[str]()
+        names = list[str]()
 
         def of_one(x: jax.Array) -> jax.Array:
             one = wrap(x, edge.names)
@@ -445,8 +442,8 @@ class _Fields:
             return value.array
 
         with self.apart_mapping([n]):
-            found = jax.vmap(of_one, in_axes=edge.names.index(n))(self.apart(edge, {n: counted}).array)
-        return wrap(found, (counted, *names)).flatten_axes((counted, n), n)
+            found = jax.vmap(of_one, in_axes=edge.names.index(n))(self.apart(edge, [n]).array)
+        return wrap(found, (_name_of_blocks(n), *names)).flatten_axes((_name_of_blocks(n), n), n)
 
     def in_order(self, own: Mapping[str, Any], widths: Mapping[str, Widths]) -> list[str]:
         """Return the axes in the order of their boundaries, or sharded ones first if the order does not matter.
@@ -465,7 +462,7 @@ class _Fields:
         if place not in self._widened or self._widened[place][1].keys() != widths.keys():
             wide = value
             for n, w in widths.items():
-                kind = "periodic" if _is(self.boundaries[place[0]][n][0], "periodic") else "edge"
+                kind = "periodic" if _is_word(self.boundaries[place[0]][n][0], "periodic") else "edge"
                 kernel = halo_kernel(wide.names, n, (None, None), self.blocks[n], w, (kind, kind), False)
                 wide = kernel.apply(wide.array)
             self._widened[place] = wide, widths
@@ -498,7 +495,7 @@ class _Fields:
 
     def check_width(self, x: NamedArray, n: str, blocks: Blocks, widths: Widths, sides: Sequence[Any]) -> None:
         size = x.axis_size(n) // blocks.local
-        if max(w + _is(side, "reflect") for w, side in zip(widths, sides, strict=True)) > size:
+        if max(w + _is_word(side, "reflect") for w, side in zip(widths, sides, strict=True)) > size:
             over = f" on each of {blocks.shards} devices along {' and '.join(blocks.axes)}" if blocks.shards > 1 else ""
             raise ValueError(
                 f"{self.what}: the halo of axis {n!r} has {widths[0]} elements before and {widths[1]} after, but the "
@@ -506,12 +503,12 @@ class _Fields:
             )
 
 
-def _counted(n: str) -> str:
+def _name_of_blocks(n: str) -> str:
     """Return the name of the axis that counts the blocks of an axis."""
     return f"blocks of {n}"
 
 
-def _groups(offsets: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+def _groups_of_offsets(offsets: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """Return offsets in groups, each along axes of its own: within a group, neighbors at corners are needed, too."""
     groups: list[tuple[set[int], list[tuple[int, ...]]]] = []
     for offset in offsets:
@@ -523,14 +520,14 @@ def _groups(offsets: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     return [found for _, found in groups]
 
 
-def _is(side: Any, word: str) -> bool:
+def _is_word(side: Any, word: str) -> bool:
     """Return whether a boundary is this word; it may be an array, which compares element by element."""
     return isinstance(side, str) and side == word
 
 
-def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
+def _values_beyond(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
     """Return the values beyond each end of an axis."""
-    sides, name = _pair(given), name_of(axis)
+    sides, name = _pair_for_ends(given), name_of(axis)
     if len(sides) != 2:
         raise ValueError(
             f"{what}: the boundary of axis {name!r} is one for both ends, or one for each, got {len(sides)}."
@@ -555,12 +552,12 @@ def _sides(what: str, axis: AxisSelector, given: Any) -> tuple[Any, Any]:
             raise TypeError(
                 f"{what}: the boundary of axis {name!r} cannot be {type(side).__name__}: name the array's axes."
             )
-    if _is(sides[0], "periodic") != _is(sides[1], "periodic"):
+    if _is_word(sides[0], "periodic") != _is_word(sides[1], "periodic"):
         raise ValueError(f"{what}: axis {name!r} is periodic at both ends or at none: pass 'periodic' alone.")
     return sides
 
 
-def _blocks(what: str, x: NamedArray) -> dict[str, Blocks]:
+def _blocks_of_field(what: str, x: NamedArray) -> dict[str, Blocks]:
     """Return the blocks of each sharded axis of a field."""
     mesh = mesh_around([x.array])
     if has_manual(mesh):

@@ -33,26 +33,26 @@ def facts_of(step: AxisStep, xs: Sequence[Axed], results: Sequence[Axed]) -> Fac
     rule = _RULES.get(step.name)
     if not results or (rule is None and (step.name not in _LAYOUT or not xs)):
         position_for_position = len(results) == 1 and len(step.shape) == max((len(x.dims) for x in xs), default=0)
-        return _carried(known) if position_for_position and step.name != "dot_general" else None
+        return _carried_facts(known) if position_for_position and step.name != "dot_general" else None
     return rule(step, xs, known, results[0]) if rule else known[0]
 
 
-def _carried(known: Sequence[Facts]) -> Facts | None:
+def _carried_facts(known: Sequence[Facts]) -> Facts | None:
     """Return the facts that outlast an operation position for position."""
     masks = tuple(dict.fromkeys(m for f in known for m in f.masks))
     total = next((f.total for f in known if f.total), ())
     return Facts(masks=masks, total=total) if masks or total else None
 
 
-def _varies(xs: Sequence[Axed], known: Sequence[Facts]) -> Factors | None:
+def _varying_factors(xs: Sequence[Axed], known: Sequence[Facts]) -> Factors | None:
     """Return the factors along which the result of an operation on these arrays varies."""
     found: list[AxisFactor] = []
     for x, facts in zip(xs, known, strict=True):
-        found += _along(x) if facts.varies is None else facts.varies
+        found += _factors_along(x) if facts.varies is None else facts.varies
     return tuple(found)
 
 
-def _along(x: Axed) -> Axis:
+def _factors_along(x: Axed) -> Axis:
     return tuple(f for axis in x.dims for f in axis)
 
 
@@ -101,21 +101,21 @@ def facts_of_value(dims: Dims, value: Any) -> Facts | None:
 # --- one rule for each kind of primitive ---
 
 
-def _iota(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_iota(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     axis = result.dims[step.params["dimension"]]
     return Facts(position=(axis[0], 0), varies=axis) if len(axis) == 1 else None
 
 
-def _broadcast(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_broadcast(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     at, rank = step.params["broadcast_dimensions"], len(step.shape)
     leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
     opened = not leading and rank > len(at) and all(step.shape[i] == 1 for i in range(rank) if i not in at)
     return known[0]._replace(
-        varies=_varies(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
+        varies=_varying_factors(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
     )
 
 
-def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     """Follow sums and differences: of positions, and of scores with masks."""
     (a, b), sign = known, -1 if step.name == "sub" else 1
     if b.value is not None and a.position is not None and float(b.value).is_integer():
@@ -124,7 +124,7 @@ def _arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], resu
         return b._replace(position=(b.position[0], b.position[1] + int(a.value)))
     if sign == -1 and a.position is not None and b.position is not None:
         (high, i), (low, j) = a.position, b.position
-        return Facts(difference=(high, low, i - j), varies=_varies(xs, known))
+        return Facts(difference=(high, low, i - j), varies=_varying_factors(xs, known))
     if sign == -1 and a.value == 1 and b.mask is not None and b.mask.kind == "one":
         return Facts(mask=b.mask.inverted("one"), varies=b.varies)
     return _with_bias(xs, known, result, sign)
@@ -139,16 +139,16 @@ def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: i
         mask, other = known[at].mask, known[1 - at].mask
         if mask is not None and mask.kind == kind:
             if other is not None and other.kind == kind:
-                return Facts(mask=_both(other, mask), varies=_varies(xs, known))
-            masks = (*a.masks, *b.masks, _applied(mask, xs[at], result))
-            return (_carried(known) or NOTHING)._replace(masks=masks)
-    carried = _carried(known)
+                return Facts(mask=_intersected_masks(other, mask), varies=_varying_factors(xs, known))
+            masks = (*a.masks, *b.masks, _applied_mask(mask, xs[at], result))
+            return (_carried_facts(known) or NOTHING)._replace(masks=masks)
+    carried = _carried_facts(known)
     if carried is not None and sign == -1 and b.total:
         return Facts(masks=carried.masks, divided=(*a.divided, *b.total))
     return carried
 
 
-def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
+def _applied_mask(mask: Mask, x: Axed, scores: Axed) -> Mask:
     """Return a mask in terms of the factors of the scores that it masks, which can be roles of its own."""
     if len(x.dims) != len(scores.dims):
         return Mask(mask.kind, None)
@@ -156,7 +156,7 @@ def _applied(mask: Mask, x: Axed, scores: Axed) -> Mask:
     return mask.in_terms_of(lambda f: tuple(to for g in leaves((f,)) for to in there.get(g, (g,))))
 
 
-def _both(a: Mask, b: Mask) -> Mask:
+def _intersected_masks(a: Mask, b: Mask) -> Mask:
     """Return the mask that keeps what two masks keep."""
     varies = None if a.varies is None or b.varies is None else (*a.varies, *b.varies)
     orders = [m.order for m in (a, b) if m.order is not None and m.within]
@@ -164,19 +164,19 @@ def _both(a: Mask, b: Mask) -> Mask:
     return Mask(a.kind, varies, ahead[0] if ahead else None, True, False, (*a.every(), *b.every()))
 
 
-def _product(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_product(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     a, b = known
     for x, y in ((a, b), (b, a)):
         if x.mask is not None and x.mask.kind == "one" and y.value is not None and abs(y.value) >= LARGE:
             return Facts(mask=x.mask.inverted("bias" if y.value < 0 else "penalty"), varies=x.varies)
     if a.mask is not None and b.mask is not None and a.mask.kind == b.mask.kind == "one":
-        return Facts(mask=_both(a.mask, b.mask), varies=_varies(xs, known))
-    return _weighted(known)
+        return Facts(mask=_intersected_masks(a.mask, b.mask), varies=_varying_factors(xs, known))
+    return _facts_of_weights(known)
 
 
-def _weighted(known: Sequence[Facts]) -> Facts | None:
+def _facts_of_weights(known: Sequence[Facts]) -> Facts | None:
     """Return the facts of a product or quotient of exponentials, weights or others."""
-    carried = _carried(known) or NOTHING
+    carried = _carried_facts(known) or NOTHING
     exponential, total = any(f.exponential for f in known), carried.total
     weights = next((f.weights for f in known if f.weights), ())
     if carried is NOTHING and not exponential and not weights:
@@ -186,22 +186,22 @@ def _weighted(known: Sequence[Facts]) -> Facts | None:
     return carried._replace(exponential=exponential, weights=weights)
 
 
-def _exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     if known[0].divided:
         return Facts(masks=known[0].masks, weights=known[0].divided)
     return Facts(masks=known[0].masks, exponential=True)
 
 
-def _sum(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_sum(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     if not known[0].exponential and not known[0].weights:
         return None
     return Facts(total=tuple(f for i in step.params["axes"] for f in leaves(xs[0].dims[i])))
 
 
-def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_comparison(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     """Follow comparisons: of positions, which give an order, and of masks with numbers."""
     a, b = known
-    varies = _varies(xs, known)
+    varies = _varying_factors(xs, known)
     if a.mask is not None and a.mask.kind == "one" and b.value is not None and 0 <= b.value <= 1:
         keeps = {"gt": b.value < 1, "ge": b.value > 0, "ne": b.value == 0, "eq": b.value == 1}.get(step.name, False)
         drops = {"eq": b.value == 0, "ne": b.value == 1, "lt": b.value > 0, "le": b.value < 1}.get(step.name, False)
@@ -223,23 +223,27 @@ def _compared(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
     return Facts(mask=Mask("kept", varies, order), varies=varies)
 
 
-def _not(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_inverse(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     mask = _as_mask(xs[0], known[0])
     return Facts(mask=mask.inverted("kept"), varies=mask.varies)
 
 
 def _as_mask(x: Axed, facts: Facts) -> Mask:
     """Return the mask that a boolean array is."""
-    return facts.mask or Mask("kept", _along(x) if facts.varies is None else facts.varies)
+    return facts.mask or Mask("kept", _factors_along(x) if facts.varies is None else facts.varies)
 
 
-def _logical(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_logic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     a, b = map(_as_mask, xs, known)
-    mask = _both(a, b) if step.name == "and" else _both(a.inverted("kept"), b.inverted("kept")).inverted("kept")
+    mask = (
+        _intersected_masks(a, b)
+        if step.name == "and"
+        else _intersected_masks(a.inverted("kept"), b.inverted("kept")).inverted("kept")
+    )
     return Facts(mask=mask, varies=mask.varies)
 
 
-def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_choice(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     """Follow a choice between scores and a large negative number, or between constants, by a mask."""
     if len(xs) != 3:
         return None
@@ -249,34 +253,34 @@ def _selected(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result
         if other.value is not None and other.value <= -LARGE and (chosen.value is None or chosen.value > -LARGE):
             if chosen.value is not None:
                 return Facts(mask=mask._replace(kind="bias"), varies=mask.varies)
-            mask = _applied(mask, xs[0], result)
-            return (_carried(known[1:]) or NOTHING)._replace(masks=(*chosen.masks, mask))
+            mask = _applied_mask(mask, xs[0], result)
+            return (_carried_facts(known[1:]) or NOTHING)._replace(masks=(*chosen.masks, mask))
         if other.value == 0 and chosen.value == 1:
             return Facts(mask=mask._replace(kind="kept" if _is_bool(step) else "one"), varies=mask.varies)
         if other.value == 0 and chosen.mask is not None:
-            return Facts(mask=_both(chosen.mask, mask), varies=_varies(xs, known))
-    return _weighted(known[1:])
+            return Facts(mask=_intersected_masks(chosen.mask, mask), varies=_varying_factors(xs, known))
+    return _facts_of_weights(known[1:])
 
 
 def _is_bool(step: AxisStep) -> bool:
     return dtype_kind(step.eqn.outvars[0]) == "b"
 
 
-def _converted(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_conversion(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     (facts,) = known
     if facts.mask is None or facts.mask.kind not in ("kept", "one"):
         return facts
     return facts._replace(mask=facts.mask._replace(kind="kept" if _is_bool(step) else "one"))
 
 
-def _negative(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_negation(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     (facts,) = known
     if facts.mask is not None and facts.mask.kind == "penalty":
         return facts._replace(mask=facts.mask._replace(kind="bias"))
-    return _carried(known)
+    return _carried_facts(known)
 
 
-def _sliced(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_slice(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     """Follow the first positions of axes, as of a mask that is made for the longest input."""
     if xs[0].dims == result.dims or any(step.params["start_indices"]) or step.params["strides"]:
         return known[0]
@@ -290,20 +294,20 @@ _LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims",
 
 _Rule: TypeAlias = Callable[["AxisStep", Sequence["Axed"], Sequence[Facts], "Axed"], Facts | None]
 _RULES: dict[str, _Rule] = {
-    "iota": _iota,
-    "slice": _sliced,
-    "broadcast_in_dim": _broadcast,
-    **dict.fromkeys(("add", "sub"), _arithmetic),
-    "mul": _product,
-    "div": lambda step, xs, known, result: _weighted(known),
-    **dict.fromkeys(("exp", "exp2"), _exponential),
-    "reduce_sum": _sum,
-    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _compared),
-    "not": _not,
-    **dict.fromkeys(("and", "or"), _logical),
-    "select_n": _selected,
-    "convert_element_type": _converted,
-    "neg": _negative,
+    "iota": _facts_of_iota,
+    "slice": _facts_of_slice,
+    "broadcast_in_dim": _facts_of_broadcast,
+    **dict.fromkeys(("add", "sub"), _facts_of_arithmetic),
+    "mul": _facts_of_product,
+    "div": lambda step, xs, known, result: _facts_of_weights(known),
+    **dict.fromkeys(("exp", "exp2"), _facts_of_exponential),
+    "reduce_sum": _facts_of_sum,
+    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _facts_of_comparison),
+    "not": _facts_of_inverse,
+    **dict.fromkeys(("and", "or"), _facts_of_logic),
+    "select_n": _facts_of_choice,
+    "convert_element_type": _facts_of_conversion,
+    "neg": _facts_of_negation,
 }
 
 

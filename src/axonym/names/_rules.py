@@ -32,9 +32,9 @@ def unknown(step: AxisStep) -> list[Axed]:
 def results_by_rule(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequence[Axed]) -> list[Axed]:
     """Return the results of an operation, given its rule."""
     if step.name == MARK:
-        return _marked(axes, step, xs)
+        return _marked_arrays(axes, step, xs)
     if rule.values in ("each", "linear") or step.name == "sort":
-        results = [_together(axes, step, xs)] * len(step.eqn.outvars)
+        results = [_dims_together(axes, step, xs)] * len(step.eqn.outvars)
     else:
         found = _Reading(axes, step, rule, xs)
         results = [*map(found.result, rule.results)]
@@ -45,7 +45,7 @@ def results_by_rule(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequenc
             results = [axes.distinct(results[0], [x.dims for x in xs[:2]])]
     if step.name == "iota":
         return [Axed(results[0], points=(Pointer(results[0][step.params["dimension"]]),))]
-    found = [Axed(dims, points=_points(axes, step, rule, xs, i)) for i, dims in enumerate(results)]
+    found = [Axed(dims, points=_pointers_of_result(axes, step, rule, xs, i)) for i, dims in enumerate(results)]
     if step.name == "transpose":
         found[0].transposed_from = xs[0]
     elif step.name in _KEEPING_TERMS:
@@ -73,7 +73,7 @@ class _Reading:
                     # A grouped convolution has the groups of its kernel, but not if it is a gradient.
                     if not (of_gradient and i == 0 and len(factors) > 1 and f == factors[0]):
                         met.setdefault(f, []).append(piece)
-        self._known = {f: _meet(axes, step, same) for f, same in sorted(met.items())}
+        self._known = {f: _axis_that_meets(axes, step, same) for f, same in sorted(met.items())}
         if step.name == "conv_general_dilated" and not of_gradient:
             # Its gradient is a convolution too, in which a kernel is a result: this note gives it its axes.
             axes.convolutions.append((step.params["dimension_numbers"], xs[0].dims, xs[1].dims))
@@ -83,7 +83,7 @@ class _Reading:
         if step.name in ("gather", "scatter") or step.name.startswith("scatter"):
             numbers = step.params["dimension_numbers"]
             at = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims
-            _look(axes, step, xs[0].dims, xs[1], at)
+            _look_up(axes, step, xs[0].dims, xs[1], at)
 
     def result(self, term: Term) -> Dims:
         return tuple([self._dimension(factors, i) for i, factors in enumerate(term)])
@@ -210,15 +210,15 @@ def _kernel_of_gradient(axes: Axes, step: AxisStep, left: Dims, right: Dims) -> 
     """Return the spatial axes of the kernel whose gradient a convolution is: the operand that it sums over tells."""
     numbers = step.params["dimension_numbers"]
     (in_channel, batch, *spatial), out_channel = numbers.lhs_spec, numbers.rhs_spec[0]
-    own = [_parts(left[i]) for i in (batch, in_channel, *spatial)]
+    own = [_smallest_factors(left[i]) for i in (batch, in_channel, *spatial)]
     for forward, x, kernel in reversed(axes.convolutions):
-        if own == [_parts(x[i]) for i in forward.lhs_spec]:
-            if _parts(right[out_channel]) == _parts(kernel[forward.rhs_spec[0]]):
+        if own == [_smallest_factors(x[i]) for i in forward.lhs_spec]:
+            if _smallest_factors(right[out_channel]) == _smallest_factors(kernel[forward.rhs_spec[0]]):
                 return tuple(kernel[i] for i in forward.rhs_spec[2:])
     return None
 
 
-def _parts(axis: Axis) -> Axis:
+def _smallest_factors(axis: Axis) -> Axis:
     """Return the smallest factors of an axis, whatever its role."""
     return tuple(map(last_base, leaves(axis)))
 
@@ -226,14 +226,14 @@ def _parts(axis: Axis) -> Axis:
 # --- position for position ---
 
 
-def _together(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
+def _dims_together(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
     """Return the axes of a result that arrays make position for position."""
     dims = _shared_dims(xs)
     if dims is None:
         for x in xs:
             x.settle()
         dims = _shared_dims(xs)
-    return _met(axes, step, xs) if dims is None else dims
+    return _dims_that_meet(axes, step, xs) if dims is None else dims
 
 
 def _shared_dims(xs: Sequence[Axed]) -> Dims | None:
@@ -247,11 +247,11 @@ def _shared_dims(xs: Sequence[Axed]) -> Dims | None:
     return dims
 
 
-def _met(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
+def _dims_that_meet(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
     """Return the axes of arrays with different axes that meet position for position."""
     given, crossed = [x.dims for x in xs if x.dims], len(axes.crossed)
     met = [[axis for axis in same if axis] for same in zip(*given, strict=True)]
-    found = tuple([_meet(axes, step, same) for same in met])
+    found = tuple([_axis_that_meets(axes, step, same) for same in met])
     if any([f.base is not None for axis in found for f in axis]):
         found = tuple(_without_lone_role(axis, found, others) for axis, others in zip(found, met, strict=True))
         terms = [term for x in xs for term in x.terms]
@@ -285,7 +285,7 @@ def _is_operator(frames: Sequence[Frame]) -> bool:
 _JAX = jax.__file__.removesuffix("__init__.py")
 
 
-def _meet(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
+def _axis_that_meets(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:
     found = same[0] if same else ()
     for axis in same[1:]:
         if axis != found:
@@ -312,7 +312,9 @@ _KEEPING_TERMS = {"add", "sub", "neg", "mul", "div", "broadcast_in_dim", "reshap
 _LOST = {"pad", "split", "stack", "unstack", "gather"}
 
 
-def _points(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequence[Axed], i: int) -> tuple[Pointer, ...] | None:
+def _pointers_of_result(
+    axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequence[Axed], i: int
+) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes."""
     if step.name in ("argmax", "argmin"):
         return (Pointer(xs[0].dims[step.params["axes"][0]]),)
@@ -336,7 +338,7 @@ _POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_t
 def _of_elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
     """Return the axes that a result indexes: the first operand that indexes any tells."""
     if step.name in ("eq", "ne"):
-        _compared(axes, step, xs)
+        _note_compared_index(axes, step, xs)
     found = [x.points for x in xs if x.points is not None]
     if not found or step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
         return None
@@ -345,7 +347,7 @@ def _of_elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> tuple[Poi
     return found[0]
 
 
-def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> None:
+def _note_compared_index(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> None:
     """An index that is compared with all positions of an axis is one of that axis."""
     # A length, which others are compared with, belongs to any axis.
     if all(x.points is not None and len(x.points) == 1 for x in xs):
@@ -353,10 +355,10 @@ def _compared(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> None:
         own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
         if own[0] != own[1]:
             index, positions = (a, b) if own[1] else (b, a)
-            _point(axes, step, index, positions.axis or ())
+            _point_at(axes, step, index, positions.axis or ())
 
 
-def _point(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
+def _point_at(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
     """Record that a value indexes an axis."""
     if pointer.axis is None:
         pointer.axis = axis
@@ -364,13 +366,13 @@ def _point(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
         axes.unify(pointer.axis, axis, step)
 
 
-def _look(axes: Axes, step: AxisStep, table: Dims, indices: Axed, at: Sequence[int]) -> None:
+def _look_up(axes: Axes, step: AxisStep, table: Dims, indices: Axed, at: Sequence[int]) -> None:
     if indices.points is not None and len(indices.points) == len(at):
         for pointer, i in zip(indices.points, at, strict=True):
-            _point(axes, step, pointer, table[i])
+            _point_at(axes, step, pointer, table[i])
 
 
-def _marked(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
+def _marked_arrays(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
     """Return an array with the names that a named operation gives its axes."""
     named = zip(xs[0].dims, step.params["names"], step.shape, strict=True)
     dims = tuple(axis if name is None or n == 1 else axes.renamed(axis, name, n, step) for axis, name, n in named)

@@ -81,11 +81,11 @@ def named_leaves(tree: Any, roots: Sequence[Root], given: Mapping[Keys, LeafName
         says, asked = _said_by_code(leaf, root), given.get(leaf.keys, _UNNAMED)
         if leaf.shape == () or isinstance(leaf.value, NUMBERS):
             says = LeafNames((), "a scalar")
-        found += [_combined(says, asked, _path(root, leaf.keys))] * len(jax.tree.leaves(leaf.value))
+        found += [_combined_names(says, asked, _path_of_leaf(root, leaf.keys))] * len(jax.tree.leaves(leaf.value))
     return found
 
 
-def _combined(says: LeafNames, asked: LeafNames, path: str) -> LeafNames:
+def _combined_names(says: LeafNames, asked: LeafNames, path: str) -> LeafNames:
     """Return the names of two sources; an axis that they disagree about is an error."""
     if says.names is None or asked.names is None:
         return says if asked.names is None else asked
@@ -143,29 +143,31 @@ def given_to_tree(names: Any, root: Root) -> Iterator[tuple[Keys, LeafNames]]:
     if isinstance(names, str) or (is_leaf and is_axis_names(names)):
         for keys, value in below:
             path = root.keys + keys
-            where = _path(root, path)
-            yield from _checked(names, value, path, where, f"names= at {where!r}")
+            where = _path_of_leaf(root, path)
+            yield from _checked_names(names, value, path, where, f"names= at {where!r}")
         return
-    children = _children(root.value)
-    by_key = {_key(key): key for key, child in children.items() if jax.tree.leaves(child)}
+    children = _children_of(root.value)
+    by_key = {_written_key(key): key for key, child in children.items() if jax.tree.leaves(child)}
     if isinstance(names, Mapping):
-        if is_leaf or not set(by_key) <= set(map(str, names)) <= set(map(_key, children)):
+        if is_leaf or not set(by_key) <= set(map(str, names)) <= set(map(_written_key, children)):
             yield from _by_patterns(names, root, below)
             return
         entries = {by_key[str(key)]: entry for key, entry in names.items() if str(key) in by_key}
     else:
-        parts = None if is_leaf else list(_children(names).values())
+        parts = None if is_leaf else list(_children_of(names).values())
         if parts is None or len(parts) != len(children):
             raise ValueError(_no_prefix(names, root, by_key))
         entries = dict(zip(children, parts, strict=True))
     for key, entry in entries.items():
-        path = f"{root.path}/{_key(key)}" if root.path else _key(key)
+        path = f"{root.path}/{_written_key(key)}" if root.path else _written_key(key)
         yield from given_to_tree(entry, Root(path, (*root.keys, key), children[key]))
 
 
 def _no_prefix(names: Any, root: Root, parts: Collection[str]) -> str:
     example = " ".join(n.name for n in names if isinstance(n, Axis)) if isinstance(names, (tuple, list)) else ""
-    is_a = f"has {errors.counted(len(parts), 'part')} ({', '.join(parts)})" if _children(root.value) else "is an array"
+    is_a = (
+        f"has {errors.counted(len(parts), 'part')} ({', '.join(parts)})" if _children_of(root.value) else "is an array"
+    )
     return (
         f"names=: {root.path or 'the tree'} {is_a}, and its names are {names!r}. Names are a tree prefix of strings "
         f"such as {example or 'batch pos'!r}, or a dictionary from patterns of paths to such strings."
@@ -177,10 +179,10 @@ def _by_patterns(
 ) -> Iterator[tuple[Keys, LeafNames]]:
     """Yield the names of leaves, each by the first pattern that is found in its path. A whole path is no pattern."""
     paths = {keys: jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in below}
-    compiled = {pattern: _compiled(pattern, names) for pattern, names in patterns.items()}
+    compiled = {pattern: _compiled_pattern(pattern, names) for pattern, names in patterns.items()}
     for pattern, regex in compiled.items():
         if not any(regex.search(path) for path in paths.values()):
-            known = list(dict.fromkeys([*map(_key, _children(root.value)), *paths.values()]))
+            known = list(dict.fromkeys([*map(_written_key, _children_of(root.value)), *paths.values()]))
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
             raise ValueError(
                 f"names=: {pattern!r} is no key of {root.path or 'the tree'}, and as a pattern it is found in "
@@ -193,10 +195,12 @@ def _by_patterns(
         first = next((p for p, regex in compiled.items() if p == at or (p not in whole and regex.search(at))), None)
         if first is not None:
             path = root.keys + keys
-            yield from _checked(patterns[first], value, path, _path(root, path), f"pattern {first!r} of names=")
+            yield from _checked_names(
+                patterns[first], value, path, _path_of_leaf(root, path), f"pattern {first!r} of names="
+            )
 
 
-def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
+def _compiled_pattern(pattern: Any, names: Any) -> re.Pattern[str]:
     if not isinstance(pattern, str):
         raise TypeError(
             f"names=: {pattern!r} is no pattern of paths, which is a string. A dictionary from the keys of the "
@@ -214,7 +218,7 @@ def _compiled(pattern: Any, names: Any) -> re.Pattern[str]:
         raise ValueError(f"names=: {pattern!r} is no regular expression ({e}). Write {plain!r}.") from None
 
 
-def _checked(names: Any, value: Any, keys: Keys, where: str, source: str) -> Iterator[tuple[Keys, LeafNames]]:
+def _checked_names(names: Any, value: Any, keys: Keys, where: str, source: str) -> Iterator[tuple[Keys, LeafNames]]:
     """Yield the names of one leaf, if it is an array."""
     array = value.array if isinstance(value, NamedArray) else value
     shape = getattr(array, "shape", () if isinstance(array, NUMBERS) else None)
@@ -284,12 +288,12 @@ def _place_in_code(leaf: Leaf, root: Root) -> tuple[Any, str, str]:
         if isinstance(key, GetAttrKey):
             annotation, field = _annotations_of_class(type(node)).get(key.name), f"{type(node).__name__}.{key.name}"
         else:
-            annotation = _element(annotation, key)
+            annotation = _element_annotation(annotation, key)
         node = child_of(node, key)
     return annotation, field, box
 
 
-def _element(annotation: Any, key: Any) -> Any:
+def _element_annotation(annotation: Any, key: Any) -> Any:
     """Return the annotation of an element of `tuple[...]`, `list[...]` or `dict[...]`."""
     of = typing.get_args(annotation)
     if not of or typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
@@ -334,7 +338,7 @@ def _name_by_jaxtyping(word: str) -> str | None:
     return found[1] if found else None
 
 
-def _annotations(owner: Any) -> Mapping[str, Any]:
+def _annotations_of(owner: Any) -> Mapping[str, Any]:
     """Return the annotations of a class or a function, except those that cannot be evaluated here."""
     try:
         return typing.get_type_hints(owner, include_extras=True)
@@ -350,7 +354,7 @@ def _annotations(owner: Any) -> Mapping[str, Any]:
         return found
 
 
-_annotations_of_class = functools.lru_cache(maxsize=256)(_annotations)  # which many leaves share
+_annotations_of_class = functools.lru_cache(maxsize=256)(_annotations_of)  # which many leaves share
 
 
 def roots_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Root]:
@@ -360,7 +364,7 @@ def roots_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         plain = inspect.unwrap(plain.func)
     if not (inspect.isfunction(plain) or inspect.ismethod(plain)):
         plain = inspect.unwrap(type(plain).__call__)  # an object that is called, or a jitted function
-    annotations = _annotations(getattr(plain, "__func__", plain))
+    annotations = _annotations_of(getattr(plain, "__func__", plain))
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a function without a signature
@@ -381,17 +385,17 @@ def roots_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 # --- paths ---
 
 
-def _path(root: Root, keys: Keys) -> str:
+def _path_of_leaf(root: Root, keys: Keys) -> str:
     """Return the path of a leaf as messages write it, from the name of the parameter."""
     below = jax.tree_util.keystr(keys[len(root.keys) :], simple=True, separator="/")
     return "/".join(part for part in (root.path, below) if part) or "the array"
 
 
-def _children(node: Any) -> dict[Any, Any]:
+def _children_of(node: Any) -> dict[Any, Any]:
     """Return the children of a node of a tree, by key."""
     found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return {keys[0]: child for keys, child in found if keys}
 
 
-def _key(key: Any) -> str:
+def _written_key(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)

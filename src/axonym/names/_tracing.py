@@ -46,12 +46,12 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
     own_marks = activate_here(marked=not is_marking())  # a report marks the program that it traces itself
-    with activate(None), own_marks, jax.sharding.use_abstract_mesh(_mesh()):
+    with activate(None), own_marks, jax.sharding.use_abstract_mesh(_mesh_of_constraints()):
         closed = jax.make_jaxpr(flat)(*abstract)
-    return Traced(closed, static, returned[0], tuple(_paths(fn, args, kwargs)))
+    return Traced(closed, static, returned[0], tuple(_paths_of_arguments(fn, args, kwargs)))
 
 
-def _mesh() -> AbstractMesh:
+def _mesh_of_constraints() -> AbstractMesh:
     """Return the active mesh, which constraints by a `PartitionSpec` need, with Auto axes, so that types have none."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or has_manual(mesh):
@@ -59,7 +59,7 @@ def _mesh() -> AbstractMesh:
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+def _paths_of_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
     parameters = {root.keys: root.path for root in roots_of(fn, args, kwargs)}
     for keys, leaf in jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
         if isinstance(leaf, PROGRAM_ARRAYS):

@@ -47,18 +47,18 @@ class AxisWalk:
         body = Body(jaxpr, arguments, [])
         known: dict[Any, Axed] = dict(zip(jaxpr.invars, arguments, strict=True))
         values = itertools.chain(constants, itertools.repeat(None))
-        known |= {v: _constant(v, value) for v, value in zip(jaxpr.constvars, values, strict=False)}
-        slices = _slices(jaxpr)
+        known |= {v: _constant_array(v, value) for v, value in zip(jaxpr.constvars, values, strict=False)}
+        slices = _slices_of_values(jaxpr)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
-            step.operands = xs = [_constant(v, v.val) if type(v) is Literal else known[v] for v in eqn.invars]
+            step.operands = xs = [_constant_array(v, v.val) if type(v) is Literal else known[v] for v in eqn.invars]
             step.results = results = self._results(step, xs)
             body.steps.append(step)
             if len(results) == 1:  # as most have
                 known[eqn.outvars[0]] = results[0]
             else:
                 known.update(zip(eqn.outvars, results, strict=True))
-        body.results = [_constant(v, v.val) if type(v) is Literal else known[v] for v in jaxpr.outvars]
+        body.results = [_constant_array(v, v.val) if type(v) is Literal else known[v] for v in jaxpr.outvars]
         return body
 
     def _results(self, step: AxisStep, xs: Sequence[Axed]) -> Sequence[Axed]:
@@ -202,23 +202,23 @@ def _tells_facts(step: AxisStep, xs: Sequence[Axed], result: Axed) -> bool:
     return bool(told) and (not result.dims or any([x.dims for x in told]))
 
 
-def _constant(v: Any, value: Any) -> Axed:
+def _constant_array(v: Any, value: Any) -> Axed:
     if v.aval.shape:
         dims = tuple(map(fresh, v.aval.shape))
         return Axed(dims, constant=True, facts=facts_of_value(dims, value))
     readable = dtype_kind(v) in ("b", "i", "u", "f") and is_readable(value)
-    return _number(float(value)) if readable else _SCALAR
+    return _number_array(float(value)) if readable else _SCALAR
 
 
 @functools.lru_cache(maxsize=256)
-def _number(value: float) -> Axed:
+def _number_array(value: float) -> Axed:
     return Axed((), constant=True, facts=Facts(value=value, varies=()))
 
 
 _SCALAR = Axed((), constant=True)
 
 
-def _slices(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:
+def _slices_of_values(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:
     found: dict[tuple[Any, int], list[tuple[int, int, int]]] = defaultdict(list)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "slice" and not hasattr(eqn.invars[0], "val"):

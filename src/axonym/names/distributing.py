@@ -158,7 +158,7 @@ def distribute(
     return made
 
 
-def _distinct(paths: Sequence[str]) -> list[str]:
+def _distinct_paths(paths: Sequence[str]) -> list[str]:
     """Return paths of which none is the same as another, such as the paths of the keys 1 and "1"."""
     count = Counter(paths)
     return [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
@@ -262,7 +262,9 @@ class _Distributed:
 
     def arguments(self, arrays: Sequence[Any]) -> list[Any]:
         """Return arguments sharded by their names, as named arrays if they have any."""
-        return self._placed("arguments", arrays, self._program.body.arguments, _distinct(self._program.traced.paths))
+        return self._placed(
+            "arguments", arrays, self._program.body.arguments, _distinct_paths(self._program.traced.paths)
+        )
 
     def _named(self, values: Sequence[Axed], arrays: Sequence[Any], paths: Sequence[str]) -> dict[str, Any]:
         """Return the arrays of which any axis has a name, with their names, by their paths."""
@@ -338,7 +340,7 @@ class _Distributed:
             yield eqn
             return
         invars = list(eqn.invars)
-        for i, roles in enumerate(_roles(step, names, out_names)):
+        for i, roles in enumerate(_names_of_roles(step, names, out_names)):
             if roles != names[i] and (moved := self._constraint(step, invars[i], roles)) is not None:
                 yield moved.replace(invars=[invars[i]])
                 invars[i] = moved.outvars[0]
@@ -370,7 +372,7 @@ class _Distributed:
         if spec is None or not any(spec):
             return step.eqn
         transform = functools.partial(jax.lax.fft, **step.params)
-        eqn = _equation(step, jax.shard_map(transform, in_specs=spec, out_specs=spec), var)
+        eqn = _as_equation(step, jax.shard_map(transform, in_specs=spec, out_specs=spec), var)
         return eqn.replace(invars=step.eqn.invars, outvars=step.eqn.outvars)
 
     def _constraint(self, step: AxisStep, var: Any, names: OptionalNames) -> JaxprEqn | None:
@@ -380,7 +382,7 @@ class _Distributed:
             return None
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(free if n is None else e for n, e in zip(names, spec, strict=True)))
-        return _equation(step, lambda x: jax.lax.with_sharding_constraint(x, spec), var)
+        return _as_equation(step, lambda x: jax.lax.with_sharding_constraint(x, spec), var)
 
     def _spec(self, step: AxisStep, names: OptionalNames, shape: Sequence[int]) -> PartitionSpec | None:
         """Return where axes of a value lie by their names; None, with the problems recorded, if they cannot."""
@@ -402,14 +404,16 @@ class _Distributed:
         return entry if must_fit or size % shard_count(mesh, entry) == 0 else None
 
 
-def _equation(step: AxisStep, fn: Callable[[Any], Any], var: Any) -> JaxprEqn:
+def _as_equation(step: AxisStep, fn: Callable[[Any], Any], var: Any) -> JaxprEqn:
     """Return a function of a value as an equation, with variables of its own, on the line of a step."""
     abstract = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
     (eqn,) = jax.make_jaxpr(fn)(abstract).eqns
     return eqn.replace(source_info=step.eqn.source_info)
 
 
-def _roles(step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> Sequence[OptionalNames]:
+def _names_of_roles(
+    step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames
+) -> Sequence[OptionalNames]:
     """Return the names of the operands of a product, with the names of the keys' role in place of the axis itself.
 
     If positions meet positions, one of them are the keys, which have another name in the result, and in the operand

@@ -172,14 +172,14 @@ class NamedProgram:
             for i, axis in self._unnamed(value):
                 words = [name or "_" for name in self.names_of(value)]
                 example = f'"{place}": "{" ".join([*words[:i], "?", *words[i + 1 :]])}"'
-                known = found.setdefault(_class(axis), (size_of(axis), [], "no argument names it", example))
+                known = found.setdefault(_class_of(axis), (size_of(axis), [], "no argument names it", example))
                 known[1].append(f"axis {i} of {place}")
         for step in steps_of(self.body):
             for value in () if step.bodies else step.results:
                 for _, axis in self._unnamed(value):
-                    if _class(axis) not in found:
+                    if _class_of(axis) not in found:
                         why = "of a constant that meets no named axis" if value.constant else f"made by {step.name}"
-                        found[_class(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why, "")
+                        found[_class_of(axis)] = (size_of(axis), [str(source_of(step) or "the program")], why, "")
         return tuple(UnnamedAxes(size, tuple(places), *rest) for size, places, *rest in found.values())
 
     def _unnamed(self, value: Axed) -> Iterator[tuple[int, Axis]]:
@@ -200,7 +200,7 @@ class NamedProgram:
         called = [p for step in steps_of(self.body) if step.bodies for p in step.params.values()]
         holders = (self.traced.jaxpr, *(x for p in called for x in (p if isinstance(p, tuple) else (p,))))
         arrays = {id(x): x for holder in holders for x in getattr(holder, "consts", ()) if isinstance(x, jax.Array)}
-        return tuple(f"{_dtype(x.aval)}{[*x.shape]}" for x in arrays.values() if x.ndim)
+        return tuple(f"{_written_dtype(x.aval)}{[*x.shape]}" for x in arrays.values() if x.ndim)
 
     @property
     def known_share(self) -> float:
@@ -220,37 +220,39 @@ class NamedProgram:
     def __str__(self) -> str:
         count = itertools.count()
         arguments: Sequence[Any] = self.body.jaxpr.invars
-        known: dict[Any, str] = {v: _letters(next(count)) for v in (*arguments, *self.body.jaxpr.constvars)}
+        known: dict[Any, str] = {v: _letters_of(next(count)) for v in (*arguments, *self.body.jaxpr.constvars)}
         given = zip(arguments, self.body.arguments, self.traced.paths, strict=True)
         lines = [f"{self._described(known[v], v, x)}  # {path}" for v, x, path in given]
         lines += self._lines(self.body, "", known, count)
         returned: Sequence[Any] = self.body.jaxpr.outvars
-        lines.append(f"return {' '.join(_literal(v) or known[v] for v in returned)}")
+        lines.append(f"return {' '.join(_written_literal(v) or known[v] for v in returned)}")
         return "\n".join((*lines, *self._summary()))
 
     def _lines(self, body: Body, indent: str, known: dict[Any, str], count: Iterator[int]) -> Iterator[str]:
         for step in body.steps:
             inputs: Sequence[Any] = step.eqn.invars
-            operands = [_literal(v) or known[v] for v in inputs]
+            operands = [_written_literal(v) or known[v] for v in inputs]
             for v in step.eqn.outvars:
-                known[v] = _letters(next(count))
+                known[v] = _letters_of(next(count))
             results = [self._described(known[v], v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
             line = f"{indent}{' '.join(results)} = {step.name} {' '.join(operands)}".rstrip()
             yield f"{line}  # {where}" if (where := source_of(step)) else line
             for inner in step.bodies:
                 given = inner.jaxpr.invars
                 if any(x is not y for x, y in zip(inner.results, step.results, strict=False)):  # a loop or branch
-                    known |= {v: _letters(next(count)) for v in given}
+                    known |= {v: _letters_of(next(count)) for v in given}
                     own = zip(given, inner.arguments, strict=True)
                     yield f"{indent}    given " + " ".join(self._described(known[v], v, x) for v, x in own)
                 else:
                     known |= dict(zip(given, operands, strict=True))
-                known |= {v: _letters(next(count)) for v in inner.jaxpr.constvars}
+                known |= {v: _letters_of(next(count)) for v in inner.jaxpr.constvars}
                 yield from self._lines(inner, indent + "    ", known, count)
 
     def _described(self, variable: str, var: Any, value: Axed) -> str:
         sizes = zip(self.names_of(value), var.aval.shape, strict=True)
-        return f"{variable}:{_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
+        return (
+            f"{variable}:{_written_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
+        )
 
     def _summary(self) -> Iterator[str]:
         for mix_up in self.mix_ups:
@@ -339,11 +341,11 @@ def follow(
     allowed = {allow} if isinstance(allow, str) else set(allow)
     if unknown := sorted(allowed - _TEXTS.keys()):
         raise ValueError(f"allow=: {quoted(unknown)} is no kind of mix-up. The kinds are {quoted(_TEXTS)}.")
-    walk, body = _walked(traced, names, renames)
+    walk, body = _walked_program(traced, names, renames)
     met = walk.settle()
     # What JAX splits evenly is taken for one axis, until its parts have different names.
     while separate := walk.axes.slices_among(met):
-        other, other_body = _walked(traced, names, renames, walk.axes.separate | separate)
+        other, other_body = _walked_program(traced, names, renames, walk.axes.separate | separate)
         fewer = other.settle()
         if len(fewer) >= len(met):
             break
@@ -351,12 +353,12 @@ def follow(
     return NamedProgram(traced, walk, body, [m for m in met if m.kind not in allowed])
 
 
-def _walked(
+def _walked_program(
     traced: Traced, names: Sequence[LeafNames], renames: bool, separate: frozenset[int] = frozenset()
 ) -> tuple[AxisWalk, Body]:
     walk, jaxpr = AxisWalk(separate, renames), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
-    arguments = [_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    arguments = [_axed_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
     owners = [path.partition("/")[0] for path in traced.paths]  # none in a report, whose named arrays may have any size
     walk.axes.check_given((of, [f for axis in x.dims for f in axis]) for of, x in zip(owners, arguments, strict=False))
     # A walk makes many objects and drops none, so to look for garbage would double its time.
@@ -370,7 +372,7 @@ def _walked(
     return walk, body
 
 
-def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
+def _axed_argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
     aval = var.aval
     names = own.names or (None,) * len(aval.shape)
     pairs = zip(names, aval.shape, strict=True)
@@ -378,7 +380,7 @@ def _argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
     return Axed(walk.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
 
 
-def _class(axis: Axis) -> tuple[int, ...]:
+def _class_of(axis: Axis) -> tuple[int, ...]:
     return tuple(map(id, leaves(axis)))
 
 
@@ -392,15 +394,15 @@ def said_of_closed_over(arrays: Sequence[str]) -> str:
     )
 
 
-def _literal(var: Any) -> str:
+def _written_literal(var: Any) -> str:
     return str(var.val) if hasattr(var, "val") else ""
 
 
-def _letters(number: int) -> str:
+def _letters_of(number: int) -> str:
     """Return a, b, ..., z, ba, bb, ..."""
     more, last = divmod(number, 26)
-    return (_letters(more) if more else "") + chr(ord("a") + last)
+    return (_letters_of(more) if more else "") + chr(ord("a") + last)
 
 
-def _dtype(aval: Any) -> str:
+def _written_dtype(aval: Any) -> str:
     return aval.str_short(short_dtypes=True).partition("[")[0]

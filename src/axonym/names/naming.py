@@ -26,7 +26,7 @@ def names_of(tree: Any) -> Any:
     >>> axn.names.name({"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, names)["w"].names
     ('embed', 'hidden')
     """
-    found, structure = _named(tree, None)
+    found, structure = _names_of_leaves(tree, None)
     return jax.tree.unflatten(structure, [None if x.names is None else written(x.names) for x in found])
 
 
@@ -42,8 +42,8 @@ def name(tree: T, names: Any = None) -> T:
     >>> axn.names.name(params, {"kernel": "embed hidden", "bias": "hidden"})["mlp"]["kernel"].names
     ('embed', 'hidden')
     """
-    found, structure = _named(tree, names)
-    leaves = [_renamed(leaf.path, leaf.value, x) for leaf, x in zip(leaves_of(tree)[0], found, strict=True)]
+    found, structure = _names_of_leaves(tree, names)
+    leaves = [_renamed_leaf(leaf.path, leaf.value, x) for leaf, x in zip(leaves_of(tree)[0], found, strict=True)]
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -62,13 +62,13 @@ def unname(tree: Any) -> Any:
     return jax.tree.map(raw, tree, is_leaf=is_named_array)
 
 
-def _named(tree: Any, names: Any) -> tuple[list[LeafNames], Any]:
+def _names_of_leaves(tree: Any, names: Any) -> tuple[list[LeafNames], Any]:
     """Return the names of each leaf, where a named array is a leaf, and the structure with those leaves."""
     root = Root("", (), tree)
     return named_leaves(tree, [root], dict(given_to_tree(names, root))), leaves_of(tree)[1]
 
 
-def _renamed(path: str, value: Any, found: LeafNames) -> Any:
+def _renamed_leaf(path: str, value: Any, found: LeafNames) -> Any:
     if not found.names or isinstance(value, NamedArray):
         return value
     if None in found.names:

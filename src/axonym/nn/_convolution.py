@@ -117,11 +117,7 @@ def apply_convolution(
 ) -> jax.Array:
     """Call `fn(x, weight, convolve)` with the function for one convolution that XLA partitions rightly.
 
-    Arguments:
-        in_names: the axes of `x` and `weight`; `out_names` are the axes of the result.
-        channels: the axis of `x` with the input channels.
-        spatial: the axes of the convolution.
-        known: the shardings of the arrays, as far as they are known.
+    `x` and `weight` have the axes `in_names`; of these, the input channels of `x`, and the axes of the convolution.
     """
     mesh = mesh_around([x, weight])
     convolve = convolve_at_once
@@ -225,27 +221,29 @@ def convolve_by_products(
     for i in [*sharded, *(i for i in range(len(kernel)) if i not in sharded)]:
         windows = padded_x.shape[2 + i] - span[i] + 1
         inputs = {
-            (*position[:i], p, *position[i + 1 :]): _cut(part, 2 + i, p * of.dilation[i], windows, of.strides[i])
+            (*position[:i], p, *position[i + 1 :]): _met_elements(
+                part, 2 + i, p * of.dilation[i], windows, of.strides[i]
+            )
             for position, part in inputs.items()
             for p in range(kernel[i])
         }
     total = None
     for position in itertools.product(*map(range, kernel)):
-        product = _product(inputs[position], weight[(..., *position)], dtype)
+        product = _product_of_position(inputs[position], weight[(..., *position)], dtype)
         total = product if total is None else total + product
     assert total is not None  # a kernel has a position at least
     total = total.astype(x.dtype)
     return jnp.transpose(total, [numbers.out_spec.index(i) for i in range(total.ndim)])
 
 
-def _cut(x: jax.Array, axis: int, start: int, windows: int, stride: int) -> jax.Array:
+def _met_elements(x: jax.Array, axis: int, start: int, windows: int, stride: int) -> jax.Array:
     """Return the elements along one axis that one position in the kernel meets, one for each window."""
     starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
     starts[axis], limits[axis], strides[axis] = start, start + windows, stride
     return strided_slice(x, starts, limits, strides)
 
 
-def _product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+def _product_of_position(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     """Multiply (batch, in, ...) by the weight (group, out, in) of one position, to (batch, out, ...)."""
     multiply = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
     groups = weight.shape[0]

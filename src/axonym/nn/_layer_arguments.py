@@ -1,4 +1,4 @@
-"""Slice the arguments of stacked layers into the arguments of each layer, and stack the results.
+"""Slice the arguments of stacked layers into the arguments of each layer, stack the results, and skip added layers.
 
 The rules are as for `axonym.scan`: a named array with the layer axis is sliced along that axis, a raw array along its
 first axis, and every layer gets the same scalars and other values.
@@ -6,7 +6,7 @@ first axis, and every layer gets the same scalars and other values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from .. import tree as named_trees
 from ..axis import Axis
 from ..core import errors
-from ..core.tree_spec import is_key
-from ..distribution.mesh_axes import fits, mapped_on, mesh_around, reshard, spec_of
-from ..named_array import NamedArray, is_named_array, raw, wrap
+from ..core.tree_spec import NUMBERS, is_key
+from ..distribution.mesh_axes import entries_of, fits, mapped_on, mesh_around, mesh_axes, reshard, spec_of
+from ..named_array import NamedArray, is_jax_array_like, raw, wrap, wrap_like
+from ..ops.indexing import index
 from ..ops.joining import stack
+from ..ops.rearranging import rearrange
+from ..ops.selection import where
 from ..ops.shaping import unbind
 from ..transforms import _mapped_axis
 from ..transforms.stacked_leaves import as_leaf, as_named, layer_of, layers_at
@@ -28,7 +32,11 @@ from ..transforms.stacked_leaves import as_leaf, as_named, layer_of, layers_at
 def split_key(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Split a single random key, passed as the keyword argument `key`, into one for each layer."""
     key: Any = kwargs.get("key")
-    return {**kwargs, "key": jax.random.split(key, layers.size)} if _is_single_key(key) else dict(kwargs)
+    if isinstance(key, (jax.Array, np.ndarray)) and (
+        key.ndim == 0 if is_key(key) else key.dtype == np.uint32 and key.ndim == 1  # the result of `PRNGKey`
+    ):
+        key = jax.random.split(key, layers.size)
+    return {**kwargs, "key": key} if "key" in kwargs else dict(kwargs)
 
 
 def shard_keys(what: str, layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,14 +55,6 @@ def shard_keys(what: str, layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, 
     return {**kwargs, "key": as_leaf(kwargs["key"], wrap(reshard(keys.array, spec, mesh), keys.names))}
 
 
-def _is_single_key(key: Any) -> bool:
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        return False
-    if is_key(key):
-        return key.ndim == 0
-    return key.dtype == np.uint32 and key.ndim == 1  # the result of `jax.random.PRNGKey`
-
-
 def first_axis(x: Any) -> int | None:
     """Return the position of a raw array's layer axis, or None for scalars, for `axonym.vmap(default=...)`."""
     return 0 if x.ndim else None
@@ -63,14 +63,15 @@ def first_axis(x: Any) -> int | None:
 def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise an error unless the size of the layer axis of each argument is the number of layers."""
     leaves, _ = _mapped_axis.flatten((args, dict(kwargs)))
-    sizes = [_size(layers, leaf) for leaf in leaves]
+    positions = [layers_at(leaf, layers.name) for leaf in leaves]
+    sizes = [None if at is None else raw(leaf).shape[at] for leaf, at in zip(leaves, positions, strict=True)]
     if all(size in (None, layers.size) for size in sizes):
         return
     found = zip(_mapped_axis.argument_paths(args, dict(kwargs)), leaves, sizes, strict=True)
     wrong = {path: (leaf, size) for path, leaf, size in found if size not in (None, layers.size)}
     sides = [*((path, size) for path, (_, size) in wrong.items()), ("the layers", layers.size)]
-    raw = [path for path, (leaf, _) in wrong.items() if not isinstance(leaf, NamedArray)]
-    hint = f" Raw arrays are sliced along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
+    unnamed = [path for path, (leaf, _) in wrong.items() if not isinstance(leaf, NamedArray)]
+    hint = f" Raw arrays are sliced along their first axis: {', '.join(unnamed)}. Name their axes." if unnamed else ""
     raise ValueError(errors.size_mismatch(what, layers.name, sides) + hint)
 
 
@@ -94,20 +95,9 @@ def check_index(what: str, layers: Axis, i: Any) -> Any:
     return int(i) % layers.size
 
 
-def take_layer(layers: Axis, tree: Any, i: Any) -> Any:
-    """Return one layer of a tree of stacked arrays; its index can be traced."""
-    return jax.tree.map(lambda x: layer_of(x, layers.name, i), tree, is_leaf=is_named_array)
-
-
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
     """Return a leaf that has a layer axis as a named array, or None if every layer gets the same leaf."""
     return None if layers_at(leaf, layers.name) is None else as_named(leaf, layers.name)
-
-
-def _size(layers: Axis, leaf: Any) -> int | None:
-    """Return the size of a leaf's layer axis, or None if there is none."""
-    position = layers_at(leaf, layers.name)
-    return None if position is None else raw(leaf).shape[position]
 
 
 def _each_layer(layers: Axis, leaf: Any) -> Sequence[Any]:
@@ -148,11 +138,144 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
     elif not any(isinstance(x, NamedArray) or _mapped_axis.is_array(x) for x in leaves):
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
             return leaves[0]
-    kinds = ", ".join(dict.fromkeys(map(_described, leaves)))
-    raise TypeError(f"{what}: the results of the layers cannot be stacked: {kinds}.")
+    kinds = [
+        f"{jax.typeof(x.array).dtype}{errors.describe_axes(x.names, jnp.shape(x.array))}"
+        if isinstance(x, NamedArray)
+        else f"raw {x.dtype}{tuple(x.shape)}"
+        if _mapped_axis.is_array(x)
+        else repr(x)
+        for x in leaves
+    ]
+    raise TypeError(f"{what}: the results of the layers cannot be stacked: {', '.join(dict.fromkeys(kinds))}.")
 
 
-def _described(x: Any) -> str:
-    if isinstance(x, NamedArray):
-        return str(jax.typeof(x.array).dtype) + errors.describe_axes(x.names, jnp.shape(x.array))
-    return f"raw {x.dtype}{tuple(x.shape)}" if _mapped_axis.is_array(x) else repr(x)
+# --- added layers ---
+#
+# Layers are added so that the stages of a pipeline divide their number. They are zeros and stay zeros: their gradients
+# are zero, so sums over all layers, such as the norm of a gradient, are the same as without them. A loop runs them too,
+# since the devices of a pipeline run in lockstep, and does not use their results. It computes with a copy of a real
+# layer instead of zeros, by which a layer might divide, and cuts off the derivatives of the copy, so that these cannot
+# be NaN.
+
+
+def with_added(layers: Axis, padding: int, tree: Any) -> Any:
+    """Add copies of the first layer's slice to each array that has a slice for each real layer only."""
+
+    def longer(x: Any, position: int) -> Any:
+        if x.shape[position] != layers.size:
+            return x
+        x = jnp.asarray(x)
+        first = jax.lax.slice_in_dim(x, 0, 1, axis=position)
+        return jnp.concatenate([x, *[first] * padding], position)
+
+    return _map_layers(longer, layers, tree)
+
+
+def without_added(layers: Axis, padding: int, results: Any, arguments: Any) -> Any:
+    """Leave out the added layers of results, or set them to zero if an argument of the call has a slice for them."""
+
+    def shorter(x: Any) -> Any:
+        if layers_at(x, layers.name) is None:
+            return x
+        return as_leaf(x, index(as_named(x, layers.name), {layers.name: slice(layers.size)}))
+
+    def has_added(x: Any) -> bool:
+        position = layers_at(x, layers.name)
+        return position is not None and raw(x).shape[position] == layers.size + padding
+
+    # So a decoding loop, which passes caches on, can keep them sharded over the stages.
+    given = any(map(has_added, named_trees.leaves(arguments)))
+    return zeroed(layers, results) if given else named_trees.map(shorter, results)
+
+
+def zeroed(layers: Axis, tree: Any) -> Any:
+    """Set the added layers to zero, except random keys, which have no zero."""
+
+    def with_zeros(x: Any, position: int) -> Any:
+        return x if is_key(x) else _chosen_values(_layer_numbers(x, position) < layers.size, x, 0)
+
+    return _map_layers(with_zeros, layers, tree)
+
+
+def filled(layers: Axis, tree: Any) -> Any:
+    """Set the added layers to copies of the first layer, which have no derivative, except random keys."""
+
+    def with_first(x: Any, position: int) -> Any:
+        if is_key(x):
+            return x
+        numbers = _layer_numbers(x, position)
+        # A sum over devices sends one layer; a slice might gather all of them.
+        reduce = jnp.max if x.dtype == bool else jnp.sum
+        first = reduce(_chosen_values(numbers == 0, x, 0), position, keepdims=True).astype(x.dtype)
+        return _chosen_values(numbers < layers.size, x, jax.lax.stop_gradient(first))
+
+    return _map_layers(with_first, layers, tree)
+
+
+def _map_layers(fn: Callable[[Any, int], Any], layers: Axis, tree: Any) -> Any:
+    """Apply a function to each array that has the axis of the layers, and to the position of this axis."""
+
+    def at(x: Any) -> Any:
+        position = layers_at(x, layers.name)
+        return x if position is None else wrap_like(fn(raw(x), position), x)
+
+    return named_trees.map(at, tree)
+
+
+def _chosen_values(condition: np.ndarray, x: Any, y: Any) -> Any:
+    return jnp.where(condition, x, jnp.asarray(y, x.dtype))
+
+
+def _layer_numbers(x: Any, position: int) -> np.ndarray:
+    return np.arange(x.shape[position]).reshape([-1 if i == position else 1 for i in range(x.ndim)])
+
+
+def skipping(fn: Callable[..., Any], layers: Axis, stacked: Any, outputs: bool) -> Callable[..., Any]:
+    """Return a function that is also told whether a layer is real, and returns the carry of an added layer unchanged.
+
+    The function goes from a layer, a carry and further arguments to the next carry, and an output if it has `outputs`.
+    """
+    per_layer = [layers_at(x, layers.name) is not None for x in named_trees.leaves(stacked)]
+
+    def fn_or_carry(layer: Any, carry: Any, *args: Any, is_real: Any, **kwargs: Any) -> Any:
+        is_real = raw(is_real)
+
+        def cut_off(x: Any) -> Any:
+            if not is_jax_array_like(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            return where(is_real, x, jax.tree.map(jax.lax.stop_gradient, x))
+
+        # `filled` has cut off what each layer has of its own, and a loop would store a copy of all layers.
+        leaves, structure = named_trees.flatten(layer)
+        shared = [x if own else cut_off(x) for x, own in zip(leaves, per_layer, strict=True)]
+        layer = named_trees.unflatten(structure, shared)
+        args, kwargs = named_trees.map(cut_off, (args, kwargs))
+        result = fn(layer, named_trees.map(cut_off, carry), *args, **kwargs)
+        if outputs and not (isinstance(result, tuple) and len(result) == 2):  # the loop says so
+            return result
+        following = result[0] if outputs else result
+        if named_trees.structure(following) == named_trees.structure(carry):  # if not, the loop says so
+            following = named_trees.map(lambda x, y: _if_real(is_real, x, y), following, carry)
+        return (following, result[1]) if outputs else following
+
+    return fn_or_carry
+
+
+def _if_real(is_real: Any, x: Any, carry: Any) -> Any:
+    """Return the next value of a part of a carry, or the carry in an added layer.
+
+    A value of another type is returned in any case: the loop says so, or starts again with a carry of that type.
+    """
+    x = jnp.asarray(x) if isinstance(x, NUMBERS) else x
+    if isinstance(x, NamedArray) and isinstance(carry, NamedArray) and {*x.names} == {*carry.names}:
+        x = rearrange(x, carry.names)
+    return where(is_real, x, carry) if is_jax_array_like(x) and _type_of(x) == _type_of(carry) else x
+
+
+def _type_of(x: Any) -> Any:
+    """Return the names, the shape, the dtype and the sharding of an array; None for anything else."""
+    if not is_jax_array_like(x):
+        return None
+    array = raw(x)
+    names = x.names if isinstance(x, NamedArray) else None
+    return names, array.shape, array.dtype, [mesh_axes(entry) for entry in entries_of(array)]

@@ -23,7 +23,7 @@ Padding: TypeAlias = tuple[Pair, ...] | str
 
 def per_axis(what: str, argument: str, value: Any, names: Names, *, at_least: int) -> tuple[int, ...]:
     """Return an integer for each axis."""
-    found = tuple(_integer(what, argument, v) for v in _values_by_axis(what, argument, value, names))
+    found = tuple(_checked_integer(what, argument, v) for v in _values_by_axis(what, argument, value, names))
     if any(v < at_least for v in found):
         listed = ", ".join(f"{v} for {n!r}" for n, v in zip(names, found, strict=True))
         raise ValueError(f"{what}: `{argument}` must be at least {at_least}, got {listed}.")
@@ -36,7 +36,7 @@ def parse_padding(what: str, value: Any, names: Names) -> Padding:
         if value.upper() not in ("SAME", "VALID"):
             raise ValueError(f"{what}: `padding` must be 'SAME', 'VALID' or numbers of elements, got {value!r}.")
         return value.upper()
-    return tuple(_pair(what, v) for v in _values_by_axis(what, "padding", value, names))
+    return tuple(_checked_pair(what, v) for v in _values_by_axis(what, "padding", value, names))
 
 
 def same_padding(size: int, span: int, stride: int) -> Pair:
@@ -79,16 +79,16 @@ def _is_integer(value: Any) -> bool:
     return hasattr(value, "__index__")
 
 
-def _integer(what: str, argument: str, value: Any) -> int:
+def _checked_integer(what: str, argument: str, value: Any) -> int:
     if not _is_integer(value):
         raise TypeError(f"{what}: `{argument}` must consist of integers, got {value!r}.")
     return operator.index(value)
 
 
-def _pair(what: str, value: Any) -> Pair:
+def _checked_pair(what: str, value: Any) -> Pair:
     if _is_integer(value):
         return operator.index(value), operator.index(value)
     if not isinstance(value, Sequence) or len(value) != 2:
         raise TypeError(f"{what}: the `padding` of an axis must be an integer or a pair of them, got {value!r}.")
-    before, after = (_integer(what, "padding", v) for v in value)
+    before, after = (_checked_integer(what, "padding", v) for v in value)
     return before, after

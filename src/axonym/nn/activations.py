@@ -25,7 +25,7 @@ A = TypeVar("A")
 
 
 @_kernels.shared("names")
-def _kernel(
+def _activation_kernel(
     fn: Callable[..., Any], name: str, names: Names, operands: int, options: tuple[tuple[str, Any], ...]
 ) -> _kernels.Kernel:
     def positional(x, *scalars):
@@ -34,27 +34,30 @@ def _kernel(
     return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, by_index=True)
 
 
-def _apply(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:
+def _apply_activation(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:
     if isinstance(a, NamedArray):
-        return _kernel(fn, name, a.names, len(scalars), tuple(options.items())).apply(a.array, *scalars)
+        return _activation_kernel(fn, name, a.names, len(scalars), tuple(options.items())).apply(a.array, *scalars)
     if is_tree(a):
-        return map_tree(lambda leaf: _apply(fn, name, leaf, *scalars, **options), a)
+        return map_tree(lambda leaf: _apply_activation(fn, name, leaf, *scalars, **options), a)
     return fn(a, *scalars, **options)
 
 
-def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> Unary:
+def _make_activation(name: str, fn: Callable[..., Any], summary: str, shown: str, parameter: str = "a") -> Unary:
     def op(a: Any) -> Any:
-        return _apply(fn, name, a)
+        return _apply_activation(fn, name, a)
+
+    def op_of_x(x: Any) -> Any:
+        return _apply_activation(fn, name, x)
 
     doc = f"""{summary}
 
     Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
+        {parameter}: a named array, a scalar, a raw array, or a tree of them.
 
     >>> axn.nn.{name}(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [{shown}])
     """
-    return publish(op, name, __name__, doc)
+    return publish(op if parameter == "a" else op_of_x, name, __name__, doc)
 
 
 def _in_floats(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -71,50 +74,22 @@ def _hard_tanh(x: Any) -> jax.Array:
 # --- the table: name, positional function, summary, results for -1 and 2 ---
 
 # fmt: off
-hard_sigmoid = _activation("hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
-hard_silu = _activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
-hard_tanh = _activation("hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
-log_sigmoid = _activation("log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
-mish = _activation("mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
-relu = _activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
-relu6 = _activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
-selu = _activation("selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
-sigmoid = _activation("sigmoid", _in_floats(jax.nn.sigmoid), "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
-silu = _activation("silu", _in_floats(jax.nn.silu), "Multiply each element by its sigmoid.", "-0.2689 1.7616")
-soft_sign = _activation("soft_sign", _in_floats(jax.nn.soft_sign), "Divide each element by one plus its absolute value.", "-0.5 0.6667")
-softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
-squareplus = _activation("squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
+hard_sigmoid = _make_activation("hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
+hard_silu = _make_activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
+hard_tanh = _make_activation("hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
+log_sigmoid = _make_activation("log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
+mish = _make_activation("mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
+quick_gelu = _make_activation("quick_gelu", lambda x: x * jax.nn.sigmoid(1.702 * x), "Approximate GELU with a sigmoid: x * sigmoid(1.702 x).", "-0.1542 1.9357", "x")
+relu = _make_activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
+relu6 = _make_activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
+relu_squared = _make_activation("relu_squared", _in_floats(lambda x: jnp.square(jax.nn.relu(x))), "Compute the square of `relu`.", "0. 4.", "x")
+selu = _make_activation("selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
+sigmoid = _make_activation("sigmoid", _in_floats(jax.nn.sigmoid), "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
+silu = _make_activation("silu", _in_floats(jax.nn.silu), "Multiply each element by its sigmoid.", "-0.2689 1.7616")
+soft_sign = _make_activation("soft_sign", _in_floats(jax.nn.soft_sign), "Divide each element by one plus its absolute value.", "-0.5 0.6667")
+softplus = _make_activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
+squareplus = _make_activation("squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
 # fmt: on
-
-
-# --- positional functions that JAX lacks ---
-
-
-def relu_squared(x: A) -> A:
-    """Compute the square of `relu`.
-
-    >>> axn.nn.relu_squared(axn.named([-1., 2.], "x"))
-    NamedArray(float32[x=2], [0. 4.])
-    """
-    return _apply(_relu_squared, "relu_squared", x)
-
-
-@_in_floats
-def _relu_squared(x: Any) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
-
-
-def quick_gelu(x: A) -> A:
-    """Approximate GELU with a sigmoid: x * sigmoid(1.702 x).
-
-    >>> axn.nn.quick_gelu(axn.named([-1., 2.], "x"))
-    NamedArray(float32[x=2], [-0.1542 1.9357])
-    """
-    return _apply(_quick_gelu, "quick_gelu", x)
-
-
-def _quick_gelu(x: Any) -> jax.Array:
-    return x * jax.nn.sigmoid(1.702 * x)
 
 
 # --- activations with options ---
@@ -126,7 +101,7 @@ def celu(a: A, alpha: float = 1.0) -> A:
     >>> axn.nn.celu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.6321 2. ])
     """
-    return _apply(jax.nn.celu, "celu", a, scalar("celu", "alpha", alpha))
+    return _apply_activation(jax.nn.celu, "celu", a, scalar("celu", "alpha", alpha))
 
 
 def elu(a: A, alpha: float = 1.0) -> A:
@@ -135,7 +110,7 @@ def elu(a: A, alpha: float = 1.0) -> A:
     >>> axn.nn.elu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.6321 2. ])
     """
-    return _apply(jax.nn.elu, "elu", a, scalar("elu", "alpha", alpha))
+    return _apply_activation(jax.nn.elu, "elu", a, scalar("elu", "alpha", alpha))
 
 
 def leaky_relu(a: A, negative_slope: float = 0.01) -> A:
@@ -144,7 +119,7 @@ def leaky_relu(a: A, negative_slope: float = 0.01) -> A:
     >>> axn.nn.leaky_relu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.01 2. ])
     """
-    return _apply(jax.nn.leaky_relu, "leaky_relu", a, scalar("leaky_relu", "negative_slope", negative_slope))
+    return _apply_activation(jax.nn.leaky_relu, "leaky_relu", a, scalar("leaky_relu", "negative_slope", negative_slope))
 
 
 def gelu(a: A, approximate: bool = True) -> A:
@@ -156,7 +131,7 @@ def gelu(a: A, approximate: bool = True) -> A:
     >>> axn.nn.gelu(axn.named([-1., 2.], "x")), axn.nn.gelu(axn.named([-1., 2.], "x"), approximate=False)
     (NamedArray(float32[x=2], [-0.1588 1.9546]), NamedArray(float32[x=2], [-0.1587 1.9545]))
     """
-    return _apply(_gelu, "gelu", a, approximate=approximate)
+    return _apply_activation(_gelu, "gelu", a, approximate=approximate)
 
 
 def _gelu(x: Any, approximate: bool) -> jax.Array:
@@ -188,7 +163,6 @@ def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
     """Multiply the first half of an axis by the sigmoid of the second half.
 
     Arguments:
-        x: a named array.
         axis: the axis, of even size; in the result it is half as long.
 
     >>> axn.nn.glu(axn.named([1., 2., 0., 0.], "x"), "x")

@@ -59,13 +59,8 @@ class BatchNorm(ModuleWithStateDictSerialization):
     Arguments:
         axis: the axis of the channels, which the statistics have.
         Batch: all other axes of the input, along which the statistics are computed: batch axes and spatial axes.
-        weight: the scale of each channel, or None.
-        bias: the shift of each channel, or None.
-        running: where the state keeps the running statistics.
-        eps: added to the variance, to avoid division by zero.
         momentum: the share of each batch in the running statistics, as in PyTorch. The momentum of Equinox and Flax is
             one minus this.
-        inference: whether to use the running statistics.
 
     >>> import equinox as eqx
     >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
@@ -126,19 +121,29 @@ class BatchNorm(ModuleWithStateDictSerialization):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         center, variance = old.running_mean, old.running_var
         if isinstance(inference, Tracer) or not inference:
-            center, variance, size = _statistics(wide, batch)
+            # Inside `shard_map`, a device has a shard of the batch.
+            shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
+            over = tuple(a for n in shards for a in sharded_over("BatchNorm", wide, n))
+
+            def average(x: NamedArray) -> NamedArray:
+                found = mean(x, batch)
+                return pmean(found, tuple(map(MeshAxis, over))) if over else found
+
+            center = average(wide)
+            variance = average(square(wide - center))
+            size = count(over) * math.prod(wide.axis_size(n) for n in batch)
             unbiased = variance * (size / max(size - 1, 1))
-            new = RunningStatistics(
-                _moved(old.running_mean, center, self.momentum),
-                _moved(old.running_var, unbiased, self.momentum),
-                old.num_batches_tracked + 1,
+            means, variances = (
+                (x + (jax.lax.stop_gradient(own) - x) * self.momentum).astype(x.dtype)
+                for x, own in ((old.running_mean, center), (old.running_var, unbiased))
             )
+            new = RunningStatistics(means, variances, old.num_batches_tracked + 1)
             if isinstance(inference, Tracer):
                 new = jax.tree.map(lambda a, b: jnp.where(inference, a, b), old, new)
                 center = where(inference, old.running_mean, center)
                 variance = where(inference, old.running_var, variance)
             # `State.set` refuses a value with another sharding on Explicit mesh axes.
-            state = state.update(eqx.nn.State(_index(self.running, new)))
+            state = state.update(eqx.nn.State(_same_index(self.running, new)))
         y = (wide - center) * rsqrt(variance + self.eps)
         y = y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else y
         y = y if self.weight is None else y * self.weight
@@ -147,12 +152,12 @@ class BatchNorm(ModuleWithStateDictSerialization):
     # In a state dict, the running statistics are beside the parameters, and nothing else is.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        return children_to_state_dict(self._with_running(_initial(self, "written"), None), prefix)
+        return children_to_state_dict(self._with_running(_initial_statistics(self, "written"), None), prefix)
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> BatchNorm:
-        loaded = load_children(self._with_running(_initial(self, "loaded"), None), state_dict, prefix)
-        return loaded._with_running(_index(self.running, loaded.running), self.inference)
+        loaded = load_children(self._with_running(_initial_statistics(self, "loaded"), None), state_dict, prefix)
+        return loaded._with_running(_same_index(self.running, loaded.running), self.inference)
 
     def _state_dict_key_map(self) -> dict[str, str | None]:
         return {"running": None}
@@ -173,24 +178,20 @@ def with_state(model: T, state: eqx.nn.State) -> T:
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
 
-    def of_index(x: Any) -> Any:
-        return _index(x, state.get(x)) if _is_index(x) else x
+    def is_index(x: Any) -> bool:
+        return isinstance(x, eqx.nn.StateIndex)
 
-    return jax.tree.map(of_index, model, is_leaf=_is_index)
-
-
-def _is_index(x: Any) -> bool:
-    return isinstance(x, eqx.nn.StateIndex)
+    return jax.tree.map(lambda x: _same_index(x, state.get(x)) if is_index(x) else x, model, is_leaf=is_index)
 
 
-def _index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
+def _same_index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
     """Return an index of the same place in the state, with another initial value."""
     found = eqx.nn.StateIndex(value)
     object.__setattr__(found, "marker", index.marker)  # as `equinox.nn.make_with_state` does
     return found
 
 
-def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
+def _initial_statistics(layer: BatchNorm, what: str) -> RunningStatistics:
     found = layer.running.init
     if not isinstance(found, RunningStatistics):
         raise ValueError(
@@ -198,22 +199,3 @@ def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
             "it. Pass `axonym.nn.with_state(model, state)`."
         )
     return found
-
-
-def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, NamedArray, int]:
-    """Return mean and variance along some axes, and of how many elements they are."""
-    # Inside `shard_map`, a device has a shard of the batch.
-    shards = [n for n in batch if axes_of_sharded("BatchNorm", n)] if has_manual(mesh_around()) else []
-    over = tuple(a for n in shards for a in sharded_over("BatchNorm", x, n))
-
-    def average(x: NamedArray) -> NamedArray:
-        found = mean(x, batch)
-        return pmean(found, tuple(map(MeshAxis, over))) if over else found
-
-    center = average(x)
-    return center, average(square(x - center)), count(over) * math.prod(x.axis_size(n) for n in batch)
-
-
-def _moved(old: NamedArray, new: NamedArray, share: float) -> NamedArray:
-    """Move a running statistic towards the statistic of a batch, without a gradient with respect to the batch."""
-    return (old + (jax.lax.stop_gradient(new) - old) * share).astype(old.dtype)

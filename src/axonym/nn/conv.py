@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -104,16 +103,12 @@ class Conv(_Convolution):
 
         Arguments:
             Spatial: the axes to convolve along. Only their names matter.
-            In: the axis of the input channels.
-            Out: the axis of the output channels.
             kernel_size: the size of the kernel.
             stride: the step between windows.
             padding: zeros around the input: an integer, or for each axis an integer or a pair, before and after; or
                 "SAME" or "VALID", as in `jax.lax`.
             dilation: the distance between the input elements of a window.
             groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
-            use_bias: whether there is a bias.
-            key: a random key.
 
         >>> In, Out = axn.make_axes(channels=4, features=6)
         >>> layer = axn.nn.Conv.init("time", In, Out, 3, padding="SAME", groups=2, key=jax.random.key(0))
@@ -313,7 +308,13 @@ def _convolution_kernel(
         if given != size:
             raise ValueError(errors.size_mismatch(what, in_name, [("the input", given), ("the layer", size)]))
         sizes = [x.shape[names.index(n)] for n in spatial]
-        padding = _check_padding(what, spatial, sizes, [weight.shape[i] for i in weight_place[2:]], config)
+        padding = config.padding
+        if padding != "SAME":
+            padding = ((0, 0),) * len(sizes) if isinstance(padding, str) else padding
+            kernel = [weight.shape[i] for i in weight_place[2:]]
+            spread = [(size - 1) * step + 1 for size, step in zip(sizes, config.input_dilation, strict=True)]
+            spans = [(size - 1) * step + 1 for size, step in zip(kernel, config.dilation, strict=True)]
+            check_spans(what, spatial, spread, spans, padding)
         dtype = jnp.result_type(x, weight)
         x, weight = x.astype(dtype), weight.astype(dtype)
         sizes = tuple(x.shape[names.index(n)] for n in batch)
@@ -348,16 +349,3 @@ def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names)
             "layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     return left[0]
-
-
-def _check_padding(
-    what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], config: Parameters
-) -> str | tuple[Pair, ...]:
-    """Return the padding in JAX's form; raise an error if the kernel does not fit into the input."""
-    if config.padding == "SAME":
-        return "SAME"
-    pads = ((0, 0),) * len(sizes) if isinstance(config.padding, str) else config.padding
-    spread = [(size - 1) * step + 1 for size, step in zip(sizes, config.input_dilation, strict=True)]
-    spans = [(size - 1) * step + 1 for size, step in zip(kernel, config.dilation, strict=True)]
-    check_spans(what, spatial, spread, spans, pads)
-    return pads

@@ -30,7 +30,6 @@ def dropout(
     """Set randomly chosen elements to zero, and scale the others to keep the mean.
 
     Arguments:
-        x: a named array.
         pdrop: the probability that an element is dropped.
         broadcast_axes: the axes along which elements are dropped together.
         inference: whether to return the array unchanged instead.

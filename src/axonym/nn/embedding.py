@@ -115,10 +115,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         parametrization: by default 1 / (size of Embed).
 
         Arguments:
-            Vocab: the axis of the vocabulary.
-            Embed: the axes of an embedding, one or several.
             init_scale: multiplies the standard deviation.
-            key: a random key.
             initializer_range: an older name of `init_scale`, which it overrides.
             reparam_cls: the parametrization: see `axonym.nn.mup`.
 

@@ -91,10 +91,6 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         by default 1 / sqrt(size of In).
 
         Arguments:
-            In: the axes of the input, one or several.
-            Out: the axes of the output, one or several.
-            key: a random key.
-            use_bias: whether there is a bias.
             out_first: whether the axes of the output come first in the weight, rather than the axes of the input.
             dot_general: a replacement for `jax.lax.dot_general`, such as a quantized one. If it is a module with
                 arrays, these are part of the model's tree.

@@ -15,8 +15,6 @@ from jax.typing import DTypeLike
 
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..core import errors
-from ..distribution.kept_shards import reduced_over, scope_of_shards
-from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ..ops import _kernels
 from ..ops._operands import (
@@ -102,7 +100,7 @@ def cross_entropy_loss(
     """
     loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, ignore_index, out_of_range, dtype)
     if ignore_index is not None:
-        labelled = _labelled(targets, ignore_index)
+        labelled = _labelled_examples(targets, ignore_index)
         where = labelled if where is None else logical_and(where, labelled)
     return reduce_loss(loss, reduction, where, reduction_axis)
 
@@ -127,11 +125,11 @@ def cross_entropy_loss_and_log_normalizers(
     what = "cross_entropy_loss_and_log_normalizers"
     loss, normalizers = _cross_entropy(what, logits, Label, targets, ignore_index, out_of_range, dtype)
     if ignore_index is not None:
-        loss = choose(_labelled(targets, ignore_index), loss, 0)
+        loss = choose(_labelled_examples(targets, ignore_index), loss, 0)
     return loss, normalizers
 
 
-def _labelled(targets: NamedArray, ignore_index: int) -> NamedArray:
+def _labelled_examples(targets: NamedArray, ignore_index: int) -> NamedArray:
     """Return which examples have a label."""
     return not_equal(at_least_int32(targets), ignore_index)  # a small dtype would wrap a number that it cannot hold
 
@@ -163,12 +161,10 @@ def _cross_entropy(
         logits.names,
         targets.names,
         axis,
-        reduced_over(name, (*logits.names, *targets.names)) or (),
         other,
         dtype_key(dtype),
     )
-    with scope_of_shards({name: logits.axis_size(name)} if name in logits.names else {}):
-        result = kernel.apply(logits.array, targets.array)
+    result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:
         require_positions(what, "a target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
     return result
@@ -209,7 +205,6 @@ def reduce_loss(
     """Reduce losses, as the loss functions do.
 
     Arguments:
-        array: the losses.
         reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
         where: the losses to include, by name.
         reduction_axis: the axes to reduce; all by default. `()` is the same as no reduction.
@@ -251,7 +246,6 @@ def _cross_entropy_kernel(
     names: Names,
     target_names: Names,
     axis: AxisSelector,
-    over: tuple[str, ...],
     out_of_range: float | None,
     dtype: Any,
 ) -> _kernels.Kernel:
@@ -264,7 +258,7 @@ def _cross_entropy_kernel(
             described = errors.describe_axes(names, logits.shape)
             raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
         x = at_least_float32(logits)
-        largest, remainder = _log_normalizer(position, over, x)
+        largest, remainder = _log_normalizer(position, x)
         if chosen in target_names:
             loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
         else:
@@ -275,7 +269,7 @@ def _cross_entropy_kernel(
     def of_probabilities(x, remainder, targets):
         # A label with logit -inf and probability zero adds nothing to the loss.
         x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
-        return _sum(position, over, targets * (remainder - x))
+        return jnp.sum(targets * (remainder - x), position, keepdims=True)
 
     def of_positions(x, largest, remainder, targets):
         if not jnp.issubdtype(targets.dtype, jnp.integer):
@@ -287,40 +281,31 @@ def _cross_entropy_kernel(
         targets = _kernels.align(at_least_int32(targets), target_names, names)
         # Comparing every position with the label, rather than a look-up, needs no more memory, since it becomes part
         # of the sum; and where the axis is sharded, devices need not communicate, in the gradient either.
-        own, count = jax.lax.broadcasted_iota(targets.dtype, x.shape, position), x.shape[position]
-        if over:
-            own, count = own + count * jax.lax.axis_index(over).astype(own.dtype), count * jax.lax.axis_size(over)
-        found = _sum(position, over, jnp.where(targets == own, x, 0))
-        is_position = (targets >= 0) & (targets < count)
+        own = jax.lax.broadcasted_iota(targets.dtype, x.shape, position)
+        found = jnp.sum(jnp.where(targets == own, x, 0), position, keepdims=True)
+        is_position = (targets >= 0) & (targets < x.shape[position])
         return jnp.where(is_position, remainder - (found - largest), jnp.nan if out_of_range is None else out_of_range)
 
     return _kernels.make_kernel(what, positional, (names, target_names), (rest, rest), selection=axis)
 
 
-def _sum(position: int, over: Axes, x: jax.Array) -> jax.Array:
-    """Sum along an axis, which keeps size one, and over its shards along some mesh axes."""
-    found = jnp.sum(x, position, keepdims=True)
-    return jax.lax.psum(found, over) if over else found
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _log_normalizer(position: int, over: Axes, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute the logarithm of the sum of exponentials along an axis, which keeps size one, as two terms.
 
     These are the largest logit and the remainder. Their sum would lose digits; with both, the loss of a good prediction
     is exact however large the logits are.
     """
     largest = jnp.max(x, position, keepdims=True)
-    largest = jax.lax.pmax(largest, over) if over else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    return largest, jnp.log(_sum(position, over, jnp.exp(x - largest)))
+    return largest, jnp.log(jnp.sum(jnp.exp(x - largest), position, keepdims=True))
 
 
 @_log_normalizer.defjvp
-def _(position: int, over: Axes, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _(position: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     # The sum is the same for any first term, so only the remainder is differentiated. The sum itself has the
     # same exponentials, so the compiler has them already.
-    largest, remainder = _log_normalizer(position, over, x)
-    change = _sum(position, over, jnp.exp(x - largest) * t) * jnp.exp(-remainder)
+    largest, remainder = _log_normalizer(position, x)
+    change = jnp.sum(jnp.exp(x - largest) * t, position, keepdims=True) * jnp.exp(-remainder)
     return (largest, remainder), (jnp.zeros_like(largest), change)

@@ -26,10 +26,6 @@ class MLP(eqx.Module):
     first layer is sharded over its output and the weight of the second over its input, so no all-gather is needed
     between them.
 
-    Arguments:
-        activation: the function between the layers.
-        layers: the linear layers, first to last.
-
     >>> In, Out = axn.make_axes(feature=3, label=2)
     >>> mlp = axn.nn.MLP.init(In, Out, width=8, depth=2, key=jax.random.key(0))
     >>> [axn.debug.describe_array(layer.weight) for layer in mlp.layers]
@@ -66,13 +62,8 @@ class MLP(eqx.Module):
         """Make layers with random weights and biases of zeros.
 
         Arguments:
-            Input: the axes of the input, one or several.
-            Output: the axes of the output, one or several.
             width: the size of the hidden layers, or an axis; every other layer has its name with a 2 appended.
             depth: the number of hidden layers; 0 gives a single linear layer.
-            activation: the function between the layers.
-            use_bias: whether the hidden layers have a bias.
-            use_final_bias: whether the last layer has a bias.
             key, out_first, dot_general, init_scale: as in `Linear.init`.
 
         >>> mlp = axn.nn.MLP.init((), axn.Axis("label", 2), axn.Axis("hidden", 4), 1, key=jax.random.key(0))

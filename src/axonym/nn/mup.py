@@ -28,6 +28,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -58,6 +59,15 @@ class AbstractReparam:
     >>> issubclass(axn.nn.mup.HiddenLinearMup, axn.nn.mup.AbstractReparam)
     True
     """
+
+    def __init_subclass__(cls, start: Callable[[AxisSpec, AxisSpec], float] | None = None, **inverse: str):
+        """Set the scales of a class: the first one by a function, others as the inverse of the size of a field."""
+        super().__init_subclass__()
+        own: dict[str, Any] = {} if start is None else {"init_scale": staticmethod(start)}
+        for name, field in inverse.items():
+            own[name] = property(lambda self, field=field: 1 / axis_size(getattr(self, field)))
+        for name, scale in own.items():
+            setattr(cls, name, scale)
 
     @staticmethod
     def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
@@ -120,16 +130,20 @@ class AbstractEmbeddingReparam(AbstractReparam):
         return 1.0
 
 
-class LinearStandardParam(AbstractLinearReparam):
+def _of_input(In: AxisSpec, Out: AxisSpec) -> float:
+    return 1 / math.sqrt(axis_size(In))
+
+
+def _of_embedding(In: AxisSpec, Out: AxisSpec) -> float:
+    return 1 / axis_size(Out)
+
+
+class LinearStandardParam(AbstractLinearReparam, start=_of_input):
     """The standard linear layer: at initialization, the output is as large as the input.
 
     >>> axn.nn.mup.LinearStandardParam(axn.Axis("embed", 4), axn.Axis("mlp", 8)).lr_scale
     1.0
     """
-
-    @staticmethod
-    def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        return 1 / math.sqrt(axis_size(In))
 
 
 class InputLinearMup(AbstractLinearReparam):
@@ -140,56 +154,36 @@ class InputLinearMup(AbstractLinearReparam):
     """
 
 
-class HiddenLinearMup(AbstractLinearReparam):
+class HiddenLinearMup(AbstractLinearReparam, start=_of_input, lr_scale="In"):
     """A linear layer whose input and output both grow with the width.
 
     >>> axn.nn.mup.HiddenLinearMup.init_scale(axn.Axis("embed", 4), axn.Axis("mlp", 8))
     0.5
     """
 
-    @staticmethod
-    def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        return 1 / math.sqrt(axis_size(In))
 
-    @property
-    def lr_scale(self) -> float:
-        return 1 / axis_size(self.In)
-
-
-class OutputLinearMup(AbstractLinearReparam):
+class OutputLinearMup(AbstractLinearReparam, active_scale="In"):
     """A linear layer whose output does not grow with the width, such as the last layer.
 
     >>> axn.nn.mup.OutputLinearMup.init_scale(axn.Axis("embed", 4), axn.Axis("vocab", 8))
     1.0
     """
 
-    @property
-    def active_scale(self) -> float:
-        return 1 / axis_size(self.In)
 
-
-class EmbeddingStandardParam(AbstractEmbeddingReparam):
+class EmbeddingStandardParam(AbstractEmbeddingReparam, start=_of_embedding):
     """The standard embedding.
 
     >>> axn.nn.mup.EmbeddingStandardParam.init_scale(axn.Axis("vocab", 8), axn.Axis("embed", 4))
     0.25
     """
 
-    @staticmethod
-    def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        return 1 / axis_size(Out)
 
-
-class EmbeddingMup(AbstractEmbeddingReparam):
+class EmbeddingMup(AbstractEmbeddingReparam, unembed_active_scale="Embed"):
     """An embedding whose embedding axes grow with the width. Its logits are scaled as in `OutputLinearMup`.
 
     >>> axn.nn.mup.EmbeddingMup.init_scale(axn.Axis("vocab", 8), axn.Axis("embed", 4))
     1.0
     """
-
-    @property
-    def unembed_active_scale(self) -> float:
-        return 1 / axis_size(self.Embed)
 
 
 class ReparamEnabled(abc.ABC):
@@ -217,9 +211,6 @@ def learning_rate_scales(tree: T) -> T:
 
     The factor of a weight is its layer's `lr_scale`; all others are one. Multiply the updates of the optimizer, Adam or
     a relative, by these factors.
-
-    Arguments:
-        tree: a tree of layers, with arrays or with the updates for them.
 
     >>> In, Out = axn.make_axes(embed=4, mlp=8)
     >>> layer = axn.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=axn.nn.mup.HiddenLinearMup)

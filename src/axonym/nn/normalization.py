@@ -31,27 +31,24 @@ __all__ = ["GroupNorm", "LayerNorm", "LayerNormBase", "RmsNorm", "log_softmax", 
 
 @_kernels.shared("names", "axis", "where")
 def _along_kernel(
-    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, where: Names | None
+    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, *where: Names
 ) -> _kernels.Kernel:
     positions = tuple(names.index(n) for n in _kernels.select(name, names, axis))
-    if where is None:
-        return _kernels.make_kernel(
-            name, lambda x: fn(as_float(x), axis=positions), (names,), names, native=True, selection=axis
-        )
-    require_subset(name, "where", where, names)
+    for own in where:
+        require_subset(name, "where", own, names)
 
-    def masked(x, mask):
-        return fn(as_float(x), axis=positions, where=_kernels.align(mask, where, names))
+    def positional(x, *masks):
+        masked = {"where": _kernels.align(masks[0], where[0], names)} if masks else {}
+        return fn(as_float(x), axis=positions, **masked)
 
-    return _kernels.make_kernel(name, masked, (names, where), names, selection=axis)
+    return _kernels.make_kernel(name, positional, (names, *where), names, native=not where, selection=axis)
 
 
-def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
+def _normalize_along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
     names, axis = require_named(name, a).names, _kernels.hashable(axis)
-    if where is None:
-        return _along_kernel(fn, name, names, axis, None).apply(a.array)
-    mask, mask_names = operand(where)
-    return _along_kernel(fn, name, names, axis, mask_names).apply(a.array, mask)
+    masks = [] if where is None else [operand(where)]
+    kernel = _along_kernel(fn, name, names, axis, *(own for _, own in masks))
+    return kernel.apply(a.array, *(mask for mask, _ in masks))
 
 
 @errors.say_how_to_call
@@ -59,14 +56,13 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
     """Divide the exponential of each element by their sum along some axes.
 
     Arguments:
-        a: a named array.
         axis: the axes to sum along; all of them by default.
         where: the elements to include, by name; the others become zero.
 
     >>> axn.nn.softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[0.5 0.5] [0.5 0.5]])
     """
-    return _along(jax.nn.softmax, "softmax", a, axis, where)
+    return _normalize_along(jax.nn.softmax, "softmax", a, axis, where)
 
 
 @errors.say_how_to_call
@@ -76,7 +72,7 @@ def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: Name
     >>> axn.nn.log_softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[-0.6931 -0.6931] [-0.6931 -0.6931]])
     """
-    return _along(jax.nn.log_softmax, "log_softmax", a, axis, where)
+    return _normalize_along(jax.nn.log_softmax, "log_softmax", a, axis, where)
 
 
 def standardize(
@@ -91,7 +87,6 @@ def standardize(
     """Subtract the mean from each element, and divide by the standard deviation, along some axes.
 
     Arguments:
-        x: a named array.
         axis: the axes to compute mean and variance along.
         mean: the mean to use, by name; by default the mean of `x`.
         variance: the variance to use, by name; by default the mean of the squares less the square of the mean.
@@ -167,7 +162,6 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         """Make a layer with a scale of one and a shift of zero. `axis`, `eps` and `dtype` are the fields of the layer.
 
         Arguments:
-            use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift. True by default for `RmsNorm`, too, which has none in PyTorch
                 or in most models: pass False for that.
 
@@ -267,8 +261,6 @@ class GroupNorm(LayerNormBase):
 
         Arguments:
             Spatial: the spatial axes, such as `("height", "width")`; `()` if there are none.
-            use_weight: whether there is a learned scale.
-            use_bias: whether there is a learned shift.
 
         >>> axn.nn.GroupNorm.init(axn.Axis("channels", 4), 2, ("height", "width")).weight.shape
         {'channels': 4}

@@ -47,7 +47,7 @@ def max_pool(
     >>> axn.nn.max_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
     NamedArray(float32[x=3], [3. 4. 5.])
     """
-    return _pool("max_pool", inputs, Window, stride, padding, use_ceil, "max_pool")
+    return _pool_windows("max_pool", inputs, Window, stride, padding, use_ceil, "max_pool")
 
 
 def min_pool(
@@ -62,7 +62,7 @@ def min_pool(
     >>> axn.nn.min_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
     NamedArray(float32[x=3], [1. 1. 5.])
     """
-    return _pool("min_pool", inputs, Window, stride, padding, use_ceil, "min_pool")
+    return _pool_windows("min_pool", inputs, Window, stride, padding, use_ceil, "min_pool")
 
 
 def mean_pool(
@@ -85,7 +85,7 @@ def mean_pool(
     NamedArray(float32[x=3], [2.  2.5 5. ])
     """
     kind = _WITH_PADDING if count_include_pad else "mean_pool"
-    return _pool("mean_pool", inputs, Window, stride, padding, use_ceil, kind)
+    return _pool_windows("mean_pool", inputs, Window, stride, padding, use_ceil, kind)
 
 
 def pool(
@@ -108,10 +108,10 @@ def pool(
     >>> axn.nn.pool.pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), 0.0, jax.lax.add)
     NamedArray(float32[x=4], [4. 5. 5. 6.])
     """
-    return _pool("pool", inputs, Window, stride, padding, use_ceil, reduce_fn, scalar("pool", "init", init))
+    return _pool_windows("pool", inputs, Window, stride, padding, use_ceil, reduce_fn, scalar("pool", "init", init))
 
 
-def _pool(
+def _pool_windows(
     what: str,
     inputs: NamedArray,
     Window: AxisSpec,
@@ -150,15 +150,30 @@ def _pool_kernel(
 
     def positional(x, *init):
         sizes = tuple(x.shape[names.index(n)] for n in along)
-        pads = _padding(sizes, window, strides, padding, use_ceil)
+        if padding == "SAME":
+            pads = tuple(map(same_padding, sizes, window, strides))
+        else:
+            pads = ((0, 0),) * len(sizes) if isinstance(padding, str) else padding
+            pads = tuple(map(_with_last_window, sizes, window, strides, pads)) if use_ceil else pads
         check_spans(what, along, sizes, window, pads)
         windows = _Windows(for_all_axes(window, 1), for_all_axes(strides, 1), for_all_axes(pads, (0, 0)))
         if init:
-            return _combined(x, jnp.asarray(init[0], x.dtype), reduction, windows)
-        _check_not_empty(what, along, window, pads)
+            # One elementwise operation for each position in the window: so the reduction can be any function, and the
+            # result is differentiable if that is. Not padded with `init` directly: JAX cannot differentiate
+            # `jax.lax.pad` for its padding value alone.
+            start = jnp.asarray(init[0], x.dtype)
+            inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
+            padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), start)
+            return functools.reduce(reduction, _each_position(padded, windows), start)
+        if wrong := [
+            f"{max(own)} for a window of {size} along {name!r}"
+            for name, size, own in zip(along, window, pads, strict=True)
+            if max(own) >= size
+        ]:
+            raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
         if reduction in _EXTREMES:
             return _window_reduce(x, *_EXTREMES[reduction], windows)
-        return _mean(x, windows, count_padding=reduction == _WITH_PADDING)
+        return _mean_of_windows(x, windows, count_padding=reduction == _WITH_PADDING)
 
     in_names = (names, ()) if what == "pool" else (names,)
     return _kernels.make_kernel(what, positional, in_names, names)
@@ -173,12 +188,8 @@ class _Windows(NamedTuple):
 
     def along(self, axis: int) -> _Windows:
         """Return the windows along one axis only."""
-        axes = range(len(self.window))
-        return _Windows(
-            tuple(self.window[i] if i == axis else 1 for i in axes),
-            tuple(self.strides[i] if i == axis else 1 for i in axes),
-            tuple(self.padding[i] if i == axis else (0, 0) for i in axes),
-        )
+        each: Any = zip(self, (1, 1, (0, 0)), strict=True)
+        return _Windows(*(tuple(v if i == axis else none for i, v in enumerate(values)) for values, none in each))
 
     def overlap(self, shape: Sequence[int], axis: int) -> bool:
         """Return whether there are several windows along an axis, each at least two strides long."""
@@ -190,32 +201,11 @@ class _Windows(NamedTuple):
         return jax.lax.pad(set_apart(x), value, [(*pads, 0) for pads in self.padding])
 
 
-def _padding(
-    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], padding: Padding, use_ceil: bool
-) -> tuple[Pair, ...]:
-    if padding == "SAME":
-        return tuple(map(same_padding, sizes, window, strides))
-    given = ((0, 0),) * len(sizes) if isinstance(padding, str) else padding
-    if not use_ceil:
-        return given
-    return tuple(_with_last(*known) for known in zip(sizes, window, strides, given, strict=True))
-
-
-def _with_last(size: int, window: int, stride: int, padding: Pair) -> Pair:
+def _with_last_window(size: int, window: int, stride: int, padding: Pair) -> Pair:
     """Increase the padding at the end for a last window that starts before the end and extends beyond it."""
     before, after = padding
     last = -(-(size + before + after - window) // stride) * stride
     return (before, max(after, last + window - size - before)) if last < size + before else padding
-
-
-def _check_not_empty(what: str, names: Names, window: Sequence[int], padding: Sequence[Pair]) -> None:
-    wrong = [
-        f"{max(pads)} for a window of {size} along {name!r}"
-        for name, size, pads in zip(names, window, padding, strict=True)
-        if max(pads) >= size
-    ]
-    if wrong:
-        raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
 
 
 # --- the reductions ---
@@ -230,15 +220,15 @@ def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, win
         i for i, size in enumerate(windows.window) if size > 1 or windows.strides[i] > 1 or any(windows.padding[i])
     ]
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not any(windows.overlap(x.shape, i) for i in along):
-        return _reduced(x, fn, from_largest, windows)
+        return _reduced_windows(x, fn, from_largest, windows)
     # One axis after another, the last one first: of equal values, the first gets the gradient, as in JAX.
     for i in reversed(along):
-        reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced
+        reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced_windows
         x = reduce(x, fn, from_largest, windows.along(i))
     return x
 
 
-def _reduced(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
+def _reduced_windows(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
     return jax.lax.reduce_window(set_apart(x), extreme(x.dtype, from_largest), fn, *windows)
 
 
@@ -250,7 +240,7 @@ def _reduced_where_windows_overlap(
 
     XLA partitions the gradient of `jax.lax.reduce_window` with wrong values for such windows.
     """
-    return _reduced(x, fn, from_largest, windows)
+    return _reduced_windows(x, fn, from_largest, windows)
 
 
 @_reduced_where_windows_overlap.defjvp
@@ -269,13 +259,13 @@ def _tangent_of_extremes(
     return result, tangent
 
 
-def _mean(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
+def _mean_of_windows(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jax.dtypes.canonicalize_dtype(float)
     wide = x.astype(jnp.promote_types(dtype, jnp.float32))  # as in `jax.numpy.mean`
     total = jax.lax.reduce_window(wide, np.zeros((), wide.dtype), jax.lax.add, *windows)
     count = np.ones((1,) * x.ndim, wide.dtype)
     for axis, (size, window, stride, pads) in enumerate(zip(x.shape, *windows, strict=True)):
-        here = np.full(total.shape[axis], window) if count_padding else _counts(size, window, stride, pads)
+        here = np.full(total.shape[axis], window) if count_padding else _counts_of_windows(size, window, stride, pads)
         # A count that is the same everywhere is stored once.
         count = count * np.expand_dims(
             here[:1] if (here == here[:1]).all() else here, [i for i in range(x.ndim) if i != axis]
@@ -283,22 +273,11 @@ def _mean(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
     return (total / count.astype(wide.dtype)).astype(dtype)
 
 
-def _counts(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
+def _counts_of_windows(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
     """Return the number of elements along an axis in each window, without padding."""
     before, after = padding
     starts = np.arange(-before, size + after - window + 1, stride)
     return np.minimum(starts + window, size) - np.maximum(starts, 0)
-
-
-def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], windows: _Windows) -> jax.Array:
-    """Reduce windows as a sequence of elementwise operations, one for each position in the window.
-
-    So `fn` can be any function, and the result is differentiable if `fn` is.
-    """
-    # Not padded with `init` directly: JAX cannot differentiate `jax.lax.pad` for its padding value alone.
-    inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
-    padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), init)
-    return functools.reduce(fn, _each_position(padded, windows), init)
 
 
 def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:

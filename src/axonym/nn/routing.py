@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,11 @@ from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
 from ..distribution.active_settings import pads_uneven
 from ..distribution.kept_shards import (
-    as_if_complete,
     exchange as exchange_shards,
     is_kept,
+    keeping_nothing,
     kept_over,
     refuse_gathered,
-    scope_of_shards,
 )
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -48,14 +47,13 @@ from ..distribution.on_shards import GROUPS, ROWS, SIZES, NeedsCompleteAxes, OnS
 from ..distribution.operation_scope import operation_scope
 from ..distribution.per_device import gather_axes, run_per_device, vary_like
 from ..named_array import NamedArray, wrap
-from ..ops._operands import one_axis, require_named
+from ..ops._operands import at_least_int32, one_axis, require_named
 from ..ops.contraction import dot
 from ..ops.creation import arange
 from ..ops.elementwise import square
 from ..ops.reductions import logsumexp, mean
 from ..ops.selection import searchsorted, where
 from ..ops.sorting import argsort
-from ._expert_exchange import ExpertExchange
 from .embedding import one_hot
 
 __all__ = ["dispatch", "limit_capacity", "load_balancing_loss", "router_z_loss"]
@@ -91,11 +89,9 @@ def dispatch(
         params: a tree of arrays that `fn` needs. Arrays with the axis of the experts are sharded as the experts are. A
             random key is the same in all rounds, and on all devices. Arrays that are not arguments cannot be used in
             `fn` where experts or rows are sharded.
-        x: the array with the rows.
         expert: the number of the expert of each row. It has the axes of the rows; if `x` lacks one of them, such as an
             axis of several choices, each row is sent to several experts. Rows with a number that no expert has give
             zeros.
-        experts: the axis of the experts.
         rows: the name of the axis of sorted rows, in `fn`.
         round_size: how many of its rows a device sends to another one in a round, where experts are sharded; by default
             1.5 times an even share.
@@ -115,20 +111,16 @@ def dispatch(
     arrays, tree = flatten_arrays(params)
     if exchange is not None:
         refuse_gathered(f"dispatch by exchange={exchange!r}", "exchange", experts.name)
-    dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, _is_ragged(exchange))
-    return dispatched.run([jnp.asarray(a) for a in arrays])
-
-
-def _is_ragged(exchange: str | None) -> bool:
     if exchange not in ("all_to_all", "ragged", None):
         raise ValueError(f'dispatch: `exchange` is "all_to_all", "ragged" or None, got {exchange!r}.')
-    has = active_platform() != "cpu"
-    if exchange == "ragged" and not has:
+    has_ragged = active_platform() != "cpu"
+    if exchange == "ragged" and not has_ragged:
         raise ValueError(
             'dispatch: XLA has no ragged all-to-all for CPUs, on which this runs: use `exchange="all_to_all"` or None, '
             "which is ragged on GPUs and TPUs."
         )
-    return has if exchange is None else exchange == "ragged"
+    dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, has_ragged and exchange != "all_to_all")
+    return dispatched.run([jnp.asarray(a) for a in arrays])
 
 
 class _Dispatch:
@@ -178,10 +170,8 @@ class _Dispatch:
             )
         operands = (self._expert, self._x, *params)
         in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._tree.names))
-        sizes = dict(zip(self._row_names, self._expert.shape, strict=True))
-        sizes[self._experts.name] = held[0][0].shape[held[0][1].index(self._experts.name)]
         scope = operation_scope("dispatch", in_names, self._row_names, operands)
-        with scope_of_shards(sizes), jax.named_scope(scope):
+        with jax.named_scope(scope):
             mesh = mesh_around(operands)
             run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)
@@ -210,8 +200,8 @@ class _Dispatch:
         self._times = shard_count(mesh, tuple({*axes, *over_rows}))
         return self._on_device(self._exchange(axes, mesh, local))(*operands)
 
-    def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> ExpertExchange:
-        return ExpertExchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
+    def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> _ExpertExchange:
+        return _ExpertExchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
 
     def _on_mesh(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
         name, size = self._experts.name, self._experts.size
@@ -256,7 +246,7 @@ class _Dispatch:
     def _with_more_experts(self, operands: Arrays, even: int) -> Arrays:
         """Add copies of the last expert, until the mesh axes divide their number: they get no rows.
 
-        They are not zeros, since the copies of rows that fill up a round go to them, too: see `ExpertExchange`.
+        They are not zeros, since the copies of rows that fill up a round go to them, too: see `_ExpertExchange`.
         """
         expert, x, *params = operands
         expert = jnp.where(expert < self._experts.size, expert, even)  # numbers without an expert stay such
@@ -314,7 +304,7 @@ class _Dispatch:
         # A parameter that the mesh axes do not divide is replicated, except over the experts.
         return [axes if n == self._experts.name else () for n in names]
 
-    def _on_device(self, exchange: ExpertExchange, stored: Sequence[Sequence[Axes]] = ()) -> Callable[..., jax.Array]:
+    def _on_device(self, exchange: _ExpertExchange, stored: Sequence[Sequence[Axes]] = ()) -> Callable[..., jax.Array]:
         def on_device(expert: jax.Array, x: jax.Array, *params: jax.Array) -> jax.Array:
             gathered = list(params)
             for i, (names, each) in enumerate(zip(self._tree.names, stored, strict=False)):
@@ -354,9 +344,9 @@ class _Dispatch:
         shards = [*map(of_groups, params, self._tree.names), Shard(x, ((ROWS,), *((),) * (x.ndim - 1)))]
         shards.append(Shard(sizes, ((SIZES,),)))
         counts = {ROWS: Fraction(max(rows, 2), x.shape[0]), GROUPS: count, SIZES: count}
-        runner = OnShards(counts, {(GROUPS,): name})
+        runner = OnShards(counts, {(GROUPS,): name}, rows=max(rows, 2))
         *of_all, all_rows, all_sizes = map(runner.complete, shards)
-        with as_if_complete(name):
+        with keeping_nothing():
             program = jax.make_jaxpr(self._of_experts)(of_all, all_rows, all_sizes)
         try:
             (y,) = runner.run(program.jaxpr, program.consts, shards)
@@ -400,8 +390,6 @@ def limit_capacity(
     dropped does not depend on the mapping.
 
     Arguments:
-        expert: the number of the expert of each row.
-        experts: the axis of the experts.
         factor: how many rows an expert keeps, as a multiple of an even share.
         order: the axes of the rows, the outermost one first, which determine which rows are the first ones. Needed if
             there are several axes: `("choice", "tokens")` drops second choices before first ones.
@@ -438,7 +426,6 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
     Arguments:
         probabilities: the probability that the router gives to each expert, for each row.
         expert: the number of the expert of each row, or of several choices.
-        experts: the axis of the experts.
 
     >>> probabilities, expert = axn.full({"tokens": 4, "experts": 2}, 0.5), axn.named([0, 1, 1, 0], "tokens")
     >>> axn.nn.load_balancing_loss(probabilities, expert, axn.Axis("experts", 2))
@@ -458,3 +445,117 @@ def router_z_loss(logits: NamedArray, experts: AxisSelector) -> NamedArray:
     NamedArray(float32[], 0.)
     """
     return mean(square(logsumexp(require_named("router_z_loss", logits), experts)))
+
+
+# --- the exchange ---
+#
+# The number of rows that go from one device to another is known only at run time, but an all-to-all moves arrays of
+# fixed sizes. So each round moves at most a fixed number of rows between each pair of devices, and there are as many
+# rounds at run time as the longest of these queues needs. Nothing is dropped, and nothing is padded for the worst case.
+#
+# A round is filled up with copies of rows, which go to some expert, and whose results are not used. Experts see real
+# values, because the derivative at zero may be infinite and would spoil gradients.
+#
+# A ragged all-to-all moves only the rows, not the copies. XLA has it for GPUs and TPUs.
+
+
+_LocalExperts = Callable[[jax.Array, jax.Array], jax.Array]
+"""Computes the results from rows sorted by local expert, and the number of rows of each."""
+
+
+class _ExpertExchange(NamedTuple):
+    """Exchanges rows between the devices along some mesh axes, in rounds."""
+
+    mesh_axes: Axes
+    """The mesh axes that the experts are sharded over."""
+    devices: int
+    """The number of devices along these mesh axes."""
+    local_experts: int
+    """The number of experts on each device."""
+    round_size: int | None
+    """The largest number of rows that a device sends to another one in a round; None for 1.5 times an even share."""
+    ragged: bool
+    """Whether only rows move, by ragged all-to-alls, or also the copies that fill up a round."""
+
+    def run(self, of_experts: _LocalExperts, x: jax.Array, source: jax.Array, expert: jax.Array) -> jax.Array:
+        """Return the result of each row, from its expert; zeros for a row without an expert.
+
+        Arguments:
+            of_experts: the function that the experts compute.
+            x: the shard of the operand from which rows are taken.
+            source: the position in `x` of each row.
+            expert: the number of the expert of each row, among the experts of all devices.
+        """
+        (rows,) = expert.shape
+        expert = at_least_int32(expert)
+        known = (expert >= 0) & (expert < self.local_experts * self.devices)
+        expert = jnp.where(known, expert, 0).astype(jnp.int32)
+        if not rows:
+            sizes = jnp.zeros(self.local_experts, jnp.int32).at[0].set(1)
+            return of_experts(jnp.zeros((1, *x.shape[1:]), x.dtype), sizes)[:0]
+        if self.devices == 1:
+            y = self._grouped(of_experts, x[source], expert)
+            return jnp.where(_mask_beside(known, y), y, 0)
+
+        device = jnp.where(known, expert // self.local_experts, self.devices)
+        order = vary_like(jnp.argsort(device), device)
+        counts = jnp.bincount(device, length=self.devices + 1)[: self.devices]
+        starts = jnp.cumsum(counts) - counts
+        even = -(-3 * rows // (2 * self.devices))
+        size = min(even if self.round_size is None else self.round_size, rows)
+
+        def one_round(y: jax.Array | None, number: jax.Array | int) -> jax.Array:
+            places = number * size + jnp.arange(size)[None]
+            sent = places < counts[:, None]
+            row = order[jnp.clip(starts[:, None] + places, 0, rows - 1)]
+            sizes = jnp.sum(sent, 1, dtype=jnp.int32)
+            received = self._exchanged(sizes) if self.ragged else sizes
+            own = self._moved(x[source[row]], sizes, received).reshape(-1, *x.shape[1:])
+            group = self._moved(expert[row] % self.local_experts, sizes, received).reshape(-1)
+            found = self._grouped(of_experts, own, group)
+            found = self._moved(found.reshape(*row.shape, *found.shape[1:]), received, sizes)
+            if y is None:
+                y = vary_like(jnp.zeros((rows, *found.shape[2:]), found.dtype), found)
+            return y.at[row].add(jnp.where(_mask_beside(sent, found), found, 0))  # zeros for copies
+
+        y = one_round(None, 0)
+        rounds = -(-rows // size)
+        if rounds == 1:
+            return y
+        # The same on all devices that exchange rows, whether or not JAX tracks device-varying values.
+        longest = jax.lax.pmax(jnp.max(counts), tuple(sorted({*self.mesh_axes, *varying_axes(counts)})))
+
+        # Only the operands are kept for the derivative, once for all rounds.
+        @jax.checkpoint
+        def further(y: jax.Array, number: jax.Array) -> jax.Array:
+            return jax.lax.cond(number * size < longest, lambda y: one_round(y, number), lambda y: y, y)
+
+        return jax.lax.scan(lambda y, number: (further(y, number), None), y, jnp.arange(1, rounds))[0]
+
+    def _grouped(self, of_experts: _LocalExperts, x: jax.Array, group: jax.Array) -> jax.Array:
+        """Run the experts of this device on rows, each with its local expert."""
+        order = vary_like(jnp.argsort(group), group)
+        y = of_experts(x[order], jnp.bincount(group, length=self.local_experts).astype(jnp.int32))
+        return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
+
+    def _moved(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+        """Send each device the first `sent` rows of its part of the first axis."""
+        if not self.ragged:
+            return self._exchanged(x)
+        flat = x.reshape(-1, *x.shape[2:])
+        starts = vary_like(jnp.arange(self.devices, dtype=jnp.int32) * x.shape[1], sent)
+        place = jnp.zeros_like(starts) + jax.lax.axis_index(self.mesh_axes) * x.shape[1]
+        # Positions that receive nothing keep their own copies, which do not contribute to derivatives.
+        y = jax.lax.ragged_all_to_all(
+            flat, jax.lax.stop_gradient(flat), starts, sent, place, received, axis_name=self.mesh_axes
+        )
+        return y.reshape(x.shape)
+
+    def _exchanged(self, x: jax.Array) -> jax.Array:
+        """Send each device its part along the first axis, and get one from each."""
+        return jax.lax.all_to_all(x, self.mesh_axes, 0, 0, tiled=True)
+
+
+def _mask_beside(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Append axes of size one to a mask, for the other axes of the array."""
+    return jnp.expand_dims(mask, range(mask.ndim, x.ndim))

@@ -104,10 +104,10 @@ def split(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
         shape += [size] if blocks is None else [count, size // count]
         unconstrained = [PartitionSpec.UNCONSTRAINED]
         entries += unconstrained if blocks is None else [entry_of(blocks.axes if count > 1 else ()), *unconstrained]
-    return _constrained(x.reshape(shape), every, entries)
+    return _constrained_blocks(x.reshape(shape), every, entries)
 
 
-def _constrained(x: jax.Array, every: Sequence[Blocks | None], entries: Sequence[Any]) -> jax.Array:
+def _constrained_blocks(x: jax.Array, every: Sequence[Blocks | None], entries: Sequence[Any]) -> jax.Array:
     types = types_of(mesh_around())
     over = {a for blocks in every if blocks is not None and not blocks.manual for a in blocks.axes}
     # Eagerly there may be no active mesh, and operations keep the sharding.
@@ -125,7 +125,7 @@ def gathered(x: jax.Array, axis: int, every: Sequence[Blocks | None]) -> jax.Arr
 
 def everywhere(x: jax.Array, axis: int, every: Sequence[Blocks | None]) -> jax.Array:
     """Return an array that is split into blocks along one axis, all of which each device has."""
-    return _constrained(
+    return _constrained_blocks(
         x, every, [None if i in (axis, axis + 1) else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
     )
 
@@ -136,7 +136,7 @@ def merge(x: jax.Array, every: Sequence[Blocks | None]) -> jax.Array:
     return x.reshape([next(sizes) if blocks is None else next(sizes) * next(sizes) for blocks in every])
 
 
-def _passed(x: jax.Array, axis: int, blocks: Blocks, step: int) -> jax.Array:
+def _passed_blocks(x: jax.Array, axis: int, blocks: Blocks, step: int) -> jax.Array:
     """Pass an array that each block has to the next block, or the one before; the last and the first are neighbors."""
     if blocks.manual:
         return permute(x, blocks.axes, [(i, (i + step) % blocks.shards) for i in range(blocks.shards)])
@@ -146,19 +146,19 @@ def _passed(x: jax.Array, axis: int, blocks: Blocks, step: int) -> jax.Array:
     return jax.lax.concatenate(jax.lax.split(x, (blocks.shards - last, last), axis)[::-1], axis)
 
 
-def _mirrored(x: jax.Array, axis: int, width: int, last: bool, skipped: int = 0) -> jax.Array:
+def _mirrored_halo(x: jax.Array, axis: int, width: int, last: bool, skipped: int = 0) -> jax.Array:
     """Return the elements next to a boundary in reverse order, as in a mirror at the boundary."""
     start = x.shape[axis] - width - skipped if last else skipped
     return jnp.flip(jax.lax.slice_in_dim(x, start, start + width, axis=axis), axis)
 
 
-def _filled(x: jax.Array, axis: int, kind: str | None, value: Any, width: int, last: bool) -> jax.Array:
+def _filled_halo(x: jax.Array, axis: int, kind: str | None, value: Any, width: int, last: bool) -> jax.Array:
     """Return the halo beyond a boundary; `axis` counts the elements of blocks. Without a kind, it is the value."""
     shape = [*x.shape[:axis], width, *x.shape[axis + 1 :]]
     if kind in ("reflect", "symmetric"):
-        return _mirrored(x, axis, width, last, skipped=kind == "reflect")
+        return _mirrored_halo(x, axis, width, last, skipped=kind == "reflect")
     if kind == "edge":
-        return jnp.broadcast_to(_mirrored(x, axis, 1, last), shape)
+        return jnp.broadcast_to(_mirrored_halo(x, axis, 1, last), shape)
     count = 1 if value.shape[axis - 1] % x.shape[axis - 1] else x.shape[axis - 1]  # for all blocks, or for each
     value = value.reshape(*value.shape[: axis - 1], count, value.shape[axis - 1] // count, *value.shape[axis:])
     return jnp.broadcast_to(value, shape).astype(x.dtype)
@@ -178,8 +178,8 @@ def with_halo(
     axis: int,
     blocks: Blocks,
     widths: Widths,
-    kinds: Sequence[str | None],
-    values: Sequence[Any],
+    kinds: Sequence[str | None] = ("periodic", "periodic"),
+    values: Sequence[Any] = (None, None),
     held: bool = False,
 ) -> jax.Array:
     """Return an array with halos around the blocks of an axis; `halo_kernel` has the arguments."""
@@ -195,12 +195,12 @@ def with_halo(
     for i, (kind, width) in enumerate(zip(kinds, widths, strict=True)):
         if not width:
             continue
-        filled = None if kind == "periodic" else _filled(x, axis + 1, kind, values[i], width, last=i == 1)
+        filled = None if kind == "periodic" else _filled_halo(x, axis + 1, kind, values[i], width, last=i == 1)
         if not blocks.axes:  # on one device
             sides[i] = sides[i] if filled is None else filled
             continue
         if not held:
-            sides[i] = _passed(sides[i], axis, blocks, -1 if i else 1)
+            sides[i] = _passed_blocks(sides[i], axis, blocks, -1 if i else 1)
         if filled is not None:
             sides[i] = jnp.where(_is_end(x, axis, blocks, last=i == 1), filled, sides[i])
     parts = [side for side, width in zip(sides, widths, strict=True) if width]
@@ -261,7 +261,7 @@ def edge_kernel(names: Names, axis: str, blocks: Blocks, widths: Widths, width: 
     def positional(x):
         x = split(x, every)
         x = jax.lax.slice_in_dim(x, widths[0], x.shape[position + 1] - widths[1], axis=position + 1)
-        edge = _mirrored(x, position + 1, width, last)
+        edge = _mirrored_halo(x, position + 1, width, last)
         if blocks.shards > 1:
             edge = jnp.where(_is_end(x, position, blocks, last), edge, jnp.ones((), x.dtype))
         return merge(edge, every)
@@ -279,11 +279,7 @@ def neighbors_kernel(
 ) -> _kernels.Kernel:
     """Make a kernel that returns, for each offset, the element of blocks with halos that is so far from each element.
 
-    Arguments:
-        blocks: the blocks of each axis.
-        held: the widths of the halo along each axis.
-        kept: the widths of the halo that results have.
-        offsets: the offsets along each axis.
+    The halo has the widths `held` along each axis, and in the results the widths `kept`.
     """
 
     def positional(x):

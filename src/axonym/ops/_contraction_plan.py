@@ -45,7 +45,7 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
     _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
     if explicit_mesh(arrays) is None:
         return contract(plan, arrays, dot_general)
-    held, held_names, holding = _held(dot_general)
+    held, held_names, holding = _held_arrays(dot_general)
 
     def positional(*operands):
         return contract(plan, operands[: len(arrays)], holding(operands[len(arrays) :]))
@@ -65,7 +65,9 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
         raise
 
 
-def _held(dot_general: DotGeneral) -> tuple[list[jax.Array], list[Names], Callable[[Sequence[jax.Array]], DotGeneral]]:
+def _held_arrays(
+    dot_general: DotGeneral,
+) -> tuple[list[jax.Array], list[Names], Callable[[Sequence[jax.Array]], DotGeneral]]:
     """Return the arrays that a function holds, names of their axes, and a way to make it hold others.
 
     Where the function is handed to the partitioner or to `shard_map`, they must be operands like all others.
@@ -93,12 +95,12 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
     # An array that has the dtype keeps its weak type.
     arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
     terms = list(map(_OperandTerm, plan.in_names, arrays))
-    for first, second in _order(plan, terms):
+    for first, second in _order_of_products(plan, terms):
         left, right = terms[first], terms[second]
         terms = [t for i, t in enumerate(terms) if i not in (first, second)]
         needed = set(plan.out_names).union(*(t.names for t in terms))
         # Only the last product must have the layout of the result.
-        terms.append(_multiply(plan, left, right, needed, None if terms else plan.out_names, dot_general))
+        terms.append(_multiply_terms(plan, left, right, needed, None if terms else plan.out_names, dot_general))
     (last,) = terms
     last = _sum_out(plan, last, set(plan.out_names))
     result = _kernels.transpose_to(last.array, last.names, plan.out_names)
@@ -106,7 +108,7 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
     return result if wanted is None else result.astype(wanted)
 
 
-def _order(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
+def _order_of_products(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
     """Return the two operands to multiply at each step; each product is appended to the list."""
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
@@ -120,7 +122,7 @@ def _order(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
     return [(min(step), max(step)) for step in path if len(step) == 2]
 
 
-def _multiply(
+def _multiply_terms(
     plan: Plan, left: _OperandTerm, right: _OperandTerm, needed: set[str], target: Names | None, dot_general: DotGeneral
 ) -> _OperandTerm:
     """Multiply two terms and sum over axes that no other term needs; `target` is the layout of the result, if given."""
@@ -130,14 +132,14 @@ def _multiply(
     shared = [n for n in left.names if n in right.names]
     batch = tuple(n for n in (target or left.names) if n in shared and n in needed)
     summed = tuple(n for n in shared if n not in needed)
-    names = (*batch, *_free(left, shared), *_free(right, shared))
-    swapped = (*batch, *_free(right, shared), *_free(left, shared))
+    names = (*batch, *_free_names(left, shared), *_free_names(right, shared))
+    swapped = (*batch, *_free_names(right, shared), *_free_names(left, shared))
     if target == swapped != names:  # the other order gives the target layout, and saves a transpose
         left, right, names = right, left, swapped
     layout = names if target is None else target
     dimensions = (
-        (_positions(left.names, summed), _positions(right.names, summed)),
-        (_positions(left.names, batch), _positions(right.names, batch)),
+        (_positions_of(left.names, summed), _positions_of(right.names, summed)),
+        (_positions_of(left.names, batch), _positions_of(right.names, batch)),
     )
 
     def multiply(x: jax.Array, y: jax.Array, dot_general: DotGeneral, mesh: AbstractMesh | None = None) -> jax.Array:
@@ -160,7 +162,7 @@ def _multiply(
             options["out_sharding"] = NamedSharding(mesh, spec)
         return _kernels.transpose_to(dot_general(x, y, dimensions, **options), names, layout)
 
-    held, held_names, holding = _held(dot_general)
+    held, held_names, holding = _held_arrays(dot_general)
     arrays = (left.array, right.array)
     product = fsdp_ops.run_gathering_parameters(
         lambda x, y, *held: multiply(x, y, holding(held)),
@@ -182,14 +184,14 @@ def _sum_out(plan: Plan, term: _OperandTerm, needed: set[str]) -> _OperandTerm:
         return term
     # Sum in the dtype of a product, so that it makes no difference which operands have the axis.
     array = jnp.sum(
-        term.array, axis=_positions(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype
+        term.array, axis=_positions_of(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype
     )
     return _OperandTerm(tuple(n for n in term.names if n in needed), array)
 
 
-def _free(term: _OperandTerm, shared: Sequence[str]) -> Names:
+def _free_names(term: _OperandTerm, shared: Sequence[str]) -> Names:
     return tuple(n for n in term.names if n not in shared)
 
 
-def _positions(layout: Names, names: Sequence[str]) -> tuple[int, ...]:
+def _positions_of(layout: Names, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(layout.index(n) for n in names)

@@ -32,7 +32,6 @@ from ..distribution import active_settings, output_sharding
 from ..distribution.active_settings import ACTIVE, Entry, Settings, active_mapping, intern_settings, is_mapped
 from ..distribution.axis_marks import is_marking, marked, marked_results
 from ..distribution.fsdp_ops import run_gathering_parameters
-from ..distribution.kept_shards import is_shard_of
 from ..distribution.mesh_axes import (
     AnyMesh,
     axes_in,
@@ -207,11 +206,11 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
             numbers: dict[str, str] = {}
             # A last parameter `*values` stands for all further parts of the key.
             held = [holds[min(i, len(holds) - 1)] for i in range(len(key))]
-            replaced = [_numbered(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
-            if not any(_mentions(x, numbers) for x, h in zip(key, held, strict=True) if not h):
+            replaced = [_numbered_key(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
+            if not any(_mentions_names(x, numbers) for x, h in zip(key, held, strict=True) if not h):
                 try:
                     kernel = numbered(*replaced)
-                    names = _restored(kernel.names, {number: name for name, number in numbers.items()})
+                    names = _restored_names(kernel.names, {number: name for name, number in numbers.items()})
                 except (TypeError, ValueError, KeyError, UnknownAxes):
                     pass  # the builder refuses these arguments, and does so again below, or it invents names
                 else:
@@ -223,28 +222,28 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
     return decorate
 
 
-def _numbered(x: Any, numbers: dict[str, str]) -> Any:
+def _numbered_key(x: Any, numbers: dict[str, str]) -> Any:
     """Replace the names in a part of a key by numbers, in the order in which they first occur."""
     if isinstance(x, str):
         return numbers.setdefault(x, f"#{len(numbers)}")
     if isinstance(x, Axis):
-        return Axis(_numbered(x.name, numbers), x.size)
+        return Axis(_numbered_key(x.name, numbers), x.size)
     if hasattr(x, "renamed"):
-        return x.renamed(lambda part: _numbered(part, numbers))
-    return tuple(_numbered(part, numbers) for part in x) if isinstance(x, tuple) else x
+        return x.renamed(lambda part: _numbered_key(part, numbers))
+    return tuple(_numbered_key(part, numbers) for part in x) if isinstance(x, tuple) else x
 
 
-def _mentions(x: Any, names: Collection[str]) -> bool:
+def _mentions_names(x: Any, names: Collection[str]) -> bool:
     """Return whether a part of a key that should hold no names contains one of these names."""
     if type(x) is tuple:
-        return any(_mentions(part, names) for part in x)
+        return any(_mentions_names(part, names) for part in x)
     return isinstance(x, Axis) or (isinstance(x, str) and x in names)
 
 
-def _restored(numbers: Any, names: Mapping[str, str]) -> Any:
+def _restored_names(numbers: Any, names: Mapping[str, str]) -> Any:
     """Return the names of one or several results from their numbers."""
     if isinstance(numbers, tuple):
-        return tuple(_restored(number, names) for number in numbers)
+        return tuple(_restored_names(number, names) for number in numbers)
     # Equal names are one object everywhere, which Python compares first.
     return sys.intern(names[numbers])
 
@@ -548,7 +547,7 @@ def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any],
     """Check the sizes of axes that the user selected with a size."""
     for axis in sized:
         found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
-        if found != axis.size and not is_shard_of(axis.name, found, axis.size):
+        if found != axis.size:
             places = [("the array", found), ("the argument", axis.size)]
             raise ValueError(errors.size_mismatch(what, axis.name, places))
 

@@ -41,11 +41,11 @@ def new_array(
     """Call `fn(*arrays, **options)`, whose arrays are scalars and whose options are hashable, and name its axes."""
     if not active_settings.active_mapping():
         return wrap(fn(*arrays, **options), names)
-    return _kernel(what, fn, names, sizes, len(arrays), tuple(options.items())).apply(*arrays)
+    return _new_array_kernel(what, fn, names, sizes, len(arrays), tuple(options.items())).apply(*arrays)
 
 
 @_kernels.shared("names")
-def _kernel(
+def _new_array_kernel(
     what: str,
     fn: Callable[..., jax.Array],
     names: Names,

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..core.jax_versions import set_apart
+
 Arrays = list[jax.Array]
 
 
@@ -45,7 +47,7 @@ def associative_scan(fn: Callable[[Arrays, Arrays], Arrays], xs: Sequence[jax.Ar
 def cumprod(x: jax.Array, axis: int, dtype: Any = None) -> jax.Array:
     """Compute the running product as `jax.numpy.cumprod` does, with the gradient of an associative scan."""
     x = x if dtype is None else x.astype(dtype)
-    return _cumprod(axis, x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.cumprod(x, axis)
+    return _cumprod(axis, x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.cumprod(set_apart(x), axis)
 
 
 def nancumprod(x: jax.Array, axis: int, dtype: Any = None) -> jax.Array:
@@ -56,7 +58,7 @@ def nancumprod(x: jax.Array, axis: int, dtype: Any = None) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _cumprod(axis: int, x: jax.Array) -> jax.Array:
-    return jnp.cumprod(x, axis)
+    return jnp.cumprod(set_apart(x), axis)  # a running sum of the same array pads it with zeros, and not with ones
 
 
 @_cumprod.defjvp

@@ -112,9 +112,9 @@ def _dot_plan(
     preferred_element_type: Any,
 ) -> Plan:
     union = tuple(dict.fromkeys(n for names in all_names for n in names))
-    summed = union if axis is None else _summed(union, axis, all_names)
+    summed = union if axis is None else _summed_axes(union, axis, all_names)
     kept = tuple(n for n in union if n not in summed)
-    out_names = kept if out_axes is None else _ordered(kept, out_axes)
+    out_names = kept if out_axes is None else _ordered_axes(kept, out_axes)
     sized = tuple(s for s in (*selectors(axis), *(out_axes or ())) if isinstance(s, Axis))
     return Plan("dot", all_names, out_names, precision, preferred_element_type, sized)
 
@@ -139,7 +139,7 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
     return tuple(operands), axis
 
 
-def _summed(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Names:
+def _summed_axes(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Names:
     chosen = tuple(name_of(s) for s in selectors(axis))
     missing = [n for n in chosen if n not in union]
     if missing:
@@ -166,7 +166,7 @@ def _found_in_one_operand(name: str, all_names: Sequence[Names]) -> str:
     )
 
 
-def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
+def _ordered_axes(kept: Names, out_axes: tuple[Any, ...]) -> Names:
     wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
     unknown = [n for n in wanted if isinstance(n, str) and n not in kept]
     if unknown:
@@ -250,7 +250,7 @@ def _einsum_plan(
     terms = (*expression.lhs, *expression.rhs)
     for group in (g for term in terms for g in term.groups):
         expression.fail(group, "axes are not split or merged here; use rearrange before or after.")
-    used = {w.name for term in terms for w in _words(term)}
+    used = {w.name for term in terms for w in _words_of(term)}
     if unused := [word for word, _ in aliases if word not in used]:
         listed, hints = errors.quoted(unused), errors.suggestions(unused, used)
         raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {equation!r}.{hints}")
@@ -277,7 +277,7 @@ class _Meaning:
             self.rest = self._bind_by_name(in_braces)
             self.rest_is_kept = in_braces.dots is None
             if in_braces.dots is not None:  # it stands for axes that the output may name
-                for word in _words(expression.rhs[0]):
+                for word in _words_of(expression.rhs[0]):
                     name = self.aliases.get(word.name, word.name)
                     if word.name not in self.axes and name in self.rest:
                         self._bind(word, name)
@@ -292,13 +292,13 @@ class _Meaning:
         if more:
             self.expression.fail(more[0], "there is one result.")
         named = {}
-        for word in _words(term):
+        for word in _words_of(term):
             if word.name not in self.axes:
                 known = errors.describe_axes(self.axes)
                 hint = errors.suggestion(word.name, self.axes)
                 self.expression.fail(word, f"{word.name!r} is not among the axes of the input {known}.{hint}")
             named[self.axes[word.name]] = word
-        for word in _words(self.in_braces) if self.in_braces else ():
+        for word in _words_of(self.in_braces) if self.in_braces else ():
             name = self.axes[word.name]
             if name not in named and (alone := _found_in_one_operand(name, self.all_names)):
                 self.expression.fail(word, alone)
@@ -315,7 +315,7 @@ class _Meaning:
 
     def _bind_by_name(self, term: Term) -> Names:
         """Bind each word to the axis of that name or alias; return the axes that no word names."""
-        for word in _words(term):
+        for word in _words_of(term):
             name = self.aliases.get(word.name, word.name)
             if name not in self.union:
                 operands = " and ".join(errors.describe_axes(n) for n in self.all_names)
@@ -361,5 +361,5 @@ class _Meaning:
             self.expression.fail(word, f"axis {name!r} is already called {other!r}; one axis has one word.")
 
 
-def _words(term: Term) -> Iterator[Name]:
+def _words_of(term: Term) -> Iterator[Name]:
     return (e for e in term.elements if isinstance(e, Name))

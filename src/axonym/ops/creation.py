@@ -15,13 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..core import errors
 from ..core.jax_versions import INLINE
-from ..distribution.kept_shards import is_kept, kept_over, scope_of_shards
 from ..distribution.padded_array import refuse_padded
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from . import _kernels
@@ -30,7 +28,7 @@ from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(what: str, spec: Any) -> tuple[Names, tuple[int, ...]]:
+def _names_and_sizes(what: str, spec: Any) -> tuple[Names, tuple[int, ...]]:
     axes = axes_of_spec(spec, what)
     return distinct(what, tuple(sys.intern(a.name) for a in axes)), tuple(a.size for a in axes)
 
@@ -45,7 +43,7 @@ def zeros(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     >>> axn.zeros({"batch": 2, "embed": 2})
     NamedArray(float32[batch=2, embed=2], [[0. 0.] [0. 0.]])
     """
-    names, sizes = _layout("zeros", _kernels.hashable(shape))
+    names, sizes = _names_and_sizes("zeros", _kernels.hashable(shape))
     return new_array("zeros", jnp.zeros, names, sizes, shape=sizes, dtype=dtype)
 
 
@@ -56,7 +54,7 @@ def ones(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     >>> axn.ones({"batch": 2, "embed": 2})
     NamedArray(float32[batch=2, embed=2], [[1. 1.] [1. 1.]])
     """
-    names, sizes = _layout("ones", _kernels.hashable(shape))
+    names, sizes = _names_and_sizes("ones", _kernels.hashable(shape))
     return new_array("ones", jnp.ones, names, sizes, shape=sizes, dtype=dtype)
 
 
@@ -66,7 +64,7 @@ def full(shape: AxisSpec, fill_value: NamedOrNumeric, dtype: DTypeLike | None = 
     >>> axn.full(axn.Axis("x", 2), 3)
     NamedArray(int32[x=2], [3 3])
     """
-    names, sizes = _layout("full", _kernels.hashable(shape))
+    names, sizes = _names_and_sizes("full", _kernels.hashable(shape))
     value = scalar("full", "fill_value", fill_value)
     return new_array("full", _full, names, sizes, value, shape=sizes, dtype=dtype)
 
@@ -81,7 +79,7 @@ def zeros_like(a: NamedArray, dtype: DTypeLike | None = None) -> NamedArray:
     >>> axn.zeros_like(axn.named([1, 2], "x"))
     NamedArray(int32[x=2], [0 0])
     """
-    return _like("zeros_like", a, jnp.zeros_like, dtype)
+    return _array_like("zeros_like", a, jnp.zeros_like, dtype)
 
 
 def ones_like(a: NamedArray, dtype: DTypeLike | None = None) -> NamedArray:
@@ -90,7 +88,7 @@ def ones_like(a: NamedArray, dtype: DTypeLike | None = None) -> NamedArray:
     >>> axn.ones_like(axn.named([1, 2], "x"))
     NamedArray(int32[x=2], [1 1])
     """
-    return _like("ones_like", a, jnp.ones_like, dtype)
+    return _array_like("ones_like", a, jnp.ones_like, dtype)
 
 
 def full_like(a: NamedArray, fill_value: NamedOrNumeric, dtype: DTypeLike | None = None) -> NamedArray:
@@ -99,10 +97,10 @@ def full_like(a: NamedArray, fill_value: NamedOrNumeric, dtype: DTypeLike | None
     >>> axn.full_like(axn.zeros({"x": 2}), 3)
     NamedArray(float32[x=2], [3. 3.])
     """
-    return _like("full_like", a, jnp.full_like, scalar("full_like", "fill_value", fill_value), dtype)
+    return _array_like("full_like", a, jnp.full_like, scalar("full_like", "fill_value", fill_value), dtype)
 
 
-def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> NamedArray:
+def _array_like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> NamedArray:
     refuse_padded([require_named(what, a).array])
     if len(a.names) != jnp.ndim(a.array):
         raise ValueError(f"{what}: {errors.wrong_rank(a.names, jnp.shape(a.array))}")
@@ -148,14 +146,7 @@ def arange(
     >>> axn.arange({"x": 2, "y": 2})
     NamedArray(int32[x=2, y=2], [[0 1] [2 3]])
     """
-    names, sizes = _layout("arange", _kernels.hashable(axis))
-    if len(names) == 1 and (over := kept_over(names[0])) is not None and not is_kept(names[0]):
-        with scope_of_shards({names[0]: sizes[0]}):
-            before = sizes[0] * jax.lax.axis_index(over) if over else np.int32(0)
-            count = wrap(_count_from(before, np.int32(1), sizes, None), names)
-        start, step = scalar("arange", "start", start), scalar("arange", "step", step)
-        found: Any = start + step * count
-        return found.astype(jnp.result_type(start, step) if dtype is None else dtype)
+    names, sizes = _names_and_sizes("arange", _kernels.hashable(axis))
     if type(start) is int and type(step) is int and start == 0 and step == 1:
         return new_array("arange", _count, names, sizes, shape=sizes, dtype=dtype)
     start, step = scalar("arange", "start", start), scalar("arange", "step", step)
@@ -183,7 +174,7 @@ _NUMPY_COUNT = 50
 """The number of points of `linspace`, `geomspace` and `logspace` for an axis without a size, as in NumPy."""
 
 
-def _spaced(
+def _spaced_array(
     what: str, fn: Callable[..., Any], axis: AxisSelector, start: NamedOrNumeric, stop: NamedOrNumeric, **options: Any
 ) -> NamedArray:
     along = Axis(axis, _NUMPY_COUNT) if isinstance(axis, str) else one_axis(what, "axis", axis)
@@ -208,7 +199,7 @@ def linspace(
     >>> axn.linspace(axn.Axis("x", 3), start=0, stop=1)
     NamedArray(float32[x=3], [0. 0.5 1. ])
     """
-    return _spaced("linspace", jnp.linspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
+    return _spaced_array("linspace", jnp.linspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
 def geomspace(
@@ -224,7 +215,7 @@ def geomspace(
     >>> axn.geomspace(axn.Axis("x", 3), start=1, stop=4)
     NamedArray(float32[x=3], [1. 2. 4.])
     """
-    return _spaced("geomspace", jnp.geomspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
+    return _spaced_array("geomspace", jnp.geomspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
 def logspace(
@@ -241,7 +232,7 @@ def logspace(
     >>> axn.logspace(axn.Axis("x", 3), start=0, stop=2)
     NamedArray(float32[x=3], [ 1. 10. 100.])
     """
-    return _spaced("logspace", jnp.logspace, axis, start, stop, endpoint=endpoint, dtype=dtype, base=base)
+    return _spaced_array("logspace", jnp.logspace, axis, start, stop, endpoint=endpoint, dtype=dtype, base=base)
 
 
 # --- by position ---
@@ -254,7 +245,7 @@ def eye(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> Nam
     >>> axn.eye(axn.Axis("row", 2), axn.Axis("col", 2))
     NamedArray(float32[row=2, col=2], [[1. 0.] [0. 1.]])
     """
-    names, sizes = _layout("eye", (one_axis("eye", "Row", Row), one_axis("eye", "Col", Col)))
+    names, sizes = _names_and_sizes("eye", (one_axis("eye", "Row", Row), one_axis("eye", "Col", Col)))
     return new_array("eye", jnp.eye, names, sizes, N=sizes[0], M=sizes[1], k=operator.index(k), dtype=dtype)
 
 

@@ -60,7 +60,9 @@ def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(once, fn)
 
 
-def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:
+def _make_unary(
+    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False
+) -> Unary:
     # `constant`: the result is constant for some dtypes, so it does not get its sharding from the operand.
     def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
@@ -95,7 +97,7 @@ def _sinc(x: jax.Array) -> jax.Array:
     return jnp.where(near, series, jnp.sin(angle) / angle).astype(as_float(x).dtype)
 
 
-def _binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, shown: str) -> Binary:
+def _make_binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, shown: str) -> Binary:
     def op(a, b):
         if isinstance(a, NamedArray):
             if isinstance(b, NamedArray):
@@ -120,93 +122,93 @@ def _binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, sho
 # --- unary: name, positional function, summary, example, its value ---
 
 # fmt: off
-abs = _unary("abs", jnp.abs, "Compute the absolute value of each element.", "[-1., 2.]", "float32[x=2], [1. 2.]")
-angle = _unary("angle", jnp.angle, "Compute the angle of each complex element, in radians.", "[1j, 1.]", "float32[x=2], [1.5708 0. ]")
-arccos = _unary("arccos", jnp.arccos, "Compute the inverse cosine of each element.", "[1., 0.]", "float32[x=2], [0. 1.5708]")
-arccosh = _unary("arccosh", jnp.arccosh, "Compute the inverse hyperbolic cosine of each element.", "[1., 2.]", "float32[x=2], [0. 1.317]")
-arcsin = _unary("arcsin", jnp.arcsin, "Compute the inverse sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.5708]")
-arcsinh = _unary("arcsinh", jnp.arcsinh, "Compute the inverse hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8814]")
-arctan = _unary("arctan", jnp.arctan, "Compute the inverse tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7854]")
-arctanh = _unary("arctanh", jnp.arctanh, "Compute the inverse hyperbolic tangent of each element.", "[0., 0.5]", "float32[x=2], [0. 0.5493]")
-bitwise_count = _unary("bitwise_count", jnp.bitwise_count, "Compute the number of bits set in each element.", "[3, 8]", "uint8[x=2], [2 1]")
-cbrt = _unary("cbrt", jnp.cbrt, "Compute the cube root of each element.", "[1., 8.]", "float32[x=2], [1. 2.]")
-ceil = _unary("ceil", jnp.ceil, "Round each element up.", "[0.5, -0.5]", "float32[x=2], [ 1. -0.]")
-conj = _unary("conj", jnp.conj, "Compute the complex conjugate of each element.", "[1j, 1.]", "complex64[x=2], [0.-1.j 1.-0.j]")
-copy = _unary("copy", jnp.copy, "Copy the array.", "[1., 2.]", "float32[x=2], [1. 2.]")
-cos = _unary("cos", jnp.cos, "Compute the cosine of each element.", "[0., 1.]", "float32[x=2], [1. 0.5403]")
-cosh = _unary("cosh", jnp.cosh, "Compute the hyperbolic cosine of each element.", "[0., 1.]", "float32[x=2], [1. 1.5431]")
-deg2rad = _unary("deg2rad", jnp.deg2rad, "Convert degrees to radians.", "[0., 180.]", "float32[x=2], [0. 3.1416]")
-exp = _unary("exp", jnp.exp, "Compute the exponential of each element.", "[0., 1.]", "float32[x=2], [1. 2.7183]")
-exp2 = _unary("exp2", jnp.exp2, "Compute two to the power of each element.", "[1., 3.]", "float32[x=2], [2. 8.]")
-expm1 = _unary("expm1", jnp.expm1, "Compute the exponential of each element minus one, exact near zero.", "[0., 1.]", "float32[x=2], [0. 1.7183]")
-fabs = _unary("fabs", jnp.fabs, "Compute the absolute value of each element, as a float.", "[-1, 2]", "float32[x=2], [1. 2.]")
-floor = _unary("floor", jnp.floor, "Round each element down.", "[0.5, -0.5]", "float32[x=2], [ 0. -1.]")
-i0 = _unary("i0", jnp.i0, "Compute the modified Bessel function of the first kind, order zero.", "[0., 1.]", "float32[x=2], [1. 1.2661]")
-imag = _unary("imag", jnp.imag, "Return the imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", constant=True)
-invert = _unary("invert", jnp.invert, "Flip each bit of each element.", "[0, 1]", "int32[x=2], [-1 -2]")
-iscomplex = _unary("iscomplex", jnp.iscomplex, "Return which elements have an imaginary part.", "[2j, 1.]", "bool[x=2], [ True False]", constant=True)
-isfinite = _unary("isfinite", jnp.isfinite, "Return which elements are neither infinite nor NaN.", "[1., jnp.inf]", "bool[x=2], [ True False]", constant=True)
-isinf = _unary("isinf", jnp.isinf, "Return which elements are infinite.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
-isnan = _unary("isnan", jnp.isnan, "Return which elements are NaN.", "[1., jnp.nan]", "bool[x=2], [False True]")
-isneginf = _unary("isneginf", jnp.isneginf, "Return which elements are minus infinity.", "[1., -jnp.inf]", "bool[x=2], [False True]", constant=True)
-isposinf = _unary("isposinf", jnp.isposinf, "Return which elements are plus infinity.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
-isreal = _unary("isreal", jnp.isreal, "Return which elements have no imaginary part.", "[2j, 1.]", "bool[x=2], [False True]", constant=True)
-log = _unary("log", jnp.log, "Compute the natural logarithm of each element.", "[1., 2.]", "float32[x=2], [0. 0.6931]")
-log10 = _unary("log10", jnp.log10, "Compute the logarithm to base ten of each element.", "[1., 2.]", "float32[x=2], [0. 0.301]")
-log1p = _unary("log1p", jnp.log1p, "Compute the logarithm of one plus each element, exact near zero.", "[0., 1.]", "float32[x=2], [0. 0.6931]")
-log2 = _unary("log2", jnp.log2, "Compute the logarithm to base two of each element.", "[1., 8.]", "float32[x=2], [0. 3.]")
-logical_not = _unary("logical_not", jnp.logical_not, "Return which elements are false.", "[0, 2]", "bool[x=2], [ True False]")
-negative = _unary("negative", jnp.negative, "Negate each element.", "[1., -2.]", "float32[x=2], [-1. 2.]")
-positive = _unary("positive", jnp.positive, "Return each element unchanged.", "[1., -2.]", "float32[x=2], [ 1. -2.]")
-rad2deg = _unary("rad2deg", jnp.rad2deg, "Convert radians to degrees.", "[0., 1.]", "float32[x=2], [ 0. 57.2958]")
-real = _unary("real", jnp.real, "Return the real part of each element.", "[2j, 1.]", "float32[x=2], [0. 1.]")
-reciprocal = _unary("reciprocal", jnp.reciprocal, "Compute one over each element.", "[2., 4.]", "float32[x=2], [0.5 0.25]")
-rint = _unary("rint", jnp.rint, "Round each element to the nearest integer, halves to even.", "[0.5, 1.5]", "float32[x=2], [0. 2.]")
-rsqrt = _unary("rsqrt", jax.lax.rsqrt, "Compute one over the square root of each element.", "[1., 4.]", "float32[x=2], [1. 0.5]")
-sign = _unary("sign", jnp.sign, "Compute the sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
-signbit = _unary("signbit", jnp.signbit, "Return which elements have their sign bit set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
-sin = _unary("sin", jnp.sin, "Compute the sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
-sinc = _unary("sinc", _sinc, "Compute the normalized sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
-sinh = _unary("sinh", jnp.sinh, "Compute the hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
-sqrt = _unary("sqrt", jnp.sqrt, "Compute the square root of each element.", "[1., 4.]", "float32[x=2], [1. 2.]")
-square = _unary("square", jnp.square, "Compute the square of each element.", "[1., -2.]", "float32[x=2], [1. 4.]")
-tan = _unary("tan", jnp.tan, "Compute the tangent of each element.", "[0., 1.]", "float32[x=2], [0. 1.5574]")
-tanh = _unary("tanh", jnp.tanh, "Compute the hyperbolic tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7616]")
-trunc = _unary("trunc", jnp.trunc, "Round each element towards zero.", "[1.5, -1.5]", "float32[x=2], [ 1. -1.]")
+abs = _make_unary("abs", jnp.abs, "Compute the absolute value of each element.", "[-1., 2.]", "float32[x=2], [1. 2.]")
+angle = _make_unary("angle", jnp.angle, "Compute the angle of each complex element, in radians.", "[1j, 1.]", "float32[x=2], [1.5708 0. ]")
+arccos = _make_unary("arccos", jnp.arccos, "Compute the inverse cosine of each element.", "[1., 0.]", "float32[x=2], [0. 1.5708]")
+arccosh = _make_unary("arccosh", jnp.arccosh, "Compute the inverse hyperbolic cosine of each element.", "[1., 2.]", "float32[x=2], [0. 1.317]")
+arcsin = _make_unary("arcsin", jnp.arcsin, "Compute the inverse sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.5708]")
+arcsinh = _make_unary("arcsinh", jnp.arcsinh, "Compute the inverse hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8814]")
+arctan = _make_unary("arctan", jnp.arctan, "Compute the inverse tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7854]")
+arctanh = _make_unary("arctanh", jnp.arctanh, "Compute the inverse hyperbolic tangent of each element.", "[0., 0.5]", "float32[x=2], [0. 0.5493]")
+bitwise_count = _make_unary("bitwise_count", jnp.bitwise_count, "Compute the number of bits set in each element.", "[3, 8]", "uint8[x=2], [2 1]")
+cbrt = _make_unary("cbrt", jnp.cbrt, "Compute the cube root of each element.", "[1., 8.]", "float32[x=2], [1. 2.]")
+ceil = _make_unary("ceil", jnp.ceil, "Round each element up.", "[0.5, -0.5]", "float32[x=2], [ 1. -0.]")
+conj = _make_unary("conj", jnp.conj, "Compute the complex conjugate of each element.", "[1j, 1.]", "complex64[x=2], [0.-1.j 1.-0.j]")
+copy = _make_unary("copy", jnp.copy, "Copy the array.", "[1., 2.]", "float32[x=2], [1. 2.]")
+cos = _make_unary("cos", jnp.cos, "Compute the cosine of each element.", "[0., 1.]", "float32[x=2], [1. 0.5403]")
+cosh = _make_unary("cosh", jnp.cosh, "Compute the hyperbolic cosine of each element.", "[0., 1.]", "float32[x=2], [1. 1.5431]")
+deg2rad = _make_unary("deg2rad", jnp.deg2rad, "Convert degrees to radians.", "[0., 180.]", "float32[x=2], [0. 3.1416]")
+exp = _make_unary("exp", jnp.exp, "Compute the exponential of each element.", "[0., 1.]", "float32[x=2], [1. 2.7183]")
+exp2 = _make_unary("exp2", jnp.exp2, "Compute two to the power of each element.", "[1., 3.]", "float32[x=2], [2. 8.]")
+expm1 = _make_unary("expm1", jnp.expm1, "Compute the exponential of each element minus one, exact near zero.", "[0., 1.]", "float32[x=2], [0. 1.7183]")
+fabs = _make_unary("fabs", jnp.fabs, "Compute the absolute value of each element, as a float.", "[-1, 2]", "float32[x=2], [1. 2.]")
+floor = _make_unary("floor", jnp.floor, "Round each element down.", "[0.5, -0.5]", "float32[x=2], [ 0. -1.]")
+i0 = _make_unary("i0", jnp.i0, "Compute the modified Bessel function of the first kind, order zero.", "[0., 1.]", "float32[x=2], [1. 1.2661]")
+imag = _make_unary("imag", jnp.imag, "Return the imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", constant=True)
+invert = _make_unary("invert", jnp.invert, "Flip each bit of each element.", "[0, 1]", "int32[x=2], [-1 -2]")
+iscomplex = _make_unary("iscomplex", jnp.iscomplex, "Return which elements have an imaginary part.", "[2j, 1.]", "bool[x=2], [ True False]", constant=True)
+isfinite = _make_unary("isfinite", jnp.isfinite, "Return which elements are neither infinite nor NaN.", "[1., jnp.inf]", "bool[x=2], [ True False]", constant=True)
+isinf = _make_unary("isinf", jnp.isinf, "Return which elements are infinite.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
+isnan = _make_unary("isnan", jnp.isnan, "Return which elements are NaN.", "[1., jnp.nan]", "bool[x=2], [False True]")
+isneginf = _make_unary("isneginf", jnp.isneginf, "Return which elements are minus infinity.", "[1., -jnp.inf]", "bool[x=2], [False True]", constant=True)
+isposinf = _make_unary("isposinf", jnp.isposinf, "Return which elements are plus infinity.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
+isreal = _make_unary("isreal", jnp.isreal, "Return which elements have no imaginary part.", "[2j, 1.]", "bool[x=2], [False True]", constant=True)
+log = _make_unary("log", jnp.log, "Compute the natural logarithm of each element.", "[1., 2.]", "float32[x=2], [0. 0.6931]")
+log10 = _make_unary("log10", jnp.log10, "Compute the logarithm to base ten of each element.", "[1., 2.]", "float32[x=2], [0. 0.301]")
+log1p = _make_unary("log1p", jnp.log1p, "Compute the logarithm of one plus each element, exact near zero.", "[0., 1.]", "float32[x=2], [0. 0.6931]")
+log2 = _make_unary("log2", jnp.log2, "Compute the logarithm to base two of each element.", "[1., 8.]", "float32[x=2], [0. 3.]")
+logical_not = _make_unary("logical_not", jnp.logical_not, "Return which elements are false.", "[0, 2]", "bool[x=2], [ True False]")
+negative = _make_unary("negative", jnp.negative, "Negate each element.", "[1., -2.]", "float32[x=2], [-1. 2.]")
+positive = _make_unary("positive", jnp.positive, "Return each element unchanged.", "[1., -2.]", "float32[x=2], [ 1. -2.]")
+rad2deg = _make_unary("rad2deg", jnp.rad2deg, "Convert radians to degrees.", "[0., 1.]", "float32[x=2], [ 0. 57.2958]")
+real = _make_unary("real", jnp.real, "Return the real part of each element.", "[2j, 1.]", "float32[x=2], [0. 1.]")
+reciprocal = _make_unary("reciprocal", jnp.reciprocal, "Compute one over each element.", "[2., 4.]", "float32[x=2], [0.5 0.25]")
+rint = _make_unary("rint", jnp.rint, "Round each element to the nearest integer, halves to even.", "[0.5, 1.5]", "float32[x=2], [0. 2.]")
+rsqrt = _make_unary("rsqrt", jax.lax.rsqrt, "Compute one over the square root of each element.", "[1., 4.]", "float32[x=2], [1. 0.5]")
+sign = _make_unary("sign", jnp.sign, "Compute the sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
+signbit = _make_unary("signbit", jnp.signbit, "Return which elements have their sign bit set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
+sin = _make_unary("sin", jnp.sin, "Compute the sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
+sinc = _make_unary("sinc", _sinc, "Compute the normalized sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
+sinh = _make_unary("sinh", jnp.sinh, "Compute the hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
+sqrt = _make_unary("sqrt", jnp.sqrt, "Compute the square root of each element.", "[1., 4.]", "float32[x=2], [1. 2.]")
+square = _make_unary("square", jnp.square, "Compute the square of each element.", "[1., -2.]", "float32[x=2], [1. 4.]")
+tan = _make_unary("tan", jnp.tan, "Compute the tangent of each element.", "[0., 1.]", "float32[x=2], [0. 1.5574]")
+tanh = _make_unary("tanh", jnp.tanh, "Compute the hyperbolic tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7616]")
+trunc = _make_unary("trunc", jnp.trunc, "Round each element towards zero.", "[1.5, -1.5]", "float32[x=2], [ 1. -1.]")
 
 # --- binary: name, positional function, summary, two operands, their value ---
 
-add = _binary("add", jnp.add, "Compute the sum of the operands.", "[1, 2]", "3", "int32[x=2], [4 5]")
-arctan2 = _binary("arctan2", jnp.arctan2, "Compute the angle of the point (b, a), in radians.", "[0., 1.]", "1.", "float32[x=2], [0. 0.7854]")
-bitwise_and = _binary("bitwise_and", jnp.bitwise_and, "Compute the bitwise and: the bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
-bitwise_or = _binary("bitwise_or", jnp.bitwise_or, "Compute the bitwise or: the bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
-bitwise_xor = _binary("bitwise_xor", jnp.bitwise_xor, "Compute the bitwise exclusive or: the bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
-divide = _binary("divide", jnp.divide, "Compute the quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
-equal = _binary("equal", jnp.equal, "Return whether the operands are equal, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
-float_power = _binary("float_power", jnp.float_power, "Raise `a` to the power of `b`, as a float.", "[1, 2]", "2", "float32[x=2], [1. 4.]")
-floor_divide = _binary("floor_divide", jnp.floor_divide, "Compute the quotient rounded down.", "[3, 5]", "2", "int32[x=2], [1 2]")
-fmax = _binary("fmax", jnp.fmax, "Return the larger operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [1. 0.]")
-fmin = _binary("fmin", jnp.fmin, "Return the smaller operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [0. 0.]")
-fmod = _binary("fmod", jnp.fmod, "Compute the remainder with the sign of `a`.", "[3, -3]", "2", "int32[x=2], [ 1 -1]")
-greater = _binary("greater", jnp.greater, "Return whether `a` is greater than `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [False True]")
-greater_equal = _binary("greater_equal", jnp.greater_equal, "Return whether `a` is at least `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
-hypot = _binary("hypot", jnp.hypot, "Compute the length of the vector (a, b).", "[3., 0.]", "4.", "float32[x=2], [5. 4.]")
-left_shift = _binary("left_shift", jnp.left_shift, "Shift the bits of `a` up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
-less = _binary("less", jnp.less, "Return whether `a` is less than `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
-less_equal = _binary("less_equal", jnp.less_equal, "Return whether `a` is at most `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [ True False]")
-logaddexp = _binary("logaddexp", jnp.logaddexp, "Compute the logarithm of the sum of the exponentials.", "[0., 1.]", "0.", "float32[x=2], [0.6931 1.3133]")
-logaddexp2 = _binary("logaddexp2", jnp.logaddexp2, "Compute the logarithm to base two of the sum of the powers of two.", "[0., 1.]", "0.", "float32[x=2], [1. 1.585]")
-logical_and = _binary("logical_and", jnp.logical_and, "Return whether both operands are true, elementwise.", "[True, False]", "True", "bool[x=2], [ True False]")
-logical_or = _binary("logical_or", jnp.logical_or, "Return whether either operand is true, elementwise.", "[True, False]", "False", "bool[x=2], [ True False]")
-logical_xor = _binary("logical_xor", jnp.logical_xor, "Return whether exactly one operand is true, elementwise.", "[True, False]", "True", "bool[x=2], [False True]")
-maximum = _binary("maximum", jnp.maximum, "Return the larger operand.", "[1, 3]", "2", "int32[x=2], [2 3]")
-minimum = _binary("minimum", jnp.minimum, "Return the smaller operand.", "[1, 3]", "2", "int32[x=2], [1 2]")
-mod = _binary("mod", _broadcast_once(jnp.mod), "Compute the remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
-multiply = _binary("multiply", jnp.multiply, "Compute the product of the operands.", "[1, 2]", "3", "int32[x=2], [3 6]")
-nextafter = _binary("nextafter", jnp.nextafter, "Return the next number after `a` towards `b`.", "[0.5]", "0.5", "float32[x=1], [0.5]")
-not_equal = _binary("not_equal", jnp.not_equal, "Return whether the operands differ, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
-right_shift = _binary("right_shift", jnp.right_shift, "Shift the bits of `a` down by `b` places.", "[2, 4]", "1", "int32[x=2], [1 2]")
-subtract = _binary("subtract", jnp.subtract, "Compute the difference of the operands.", "[1, 2]", "3", "int32[x=2], [-2 -1]")
+add = _make_binary("add", jnp.add, "Compute the sum of the operands.", "[1, 2]", "3", "int32[x=2], [4 5]")
+arctan2 = _make_binary("arctan2", jnp.arctan2, "Compute the angle of the point (b, a), in radians.", "[0., 1.]", "1.", "float32[x=2], [0. 0.7854]")
+bitwise_and = _make_binary("bitwise_and", jnp.bitwise_and, "Compute the bitwise and: the bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
+bitwise_or = _make_binary("bitwise_or", jnp.bitwise_or, "Compute the bitwise or: the bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
+bitwise_xor = _make_binary("bitwise_xor", jnp.bitwise_xor, "Compute the bitwise exclusive or: the bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
+divide = _make_binary("divide", jnp.divide, "Compute the quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
+equal = _make_binary("equal", jnp.equal, "Return whether the operands are equal, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
+float_power = _make_binary("float_power", jnp.float_power, "Raise `a` to the power of `b`, as a float.", "[1, 2]", "2", "float32[x=2], [1. 4.]")
+floor_divide = _make_binary("floor_divide", jnp.floor_divide, "Compute the quotient rounded down.", "[3, 5]", "2", "int32[x=2], [1 2]")
+fmax = _make_binary("fmax", jnp.fmax, "Return the larger operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [1. 0.]")
+fmin = _make_binary("fmin", jnp.fmin, "Return the smaller operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [0. 0.]")
+fmod = _make_binary("fmod", jnp.fmod, "Compute the remainder with the sign of `a`.", "[3, -3]", "2", "int32[x=2], [ 1 -1]")
+greater = _make_binary("greater", jnp.greater, "Return whether `a` is greater than `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [False True]")
+greater_equal = _make_binary("greater_equal", jnp.greater_equal, "Return whether `a` is at least `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
+hypot = _make_binary("hypot", jnp.hypot, "Compute the length of the vector (a, b).", "[3., 0.]", "4.", "float32[x=2], [5. 4.]")
+left_shift = _make_binary("left_shift", jnp.left_shift, "Shift the bits of `a` up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
+less = _make_binary("less", jnp.less, "Return whether `a` is less than `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
+less_equal = _make_binary("less_equal", jnp.less_equal, "Return whether `a` is at most `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [ True False]")
+logaddexp = _make_binary("logaddexp", jnp.logaddexp, "Compute the logarithm of the sum of the exponentials.", "[0., 1.]", "0.", "float32[x=2], [0.6931 1.3133]")
+logaddexp2 = _make_binary("logaddexp2", jnp.logaddexp2, "Compute the logarithm to base two of the sum of the powers of two.", "[0., 1.]", "0.", "float32[x=2], [1. 1.585]")
+logical_and = _make_binary("logical_and", jnp.logical_and, "Return whether both operands are true, elementwise.", "[True, False]", "True", "bool[x=2], [ True False]")
+logical_or = _make_binary("logical_or", jnp.logical_or, "Return whether either operand is true, elementwise.", "[True, False]", "False", "bool[x=2], [ True False]")
+logical_xor = _make_binary("logical_xor", jnp.logical_xor, "Return whether exactly one operand is true, elementwise.", "[True, False]", "True", "bool[x=2], [False True]")
+maximum = _make_binary("maximum", jnp.maximum, "Return the larger operand.", "[1, 3]", "2", "int32[x=2], [2 3]")
+minimum = _make_binary("minimum", jnp.minimum, "Return the smaller operand.", "[1, 3]", "2", "int32[x=2], [1 2]")
+mod = _make_binary("mod", _broadcast_once(jnp.mod), "Compute the remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
+multiply = _make_binary("multiply", jnp.multiply, "Compute the product of the operands.", "[1, 2]", "3", "int32[x=2], [3 6]")
+nextafter = _make_binary("nextafter", jnp.nextafter, "Return the next number after `a` towards `b`.", "[0.5]", "0.5", "float32[x=1], [0.5]")
+not_equal = _make_binary("not_equal", jnp.not_equal, "Return whether the operands differ, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
+right_shift = _make_binary("right_shift", jnp.right_shift, "Shift the bits of `a` down by `b` places.", "[2, 4]", "1", "int32[x=2], [1 2]")
+subtract = _make_binary("subtract", jnp.subtract, "Compute the difference of the operands.", "[1, 2]", "3", "int32[x=2], [-2 -1]")
 # fmt: on
 
 
@@ -316,7 +318,7 @@ def isclose(
     >>> axn.isclose(axn.named([1., 2.], "x"), 1.000001)
     NamedArray(bool[x=2], [ True False])
     """
-    return _compare(jnp.isclose, "isclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return _compare_arrays(jnp.isclose, "isclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 def allclose(
@@ -331,7 +333,9 @@ def allclose(
     >>> axn.allclose(axn.named([1., 2.], "x"), axn.named([1., 2.000001], "x"))
     True
     """
-    return _truth(_compare(jnp.allclose, "allclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan).array)
+    return _truth_value(
+        _compare_arrays(jnp.allclose, "allclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan).array
+    )
 
 
 def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -> bool:
@@ -343,7 +347,7 @@ def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -
     >>> axn.array_equal(x, axn.named([[1, 2], [3, 4]], ("x", "z")))
     False
     """
-    return _shape("array_equal", a) == _shape("array_equal", b) and _all_equal("array_equal", a, b, equal_nan)
+    return _shape_of("array_equal", a) == _shape_of("array_equal", b) and _all_equal("array_equal", a, b, equal_nan)
 
 
 def array_equiv(a: NamedOrNumeric, b: NamedOrNumeric) -> bool:
@@ -352,18 +356,18 @@ def array_equiv(a: NamedOrNumeric, b: NamedOrNumeric) -> bool:
     >>> axn.array_equiv(axn.ones({"x": 2, "y": 3}), axn.ones({"y": 3}))
     True
     """
-    inner, outer = sorted((_shape("array_equiv", a), _shape("array_equiv", b)), key=len)
+    inner, outer = sorted((_shape_of("array_equiv", a), _shape_of("array_equiv", b)), key=len)
     return inner.items() <= outer.items() and _all_equal("array_equiv", a, b, False)
 
 
-def _shape(what: str, x: Any) -> dict[str, int]:
+def _shape_of(what: str, x: Any) -> dict[str, int]:
     if isinstance(x, NamedArray):
         return x.shape
     return {} if np.ndim(x) == 0 else require_named(what, x).shape
 
 
 def _all_equal(what: str, a: Any, b: Any, equal_nan: bool) -> bool:
-    return _truth(_compare(_equal_everywhere, what, a, b, equal_nan=equal_nan).array)
+    return _truth_value(_compare_arrays(_equal_everywhere, what, a, b, equal_nan=equal_nan).array)
 
 
 def _equal_everywhere(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
@@ -371,11 +375,13 @@ def _equal_everywhere(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
     return jnp.all(equal | (jnp.isnan(a) & jnp.isnan(b)) if equal_nan else equal)
 
 
-def _truth(x: Any) -> bool:
+def _truth_value(x: Any) -> bool:
     return x if isinstance(x, Tracer) else bool(x)  # pyright: ignore[reportReturnType]  # traced, as promised
 
 
-def _compare(fn: Callable[..., Any], what: str, a: Any, b: Any, *, equal_nan: bool, **tolerances: Any) -> NamedArray:
+def _compare_arrays(
+    fn: Callable[..., Any], what: str, a: Any, b: Any, *, equal_nan: bool, **tolerances: Any
+) -> NamedArray:
     (a, a_names), (b, b_names) = operand(a), operand(b)
     in_names = (a_names, b_names, *[()] * len(tolerances))
     numbers = [scalar(what, name, x) for name, x in tolerances.items()]

@@ -114,7 +114,7 @@ def _starts_and_lengths(
     if starts is None and isinstance(axis, (str, Axis)):
         starts = {axis: 0 if start is None else start}
         if lengths is None:
-            lengths = {axis: new_axis if length is None else _sized(new_axis, length)}
+            lengths = {axis: new_axis if length is None else _sized_axis(new_axis, length)}
     if starts is None or lengths is None:
         raise TypeError(
             f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
@@ -123,7 +123,7 @@ def _starts_and_lengths(
     return {name_of(k): v for k, v in starts.items()}, {name_of(k): v for k, v in lengths.items()}
 
 
-def _sized(axis: Any, length: Any) -> Any:
+def _sized_axis(axis: Any, length: Any) -> Any:
     """Return the axis of a slice with size `length`, or only the length if there is no axis."""
     if not isinstance(axis, (str, Axis)):
         return length

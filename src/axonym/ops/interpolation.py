@@ -52,7 +52,7 @@ def interp(
         points, own = vectors("interp", xp=xp, fp=fp)
         layouts, along = (own, own), own[0]
     else:
-        points, layouts, along = _field("interp", xp, fp, axis)
+        points, layouts, along = _points_and_values("interp", xp, fp, axis)
     extra = {"left": left, "right": right, "period": period}
     static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
     given = {k: scalar("interp", k, v) for k, v in extra.items() if v is not None and not isinstance(v, str)}
@@ -66,7 +66,9 @@ def interp(
     return kernel.apply(x, *points, *given.values())
 
 
-def _field(what: str, xp: Any, fp: Any, axis: AxisSelector | None) -> tuple[list[Any], tuple[Names, Names], str]:
+def _points_and_values(
+    what: str, xp: Any, fp: Any, axis: AxisSelector | None
+) -> tuple[list[Any], tuple[Names, Names], str]:
     """Return the points of a function and its values as arrays, their names, and the axis along which they lie."""
     fp, (xp, point_names) = require_named(what, fp), operand(xp)
     if axis is None and len(point_names) != 1:
@@ -96,7 +98,7 @@ def _interp_kernel(
     many: bool,
 ) -> _kernels.Kernel:
     inner = looked_up(along)
-    in_names, out_names = _layouts(names, point_names, value_names, along, inner, len(given))
+    in_names, out_names = _axes_of_operands(names, point_names, value_names, along, inner, len(given))
 
     def positional(x, xp, fp, *values):
         x = evenly_sharded("interp", names, x, beside=[xp, fp])
@@ -106,7 +108,7 @@ def _interp_kernel(
     return _kernels.make_along_kernel("interp", positional, in_names, out_names, (inner,), replicated=many)
 
 
-def _layouts(
+def _axes_of_operands(
     names: Names, point_names: Names, value_names: Names, along: str, inner: str, extra: int
 ) -> tuple[tuple[Names, ...], Names]:
     """Return the axes of the operands of an interpolation, and of its result.
@@ -202,10 +204,10 @@ def _regrid_by_shards(
     out_names = replaced(what, array.names, name, (new.name,))
     options = ("at", own.index(inner)), ("names", indices.names), ("own", weights.names), ("summed", summed)
     arrays, in_names = (array.array, indices.array, weights.array), (own, indices.names, weights.names)
-    return look_up(what, _weighted, arrays, in_names, out_names, (inner, name), over, new, reach, *options)
+    return look_up(what, _weighted_sum, arrays, in_names, out_names, (inner, name), over, new, reach, *options)
 
 
-def _weighted(
+def _weighted_sum(
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
@@ -236,7 +238,7 @@ def _interp_by_shards(
 ) -> NamedArray | None:
     """Interpolate along a sharded axis; return None if the positions are not sharded alike."""
     what, name = "interp", fp.names[layouts[1].index(along)]
-    in_names, out_names = _layouts(names, *layouts, along, inner := looked_up(name), len(given))
+    in_names, out_names = _axes_of_operands(names, *layouts, along, inner := looked_up(name), len(given))
     places = [n for n in names if n not in in_names[2]]
     if len(places) != 1:
         return None

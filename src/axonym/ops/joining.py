@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from ..axis import Axis, AxisSelection, AxisSelector, Names, interned, name_of
 from ..core import errors
+from ..core.jax_versions import set_apart
 from ..core.tree_spec import StaticLeaf
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
@@ -31,7 +32,7 @@ def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     >>> axn.stack([axn.named([1, 2], "y"), axn.named([3, 4], "y")], "x")
     NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
     """
-    raw, names = _operands("stack", arrays, axis)
+    raw, names = _operands_along("stack", arrays, axis)
     return _stack_kernel(names, axis).apply(*raw)
 
 
@@ -44,11 +45,11 @@ def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
     >>> axn.concatenate([axn.named([1, 2], "x"), axn.named([3], "x")], "x")
     NamedArray(int32[x=3], [1 2 3])
     """
-    raw, names = _operands("concatenate", arrays, axis)
+    raw, names = _operands_along("concatenate", arrays, axis)
     return _concatenate_kernel(names, axis).apply(*raw)
 
 
-def _operands(what: str, arrays: Sequence[Any], axis: AxisSelector) -> tuple[list[Any], tuple[Names, ...]]:
+def _operands_along(what: str, arrays: Sequence[Any], axis: AxisSelector) -> tuple[list[Any], tuple[Names, ...]]:
     if isinstance(arrays, (str, Axis)) or not isinstance(axis, (str, Axis)):
         raise TypeError(
             f"{what}: the arrays come first, and then the axis, as in "
@@ -143,7 +144,7 @@ def pad(
         if "end_values" in kwargs:
             ends = _fill_values("end_values", kwargs["end_values"])
             kwargs["end_values"] = (*ends, ends[-1])[:2]
-    options = tuple((name, _static(name, option)) for name, option in sorted(kwargs.items()))
+    options = tuple((name, _static_option(name, option)) for name, option in sorted(kwargs.items()))
     return _pad_kernel(array.names, widths, mode, len(values), options).apply(array.array, *values)
 
 
@@ -154,7 +155,7 @@ def _fill_values(argument: str, given: Any) -> tuple[Any, ...]:
     return values
 
 
-def _static(argument: str, option: Any) -> StaticLeaf:
+def _static_option(argument: str, option: Any) -> StaticLeaf:
     def number(x: Any) -> Any:
         x = x.tolist() if isinstance(x, np.ndarray) else x
         if isinstance(x, (tuple, list)):
@@ -188,7 +189,7 @@ def _pad_kernel(
 
     def positional(x, *values):
         fill = {"constant_values": values if len(values) == 2 else values[0]} if values else {}
-        return jnp.pad(x, every, mode=mode, **fill, **keywords)
+        return jnp.pad(set_apart(x), every, mode=mode, **fill, **keywords)
 
     return _kernels.make_kernel("pad", positional, (names, *[()] * constants), names, selection=selection)
 
@@ -219,7 +220,7 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
             raise ValueError(
                 f"pad_left: axis {old!r} of size {x.shape[where]} is longer than {new_axis}. Slice it instead."
             )
-        return jnp.pad(x, [(missing if i == where else 0, 0) for i in range(x.ndim)], constant_values=value)
+        return jnp.pad(set_apart(x), [(missing if i == where else 0, 0) for i in range(x.ndim)], constant_values=value)
 
     successors = {old: (new_axis.name,)}
     return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, successors=successors)
@@ -253,11 +254,11 @@ def repeat(
     if not isinstance(raw, Tracer) and np.any(np.asarray(raw) < 0):
         raise ValueError(f"repeat: `repeats` cannot be negative, got {np.min(np.asarray(raw))}.")
     if total_repeat_length is None:
-        total_repeat_length = _total(raw, a, axis)
+        total_repeat_length = _total_repeats(raw, a, axis)
     return _repeat_kernel(names, repeats_names, axis, total_repeat_length).apply(a.array, raw)
 
 
-def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
+def _total_repeats(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
     """Return the size of the result, which depends on the values of `repeats`."""
     if isinstance(repeats, Tracer):
         raise ValueError(
@@ -358,14 +359,14 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
         if isinstance(shifts, int):
             return jnp.roll(x, operands[0] if shifts == 1 else operands, where)
         for axis, shift in zip(where, shifts * (len(where) if len(shifts) == 1 else 1), strict=True):
-            x = _rolled(x, shift, axis)
+            x = _rolled_statically(x, shift, axis)
         return x
 
     in_names = (names, *[()] * (count if isinstance(shifts, int) else 0))
     return _kernels.make_kernel("roll", positional, in_names, names, selection=axis)
 
 
-def _rolled(x: jax.Array, shift: int, axis: int) -> jax.Array:
+def _rolled_statically(x: jax.Array, shift: int, axis: int) -> jax.Array:
     """Roll by a static number of places.
 
     The gradient rolls back, as the gradient of a split is a concatenation. `jax.numpy.roll` slices, and the gradient

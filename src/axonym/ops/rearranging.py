@@ -48,17 +48,17 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> Na
     """
     require_named("rearrange", array)
     if len(args) == 1 and isinstance(args[0], str):
-        return _expression_kernel(array.axes, args[0], _bindings(kwargs)).apply(array.array)
+        return _expression_kernel(array.axes, args[0], _bindings_of_names(kwargs)).apply(array.array)
     if kwargs:
         given = ", ".join(f"{name}=" for name in kwargs)
         raise TypeError(f"rearrange: {given} has no meaning for an order of axes, only for an expression.")
-    return _order_kernel(array.names, _order(args)).apply(array.array)
+    return _order_kernel(array.names, _order_of_axes(args)).apply(array.array)
 
 
 # --- by an order of axes ---
 
 
-def _order(args: tuple[Any, ...]) -> tuple[AxisSelector | EllipsisType, ...]:
+def _order_of_axes(args: tuple[Any, ...]) -> tuple[AxisSelector | EllipsisType, ...]:
     if not args:
         raise TypeError('rearrange: expected an expression such as "a b -> b a", or the axes in their new order.')
     if len(args) == 1 and not isinstance(args[0], (Axis, EllipsisType)):
@@ -86,7 +86,7 @@ def _order_kernel(names: Names, order: tuple[AxisSelector | EllipsisType, ...]) 
 # --- by an expression ---
 
 
-def _bindings(kwargs: Mapping[str, Any]) -> tuple[tuple[str, AxisSelector | int], ...]:
+def _bindings_of_names(kwargs: Mapping[str, Any]) -> tuple[tuple[str, AxisSelector | int], ...]:
     """Return the bindings of names, in a form that can be part of a cache key."""
     found: list[tuple[str, AxisSelector | int]] = []
     for name, value in sorted(kwargs.items()):
@@ -130,7 +130,7 @@ def _expression_kernel(
         order if transposed else None,
         tuple(math.prod(f.size for f in factors) for factors in after.values()) if merged else None,
         not split and not merged,
-        tuple(_successors(before, after).items()),
+        tuple(_successors_of_axes(before, after).items()),
     )
 
 
@@ -156,7 +156,7 @@ def _reshape_kernel(
     )
 
 
-def _successors(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Successors:
+def _successors_of_axes(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Successors:
     """Return, for each axis, the output axes that can take over its sharding, the one of the major factor first."""
     flat = [f for merged in after.values() for f in merged]
     place = {f: name for name, merged in after.items() for f in merged}

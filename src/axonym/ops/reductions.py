@@ -13,10 +13,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from ..axis import AxisSelector, Names, name_of, selectors
+from ..axis import AxisSelector, Names
 from ..core import errors
-from ..distribution.kept_shards import in_pipeline, is_kept, kept_over, reduced_over, scope_of_shards
-from ..distribution.mesh_axes import Axes
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from . import _kernels, _prefixes
@@ -54,7 +52,7 @@ def _reduction_kernel(
     return _kernels.make_kernel(name, masked, (names, where), out_names, native=native, selection=axis)
 
 
-def _reduce(
+def _reduce_tree(
     fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, native: bool, options: Any = ()
 ) -> Any:
     if not isinstance(array, NamedArray):
@@ -73,14 +71,6 @@ def _reduce_leaf(
             + errors.under_tree_map()
         )
     axis = _kernels.hashable(axis)
-    # A pipeline may hand its layers shards of the axis. Their results are then combined over the mesh axes of `over`.
-    if fn is _logsumexp and in_pipeline() and not options and not [n for n in array.names if is_kept(n)]:
-        reduced = array.names if axis is None else [*map(name_of, selectors(axis))]
-        sizes = {n: size for n, size in array.shape.items() if n in reduced and kept_over(n) is not None}
-        if sizes:
-            over = ("over", tuple(a for n in sizes for a in reduced_over(n, array.names) or ()))
-            with scope_of_shards(sizes):
-                return _reduce_leaf(fn, name, array, axis, where, native, (over,))
     if where is None:
         kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)
         return kernel.apply(array.array)
@@ -92,14 +82,14 @@ def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
     return () if dtype is None else (("dtype", dtype_key(dtype)),)
 
 
-def _publish(op: Any, name: str, doc: str) -> Any:
+def _publish_reduction(op: Any, name: str, doc: str) -> Any:
     """Publish a reduction, which accepts other keywords only to raise a helpful error."""
     signature = inspect.signature(op)
     op.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "other"])
     return publish(op, name, __name__, doc)
 
 
-def _refuse(op: Callable[..., Any], array: Any, given: Mapping[str, Any]) -> NoReturn:
+def _refuse_keywords(op: Callable[..., Any], array: Any, given: Mapping[str, Any]) -> NoReturn:
     """Raise the error for keywords of NumPy and PyTorch."""
     from ..core import foreign_names
 
@@ -114,39 +104,41 @@ _ARGUMENTS = """
         where: which elements take part, by name."""
 
 
-def _plain(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ReductionFunction:
+def _make_plain(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ReductionFunction:
     def op(array, axis=None, *, where=None, **other):
         if other:
-            _refuse(op, array, other)
-        return _reduce(fn, name, array, axis, where, True)
+            _refuse_keywords(op, array, other)
+        return _reduce_tree(fn, name, array, axis, where, True)
 
-    return _publish(op, name, _doc(name, summary, "", example, shown))
+    return _publish_reduction(op, name, _docstring_of(name, summary, "", example, shown))
 
 
-def _typed(
+def _make_typed(
     name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
 ) -> TypedReduction:
     def op(array, axis=None, *, where=None, dtype=None, **other):
         if other:
-            _refuse(op, array, other)
-        return _reduce(fn, name, array, axis, where, native, _dtype_option(dtype))
+            _refuse_keywords(op, array, other)
+        return _reduce_tree(fn, name, array, axis, where, native, _dtype_option(dtype))
 
-    return _publish(op, name, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown))
+    return _publish_reduction(
+        op, name, _docstring_of(name, summary, "\n        dtype: the dtype to compute in.", example, shown)
+    )
 
 
-def _spread(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SpreadReduction:
+def _make_spread(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SpreadReduction:
     def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
         if other:
-            _refuse(op, array, other)
-        return _reduce(
+            _refuse_keywords(op, array, other)
+        return _reduce_tree(
             fn, name, array, axis, where, True, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
         )
 
     extra = "\n        ddof: the number to subtract from the count.\n        dtype: the dtype to compute in."
-    return _publish(op, name, _doc(name, summary, extra, example, shown))
+    return _publish_reduction(op, name, _docstring_of(name, summary, extra, example, shown))
 
 
-def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
+def _docstring_of(name: str, summary: str, extra: str, example: str, shown: str) -> str:
     return f"""{summary}
 {_ARGUMENTS}{extra}
 
@@ -184,31 +176,20 @@ def _ptp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
 
 
 def _nanmax(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return _max(x, axis, where) if _without_nan(x) else jnp.nanmax(_only(x, where), axis=axis)
+    return _max(x, axis, where) if _without_nan(x) else jnp.nanmax(_only_where(x, where), axis=axis)
 
 
 def _nanmin(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return _min(x, axis, where) if _without_nan(x) else jnp.nanmin(_only(x, where), axis=axis)
+    return _min(x, axis, where) if _without_nan(x) else jnp.nanmin(_only_where(x, where), axis=axis)
 
 
 def _without_nan(x: Any) -> bool:
     return not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _only(x: Any, where: Any) -> Any:
+def _only_where(x: Any, where: Any) -> Any:
     """Replace masked elements by NaN, so that a result is NaN if all elements are masked."""
     return x if where is None else jnp.where(where, x, jnp.nan)
-
-
-def _logsumexp(x: Any, axis: Any = None, where: Any = None, over: Axes = ()) -> jax.Array:
-    """Compute the logarithm of a sum of exponentials, also over the shards along some mesh axes."""
-    if not over:
-        return jax.nn.logsumexp(x, axis=axis, where=where)
-    wide = at_least_float32(x)
-    largest = jax.lax.pmax(jax.lax.stop_gradient(_max(wide, axis, where)), over)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    terms = jnp.exp(wide - jnp.expand_dims(largest, axis))
-    return (largest + jnp.log(jax.lax.psum(jnp.sum(terms, axis=axis, where=where), over))).astype(x.dtype)
 
 
 def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,27 +205,27 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # fmt: off
-all = _plain("all", _all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
-any = _plain("any", _any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
-max = _plain("max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
-min = _plain("min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
-ptp = _plain("ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
-nanmax = _plain("nanmax", _nanmax, "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
-nanmin = _plain("nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
+all = _make_plain("all", _all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
+any = _make_plain("any", _any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
+max = _make_plain("max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
+min = _make_plain("min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
+ptp = _make_plain("ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
+nanmax = _make_plain("nanmax", _nanmax, "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
+nanmin = _make_plain("nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
 
-mean = _typed("mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
-nanmean = _typed("nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
-nanprod = _typed("nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
-nansum = _typed("nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
+mean = _make_typed("mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
+nanmean = _make_typed("nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
+nanprod = _make_typed("nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
+nansum = _make_typed("nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
 # The gradient of a product reshapes, for which Explicit axes need an output sharding.
-prod = _typed("prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
-sum = _typed("sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
+prod = _make_typed("prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+sum = _make_typed("sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
-nanstd = _spread("nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-nanvar = _spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-std = _spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
-var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _plain("logsumexp", _logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+nanstd = _make_spread("nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+nanvar = _make_spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+std = _make_spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
+var = _make_spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
+logsumexp = _make_plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 # fmt: on
 
 
@@ -261,7 +242,9 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
     return _kernels.make_kernel(name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis)
 
 
-def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SimpleReductionFunction:
+def _make_arg_reduction(
+    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str
+) -> SimpleReductionFunction:
     def op(array, axis: AxisSelector | None = None):
         kernel = _arg_kernel(fn, name, require_named(name, array).names, _kernels.one_selector(name, axis))
         return kernel.apply(array.array)
@@ -278,17 +261,17 @@ def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: s
 
 
 # fmt: off
-argmax = _arg("argmax", jnp.argmax, "Return the index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
-argmin = _arg("argmin", jnp.argmin, "Return the index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
-nanargmax = _arg("nanargmax", jnp.nanargmax, "Return the index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
-nanargmin = _arg("nanargmin", jnp.nanargmin, "Return the index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
+argmax = _make_arg_reduction("argmax", jnp.argmax, "Return the index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
+argmin = _make_arg_reduction("argmin", jnp.argmin, "Return the index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
+nanargmax = _make_arg_reduction("nanargmax", jnp.nanargmax, "Return the index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
+nanargmin = _make_arg_reduction("nanargmin", jnp.nanargmin, "Return the index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
 # fmt: on
 
 
 # --- along an axis ---
 
 
-def _cumulative(
+def _make_cumulative(
     name: str, fn: Callable[..., Any], of_totals: Any, combine: Any, summary: str, example: str, shown: str
 ) -> Cumulative:
     def op(a, axis: AxisSelector, dtype=None):
@@ -309,8 +292,8 @@ def _cumulative(
 
 
 # fmt: off
-cumsum = _cumulative("cumsum", jnp.cumsum, jnp.cumsum, jnp.add, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
-cumprod = _cumulative("cumprod", _prefixes.cumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
-nancumsum = _cumulative("nancumsum", jnp.nancumsum, jnp.cumsum, jnp.add, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
-nancumprod = _cumulative("nancumprod", _prefixes.nancumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
+cumsum = _make_cumulative("cumsum", jnp.cumsum, jnp.cumsum, jnp.add, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
+cumprod = _make_cumulative("cumprod", _prefixes.cumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
+nancumsum = _make_cumulative("nancumsum", jnp.nancumsum, jnp.cumsum, jnp.add, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
+nancumprod = _make_cumulative("nancumprod", _prefixes.nancumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
 # fmt: on

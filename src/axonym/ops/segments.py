@@ -42,7 +42,7 @@ class _SegmentReduction(Protocol):
     ) -> NamedArray: ...
 
 
-def _rule(name: str, fn: Callable[..., NamedArray], summary: str, shown: str) -> _SegmentReduction:
+def _make_segment_reduction(name: str, fn: Callable[..., NamedArray], summary: str, shown: str) -> _SegmentReduction:
     def op(array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None) -> NamedArray:
         return fn(name, array, segments, new_axis, axis)
 
@@ -63,7 +63,7 @@ def _rule(name: str, fn: Callable[..., NamedArray], summary: str, shown: str) ->
     return publish(op, name, __name__, doc)
 
 
-def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
+def _reduce_segments(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
     array, segments = require_named(what, array), require_named(what, segments)
     new_axis = one_axis(what, "new_axis", new_axis)
     kernel = _segment_kernel(what, array.names, segments.names, new_axis, _kernels.hashable(axis))
@@ -72,20 +72,20 @@ def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSele
     return result
 
 
-def _mean(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
+def _mean_of_segments(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
     x = as_float(require_named(what, array))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # half precision can hold neither the sum nor the count
-    total = _reduce(what, wide, segments, new_axis, axis)
-    count = _reduce(what, ones_like(segments), segments, new_axis, axis)
+    total = _reduce_segments(what, wide, segments, new_axis, axis)
+    count = _reduce_segments(what, ones_like(segments), segments, new_axis, axis)
     return divide(total, maximum(count, 1).astype(total.dtype)).astype(x.dtype)
 
 
 # fmt: off
-segment_sum = _rule("segment_sum", _reduce, "Add up the elements of each segment. The sum of a segment without elements is zero.", "[4. 0. 2.]")
-segment_mean = _rule("segment_mean", _mean, "Compute the mean of the elements of each segment, zero if it has none.", "[2. 0. 2.]")
-segment_prod = _rule("segment_prod", _reduce, "Multiply the elements of each segment; a segment without elements gives one.\n\n    It can be differentiated, a second time only where no element is zero.", "[3. 1. 2.]")
-segment_max = _rule("segment_max", _reduce, "Return the largest element of each segment.\n\n    A segment without elements gives the least value of the dtype: minus infinity for floats.", "[  3. -inf   2.]")
-segment_min = _rule("segment_min", _reduce, "Return the smallest element of each segment.\n\n    A segment without elements gives the greatest value of the dtype: infinity for floats.", "[ 1. inf  2.]")
+segment_sum = _make_segment_reduction("segment_sum", _reduce_segments, "Add up the elements of each segment. The sum of a segment without elements is zero.", "[4. 0. 2.]")
+segment_mean = _make_segment_reduction("segment_mean", _mean_of_segments, "Compute the mean of the elements of each segment, zero if it has none.", "[2. 0. 2.]")
+segment_prod = _make_segment_reduction("segment_prod", _reduce_segments, "Multiply the elements of each segment; a segment without elements gives one.\n\n    It can be differentiated, a second time only where no element is zero.", "[3. 1. 2.]")
+segment_max = _make_segment_reduction("segment_max", _reduce_segments, "Return the largest element of each segment.\n\n    A segment without elements gives the least value of the dtype: minus infinity for floats.", "[  3. -inf   2.]")
+segment_min = _make_segment_reduction("segment_min", _reduce_segments, "Return the smallest element of each segment.\n\n    A segment without elements gives the greatest value of the dtype: infinity for floats.", "[ 1. inf  2.]")
 # fmt: on
 
 

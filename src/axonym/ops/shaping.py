@@ -27,11 +27,11 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
     """
     raw = require_named("rename", array).array
     renames = by_axis("rename", "renames", renames, "{'embed': 'mlp'}")
-    return wrap(raw, _renamed(array.names, getattr(raw, "shape", None), tuple(renames.items())))
+    return wrap(raw, _renamed_axes(array.names, getattr(raw, "shape", None), tuple(renames.items())))
 
 
 @functools.lru_cache(maxsize=_kernels.CACHE_SIZE)
-def _renamed(
+def _renamed_axes(
     names: Names, shape: tuple[int, ...] | None, renames: tuple[tuple[AxisSelector, AxisSelector], ...]
 ) -> Names:
     new = {name_of(old): interned(new) for old, new in renames}
@@ -129,7 +129,7 @@ def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedAr
 # --- kernels ---
 
 
-def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Names]:
+def _flattened_axes(what: str, names: Names, old: Names, new: str) -> tuple[Names, Names]:
     """Return the axes in an order with `old` adjacent, and the axes of the result."""
     where = min((names.index(n) for n in old), default=0)
     before, after = names[:where], tuple(n for n in names[where:] if n not in old)
@@ -140,7 +140,7 @@ def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Na
 def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelector) -> _kernels.Kernel:
     old = _kernels.select(what, names, old_axes)
     new = interned(new_axis)
-    together, out_names = _flattened(what, names, old, new)
+    together, out_names = _flattened_axes(what, names, old, new)
     where = out_names.index(new)
 
     def positional(x):
@@ -161,7 +161,7 @@ def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelecto
     names = distinct("flatten_axes", tuple(a.name for a in old))
     new = Axis(name_of(new_axis), math.prod(a.size for a in old))
     check_new_axis("flatten_axes", new_axis, new.size)
-    _, out_names = _flattened("flatten_axes", tuple(sizes), names, new.name)
+    _, out_names = _flattened_axes("flatten_axes", tuple(sizes), names, new.name)
     found = tuple(new if n == new.name else Axis(n, sizes[n]) for n in out_names)
     return {a.name: a.size for a in found} if isinstance(spec, Mapping) else found
 

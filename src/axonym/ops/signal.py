@@ -38,7 +38,9 @@ def _convolution_kernel(
     )
 
 
-def _convolve(fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode: str, precision: Any) -> NamedArray:
+def _convolve_along(
+    fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode: str, precision: Any
+) -> NamedArray:
     require_named(what, a), require_named(what, v)
     kernel = _convolution_kernel(fn, what, a.names, v.names, _kernels.one_selector(what, axis), mode, precision)
     return kernel.apply(a.array, v.array)
@@ -82,7 +84,7 @@ def convolve(
     >>> axn.convolve(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
     NamedArray(float32[t=4], [ 1. 12. 23. 30.])
     """
-    return _convolve(jnp.convolve, "convolve", a, v, axis, mode, precision)
+    return _convolve_along(jnp.convolve, "convolve", a, v, axis, mode, precision)
 
 
 def correlate(
@@ -93,4 +95,4 @@ def correlate(
     >>> axn.correlate(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
     NamedArray(float32[t=4], [10. 21. 32. 3.])
     """
-    return _convolve(jnp.correlate, "correlate", a, v, axis, mode, precision)
+    return _convolve_along(jnp.correlate, "correlate", a, v, axis, mode, precision)

@@ -36,9 +36,9 @@ class Update(Protocol):
     def __get__(self, instance: Any, owner: Any = None) -> Update: ...
 
 
-def _update(name: str, summary: str, example: str, shown: str) -> Update:
+def _make_update(name: str, summary: str, example: str, shown: str) -> Update:
     def op(self, value, *, mode=None, indices_are_sorted=False, unique_indices=False):
-        options = _options(mode=mode, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices)
+        options = _options_of_scatter(mode=mode, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices)
         x = self.array
         items, operands, checked = make_plan(x, self.index, for_update=True, in_range=mode is None)
         value, value_names = operand(value)
@@ -75,14 +75,14 @@ class IndexedArray:
         self.index = index
 
     # fmt: off
-    set = _update("set", "Replace the selected elements.", "[1, 2, 3]", "int32[x=3], [1 2 3]")
-    add = _update("add", "Add a value to the selected elements, as often as each is selected.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
-    subtract = _update("subtract", "Subtract a value from the selected elements.", "[1, 2, 3]", "int32[x=3], [1 0 3]")
-    multiply = _update("multiply", "Multiply the selected elements by a value.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
-    divide = _update("divide", "Divide the selected elements by a value.", "[1., 2., 3.]", "float32[x=3], [1. 1. 3.]")
-    power = _update("power", "Raise the selected elements to a power.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
-    min = _update("min", "Return the array with the selected elements limited to at most a value.", "[1, 5, 3]", "int32[x=3], [1 2 3]")
-    max = _update("max", "Return the array with the selected elements limited to at least a value.", "[1, 0, 3]", "int32[x=3], [1 2 3]")
+    set = _make_update("set", "Replace the selected elements.", "[1, 2, 3]", "int32[x=3], [1 2 3]")
+    add = _make_update("add", "Add a value to the selected elements, as often as each is selected.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
+    subtract = _make_update("subtract", "Subtract a value from the selected elements.", "[1, 2, 3]", "int32[x=3], [1 0 3]")
+    multiply = _make_update("multiply", "Multiply the selected elements by a value.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
+    divide = _make_update("divide", "Divide the selected elements by a value.", "[1., 2., 3.]", "float32[x=3], [1. 1. 3.]")
+    power = _make_update("power", "Raise the selected elements to a power.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
+    min = _make_update("min", "Return the array with the selected elements limited to at most a value.", "[1, 5, 3]", "int32[x=3], [1 2 3]")
+    max = _make_update("max", "Return the array with the selected elements limited to at least a value.", "[1, 0, 3]", "int32[x=3], [1 2 3]")
     # fmt: on
 
     def get(
@@ -104,7 +104,7 @@ class IndexedArray:
         >>> x.at["x", axn.named([0, 5], "y")].get(mode="fill", fill_value=-1.)
         NamedArray(float32[y=2], [ 1. -1.])
         """
-        options = _options(
+        options = _options_of_scatter(
             mode=mode, fill_value=fill_value, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices
         )
         x = self.array
@@ -130,7 +130,7 @@ class Indexer:
         return IndexedArray(self.array, index)
 
 
-def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tuple[str, Any], ...]:
+def _options_of_scatter(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tuple[str, Any], ...]:
     if fill_value is not None:
         fill_value = StaticLeaf(static_number("at[...].get", "fill_value", fill_value))
     given = {"mode": mode, "fill_value": fill_value, **{k: v or None for k, v in promises.items()}}

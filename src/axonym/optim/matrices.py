@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,17 @@ if TYPE_CHECKING:
     import optax
 
 _MATRIX, _ROWS, _COLUMNS = "matrix", "rows", "columns"
+
+
+class _MatrixOptions(TypedDict, total=False):
+    """The arguments of `muon` and `shampoo` besides their own."""
+
+    adam: optax.GradientTransformation | None
+    weight_decay: float
+    over: str | Sequence[str]
+    storage: ResourceMapping | None
+    batch: AxisSelection
+    matrix: Mapping[str, Matrix] | None
 
 
 def on_matrices(
@@ -126,7 +138,8 @@ class _GroupOfMatrices:
         for i, role in zip(self.members, self.roles, strict=True):
             value = leaves[i].value
             x = value if isinstance(value, NamedArray) else wrap(value, tuple(role.sizes))
-            x = _with_axis_of(x.rename({n: _inner(role, n) for n in x.names}), self._free(role), _MATRIX)
+            free = tuple(_inner(role, n) for n in self._free(role))
+            x = _with_axis_of(x.rename({n: _inner(role, n) for n in x.names}), free, _MATRIX)
             parts.append(x if not parts else x.rearrange(parts[0].names))
         x = parts[0] if len(parts) == 1 else concatenate(parts, _MATRIX)
         if more := -x.axis_size(_MATRIX) % self.shards:
@@ -151,20 +164,17 @@ class _GroupOfMatrices:
             x = self._placed(x, count) if self.over else x
         found, start = [], 0
         for role in self.roles:
-            count = math.prod(role.sizes[n] for n in self._free_names(role))
+            free = [Axis(_inner(role, n), role.sizes[n]) for n in self._free(role)]
+            count = math.prod(a.size for a in free)
             part = x if x.axis_size(_MATRIX) == count else x[_MATRIX, start : start + count]
-            free = [Axis(_inner(role, n), role.sizes[n]) for n in self._free_names(role)]
             part = unflatten_axis(part, _MATRIX, free) if free else part[_MATRIX, 0]
             part = part.rename({_inner(role, n): n for n in role.sizes})
             found.append(part.rearrange(tuple(role.sizes)))
             start += count
         return found
 
-    def _free_names(self, role: Role) -> Names:
-        return tuple(n for n in role.batch if not self.entries.get(_inner(role, n)))
-
     def _free(self, role: Role) -> Names:
-        return tuple(_inner(role, n) for n in self._free_names(role))
+        return tuple(n for n in role.batch if not self.entries.get(_inner(role, n)))
 
     def _placed(self, x: NamedArray, count: int) -> NamedArray:
         """Shard matrices as they are after so many exchanges."""
@@ -196,7 +206,14 @@ def _groups_of_matrices(
         entries = {_inner(role, n): mesh_axes(storage.get(n)) if over else () for n in role.sizes}
         own = tuple(a for a in over if not any(a in entries[_inner(role, n)] for n in role.batch))
         shards = math.prod(mesh.shape[a] for a in own) if mesh is not None else 1
-        known[i] = entries, _exchange_order(own, entries), shards
+
+        def minor_first(mesh_axis: str, entries: dict[str, Axes] = entries) -> float:
+            return -max([e.index(mesh_axis) for e in entries.values() if mesh_axis in e], default=math.inf)
+
+        # Mesh axes are exchanged one after another, as XLA replicates arrays that two of them leave at once: of those
+        # of one axis, the minor ones first. Those that shard no axis come before them, since they take no exchange and
+        # leave less to the others.
+        known[i] = entries, tuple(sorted(own, key=minor_first)), shards
         free = {n for n in role.batch if not entries[_inner(role, n)]}
         count = math.prod(role.sizes[n] for n in free)
         sizes = frozenset((_inner(role, n), size) for n, size in role.sizes.items() if n not in free)
@@ -207,19 +224,6 @@ def _groups_of_matrices(
         these = tuple([role for role in map(found.__getitem__, members) if role is not None])
         groups.append(_GroupOfMatrices(leaves[members[0]].path, tuple(members), these, entries, order, shards))
     return groups
-
-
-def _exchange_order(over: Axes, entries: Mapping[str, Axes]) -> Axes:
-    """Return mesh axes in the order in which they are exchanged: of those of one axis, the minor ones first.
-
-    One after another, as XLA replicates arrays that two mesh axes leave at once. Those that shard no axis come first,
-    since they take no exchange and leave less to the others.
-    """
-
-    def minor_first(mesh_axis: str) -> float:
-        return -max([own.index(mesh_axis) for own in entries.values() if mesh_axis in own], default=math.inf)
-
-    return tuple(sorted(over, key=minor_first))
 
 
 # --- Muon ---
@@ -239,16 +243,11 @@ class _MuonState(NamedTuple):
 def muon(
     learning_rate: Any,
     *,
-    adam: optax.GradientTransformation | None = None,
     beta: float = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.0,
     steps: int = 5,
     consistent_rms: float | None = None,
-    over: str | Sequence[str] = (),
-    storage: ResourceMapping | None = None,
-    batch: AxisSelection = (),
-    matrix: Mapping[str, Matrix] | None = None,
+    **options: Unpack[_MatrixOptions],
 ) -> optax.GradientTransformation:
     """Make the Muon optimizer: matrices are updated by their orthogonalized momentum, other parameters by Adam.
 
@@ -257,14 +256,14 @@ def muon(
 
     Arguments:
         learning_rate: a number, or a schedule of Optax.
-        adam: the optimizer of parameters that are no matrices; by default AdamW with the learning rate, and no decay.
         beta: the decay of the momentum.
         nesterov: whether momentum is Nesterov's.
-        weight_decay: the decay of matrices, times the learning rate.
         steps: the number of Newton-Schulz steps.
         consistent_rms: scales updates to this root mean square, as AdamW has about 0.2; by default they are scaled by
             sqrt(max(1, columns / rows)).
-        over, storage, batch, matrix: as for `on_matrices`.
+        **options: `adam`, the optimizer of parameters that are no matrices, by default AdamW with the learning rate and
+            no decay; `weight_decay`, the decay of matrices, times the learning rate, by default none; and `over`,
+            `storage`, `batch` and `matrix`, as for `on_matrices`.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
     >>> tx = axn.optim.muon(2e-2)
@@ -294,20 +293,21 @@ def muon(
             ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
         return ahead, _MuonState(count, mu)
 
-    exchange = on_matrices(scaled, over=over, storage=storage, batch=batch, matrix=matrix)
-    of_matrices = optax.chain(optax.GradientTransformation(init, update), exchange)
-    return _with_adam(of_matrices, learning_rate, adam, weight_decay, batch, matrix)
+    momentum = optax.GradientTransformation(init, update)
+    return _optimizer_of_matrices(learning_rate, lambda on: optax.chain(momentum, on(scaled)), **options)
 
 
-def _with_adam(
-    of_matrices: optax.GradientTransformation,
+def _optimizer_of_matrices(
     learning_rate: Any,
-    adam: optax.GradientTransformation | None,
-    weight_decay: float,
-    batch: AxisSelection,
-    matrix: Mapping[str, Matrix] | None,
+    make: Callable[[Callable[..., Any]], optax.GradientTransformation],
+    *,
+    adam: optax.GradientTransformation | None = None,
+    weight_decay: float = 0.0,
+    batch: AxisSelection = (),
+    matrix: Mapping[str, Matrix] | None = None,
+    **exchange: Any,
 ) -> optax.GradientTransformation:
-    """Add weight decay and the learning rate to the updates of matrices, and another optimizer for other parameters."""
+    """Make an optimizer: for matrices what `make` returns, given `on_matrices`, and weight decay; for others Adam."""
     import optax
 
     def labels(params: Any) -> Any:
@@ -319,6 +319,7 @@ def _with_adam(
             found.append(jax.tree.map(lambda _, label=label: label, leaf.value))
         return jax.tree.unflatten(structure, found)
 
+    of_matrices = make(functools.partial(on_matrices, batch=batch, matrix=matrix, **exchange))
     decayed, scaled = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
     others = optax.adamw(learning_rate, weight_decay=0.0) if adam is None else adam
     return optax.partition({"matrix": optax.chain(of_matrices, decayed, scaled), "other": others}, labels)
@@ -340,28 +341,16 @@ def _orthogonalized(x: jax.Array, steps: int) -> jax.Array:
 
 
 def shampoo(
-    learning_rate: Any,
-    *,
-    adam: optax.GradientTransformation | None = None,
-    beta: float = 0.95,
-    epsilon: float = 1e-6,
-    weight_decay: float = 0.0,
-    over: str | Sequence[str] = (),
-    storage: ResourceMapping | None = None,
-    batch: AxisSelection = (),
-    matrix: Mapping[str, Matrix] | None = None,
+    learning_rate: Any, *, beta: float = 0.95, epsilon: float = 1e-6, **options: Unpack[_MatrixOptions]
 ) -> optax.GradientTransformation:
     """Make the Shampoo optimizer: gradients of matrices are divided by roots of the statistics of rows and columns.
 
     The statistics of a matrix are kept by the device that has the matrix: see `on_matrices`.
 
     Arguments:
-        learning_rate: a number, or a schedule of Optax.
-        adam: the optimizer of parameters that are no matrices; by default AdamW with the learning rate, and no decay.
         beta: the decay of the statistics.
         epsilon: the share of the largest eigenvalue that is added to all.
-        weight_decay: the decay of matrices, times the learning rate.
-        over, storage, batch, matrix: as for `on_matrices`.
+        learning_rate, **options: as for `muon`.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
     >>> tx = axn.optim.shampoo(2e-2)
@@ -395,5 +384,4 @@ def shampoo(
         return found, new
 
     inner = optax.GradientTransformation(init, update)
-    of_matrices = on_matrices(inner, over=over, storage=storage, batch=batch, matrix=matrix)
-    return _with_adam(of_matrices, learning_rate, adam, weight_decay, batch, matrix)
+    return _optimizer_of_matrices(learning_rate, lambda on: on(inner), **options)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..axis import AxisSelector, name_of
 from ..named_array import NamedArray, is_named_array, wrap
+from ..ops.creation import arange
 from ..sharding.leaves import leaves_of, parent_nodes
 from ..transforms._mapped_axis import spmd_axes
 from .roles import axes_of_stacks
@@ -24,10 +25,6 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
 
     Many transformations compute something of a whole array, such as its norm (`optax.lars`, `optax.lamb`) or means
     along its axes (`optax.adafactor`), so that layers of a stack would depend on each other.
-
-    Arguments:
-        tx: the transformation.
-        axis: the axis of the layers.
 
     >>> import optax
     >>> tx = axn.optim.per_layer(optax.lars(1e-2), "layers")
@@ -98,13 +95,17 @@ def check(tx: optax.GradientTransformation, params: Any, *, seed: int = 0) -> di
     leaves, structure = leaves_of(params)
     axes = axes_of_stacks([node for leaf in leaves for node in parent_nodes(leaf.keys, params)])
     random = np.random.default_rng(seed)
-    gradients = []
-    for leaf in leaves:
-        # Layers of unlike sizes show more.
-        gradients.append(jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), leaf.value))
+    gradients = [
+        jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), leaf.value) for leaf in leaves
+    ]
     found: dict[str, float] = {}
-    for axis in axes:
-        grown = [g * _sizes_along(g, axis) if isinstance(g, NamedArray) and axis in g.names else g for g in gradients]
+    for axis in axes:  # layers of unlike sizes show more
+        grown = [
+            g * arange(g.resolve_axis(axis), start=1, dtype=g.dtype)
+            if isinstance(g, NamedArray) and axis in g.names
+            else g
+            for g in gradients
+        ]
         tree = jax.tree.unflatten(structure, grown)
         results = []
         for each in (tx, per_layer(tx, axis)):
@@ -123,7 +124,3 @@ def check(tx: optax.GradientTransformation, params: Any, *, seed: int = 0) -> di
 def _is_masked(x: Any) -> bool:
     """Return whether Optax has taken the array out of a named array."""
     return isinstance(x, NamedArray) and not jax.tree.leaves(x.array)
-
-
-def _sizes_along(x: NamedArray, axis: str) -> NamedArray:
-    return NamedArray(jnp.arange(1, x.axis_size(axis) + 1, dtype=x.dtype), (axis,))

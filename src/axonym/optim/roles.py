@@ -143,21 +143,15 @@ def roles_of_leaves(
         if told is None:
             found.append(dataclasses.replace(role, no_matrix="matrix= says so"))
         elif told is not ...:
-            found.append(_told_role(role, told))
+            rows, columns = (tuple(map(name_of, selectors(axes))) for axes in told)
+            what = f"optim.roles: {role.path}"
+            if missing := [n for n in (*rows, *columns) if n not in role.sizes]:
+                raise ValueError(errors.missing_axes(what, missing, names, leaf.shape))
+            errors.distinct(what, (*rows, *columns))
+            found.append(dataclasses.replace(role, rows=rows, columns=columns))
         else:
             found.append(_role_in_layer(role, leaf, nodes, looked_up, {name_of(n) for n in selectors(batch)}))
     return found
-
-
-def _told_role(role: Role, told: tuple[AxisSelection, AxisSelection]) -> Role:
-    rows, columns = (tuple(map(name_of, selectors(axes))) for axes in told)
-    if missing := [n for n in (*rows, *columns) if n not in role.sizes]:
-        problem = errors.missing_axes(
-            f"optim.roles: {role.path}", missing, tuple(role.sizes), tuple(role.sizes.values())
-        )
-        raise ValueError(problem)
-    errors.distinct(f"optim.roles: {role.path}", (*rows, *columns))
-    return dataclasses.replace(role, rows=rows, columns=columns)
 
 
 def _role_in_layer(role: Role, leaf: Leaf, nodes: Sequence[Any], looked_up: set[str], batch: set[str]) -> Role:

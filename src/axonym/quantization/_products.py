@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from ..axis import Names
 from ..distribution.mesh_axes import explicit_mesh
+from ..distribution.per_device import vary_like
 
 
 class ProductAxes(NamedTuple):
@@ -29,14 +30,19 @@ class ProductAxes(NamedTuple):
         return ProductAxes(self.lhs, self.out, self.rhs)
 
 
-def product_axes(lhs_ndim: int, rhs_ndim: int, dimension_numbers: jax.lax.DotDimensionNumbers) -> ProductAxes:
-    """Name the axes of a `jax.lax.dot_general`."""
+def product_operands(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, dtype: DTypeLike | None = None
+) -> tuple[ProductAxes, jax.Array, jax.Array]:
+    """Name the axes of a `jax.lax.dot_general`, and convert its operands to a dtype, by default the one of both."""
+    dtype = jnp.result_type(lhs, rhs) if dtype is None else dtype
+    lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs = tuple(f"lhs {i}" for i in range(lhs_ndim))
+    names = tuple(f"lhs {i}" for i in range(lhs.ndim))
     matched = dict(zip((*rhs_summed, *rhs_batch), (*lhs_summed, *lhs_batch), strict=True))
-    rhs = tuple(lhs[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs_ndim))
-    free = [n for n in lhs if n not in rhs], [n for n in rhs if n not in lhs]
-    return ProductAxes(lhs, rhs, (*(lhs[i] for i in lhs_batch), *free[0], *free[1]))
+    rhs_names = tuple(names[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs.ndim))
+    free = [n for n in names if n not in rhs_names], [n for n in rhs_names if n not in names]
+    axes = ProductAxes(names, rhs_names, (*(names[i] for i in lhs_batch), *free[0], *free[1]))
+    return axes, vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients vary, too
 
 
 def multiply(
@@ -52,22 +58,16 @@ def multiply(
     Over Explicit mesh axes, the result is sharded like another array, if one is given.
     """
     if lhs.dtype.itemsize == rhs.dtype.itemsize == 1 and jax.default_backend() == "gpu":
-        lhs, rhs = _fill_summed(axes, lhs, rhs)
+        # XLA for NVIDIA GPUs is wrong for few 8-bit numbers (seen on an H100 with jaxlib 0.11.2): it returns twice the
+        # sum of 5 integers, and a layer with 4 outputs had NaN in its gradient. So a multiple of 16 is summed.
+        sizes = {n: lhs.shape[i] for i, n in enumerate(axes.lhs) if n not in axes.out}
+        if sizes and math.prod(sizes.values()) % 16:
+            first, size = next(iter(sizes.items()))
+            lhs, rhs = (
+                jnp.pad(x, [(0, -size % 16 if n == first else 0) for n in names])
+                for x, names in ((lhs, axes.lhs), (rhs, axes.rhs))
+            )
     sharding = None if like is None or explicit_mesh((like,)) is None else jax.typeof(like).sharding
     return jnp.einsum(
         lhs, axes.lhs, rhs, axes.rhs, axes.out, precision=precision, preferred_element_type=dtype, out_sharding=sharding
     )
-
-
-def _fill_summed(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Append zeros until a multiple of 16 numbers is summed.
-
-    XLA for NVIDIA GPUs is wrong for few 8-bit numbers (seen on an H100 with jaxlib 0.11.2): it returns twice the sum of
-    5 integers, and a layer with 4 outputs had NaN in its gradient.
-    """
-    sizes = {n: lhs.shape[i] for i, n in enumerate(axes.lhs) if n not in axes.out}
-    if not sizes or math.prod(sizes.values()) % 16 == 0:
-        return lhs, rhs
-    first, size = next(iter(sizes.items()))
-    lhs_widths, rhs_widths = ([(0, -size % 16 if n == first else 0) for n in names] for names in (axes.lhs, axes.rhs))
-    return jnp.pad(lhs, lhs_widths), jnp.pad(rhs, rhs_widths)

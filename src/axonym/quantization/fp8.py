@@ -22,8 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..core.jax_versions import varying_axes
-from ..distribution.per_device import vary_like
-from ._products import ProductAxes, multiply, product_axes
+from ._products import ProductAxes, multiply, product_operands
 from .overwriting import OverwriteWithGradient
 
 __all__ = ["Fp8DotGeneralOp", "dot_general_with_precision", "in_qdq", "out_qdq"]
@@ -71,12 +70,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         fwd_dtype: DTypeLike = _OPERAND_DTYPE,
         rev_dtype: DTypeLike = _GRADIENT_DTYPE,
     ) -> Self:
-        """Make an operation with an empty history.
-
-        Arguments:
-            amax_history_length: the number of steps in the history.
-            compute_dtype: the dtype to multiply in; None for the dtype of the operands.
-            fwd_dtype, rev_dtype: the 8-bit dtypes of the operands, and of the gradient of the result.
+        """Make an operation with an empty history of so many steps. The dtypes are fields of the operation.
 
         >>> axn.quantization.Fp8DotGeneralOp.init(amax_history_length=16).input_amax_history.shape
         (16,)
@@ -95,10 +89,8 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
-        dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
-        lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-        lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        axes, short = product_axes(lhs.ndim, rhs.ndim, dimension_numbers), jnp.dtype(self.fwd_dtype)
+        axes, lhs, rhs = product_operands(lhs, rhs, dimension_numbers, self.compute_dtype)
+        short = jnp.dtype(self.fwd_dtype)
         kind = _ProductKind(axes, jnp.dtype(wanted), short, short, jnp.dtype(self.rev_dtype))
         states: Any = (
             (self.input_scale, self.input_amax_history),
@@ -133,20 +125,16 @@ class _ProductKind(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_fp8(
-    kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
-) -> jax.Array:
+def _multiply_fp8(kind: _ProductKind, *operands_and_states: Any) -> jax.Array:
     """Multiply 8-bit floats. The gradients of the scales and histories are their values for the next step."""
-    return _multiply_forward(kind, lhs, rhs, of_lhs, of_rhs, of_gradient)[0]
+    return _multiply_forward(kind, *operands_and_states)[0]
 
 
 def _multiply_forward(
     kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, of_lhs: Any, of_rhs: Any, of_gradient: Any
 ) -> tuple[jax.Array, Any]:
-    new_lhs, new_rhs = (
-        _next_scale_and_history(kind.lhs_dtype, lhs, *of_lhs),
-        _next_scale_and_history(kind.rhs_dtype, rhs, *of_rhs),
-    )
+    new_lhs = _next_scale_and_history(kind.lhs_dtype, lhs, *of_lhs)
+    new_rhs = _next_scale_and_history(kind.rhs_dtype, rhs, *of_rhs)
     y: Any = _rounded_product(kind, lhs, rhs, new_lhs[0], new_rhs[0])
     # The operands are kept, and not the 8-bit floats: a policy that saves these would turn the largest into NaN.
     return y, (lhs, rhs, new_lhs, new_rhs, of_gradient)
@@ -190,22 +178,16 @@ def _rounded_product(
     return (y.astype(wide) * (lhs_factor.astype(wide) * rhs_factor.astype(wide))).astype(kind.dtype)
 
 
-def _rounded_product_forward(
-    kind: _ProductKind, lhs: jax.Array, rhs: jax.Array, *scales_and_like: Any
-) -> tuple[jax.Array, Any]:
-    return _rounded_product(kind, lhs, rhs, *scales_and_like), (lhs, rhs, scales_and_like)
-
-
-def _rounded_product_backward(kind: _ProductKind, state: Any, gradient: jax.Array) -> Any:
+def _rounded_product_backward(kind: _ProductKind, operands: Any, gradient: jax.Array) -> Any:
     """Differentiate once more, as gradient penalties do: in the dtype of the operands."""
-    lhs, rhs, scales_and_like = state
+    lhs, rhs, *scales_and_like = operands
     gradient = gradient.astype(lhs.dtype)
     of_lhs = multiply(kind.axes.of_lhs_gradient(), gradient, rhs, like=lhs)
     of_rhs = multiply(kind.axes.of_rhs_gradient(), lhs, gradient, like=rhs)
     return of_lhs, of_rhs, *jax.tree.map(jnp.zeros_like, scales_and_like)
 
 
-_rounded_product.defvjp(_rounded_product_forward, _rounded_product_backward)
+_rounded_product.defvjp(lambda kind, *xs: (_rounded_product(kind, *xs), xs), _rounded_product_backward)
 
 
 # --- rounding ---
@@ -225,11 +207,8 @@ def in_qdq(
     the next step.
 
     Arguments:
-        compute_dtype: the dtype of the result.
-        inp: the operand.
         scale: the last scale, used while the history is empty.
         amax_history: the largest absolute values of the last steps.
-        dtype: the 8-bit dtype.
 
     >>> axn.quantization.in_qdq(jnp.float32, jnp.array([1.0, 1000.0]), jnp.ones(1), jnp.zeros(4))
     Array([  1., 448.], dtype=float32)
@@ -237,20 +216,13 @@ def in_qdq(
     return _round_and_restore(compute_dtype, dtype, inp, _new_scale(dtype, scale, amax_history))
 
 
-def _in_forward(
-    compute_dtype: Any, inp: jax.Array, scale: jax.Array, history: jax.Array, dtype: Any
-) -> tuple[jax.Array, Any]:
-    scale = _new_scale(dtype, scale, history)
-    return _round_and_restore(compute_dtype, dtype, inp, scale), (scale, _new_history(inp, history))
+def _with_next_state(compute_dtype: Any, x: jax.Array, scale: jax.Array, history: jax.Array, dtype: Any) -> Any:
+    """Return a rounded array, and the scale and the history for the next step."""
+    new = _next_scale_and_history(dtype, x, scale, history)
+    return _round_and_restore(compute_dtype, dtype, x, new[0]), new
 
 
-def _in_backward(
-    compute_dtype: Any, dtype: Any, state: Any, gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return (gradient, *state)
-
-
-in_qdq.defvjp(_in_forward, _in_backward)
+in_qdq.defvjp(_with_next_state, lambda compute_dtype, dtype, state, gradient: (gradient, *state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
@@ -267,7 +239,6 @@ def out_qdq(
 
     Arguments:
         compute_dtype: the dtype that the gradient is rounded in.
-        out: the result.
         scale, amax_history, dtype: as in `in_qdq`.
 
     >>> f = lambda x: 1.1 * axn.quantization.out_qdq(jnp.float32, x, jnp.ones(1), jnp.zeros(4)).sum()
@@ -277,22 +248,13 @@ def out_qdq(
     return out
 
 
-def _out_forward(
-    compute_dtype: Any, out: jax.Array, scale: jax.Array, history: jax.Array, dtype: Any
-) -> tuple[jax.Array, Any]:
-    return out, (scale, history)
-
-
-def _out_backward(
-    compute_dtype: Any, dtype: Any, state: Any, gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _out_backward(compute_dtype: Any, dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
     scale, history = state
-    scale = _new_scale(dtype, scale, history)
-    rounded = _round_and_restore(compute_dtype, dtype, gradient, scale).astype(gradient.dtype)
-    return rounded, scale, _new_history(gradient, history)
+    rounded, new = _with_next_state(compute_dtype, gradient, scale, history, dtype)
+    return rounded.astype(gradient.dtype), *new
 
 
-out_qdq.defvjp(_out_forward, _out_backward)
+out_qdq.defvjp(lambda compute_dtype, out, scale, history, dtype: (out, (scale, history)), _out_backward)
 
 
 def _round_and_restore(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..axis import Names
-from ..distribution.per_device import vary_like
 from ..ops import _kernels
 from ..state.module import ModuleWithStateDictSerialization
-from ._products import ProductAxes, multiply, product_axes
+from ._products import ProductAxes, multiply, product_operands
 
 __all__ = ["Int8DotGeneralOp"]
 
@@ -56,10 +55,7 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
-        dtype = jnp.result_type(lhs, rhs)
-        lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-        lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        y: Any = _product(product_axes(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
+        y: Any = _product(*product_operands(lhs, rhs, dimension_numbers))
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
@@ -73,17 +69,13 @@ def _product(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array 
     return (y.astype(scale.dtype) * scale).astype(lhs.dtype)
 
 
-def _forward(axes: ProductAxes, lhs: jax.Array, rhs: jax.Array, like: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    return _product(axes, lhs, rhs, like), (lhs, rhs)
-
-
 def _backward(axes: ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs = operands
     of_lhs: Any = _product(axes.of_lhs_gradient(), gradient, rhs, lhs)
     return of_lhs, multiply(axes.of_rhs_gradient(), lhs, gradient, like=rhs), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda axes, lhs, rhs, like=None: (_product(axes, lhs, rhs, like), (lhs, rhs)), _backward)
 
 
 def _rounded_int8(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:

@@ -118,7 +118,14 @@ def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
         return tree
 
     def replace(name: str, layer: Any) -> Any:
-        return dataclasses.replace(layer, dot_general=_make_product_operation(layer, config))
+        if config.int8:
+            return dataclasses.replace(layer, dot_general=Int8DotGeneralOp.init())
+        op = Fp8DotGeneralOp.init(config.amax_history_length, config.compute_dtype)
+        # Each of several stacked layers has its own state.
+        own = {a.name for a in (*axes_of_spec(layer.Out), *layer.weight_in)}
+        stack = [size for name, size in layer.weight.shape.items() if name not in own]
+        op = jax.tree.map(lambda x: jnp.tile(x, (*stack, 1)), op) if stack else op
+        return dataclasses.replace(layer, dot_general=op)
 
     return replace_layers("quantize_linear_layers", tree, (Linear,), config.targets, replace)
 
@@ -143,12 +150,9 @@ def replace_layers(
     replaced = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, kinds))
     if not any(seen.values()):
         known = f"; the layers are {', '.join(seen)}" if seen else ""
-        raise ValueError(f"{what}: no {_describe_kinds(kinds)} matches targets {targets!r}{known}.")
+        kind = "linear layer" if len(kinds) == 1 else "linear layer or embedding"
+        raise ValueError(f"{what}: no {kind} matches targets {targets!r}{known}.")
     return replaced
-
-
-def _describe_kinds(kinds: tuple[type, ...]) -> str:
-    return "linear layer" if len(kinds) == 1 else "linear layer or embedding"
 
 
 def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:
@@ -157,13 +161,3 @@ def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:
     if isinstance(targets, str):
         return re.match(targets, name) is not None
     return name in targets or name.rpartition(".")[2] in targets
-
-
-def _make_product_operation(layer: Linear, config: QuantizationConfig) -> Any:
-    if config.int8:
-        return Int8DotGeneralOp.init()
-    op = Fp8DotGeneralOp.init(config.amax_history_length, config.compute_dtype)
-    # Each of several stacked layers has its own state.
-    own = {a.name for a in (*axes_of_spec(layer.Out), *layer.weight_in)}
-    stack = [size for name, size in zip(layer.weight.names, layer.weight.array.shape, strict=True) if name not in own]
-    return jax.tree.map(lambda x: jnp.tile(x, (*stack, 1)), op) if stack else op

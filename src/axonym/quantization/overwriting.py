@@ -100,7 +100,6 @@ def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
     """Add updates to a model's arrays, and overwrite its `OverwriteWithGradient` modules with new values.
 
     Arguments:
-        tree: the model.
         updates: the updates to add, in the structure of the model; None where there is nothing to add.
         overwrites: the new values, from `partition_for_grad_overwrite`.
 

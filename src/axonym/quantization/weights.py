@@ -45,9 +45,7 @@ class SmallLinear(ModuleWithStateDictSerialization):
         weight: the small numbers, with the axes of the layer's weight.
         scale: the factors of these numbers, with the axes of the output; with groups, also the last axis of the input,
             one element for each group.
-        bias: the bias, or None.
-        In: the axes of the input.
-        Out: the axes of the output.
+        bias, In, Out: as in `Linear`.
         active_scale: the factor of the product, from the layer's parametrization.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 8), axn.Axis("mlp", 4), key=jax.random.key(0))
@@ -93,10 +91,8 @@ class SmallEmbedding(ModuleWithStateDictSerialization):
     Arguments:
         weight: the small numbers, with the axes of the table.
         scale: the factor of each token's numbers.
-        Vocab: the axis of the vocabulary.
-        Embed: the axes of an embedding.
-        active_scale: the factor of embeddings, from the layer's parametrization.
-        unembed_active_scale: the factor of logits, from the layer's parametrization.
+        Vocab, Embed: as in `Embedding`.
+        active_scale, unembed_active_scale: the factors of embeddings and logits, from the layer's parametrization.
 
     >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
     >>> small = axn.quantization.quantize_weights(layer, "int8")

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Axis
+from ..core.tree_spec import flatten_arrays
 from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_count
 from ..distribution.on_shards import NeedsCompleteAxes
 from ..distribution.per_device import vary_like
@@ -56,7 +57,7 @@ def fold_in_stages(
     else:
         inside = then if not isinstance(schedule, GPipe) else None
         groups = stacked, carry, (tuple(args), dict(kwargs)), tuple(then_args) if inside else ()
-        result = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages, groups).run()
+        result = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages, groups).run(groups)
         if inside is not None:
             return result
     return result if then is None else then(result, *then_args)
@@ -65,16 +66,17 @@ def fold_in_stages(
 class _Pipeline(KeptAxes):
     """A call of a pipeline, while its mapping is active."""
 
-    def run(self) -> Any:
+    def run(self, groups: Sequence[Any]) -> Any:
+        arrays = [flatten_arrays(group)[0] for group in groups]
         self._kept = self._keep()
         try:
             self._place()
         except NeedsCompleteAxes as error:
             raise self._refusal(error) from None
         if self._then is not None:
-            return self._per_device(self._on_device, PartitionSpec())
-        results = self._per_device(self._on_device, tuple(self._specs[1]))
-        return self._trees[1].unflatten(map(self._sharded_like, results, self._arrays[1], self._specs[1]))
+            return self._per_device(self._on_device, arrays, PartitionSpec())
+        results = self._per_device(self._on_device, arrays, tuple(self._specs[1]))
+        return self._trees[1].unflatten(map(self._sharded_like, results, self._types[1], self._specs[1]))
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1
@@ -87,11 +89,12 @@ class _Pipeline(KeptAxes):
         if isinstance(self._schedule, GPipe):
             results = self.forward(stacked, batches, rest, self._schedule.remat)
         elif self._then is None:
-            results = cast(Arrays, _recomputed(self, stacked, batches, rest))
+            results = cast(Arrays, _recomputed_results(self, stacked, batches, rest))
         else:
-            total = _total(self, stacked, batches, rest, head)
+            total = _total_loss(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
-        alike = self._alike(a for spec in self._specs[1] for a in axes_in(spec))
+        shards = (a for spec in self._specs[1] for a in axes_in(spec))
+        alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *shards}))
         # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
         # with the same results, one may count.
         here = jax.lax.axis_index(stages) == last
@@ -244,7 +247,7 @@ class _Pipeline(KeptAxes):
             ]
             for group, xs in ((0, stacked), (2, rest))
         ]
-        dtype = jnp.float32 if given is not None else jax.eval_shape(self._call_then, first, head, 0).dtype
+        dtype = jnp.float32 if given is not None else jax.eval_shape(self._value, first, head, 0).dtype
         total = vary_like(jnp.zeros((), dtype), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
         (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))
@@ -265,7 +268,7 @@ class _Pipeline(KeptAxes):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
+def _total_loss(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
     """Return the sum of losses of a device's examples, which is zero except on the last stage."""
     return pipeline.loss_of(pipeline.forward(stacked, batches, rest, remat=False), head)
 
@@ -281,13 +284,13 @@ def _total_backward(pipeline: _Pipeline, kept: Any, given: jax.Array) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recomputed(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Arrays:
+def _recomputed_results(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Arrays:
     """Return the results of the last stage, keeping nothing for the derivative."""
     return pipeline.forward(stacked, batches, rest, remat=False)
 
 
 def _recomputed_forward(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Any:
-    return _recomputed(pipeline, stacked, batches, rest), (stacked, batches, rest)
+    return _recomputed_results(pipeline, stacked, batches, rest), (stacked, batches, rest)
 
 
 def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any:
@@ -296,5 +299,5 @@ def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any
     return tuple(map(with_none, groups, gradients[:3]))
 
 
-_total.defvjp(_total_forward, _total_backward)
-_recomputed.defvjp(_recomputed_forward, _recomputed_backward)
+_total_loss.defvjp(_total_forward, _total_backward)
+_recomputed_results.defvjp(_recomputed_forward, _recomputed_backward)

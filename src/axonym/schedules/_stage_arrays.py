@@ -77,7 +77,7 @@ def with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def _moved_widely(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Apply a linear function whose transpose is a sum over devices; compute this sum in a wide dtype."""
     return move(x)
 
@@ -88,7 +88,7 @@ def _moved_backward(move: Callable[[jax.Array], jax.Array], x: jax.Array, given:
 
 
 def summed_wide(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return move(x) if wide_dtype(x.dtype) == x.dtype else _moved(move, x)
+    return move(x) if wide_dtype(x.dtype) == x.dtype else _moved_widely(move, x)
 
 
-_moved.defvjp(lambda move, x: (move(x), x), _moved_backward)
+_moved_widely.defvjp(lambda move, x: (move(x), x), _moved_backward)

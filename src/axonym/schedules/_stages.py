@@ -24,7 +24,6 @@ from ..distribution.mesh_axes import (
     Axes,
     axes_in,
     entries_by_name,
-    entries_of,
     entry_of,
     fits,
     has_explicit,
@@ -34,7 +33,7 @@ from ..distribution.mesh_axes import (
     restricted,
     shard_count,
 )
-from ..distribution.on_shards import NeedsCompleteAxes, OnShards, Shard
+from ..distribution.on_shards import MICROBATCHES, NeedsCompleteAxes, OnShards, Shard
 from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
 from ._stage_arrays import Arrays, folded_in, slice_of, summed_wide, which_are_keys, wide_dtype
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
@@ -66,21 +65,22 @@ class Stages:
         self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
         self._batch, self._rounds = name_of(schedule.axis), schedule.rounds
         self._mesh_axes_of_batch = mapped_axes(self._batch)
-        self._arrays, self._trees = zip(*map(flatten_arrays, groups), strict=True)
-        keys = which_are_keys(self._arrays[2], groups[2][1].get("key"))
-        self._keys = {2: keys, 3: which_are_keys(self._arrays[3])}
-        self._kept = self._kept_in_loss = KeptShards(frozenset())
+        arrays, self._trees = zip(*map(flatten_arrays, groups), strict=True)
+        self._keys = which_are_keys(arrays[2], groups[2][1].get("key"))
+        # Not the arrays: JAX keeps this for derivatives, and tracers must not outlive what they trace.
+        self._types: list[list[Any]] = [[*map(jax.typeof, xs)] for xs in arrays]
+        self._kept = self._kept_in_loss = KeptShards()
         self._place()
         self._check()
 
-    def _per_device(self, fn: Callable[..., Any], out_specs: Any) -> Any:
+    def _per_device(self, fn: Callable[..., Any], arrays: Sequence[Arrays], out_specs: Any) -> Any:
         """Call a function of the four groups of arrays on the shards of each device."""
-        ends = list(itertools.accumulate(map(len, self._arrays)))
+        ends = list(itertools.accumulate(map(len, arrays)))
 
         def on_device(*shards: jax.Array) -> Any:
-            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, self._arrays, strict=True)))
+            return fn(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
 
-        flat, specs = ([x for group in both for x in group] for both in (self._arrays, self._specs))
+        flat, specs = [*itertools.chain(*arrays)], [*itertools.chain(*self._specs)]
         return run_per_device(on_device, flat, specs, out_specs, self._mesh, axis_names=self._manual)
 
     # --- shardings ---
@@ -99,7 +99,7 @@ class Stages:
         mappings = stored, examples, {self._Layers.name: stages, **examples}, {**stored, **examples}
         specs = [
             [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
-            for i, (tree, xs, mapping) in enumerate(zip(self._trees, self._arrays, mappings, strict=True))
+            for i, (tree, xs, mapping) in enumerate(zip(self._trees, self._types, mappings, strict=True))
         ]
         work = {
             *self._stages,
@@ -111,7 +111,7 @@ class Stages:
         self._sums_wide = active_platform() == "cpu" and self._manual != {*self._mesh.axis_names}
         # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
         self._specs = [[restricted(spec, self._manual & work) for spec in own] for own in specs]
-        for tree, xs, own in zip(self._trees, self._arrays, self._specs, strict=True):
+        for tree, xs, own in zip(self._trees, self._types, self._specs, strict=True):
             for names, x, spec in zip(tree.names, xs, own, strict=True):
                 if self._kept.names.intersection(names or ()) and not self._fits(names or (), x, spec):
                     raise NeedsCompleteAxes(
@@ -125,9 +125,9 @@ class Stages:
         ]
         return fits(spec, x.shape, self._mesh) and all(own == found[: len(own)] for own, found in kept)
 
-    def _sharded_like(self, result: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Shard a result along Explicit mesh axes as the carry was, also where stages had all of an axis."""
-        others = restricted(entries_of(x), {*self._mesh.axis_names} - {*axes_in(spec)})
+    def _sharded_like(self, result: jax.Array, x: Any, spec: PartitionSpec) -> jax.Array:
+        """Shard a result along Explicit mesh axes as the carry was, whose type is `x`, also where stages had all."""
+        others = restricted(x.sharding.spec, {*self._mesh.axis_names} - {*axes_in(spec)})
         return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
 
     def _manual_axes(self, work: set[str]) -> set[str]:
@@ -154,7 +154,7 @@ class Stages:
                 "skipped."
             )
         check_stages(self._schedule, self._count)
-        for names, x, spec in zip(self._trees[1].names, self._arrays[1], self._specs[1], strict=True):
+        for names, x, spec in zip(self._trees[1].names, self._types[1], self._specs[1], strict=True):
             if names is None or self._batch not in names:
                 raise ValueError(
                     f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
@@ -202,44 +202,51 @@ class Stages:
         if not self._kept.names:
             with activate_here(kept=self._kept):
                 return self._folded(groups)
-        kept = self._kept._replace(complete=self._kept.names, once=True)
-        context = functools.partial(activate_here, kept=kept)
-        runner = OnShards(self._mesh.shape, self._written_names(), context)
-        shards = [
-            self._shard(names, x)
-            for tree, xs in zip(self._trees, groups, strict=False)
-            for names, x in zip(tree.names, xs, strict=True)
-        ]
-        ends = [0, *itertools.accumulate(map(len, groups))]
-        with context():
-            program = jax.make_jaxpr(lambda *xs: self._folded([[*xs[a:b]] for a, b in itertools.pairwise(ends)]))(
-                *map(runner.complete, shards)
-            )
-            try:
-                found = runner.run(program.jaxpr, program.consts, shards)
-                wanted = shards[ends[1] : ends[2]]
-                found = [runner.moved(None, x, y.over).here for x, y in zip(found, wanted, strict=True)]
-            except NeedsCompleteAxes as error:
-                raise self._refusal(error) from None
+        try:
+            shards, runner = self._on_shards(self._folded, (0, 1, 2), groups, self._kept._replace(complete=True))
+            wanted = [self._shard(names, x, self._kept) for names, x in zip(self._trees[1].names, here, strict=True)]
+            found = [runner.moved(None, x, y.over).here for x, y in zip(shards, wanted, strict=True)]
+        except NeedsCompleteAxes as error:
+            raise self._refusal(error) from None
         for x, y in zip(found, here, strict=True):
             if mixed := varying_axes(x) - varying_axes(y):
                 shown = errors.quoted(sorted(mixed))
                 raise self._refusal(NeedsCompleteAxes(f"its results differ between devices along {shown}."))
         return [vary_like(x, y) for x, y in zip(found, here, strict=True)]
 
-    def _shard(self, names: Names | None, x: jax.Array) -> Shard:
-        """Return an array of a layer as a shard over the axes that the schedule keeps."""
-        over = tuple([mapped_axes(n) if n in self._kept.names else () for n in names or ((),) * x.ndim])
-        of_batch = {a for n in self._kept.names for a in mapped_axes(n)}.intersection(self._mesh_axes_of_batch)
-        return Shard(x, over, frozenset(of_batch if self._batch in (names or ()) else ()))
+    def _on_shards(
+        self,
+        fn: Callable[[Sequence[Arrays]], Arrays],
+        numbers: Sequence[int],
+        groups: Sequence[Arrays],
+        kept: KeptShards,
+        microbatch: jax.Array | int = 0,
+    ) -> tuple[list[Shard], OnShards]:
+        """Run a function of groups of arrays, which is traced for complete axes, on what is here of them."""
+        sizes = {**self._mesh.shape, MICROBATCHES: self._schedule.microbatches}
+        places = {MICROBATCHES: microbatch} if kept.batch else {}
+        context = functools.partial(activate_here, kept=kept)
+        # Of several axes over the same mesh axes, messages name one that the schedule names.
+        names = [*map(name_of, self._schedule.keep_sharded), *sorted(kept.names), kept.batch]
+        written = {kept.over(n): n for n in reversed(names) if kept.over(n)}
+        runner = OnShards(sizes, written, context, sums=bool(kept.batch), places=places)
+        shards = [
+            [self._shard(names, x, kept) for names, x in zip(self._trees[i].names, xs, strict=True)]
+            for i, xs in zip(numbers, groups, strict=True)
+        ]
+        with context():
+            program = jax.make_jaxpr(fn)([[*map(runner.complete, xs)] for xs in shards])
+            return runner.run(program.jaxpr, program.consts, [*itertools.chain(*shards)]), runner
 
-    def _written_names(self) -> dict[Axes, str]:
-        """Return the axis that is sharded over some mesh axes, for messages: one that the schedule names."""
-        written = [*map(name_of, self._schedule.keep_sharded)]
-        return {mapped_axes(n): n for n in reversed([*written, *sorted(self._kept.names - {*written})])}
+    def _shard(self, names: Names | None, x: jax.Array, kept: KeptShards) -> Shard:
+        """Return an array as a shard over the axes that are kept."""
+        over = tuple([kept.over(n) for n in names or ()]) if names is not None else ((),) * x.ndim
+        of_batch = {a for n in kept.names for a in mapped_axes(n)}.intersection(self._mesh_axes_of_batch)
+        has_own = not kept.batch and self._batch in (names or ())
+        return Shard(x, over, frozenset(of_batch if has_own else ()))
 
     def _refusal(self, error: NeedsCompleteAxes) -> ValueError:
-        kept = errors.quoted([error.axis] if error.axis in self._kept.names else sorted(self._written_names().values()))
+        kept = errors.quoted([error.axis] if error.axis in self._kept.names else sorted(self._kept.names))
         return ValueError(f"{self._what}: the schedule keeps {kept} sharded, and its layers need all of it: {error}")
 
     def _folded(self, groups: Sequence[Arrays]) -> Arrays:
@@ -328,14 +335,15 @@ class Stages:
         return jax.lax.psum(wide, over).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
-        """Return the slices of arrays for a microbatch; keys for it, if all examples have the same key."""
+        """Return the slices of arrays for a microbatch; keys for it, if all examples of a layer have the same key."""
 
         def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
             if names and self._batch in names:
                 return self._cut(names, x)[microbatch]
             return folded_in(x, self._place_of(microbatch)) if is_key else x
 
-        return [*map(own, self._trees[group].names, xs, self._keys[group])]
+        # Not of `then`, which is traced for all of the batch.
+        return [*map(own, self._trees[group].names, xs, self._keys if group == 2 else [False] * len(xs))]
 
     def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
         """Return the number of a microbatch of this device among all of the batch."""

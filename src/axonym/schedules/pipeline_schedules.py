@@ -40,7 +40,7 @@ class GPipe:
     keep_sharded: Sequence[AxisSelector] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_schedule(self)
 
     def ticks(self, stages: int) -> int:
         """Return the number of forward ticks; there are as many backward. Each sends one microbatch between stages.
@@ -65,7 +65,7 @@ class GPipe:
         >>> axn.schedules.GPipe(microbatches=2).table(stages=2)
         [[0, 1, None], [None, 0, 1]]
         """
-        return [[_microbatch(work) for (work,) in row] for row in _works(self, stages)]
+        return [[_microbatch_of(work) for (work,) in row] for row in _works_of_stages(self, stages)]
 
     def draw(self, stages: int, ax: Any = None) -> Any:
         """Draw `table`: a row for each stage, a column for each tick, and dots where it is idle.
@@ -83,7 +83,7 @@ class GPipe:
         stage 0  0a 1a 0b 1b  .
         stage 1   . 0a 1a 0b 1b
         """
-        return _drawn(self, stages) if ax is None else _draw_into(ax, self, stages)
+        return _drawn_schedule(self, stages) if ax is None else _draw_into(ax, self, stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class OneFOneB:
     keep_sharded: Sequence[AxisSelector] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_schedule(self)
 
     def ticks(self, stages: int) -> int:
         """Return the number of ticks, in each of which a microbatch goes forward and another one backward.
@@ -122,7 +122,7 @@ class OneFOneB:
         14
         """
         check_stages(self, stages)
-        return self.microbatches * self.rounds + _delay(self, stages)
+        return self.microbatches * self.rounds + _delay_in_ticks(self, stages)
 
     def idle(self, stages: int) -> float:
         """Return the share of the time in which a stage is idle: the same as for `GPipe`.
@@ -141,7 +141,9 @@ class OneFOneB:
         >>> axn.schedules.OneFOneB(microbatches=1).table(stages=2)
         [[(0, None), (None, None), (None, 0)], [(None, None), (0, 0), (None, None)]]
         """
-        return [[(_microbatch(up), _microbatch(down)) for up, down in row] for row in _works(self, stages)]
+        return [
+            [(_microbatch_of(up), _microbatch_of(down)) for up, down in row] for row in _works_of_stages(self, stages)
+        ]
 
     def draw(self, stages: int, ax: Any = None) -> Any:
         """Draw `table`: in each tick the microbatch that goes forward, and the one that goes backward.
@@ -153,7 +155,7 @@ class OneFOneB:
         stage 0  0/. 1/. 2/0 ./1 ./2
         stage 1  ./. 0/0 1/1 2/2 ./.
         """
-        return _drawn(self, stages) if ax is None else _draw_into(ax, self, stages)
+        return _drawn_schedule(self, stages) if ax is None else _draw_into(ax, self, stages)
 
 
 Schedule: TypeAlias = GPipe | OneFOneB
@@ -173,7 +175,7 @@ def work_of(schedule: Schedule, stages: int, index: Any, backward: bool = False)
 
 def first_ticks(schedule: Schedule, stages: int, stage: Any) -> tuple[Any, Any]:
     """Return the ticks of `OneFOneB` in which a stage has its first task, forward and backward."""
-    return stage, _delay(schedule, stages) - stage
+    return stage, _delay_in_ticks(schedule, stages) - stage
 
 
 def check_stages(schedule: Schedule, stages: int) -> None:
@@ -185,12 +187,12 @@ def check_stages(schedule: Schedule, stages: int) -> None:
         )
 
 
-def _delay(schedule: Schedule, stages: int) -> int:
+def _delay_in_ticks(schedule: Schedule, stages: int) -> int:
     """Return the number of ticks between the first forward and the last backward pass of a microbatch on stage 0."""
     return schedule.rounds * stages + stages - 2
 
 
-def _check(schedule: Schedule) -> None:
+def _check_schedule(schedule: Schedule) -> None:
     what = type(schedule).__name__
     for counted, number in (("microbatch", schedule.microbatches), ("round", schedule.rounds)):
         if number < 1:
@@ -208,7 +210,7 @@ Work: TypeAlias = tuple[int, int] | None
 """A microbatch and a round; None for a stage that is idle."""
 
 
-def _works(schedule: Schedule, stages: int) -> list[list[tuple[Work, ...]]]:
+def _works_of_stages(schedule: Schedule, stages: int) -> list[list[tuple[Work, ...]]]:
     """Return the work of each stage in each tick: forward and, if the schedule includes it, backward."""
 
     def work(index: int, backward: bool = False) -> Work:
@@ -222,26 +224,29 @@ def _works(schedule: Schedule, stages: int) -> list[list[tuple[Work, ...]]]:
     return [[at(stage, tick) for tick in range(schedule.ticks(stages))] for stage in range(stages)]
 
 
-def _microbatch(work: Work) -> int | None:
+def _microbatch_of(work: Work) -> int | None:
     return None if work is None else work[0]
 
 
-def _text(schedule: Schedule, work: Work) -> str:
+def _text_of_work(schedule: Schedule, work: Work) -> str:
     if work is None:
         return "."
     microbatch, turn = work
     return str(microbatch) if schedule.rounds == 1 else f"{microbatch}{chr(ord('a') + turn)}"
 
 
-def _drawn(schedule: Schedule, stages: int) -> str:
-    rows = [["/".join(_text(schedule, work) for work in cell) for cell in row] for row in _works(schedule, stages)]
+def _drawn_schedule(schedule: Schedule, stages: int) -> str:
+    rows = [
+        ["/".join(_text_of_work(schedule, work) for work in cell) for cell in row]
+        for row in _works_of_stages(schedule, stages)
+    ]
     width = max(len(cell) for row in rows for cell in row)
     return "\n".join(f"stage {s}  {' '.join(f'{c:>{width}}' for c in row)}" for s, row in enumerate(rows))
 
 
 def _draw_into(ax: Any, schedule: Schedule, stages: int) -> Any:
     """Draw a box for each microbatch in each tick, and a lighter one below it for backward passes."""
-    for stage, row in enumerate(_works(schedule, stages)):
+    for stage, row in enumerate(_works_of_stages(schedule, stages)):
         for tick, cell in enumerate(row):
             height = 0.9 / len(cell)
             for way, work in enumerate(cell):
@@ -249,7 +254,7 @@ def _draw_into(ax: Any, schedule: Schedule, stages: int) -> Any:
                 color = "0.95" if work is None else f"C{work[0] % 10}"
                 ax.barh(y, 0.95, height, tick - 0.475, color=color, alpha=0.5 if way else 0.9)
                 if work is not None:
-                    ax.text(tick, y, _text(schedule, work), ha="center", va="center")
+                    ax.text(tick, y, _text_of_work(schedule, work), ha="center", va="center")
     ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     ax.invert_yaxis()
     ax.set_xlabel("tick")

@@ -32,7 +32,7 @@ from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
 from ..distribution.padded_array import unpadded
 from .meshes import current_mesh, with_devices
-from .moving import emptied
+from .moving import renew_if_empty
 from .placement import ComputeMappingOrParameterRule, Placement
 from .shard import call_on_mesh, shard_arguments
 
@@ -485,7 +485,7 @@ class _WithEmptyArrays(FlatTree):
         for i, sharding in self.empty:
             x, mesh = arrays[i], with_devices(sharding.mesh)
             if isinstance(x, jax.Array) and not isinstance(x, Tracer) and isinstance(mesh, Mesh):
-                arrays[i] = jax.device_put(emptied(x), NamedSharding(mesh, sharding.spec))
+                arrays[i] = jax.device_put(renew_if_empty(x), NamedSharding(mesh, sharding.spec))
         return self.spec.unflatten(arrays)
 
 

@@ -97,18 +97,13 @@ def route_of(shape: tuple[int, ...], itemsize: int, source: NamedSharding, targe
     at_once = max(most // several, 1) if tiled else 1
     if cut or put:  # whole shards need no program
         at_once = min(at_once, _MOST_AT_ONCE)
-    straight = not (cut or put) and _one_by_one(shape, source, target)
+    # Each device's shard goes to one other device of this process, in order.
+    both = source.device_set | target.device_set
+    apart = not source.device_set & target.device_set and len(both) == len(_of_this_process(both))
+    here, there = (list(s.devices_indices_map(shape).values()) for s in (source, target))
+    straight = not (cut or put) and apart and here == there
     each = 0 if straight else several
     return Route(shape, itemsize, source, target, piece, cut, put, tiled, straight, rounds, flight, each, at_once)
-
-
-def _one_by_one(shape: tuple[int, ...], source: Sharding, target: Sharding) -> bool:
-    """Return whether each device's shard goes to one other device of this process, in order."""
-    both = source.device_set | target.device_set
-    if source.device_set & target.device_set or len(both) != len(_of_this_process(both)):
-        return False
-    here, there = (list(s.devices_indices_map(shape).values()) for s in (source, target))
-    return here == there
 
 
 def _fewest_rounds(copies: Copies, cut: bool, put: bool, nbytes: int, most: int) -> tuple[tuple[Round, ...], int]:
@@ -210,7 +205,7 @@ def _make_round(copies: Copies, first: int, last: int) -> Round:
 # --- carrying it out ---
 
 
-def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax.Array]:
+def copy_along_route(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax.Array]:
     """Copy arrays of one shape and sharding along a route; in a process without shards, they are abstract.
 
     If memory may be reused, shards that do not change stay as they are.
@@ -224,13 +219,13 @@ def copied(arrays: Sequence[Any], route: Route, reuse: bool = False) -> list[jax
     if not (route.cut or route.put):
         ((whole,),) = (step.sent for step in route.rounds)
         sent = [tuple((source, i, device) for source, _, device in whole) for i in range(len(arrays))]
-        moved = _sent_pieces(sent, [by_device(x) for x in arrays], kind, None if reuse else False)
+        moved = _sent_pieces(sent, [shards_by_device(x) for x in arrays], kind, None if reuse else False)
         return [make(list(shards.values())) for shards in moved]
     found: list[jax.Array] = []
     for step in route.rounds:
         jax.block_until_ready(found)
         cut = _cut_pieces(arrays, step, route) if route.cut or several else arrays
-        pieces = _sent_pieces(step.sent, [by_device(x) for x in cut], kind)
+        pieces = _sent_pieces(step.sent, [shards_by_device(x) for x in cut], kind)
         del cut
         if not (route.put or several):
             return [make(list(pieces[0].values()))]
@@ -271,7 +266,7 @@ def _cut_locally(
             for at in starts
         ]
 
-    each = flat(source.mesh)
+    each = spec_over_devices(source.mesh)
     specs = [*[each] * len(differ), *[source.spec] * len(arrays)]
     return run_per_device(local, (*differ, *arrays), specs, each, source.mesh, check_vma=False)
 
@@ -281,7 +276,7 @@ def _put_pieces(
 ) -> list[jax.Array]:
     mesh: Any = route.target.mesh
     ordered = [{d: pieces[its[i][1]][d] for d, its in step.puts.items() if d in pieces[0]} for i in range(len(pieces))]
-    parts, shape = [joined(x, mesh) for x in ordered], route.target.shard_shape(route.shape)
+    parts, shape = [array_of_shards(x, mesh) for x in ordered], route.target.shard_shape(route.shape)
     with jax.set_mesh(mesh):
         if route.tiled:
             grid = tuple(n // m for n, m in zip(shape, route.piece, strict=True))
@@ -303,7 +298,7 @@ def _program_that_tiles(target: NamedSharding, grid: tuple[int, ...], count: int
         return [tiled([x[i] for x in pieces] if count > 1 else list(pieces)) for i in range(count)]
 
     def put(pieces: list[jax.Array]) -> list[jax.Array]:
-        specs = [flat(target.mesh)] * len(pieces)
+        specs = [spec_over_devices(target.mesh)] * len(pieces)
         return run_per_device(local, tuple(pieces), specs, target.spec, target.mesh, check_vma=False)
 
     return jax.jit(put, out_shardings=target)
@@ -320,7 +315,7 @@ def _program_that_puts(target: NamedSharding, shape: tuple[int, ...]) -> Any:
                 found = lax.dynamic_update_slice(found, piece, list(at), allow_negative_indices=False)
             return [found]
 
-        each = flat(target.mesh)
+        each = spec_over_devices(target.mesh)
         specs = [each, *[target.spec] * len(old), *[each] * len(pieces)]
         return run_per_device(local, (starts, *old, *pieces), specs, target.spec, target.mesh, check_vma=False)
 
@@ -353,7 +348,7 @@ def _pieces_from_processes(sent: Sent, parts: list[dict[Any, jax.Array]], kind: 
     while sent:
         now = {source: (number, device) for source, number, device in sent}  # a device sends one at a time
         sent = tuple((s, n, d) for s, n, d in sent if now[s] != (n, d))
-        mesh = in_a_row(dict.fromkeys((*now, *(device for _, device in now.values()))))
+        mesh = mesh_in_a_row(dict.fromkeys((*now, *(device for _, device in now.values()))))
         if not (devices := _of_this_process(mesh.devices.flat)):
             continue
         nothing = np.zeros(kind.shape, kind.dtype)  # an array of JAX would lie on the active mesh
@@ -361,14 +356,14 @@ def _pieces_from_processes(sent: Sent, parts: list[dict[Any, jax.Array]], kind: 
         position = {d: n for n, d in enumerate(mesh.devices.flat)}
         with jax.set_mesh(mesh):
             pairs = tuple((position[s], position[d]) for s, (_, d) in now.items())
-            arrived = by_device(jax.block_until_ready(_permuted_shards(joined(own, mesh), pairs, mesh)))
+            arrived = shards_by_device(jax.block_until_ready(_permuted_shards(array_of_shards(own, mesh), pairs, mesh)))
         found |= {d: arrived[d] for _, d in now.values() if d in arrived}
     return found
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _permuted_shards(x: jax.Array, pairs: tuple[tuple[int, int], ...], mesh: Mesh) -> jax.Array:
-    return per_device(lambda x: lax.ppermute(x, "device", pairs), mesh, x)
+    return run_in_a_row(lambda x: lax.ppermute(x, "device", pairs), mesh, x)
 
 
 @functools.lru_cache(maxsize=256)
@@ -376,12 +371,12 @@ def _mesh_of(devices: tuple[Any, ...]) -> Mesh:
     return Mesh(np.array(devices), ("device",))
 
 
-def in_a_row(devices: Iterable[Any]) -> Mesh:
+def mesh_in_a_row(devices: Iterable[Any]) -> Mesh:
     """Return a mesh of devices along one mesh axis."""
     return _mesh_of(tuple(devices))
 
 
-def flat(mesh: Any) -> PartitionSpec:
+def spec_over_devices(mesh: Any) -> PartitionSpec:
     """Return the spec of an array with one shard for each device of a mesh."""
     return PartitionSpec(mesh.axis_names)
 
@@ -390,20 +385,21 @@ def _of_this_process(devices: Iterable[Any]) -> list[Any]:
     return [d for d in devices if d.process_index == jax.process_index()]
 
 
-def by_device(x: Any) -> dict[Any, jax.Array]:
+def shards_by_device(x: Any) -> dict[Any, jax.Array]:
     """Return the shards of an array in this process; an abstract array has none."""
     return {s.device: s.data for s in x.addressable_shards} if isinstance(x, jax.Array) else {}
 
 
-def joined(shards: dict[Any, jax.Array], mesh: Any) -> jax.Array:
+def array_of_shards(shards: dict[Any, jax.Array], mesh: Any) -> jax.Array:
     """Return an array of equal shards, one on each device of a mesh, along the first axis."""
     parts = [shards[d] for d in _of_this_process(mesh.devices.flat)]
     first, *others = parts[0].shape
     return jax.make_array_from_single_device_arrays(
-        (first * mesh.size, *others), NamedSharding(mesh, flat(mesh)), parts
+        (first * mesh.size, *others), NamedSharding(mesh, spec_over_devices(mesh)), parts
     )
 
 
-def per_device(local: Any, mesh: Mesh, *arrays: Any) -> Any:
-    """Run a function on the shards that each device of `in_a_row` has."""
-    return run_per_device(local, arrays, [flat(mesh)] * len(arrays), flat(mesh), mesh, check_vma=False)
+def run_in_a_row(local: Any, mesh: Mesh, *arrays: Any) -> Any:
+    """Run a function on the shards that each device of `mesh_in_a_row` has."""
+    each = spec_over_devices(mesh)
+    return run_per_device(local, arrays, [each] * len(arrays), each, mesh, check_vma=False)

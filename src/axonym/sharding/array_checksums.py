@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ..core.processes import from_all_processes
 from ..core.tree_spec import is_key
 from ..named_array import raw
-from ._copies import by_device, in_a_row, joined, per_device
+from ._copies import array_of_shards, mesh_in_a_row, run_in_a_row, shards_by_device
 from .leaves import leaves_of
 from .shard import NO_DEVICES
 
@@ -54,9 +54,10 @@ def _sum_of_shards(x: Any) -> int:
     starts = {s.device: [i.start or 0 for i in s.index] for s in x.addressable_shards if s.replica_id == 0}
     if not x.size or not starts:
         return 0
-    mesh = in_a_row(starts)
+    mesh = mesh_in_a_row(starts)
     with jax.set_mesh(mesh):
-        sums = _sums_of_pieces(joined(by_device(x), mesh), np.array([*starts.values()], np.uint32), x.shape, mesh)
+        parts, places = array_of_shards(shards_by_device(x), mesh), np.array([*starts.values()], np.uint32)
+        sums = _sums_of_pieces(parts, places, x.shape, mesh)
     return int(np.sum(np.asarray(sums), dtype=np.uint32))
 
 
@@ -78,4 +79,4 @@ def _sums_of_pieces(x: jax.Array, starts: Any, shape: tuple[int, ...], mesh: Mes
             mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
         return jnp.sum(mixed, dtype=jnp.uint32)[None]
 
-    return per_device(local, mesh, x, starts)
+    return run_in_a_row(local, mesh, x, starts)

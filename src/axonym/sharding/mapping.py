@@ -172,12 +172,6 @@ def _current_task() -> Any:
         return None
 
 
-def enter_block(of: object, block: contextlib.AbstractContextManager[Any]) -> None:
-    """Enter a with-block of an object; other threads may enter it too, and this one again."""
-    block.__enter__()
-    _ENTERED.blocks.append((of, block, _current_task()))
-
-
 def leave_block(of: object, what: str, *raised: Any) -> None:
     """Leave the innermost with-block of an object; raise an error if blocks of several tasks were not nested."""
     blocks, task = _ENTERED.blocks, _current_task()
@@ -214,7 +208,9 @@ class ActiveSettings:
         return active_settings.activate(self._settings(active_settings.active_settings()))
 
     def __enter__(self) -> None:
-        enter_block(self, self._active())
+        block = self._active()
+        block.__enter__()  # other threads may enter one too, and this one again
+        _ENTERED.blocks.append((self, block, _current_task()))
 
     def __exit__(self, *raised: Any) -> None:
         leave_block(self, self._what, *raised)

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.tree_spec import is_key
 from ..distribution.mesh_axes import padded
 from ..distribution.padded_array import padded_array, with_padding
-from ._copies import copied, route_of
+from ._copies import copy_along_route, route_of
 
 
 def copied_to_host(x: jax.Array) -> np.ndarray:
     """Copy an array to host memory. With several hosts, each must call this for the same arrays in the same order."""
     if x.is_fully_addressable:
-        return np.asarray(without_cache(emptied(x)))
+        return np.asarray(without_cache(renew_if_empty(x)))
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -32,7 +32,7 @@ _COMPILED_BYTES = 2**24
 _PIECE_BYTES = 2**26
 
 
-def moved(x: Any, target: NamedSharding) -> jax.Array:
+def move_to_sharding(x: Any, target: NamedSharding) -> jax.Array:
     """Move an array to a sharding, and leave no copy of it on the host.
 
     If shards get other boundaries, `jax.device_put` copies the array to the host, and the array keeps that copy.
@@ -43,7 +43,7 @@ def moved(x: Any, target: NamedSharding) -> jax.Array:
     if x.size and (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
         return program_to(target, x.shape)(x)
     if x.nbytes >= _COMPILED_BYTES and x.is_fully_addressable and _is_of_mesh(x.sharding, target) and not x.weak_type:
-        return copied([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES))[0]
+        return copy_along_route([x], route_of(x.shape, x.dtype.itemsize, x.sharding, target, _PIECE_BYTES))[0]
     return jax.device_put(without_cache(x), target)
 
 
@@ -57,7 +57,7 @@ def without_cache(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
 
 
-def emptied(x: Any) -> Any:
+def renew_if_empty(x: Any) -> Any:
     """Replace an array of size 0 by a new one: jax 0.10 cannot copy one that a sharded computation made."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size or is_key(x):
         return x

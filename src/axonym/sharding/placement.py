@@ -103,11 +103,11 @@ def resolve(
     # Before the errors, which such a mapping may explain.
     _warn_if_unused(examined.given, mesh, what)
     if examined.problems:
-        raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
+        raise ValueError(list_problems(what, [problem for _, problem in examined.problems], mesh))
     _warn_if_unused(examined.answers, mesh, what)
     warn_if_not_told(examined.not_told, what)
     if examined.replicated:
-        errors.warn(listed(what, examined.replicated, mesh))
+        errors.warn(list_problems(what, examined.replicated, mesh))
     return examined.leaves, examined.structure
 
 
@@ -175,7 +175,9 @@ def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, fou
         axes = mesh_axes(mapping.get(name))
         if all(a in mesh.shape for a in axes) and size % (shards := shards_here(axes, mesh)):
             over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
-            wrong[name] = f"{leaf.path} {described(leaf)}: {name!r} is replicated, since {over} gives {shards} shards."
+            wrong[name] = (
+                f"{leaf.path} {describe_leaf(leaf)}: {name!r} is replicated, since {over} gives {shards} shards."
+            )
     found += wrong.values()
     return {n: entry for n, entry in mapping.items() if n not in wrong} if wrong else mapping
 
@@ -320,7 +322,7 @@ def _answer_of_rule(
             "PartitionSpec, a sharding, a rule, or None."
         )
     if answer is None and (refusal := rule.refusal(seen)):
-        problems.append(f"{leaf.path} {described(leaf)}: {refusal}.")
+        problems.append(f"{leaf.path} {describe_leaf(leaf)}: {refusal}.")
     return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
 
 
@@ -456,7 +458,7 @@ def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
 # --- messages ---
 
 
-def described(leaf: Leaf) -> str:
+def describe_leaf(leaf: Leaf) -> str:
     """Describe the axes of an array, or its shape if they have no names."""
     assert leaf.shape is not None
     return _describe_axes_or_shape(leaf.names, leaf.shape)
@@ -481,7 +483,7 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     return f"{leaf.path}: {PartitionSpec(*entries)} has {many} for an array of shape {leaf.shape}."
 
 
-def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
+def list_problems(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
     """Return one message of all problems."""
     where = "" if mesh is None else f" on mesh {errors.describe_shape(mesh.shape)}"
     problems = tuple(dict.fromkeys(problems))

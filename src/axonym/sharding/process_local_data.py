@@ -26,7 +26,7 @@ from .leaves import Leaf, leaves_of
 from .mapping import Uneven, check_uneven
 from .meshes import required_mesh, with_devices
 from .moving import without_cache
-from .placement import listed
+from .placement import list_problems
 from .shard import NO_DEVICES, padded_shape
 
 
@@ -87,12 +87,12 @@ def from_process_local_data(
     with fail_together(what) if compares else contextlib.nullcontext() as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
-            raise ValueError(listed(what, problems, found))
+            raise ValueError(list_problems(what, problems, found))
         if agree is not None:
             agree({"arrays": "\n".join(f"{leaf.path} {x.dtype}{list(x.shape)}" for leaf, x in loaded)})
             if not known:
                 if problem := _misread_data(found, over, loaded):
-                    raise ValueError(listed(what, [problem], found))
+                    raise ValueError(list_problems(what, [problem], found))
                 _COMPARED.append((found, tuple(over)))
     return jax.tree.unflatten(
         structure, [wrap_like(make(), leaf.value) for (leaf, _), make in zip(loaded, made, strict=True)]

@@ -18,7 +18,7 @@ from ..named_array import raw, wrap
 from .leaves import Leaf, leaves_of
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
 from .meshes import AnyMesh, current_mesh, required_mesh, with_devices
-from .placement import Placement, described, examine, is_placement, mapping_of, present_sharding, resolve, unused_in
+from .placement import Placement, describe_leaf, examine, is_placement, mapping_of, present_sharding, resolve, unused_in
 
 
 def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = None) -> PhysicalAxisSpec | None:
@@ -256,7 +256,7 @@ def _large_replicated_leaves(leaf: Leaf, mesh: AnyMesh | None, large: int) -> It
         return
     if (devices := math.prod(mesh.shape.values())) > 1 and shard_count(mesh, axes_in(leaf.spec or ())) == 1:
         size = errors.describe_bytes(_leaf_bytes(leaf))
-        text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
+        text = f"{leaf.path} {describe_leaf(leaf)}, {size}, is replicated on {devices} devices."
         yield Finding("replicated", leaf.path, text)
 
 

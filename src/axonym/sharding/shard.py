@@ -27,13 +27,13 @@ from ..named_array import NamedArray, is_named_array, raw, wrap_like
 from .leaves import Leaf, leaves_of
 from .mapping import Uneven, as_mapping, check_direction, is_resource_mapping, normalize_mapping, uneven_here
 from .meshes import AnyMesh, as_seen_here, current_mesh, in_trace, with_devices
-from .moving import copied_to_host, emptied, from_each_process, moved, program_to
+from .moving import copied_to_host, from_each_process, move_to_sharding, program_to, renew_if_empty
 from .placement import (
     ByParameter,
     Placement,
     Rule,
     checked_prefix,
-    described,
+    describe_leaf,
     drop_manual,
     examine,
     is_placement,
@@ -235,7 +235,7 @@ def call_on_mesh(
         return has.device_set != set(devices) or list(found) != devices
 
     def on_mesh(x: Any) -> Any:
-        return moved(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
+        return move_to_sharding(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
 
     # The devices of a tracer in an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: on_mesh(x) if isinstance(x, Tracer) else x, (args, kwargs))
@@ -462,7 +462,7 @@ def _put_uneven(leaf: Leaf, pads: bool, x: Any, spec: PartitionSpec, mesh: AnyMe
     inside = in_trace() and not isinstance(x, jax.ShapeDtypeStruct)
     if isinstance(x, Tracer) and not inside:
         raise ValueError(
-            f"{what}: {leaf.path} {described(leaf)} is stored padded outside of compiled functions, where nothing "
+            f"{what}: {leaf.path} {describe_leaf(leaf)} is stored padded outside of compiled functions, where nothing "
             "computes with it, so it has no derivative there either. Differentiate in a function compiled by "
             "axonym.named_jit."
         )
@@ -493,14 +493,14 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     spec = _without_unconstrained(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return from_each_process(x, NamedSharding(with_devices(mesh), spec))
-    x = emptied(x)
+    x = renew_if_empty(x)
     found = with_devices(mesh)
     if isinstance(found, AbstractMesh):
         raise ValueError(
             f"{what}: mesh {errors.describe_shape(found.shape)} is abstract: it has no devices to move arrays to. "
             "Activate a mesh with devices, as in `with jax.set_mesh(mesh):`, or pass one."
         )
-    return moved(x, NamedSharding(found, spec))
+    return move_to_sharding(x, NamedSharding(found, spec))
 
 
 def _without_unconstrained(spec: PartitionSpec, has: Any) -> PartitionSpec:

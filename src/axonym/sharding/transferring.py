@@ -22,12 +22,12 @@ from ..core import errors
 from ..core.processes import fail_together, from_all_processes
 from ..distribution.padded_array import is_padded
 from ..named_array import raw, wrap_like
-from ._copies import Route, copied, route_of
+from ._copies import Route, copy_along_route, route_of
 from .array_checksums import sums_of
 from .leaves import Leaf, leaves_of
 from .meshes import AnyMesh, required_mesh, with_devices
-from .moving import emptied, without_cache
-from .placement import Placement, described, listed, present_sharding, resolve
+from .moving import renew_if_empty, without_cache
+from .placement import Placement, describe_leaf, list_problems, present_sharding, resolve
 from .shard import shard
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class TransferPlan:
         leaves, structure = leaves_of(tree)
         _check_structure(leaves, structure, self._structure, self._paths, "the plan")
         if problems := [p for i, tensor in self._tensors.items() for p in _differences_from_plan(leaves[i], tensor)]:
-            raise ValueError(listed("transfer", problems, None))
+            raise ValueError(list_problems("transfer", problems, None))
         values = [raw(leaf.value) for leaf in leaves]
         before = self._sums(values) if check else {}
         found = self._carry_out(values, donate)
@@ -141,7 +141,7 @@ class TransferPlan:
             for path, a in before.items()
             if a != after[path]
         ]:
-            raise RuntimeError(listed("transfer", problems, None))
+            raise RuntimeError(list_problems("transfer", problems, None))
         return jax.tree.unflatten(structure, [wrap_like(x, leaf.value) for x, leaf in zip(found, leaves, strict=True)])
 
     def _carry_out(self, values: Sequence[Any], donate: bool) -> list[Any]:
@@ -231,7 +231,7 @@ def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferP
             _refuse_padded("transfer", goal)
             targets[i] = present_sharding(goal.value)
     if problems:
-        raise ValueError(listed("transfer", problems, None))
+        raise ValueError(list_problems("transfer", problems, None))
     return _make_plan("transfer", leaves, structure, targets, piece_bytes)
 
 
@@ -327,8 +327,8 @@ def _moved_arrays(arrays: list[Any], tensor: _Tensor, donate: bool) -> list[Any]
         return arrays
     if tensor.route is None:
         may_alias = None if donate else False
-        return [jax.device_put(without_cache(emptied(x)), tensor.target, may_alias=may_alias) for x in arrays]
-    return copied(arrays, tensor.route, reuse=donate)
+        return [jax.device_put(without_cache(renew_if_empty(x)), tensor.target, may_alias=may_alias) for x in arrays]
+    return copy_along_route(arrays, tensor.route, reuse=donate)
 
 
 def _buffer_addresses(x: Any) -> set[tuple[Any, int]]:
@@ -380,7 +380,7 @@ def _check_values(what: str, leaf: Leaf) -> None:
 
 
 def _describe_leaf(leaf: Leaf) -> str:
-    return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{described(leaf)}"
+    return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{describe_leaf(leaf)}"
 
 
 def _plan_fingerprint(tensor: _Tensor) -> str:

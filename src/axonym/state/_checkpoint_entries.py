@@ -17,7 +17,7 @@ from ..distribution.padded_array import padded_array, stored
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.leaves import Leaf, child_of, leaves_of
-from ..sharding.placement import listed
+from ..sharding.placement import list_problems
 from ..tree import LayerStack
 from .load_context import LoadContext
 from .naming import converted_number, is_number, require_representable, same_kind
@@ -161,19 +161,19 @@ def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Seq
             context.add_missing(key, describe_array(x))
             if not has_values(x):
                 problems.append(no_value(key))
-        elif misfit := _misfit(x, entry, added := added_layers_of(leaf, template)):
+        elif misfit := _describe_misfit(x, entry, added := added_layers_of(leaf, template)):
             context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
         else:
-            found[-1] = _abstract(x, entry, added)
+            found[-1] = _abstract_array(x, entry, added)
     keys = {key_of(leaf) for leaf in leaves}
     context.add_unexpected(key for key in about if key not in keys)
     context.raise_problems()
     if problems:
-        raise ValueError(listed("restore_checkpoint", problems, None))
+        raise ValueError(list_problems("restore_checkpoint", problems, None))
     return jax.tree.unflatten(structure, found)
 
 
-def _misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
+def _describe_misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
     """Describe how a stored array differs from the template's, or return None."""
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     own = [size - n for size, n in zip(raw(x).shape, added, strict=True)]
@@ -191,7 +191,7 @@ def _stored_number(entry: Mapping[str, Any]) -> Any:
     return complex(*value) if isinstance(value, list) else value
 
 
-def _abstract(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
+def _abstract_array(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> Any:
     """Return an abstract array with the axes in the stored order, and with the layers that are added in the tree."""
     names = entry["axes"] if isinstance(x, NamedArray) else None
     more = added if names is None else [dict(zip(x.names, added, strict=True))[n] for n in names]

@@ -85,12 +85,16 @@ def restore_checkpoint(
     if not _is_complete(folder):
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
     if verify and (damage := damage_of(folder, jax.process_index(), jax.process_count())):
-        raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
+        others = (other for _, other in sorted(_complete_checkpoints(folder.parent), reverse=True) if other != folder)
+        intact = next((other for other in others if not damage_of(other)), None)
+        last = f"The last checkpoint beside it that is not damaged is {intact}."
+        last = "No other checkpoint beside it is known to be intact." if intact is None else last
+        raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {last}")
     about = stored_entries(folder)
     stored = as_stored(template, about, strict, ignore)
     with uneven_here("restore_checkpoint", uneven):
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
-    replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
+    replicated = _replicated_sharding(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
     wanted, with_added = {}, set[str]()
     for leaf, _, sharding in leaves:
         # Orbax knows neither named arrays nor typed keys: it reads raw arrays, of which `restored_leaf` makes them.
@@ -153,15 +157,7 @@ def _read_arrays(orbax: Any, path: str, what: Any) -> dict[str, jax.Array]:
         raise ValueError(f"restore_checkpoint: {path} cannot be read: {reason.removesuffix('.')}.") from None
 
 
-def _last_intact(damaged: Any) -> str:
-    """Name the last undamaged checkpoint in the folder of a damaged one."""
-    for _, folder in sorted(_complete(damaged.parent), reverse=True):
-        if folder != damaged and not damage_of(folder):
-            return f"The last checkpoint beside it that is not damaged is {folder}."
-    return "No other checkpoint beside it is known to be intact."
-
-
-def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
+def _replicated_sharding(mesh: AnyMesh | None, known: list[Any]) -> Any:
     """Return the replicated sharding for arrays that have none, so that a step can use them with the others."""
     mesh = current_mesh() if mesh is None else mesh
     meshes = [None if mesh is None else with_devices(mesh), *(sharding.mesh for sharding in known)]
@@ -186,8 +182,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     '10'
     """
     require_orbax("latest_checkpoint")
-    number, latest = max(_complete(as_folder(folder)), default=(-1, None))
-    for other, child in _numbered(as_folder(folder)):
+    number, latest = max(_complete_checkpoints(as_folder(folder)), default=(-1, None))
+    for other, child in _numbered_folders(as_folder(folder)):
         inside = {part.name for part in child.iterdir()} if other > number and child.is_dir() else {"another folder"}
         if not inside or inside & {"about", "arrays", CHECKSUMS}:
             before = "there is none before it" if latest is None else f"the last complete one is {latest}"
@@ -195,12 +191,12 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     return None if latest is None else str(latest)
 
 
-def _complete(folder: Any) -> list[tuple[int, Any]]:
+def _complete_checkpoints(folder: Any) -> list[tuple[int, Any]]:
     """Return the complete checkpoints in a folder whose names end with a number, each with that number."""
-    return [(number, child) for number, child in _numbered(folder) if _is_complete(child)]
+    return [(number, child) for number, child in _numbered_folders(folder) if _is_complete(child)]
 
 
-def _numbered(folder: Any) -> list[tuple[int, Any]]:
+def _numbered_folders(folder: Any) -> list[tuple[int, Any]]:
     """Return what has a name that ends with a number, and is not being written."""
     found = [(re.search(r"[0-9]+$", child.name), child) for child in folder.iterdir()] if folder.is_dir() else []
     return [(int(number[0]), child) for number, child in found if number and UNFINISHED not in child.name]

@@ -176,7 +176,10 @@ class PendingCheckpoint:
             _PENDING[str(self._folder)], self._has_claimed = self, True
 
     def _make_folder(self, about: Any) -> None:
-        _remove(self._unfinished)  # what a process that was killed has left
+        beside = self._folder.parent
+        for path in [*beside.iterdir()] if beside.is_dir() else []:
+            if path.name.startswith(f"{self._folder.name}{UNFINISHED}-"):
+                _remove_tree(path)  # what a process that was killed has left
         (self._unfinished / "about").mkdir(parents=True)
         (self._unfinished / "about" / "metadata").write_text(json.dumps(about))
         (self._unfinished / "arrays").mkdir()  # or each process that writes would wait for it
@@ -236,6 +239,7 @@ class PendingCheckpoint:
         if self._written.done() and (failure := self._written.exception()) is not None:
             text = f"save_checkpoint_async: {self._folder} could not be written: {failure or type(failure).__name__}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+            self._outcome = failure  # which `wait` still raises
         if self._written.done() and jax.process_count() == 1:  # several processes wait together
             self._close()
 
@@ -305,17 +309,17 @@ def _leave_out_padding(folder: Any, padded: Mapping[str, list[int]]) -> None:
 def _remove_unfinished(path: Any) -> None:
     """Remove the rest of a checkpoint that could not be written."""
     for _ in range(20):  # TensorStore goes on to write for a moment after one of its writes has failed
-        _remove(path)
+        _remove_tree(path)
         time.sleep(0.05)
         if not path.exists():
             return
 
 
-def _remove(path: Any) -> None:
+def _remove_tree(path: Any) -> None:
     with contextlib.suppress(OSError):
         if os.path.islink(path) or not path.is_dir():
             path.unlink()
             return
         for child in list(path.iterdir()):
-            _remove(child)
+            _remove_tree(child)
         path.rmdir()

@@ -34,7 +34,9 @@ def write_checksums(folder: Any) -> None:
         files |= json.loads(part.read_bytes())
         part.unlink()
     known = {*files, CHECKSUMS}
-    files |= _checksums(folder, (path for path in _files(folder) if path.relative_to(folder).as_posix() not in known))
+    files |= _checksums_of_files(
+        folder, (path for path in _files_below(folder) if path.relative_to(folder).as_posix() not in known)
+    )
     (folder / CHECKSUMS).write_text(json.dumps({"files": files, "sum": _sum_of(files)}))
 
 
@@ -42,13 +44,13 @@ def write_checksums_of_process(folder: Any, process: int) -> None:
     """Write the checksums of the files of one of several processes, for `write_checksums` in the first process."""
     written = folder / "arrays" / f"ocdbt.process_{process}"
     if written.is_dir():
-        (folder / _PART.format(process)).write_text(json.dumps(_checksums(folder, _files(written))))
+        (folder / _PART.format(process)).write_text(json.dumps(_checksums_of_files(folder, _files_below(written))))
 
 
-def _checksums(folder: Any, paths: Iterable[Any]) -> Files:
+def _checksums_of_files(folder: Any, paths: Iterable[Any]) -> Files:
     paths = list(paths)
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(_sums, paths)
+        sums = threads.map(_sums_of_blocks, paths)
         return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
 
 
@@ -69,14 +71,14 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
     # By size, so that the processes read about the same number of bytes.
     mine = sorted(files, key=lambda name: -files[name][0])[process::processes]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(lambda name: _sums(folder / name, files[name][1]), mine))
+        found = list(threads.map(lambda name: _sums_of_blocks(folder / name, files[name][1]), mine))
     problems = []
     for name, (size, block, sums) in zip(mine, found, strict=True):
         expected_size, _, expected = files[name]
         if size != expected_size:
             problems.append(f"{name} has {size} bytes of {expected_size}" if size >= 0 else f"{name} is missing")
         elif wrong := [i for i, (a, b) in enumerate(zip(sums, expected, strict=True)) if a != b]:
-            problems.append(f"{name} differs from what was written{_owners(folder, name, block, wrong)}")
+            problems.append(f"{name} differs from what was written{_arrays_in_blocks(folder, name, block, wrong)}")
     return problems
 
 
@@ -133,10 +135,10 @@ def as_folder(path: str | os.PathLike[str]) -> Any:
     return epath.Path(path)
 
 
-def _files(folder: Any) -> Iterator[Any]:
+def _files_below(folder: Any) -> Iterator[Any]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            yield from _files(path)
+            yield from _files_below(path)
         else:
             yield path
 
@@ -146,7 +148,7 @@ def _block_size(size: int) -> int:
     return max(_SMALLEST_BLOCK, 2 ** (size // _MOST_BLOCKS).bit_length())
 
 
-def _sums(path: Any, block: int | None = None) -> tuple[int, int, list[int]]:
+def _sums_of_blocks(path: Any, block: int | None = None) -> tuple[int, int, list[int]]:
     """Return the size of a file, -1 if it is missing, and the checksums of its blocks."""
     size, sums = 0, []
     if block is not None and not path.is_file():
@@ -169,11 +171,11 @@ def _sum_of(files: Any) -> int:
 # --- which arrays have values in a block ---
 
 
-def _owners(folder: Any, name: str, block: int, wrong: Sequence[int]) -> str:
+def _arrays_in_blocks(folder: Any, name: str, block: int, wrong: Sequence[int]) -> str:
     """Name the arrays with values in damaged blocks of a file, as far as the rest of the checkpoint shows them."""
     store, _, inside = name.partition("/")
     try:
-        values = list(_values(f"{folder / store}/")) if store == "arrays" else []
+        values = list(_stored_values(f"{folder / store}/")) if store == "arrays" else []
     except Exception:  # the index may itself be damaged
         values = []
     keys = {
@@ -187,7 +189,7 @@ def _owners(folder: Any, name: str, block: int, wrong: Sequence[int]) -> str:
 _VALUE = re.compile(r"value:(.*):(\d+):(\d+)")
 
 
-def _values(store: str) -> Iterator[tuple[str, str, int, int]]:
+def _stored_values(store: str) -> Iterator[tuple[str, str, int, int]]:
     """Yield the array, the file, the offset and the length of each value that TensorStore stores in a file."""
     import tensorstore
 

@@ -116,7 +116,9 @@ def parse_row(key: str, text: str) -> TableRow:
     """Parse one row."""
     what = f"{WHAT}: {key!r}"
     head, arrow, tail = text.partition("->")
-    operands = tuple(_operand(what, text, part) for part in re.split(r",(?![^()]*\))", head))  # outside of parentheses
+    operands = tuple(
+        _operand_of(what, text, part) for part in re.split(r",(?![^()]*\))", head)
+    )  # outside of parentheses
     if not arrow:
         raise ValueError(f"{what}: {text!r} has no `->`, with the axes of the entry behind it.")
     axes, _, dtype = tail.partition(" as ")
@@ -139,7 +141,7 @@ def parse_row(key: str, text: str) -> TableRow:
     return row
 
 
-def _operand(what: str, text: str, part: str) -> RowArray:
+def _operand_of(what: str, text: str, part: str) -> RowArray:
     found = _ARRAY.fullmatch(part)
     if found is None:
         raise ValueError(

@@ -130,7 +130,7 @@ class WeightLayout:
         >>> layout.pack({"weight": axn.ones({"layers": 2, "in": 3, "out": 2})})["1.w"]
         NamedArray(float32[(out in)=6], [1. 1. 1. 1. 1. 1.])
         """
-        tensors = _tensors(_as_exported(tree))
+        tensors = _tensors_by_path(_as_exported(tree))
         entries: dict[str, NamedArray] = {}
         for fitted in self._fitted(tensors):
             row = fitted.row
@@ -153,16 +153,16 @@ class WeightLayout:
         >>> layout.unpack({"w": jnp.ones(6)}, {"weight": axn.zeros({"in": 2, "out": 3})})["weight"].shape
         {'in': 2, 'out': 3}
         """
-        _raise(_misfits(self.expected(like), entries, self.same))
-        _raise(
+        _raise_problems(_describe_misfits(self.expected(like), entries, self.same))
+        _raise_problems(
             [
                 f"{key!r} differs from {other!r}, but in the layout they are the same."
                 for key, other in self.same.items()
-                if key in entries and not _equal(raw(entries[key]), raw(entries[other]))
+                if key in entries and not _are_equal(raw(entries[key]), raw(entries[other]))
             ]
         )
-        template = _template(like)
-        tensors = _tensors(template)
+        template = _template_like(like)
+        tensors = _tensors_by_path(template)
         found: dict[str, NamedArray] = {}
         for fitted in self._fitted(tensors):
             row = fitted.row
@@ -172,12 +172,12 @@ class WeightLayout:
                     f"with a layout that has {added[0]} alone."
                 )
             if not row.is_scale:
-                x = _gathered(fitted, entries)
+                x = _gathered_entries(fitted, entries)
                 if scale := self._scales.get(row.key):
-                    x = x.astype("float32") * _gathered(fitted._replace(row=scale), entries).astype("float32")
+                    x = x.astype("float32") * _gathered_entries(fitted._replace(row=scale), entries).astype("float32")
                 found |= self._parted(fitted, x, tensors)
         leaves, structure = named_trees.flatten_with_path(template)
-        return _as_exported(jax.tree.unflatten(structure, [found.get(_path(p), x) for p, x in leaves]), undo=True)
+        return _as_exported(jax.tree.unflatten(structure, [found.get(_path_of(p), x) for p, x in leaves]), undo=True)
 
     def expected(self, like: Any) -> dict[str, NamedArray]:
         """Return the entries of the layout as abstract arrays, for a tree that can be abstract.
@@ -186,7 +186,7 @@ class WeightLayout:
         >>> layout.expected({"weight": axn.ones({"layers": 1, "in": 3, "out": 2})})
         {'0.w': NamedArray(float32[out=2, in=3], ShapeDtypeStruct)}
         """
-        tensors = _tensors(_template(like))
+        tensors = _tensors_by_path(_template_like(like))
         entries = {}
         for fitted in self._fitted(tensors):
             dtype = fitted.row.dtype or tensors[fitted.row.operands[0].path].dtype
@@ -208,8 +208,10 @@ class WeightLayout:
         >>> layout = axn.state.WeightLayout({"w": "weight -> in out"})
         >>> layout.check({"weight": axn.ones({"out": 2, "in": 3})}, {"w": np.ones((3, 2))})
         """
-        misfits = [] if entries is None else _misfits(self.expected(like), entries, self.same)
-        _raise([*itertools.chain(*map(_alike, self._fitted(_tensors(_template(like))))), *misfits])
+        misfits = [] if entries is None else _describe_misfits(self.expected(like), entries, self.same)
+        _raise_problems(
+            [*itertools.chain(*map(_axes_alike, self._fitted(_tensors_by_path(_template_like(like))))), *misfits]
+        )
 
     def probe(
         self,
@@ -239,7 +241,7 @@ class WeightLayout:
         True
         """
         leaves, structure = jax.tree.flatten(like)
-        drawn = jax.tree.unflatten(structure, map(_drawn, jax.random.split(key, len(leaves)), leaves))
+        drawn = jax.tree.unflatten(structure, map(_drawn_array, jax.random.split(key, len(leaves)), leaves))
         entries = {k: raw(x) for k, x in self.pack(drawn).items()}
         ours, others = (np.asarray(raw(y), np.float64) for y in (forward(drawn), other_forward(entries)))
         if not np.any(ours):
@@ -290,7 +292,7 @@ class WeightLayout:
             known = Counter([key for row in fitted for key in row.keys] + list(self.same))
             problems += [f"{key!r} is the key of {count} entries." for key, count in known.items() if count > 1]
             problems += [f"{k!r}: the tree has no {other!r}." for k, other in self.same.items() if other not in known]
-        _raise(problems)
+        _raise_problems(problems)
         return fitted
 
     def _wrong(self, fitted: _FittedRow, tensors: Mapping[str, Any]) -> Iterator[str]:
@@ -412,7 +414,7 @@ def _laid_out(fitted: _FittedRow, x: NamedArray) -> dict[str, NamedArray]:
     return dict(zip(fitted.keys, parts, strict=True))
 
 
-def _gathered(fitted: _FittedRow, entries: Mapping[str, Any]) -> NamedArray:
+def _gathered_entries(fitted: _FittedRow, entries: Mapping[str, Any]) -> NamedArray:
     """Undo `_laid_out`."""
     row, sizes = fitted.row, fitted.whole
     parts = [wrap(raw(entries[key]), row.names) for key in fitted.keys]
@@ -427,7 +429,7 @@ def _gathered(fitted: _FittedRow, entries: Mapping[str, Any]) -> NamedArray:
 # --- mistakes ---
 
 
-def _equal(x: Any, y: Any) -> bool:
+def _are_equal(x: Any, y: Any) -> bool:
     """Return whether two entries have the same values; while tracing, assume that they have."""
     if x is y or any(isinstance(v, (Tracer, jax.ShapeDtypeStruct)) for v in (x, y)):
         return True
@@ -436,13 +438,13 @@ def _equal(x: Any, y: Any) -> bool:
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _raise(problems: Sequence[str]) -> None:
+def _raise_problems(problems: Sequence[str]) -> None:
     if problems:
         count = "" if len(problems) == 1 else f", {len(problems)} problems"
         raise ValueError("\n  ".join([f"{WHAT}: the table does not fit{count}.", *problems]))
 
 
-def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], same: Iterable[str]) -> list[str]:
+def _describe_misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], same: Iterable[str]) -> list[str]:
     """Say which entries have another shape or other axes than a layout gives them, are missing or are too many."""
     problems = [
         f"{key!r} is there, but no row has it.{errors.suggestion(key, expected)}"
@@ -469,7 +471,7 @@ def _misfits(expected: Mapping[str, NamedArray], entries: Mapping[str, Any], sam
     return problems
 
 
-def _alike(fitted: _FittedRow) -> Iterator[str]:
+def _axes_alike(fitted: _FittedRow) -> Iterator[str]:
     """Yield which axes of an entry could be swapped unseen."""
     row, sizes = fitted.row, fitted.whole
     members = ((e.name,) if isinstance(e, parsing.Name) else [m.name for m in e.members] for e in row.elements)
@@ -490,13 +492,13 @@ def _alike(fitted: _FittedRow) -> Iterator[str]:
 # --- trees ---
 
 
-def _path(path: Any) -> str:
+def _path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _tensors(tree: Any) -> dict[str, Any]:
+def _tensors_by_path(tree: Any) -> dict[str, Any]:
     """Return the arrays of a tree by path, such as `blocks.stacked.mlp.up.weight`."""
-    return {_path(path): x for path, x in named_trees.leaves_with_path(tree) if is_jax_array_like(x)}
+    return {_path_of(path): x for path, x in named_trees.leaves_with_path(tree) if is_jax_array_like(x)}
 
 
 def abstract_tree(tree: T) -> T:
@@ -504,7 +506,7 @@ def abstract_tree(tree: T) -> T:
     return jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, tree)
 
 
-def _template(like: T) -> T:
+def _template_like(like: T) -> T:
     return with_abstract_arrays(call_lazily(_as_exported, abstract_tree(like)))
 
 
@@ -540,7 +542,7 @@ def _each_node(change: Callable[[Any], Any], node: Any) -> Any:
     return jax.tree.unflatten(structure, [_each_node(change, child) for child in found])
 
 
-def _drawn(key: jax.Array, x: Any) -> Any:
+def _drawn_array(key: jax.Array, x: Any) -> Any:
     """Draw random numbers in place of an array: such that sums over a layer's inputs are neither large nor small."""
     if not is_jax_array_like(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         return x

@@ -225,12 +225,12 @@ class MissingArray(LazyArray):
 
 def has_missing(x: LazyArray) -> bool:
     """Return whether any part of the array has no values."""
-    return any(map(has_missing, _parts(x))) or isinstance(x, MissingArray)
+    return any(map(has_missing, _parts_of(x))) or isinstance(x, MissingArray)
 
 
 def is_missing(x: LazyArray) -> bool:
     """Return whether no part of the array has values."""
-    return all(map(is_missing, _parts(x))) if _parts(x) else isinstance(x, MissingArray)
+    return all(map(is_missing, _parts_of(x))) if _parts_of(x) else isinstance(x, MissingArray)
 
 
 def with_missing_from(own: jax.Array | np.ndarray, x: LazyArray) -> LazyArray:
@@ -250,10 +250,10 @@ def with_missing_from(own: jax.Array | np.ndarray, x: LazyArray) -> LazyArray:
 
 def is_on_device(x: LazyArray) -> bool:
     """Return whether the values are JAX arrays, which can be tracers."""
-    return any(map(is_on_device, _parts(x))) or (isinstance(x, LazyEntry) and isinstance(x.source, jax.Array))
+    return any(map(is_on_device, _parts_of(x))) or (isinstance(x, LazyEntry) and isinstance(x.source, jax.Array))
 
 
-def _parts(x: LazyArray) -> tuple[LazyArray, ...]:
+def _parts_of(x: LazyArray) -> tuple[LazyArray, ...]:
     """Return the arrays that a lazy array is made of."""
     return x.parts if isinstance(x, LazyConcatenation) else (x.array,) if isinstance(x, LazyElementwise) else ()
 

@@ -106,7 +106,7 @@ class LoadContext:
 
     def raise_problems(self) -> None:
         """Raise one error that lists every mismatch, if there are any."""
-        advice = _shifted(list(self.missing), self.keys) if self.source == "state dict" else ""
+        advice = _advice_on_levels(list(self.missing), self.keys) if self.source == "state dict" else ""
         far_too_many = len(self.missing) * len(self.unexpected) > _MOST_COMPARISONS
         compared = [] if advice or far_too_many else self.missing
         hints = {key: errors.suggestion(key, self.unexpected) for key in compared}
@@ -148,7 +148,7 @@ def activate(context: LoadContext, **options: Any) -> Iterator[None]:
 # --- hints for the error message ---
 
 
-def _shifted(missing: Sequence[str], keys: Iterable[str]) -> str:
+def _advice_on_levels(missing: Sequence[str], keys: Iterable[str]) -> str:
     """Return advice for the most frequent reason why all keys are missing: the tree is one level higher or lower."""
     known = set(keys)
     if not missing or not known:

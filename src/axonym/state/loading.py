@@ -140,9 +140,9 @@ def active_context() -> LoadContext:
 def load_subtree(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> Any:
     """Return a subtree with lazy arrays in place of its own."""
     if is_jax_array_like(tree):
-        return wrap_like(_entry(tree, entries, prefix), tree)
+        return wrap_like(_entry_of(tree, entries, prefix), tree)
     if is_number(tree):
-        return tree if prefix is None or prefix not in entries else _number(tree, entries[prefix], prefix)
+        return tree if prefix is None or prefix not in entries else _loaded_number(tree, entries[prefix], prefix)
     if isinstance(tree, NamedArray):
         return tree  # a placeholder
     method = getattr(type(tree), "from_state_dict", None) if isinstance(tree, eqx.Module) else None
@@ -163,9 +163,9 @@ def load_children(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> 
     )
 
 
-def _number(tree: Any, entry: Any, key: str) -> Any:
+def _loaded_number(tree: Any, entry: Any, key: str) -> Any:
     if isinstance(entry, AllLayers):
-        found = [_number(tree, entry.entries[k], k) if k in entry.entries else tree for k in entry.keys]
+        found = [_loaded_number(tree, entry.entries[k], k) if k in entry.entries else tree for k in entry.keys]
         if not all_equal(found):
             active_context().misfits.append(
                 f"{entry.name!r} differs among the layers, but in the tree all share {tree}."
@@ -181,7 +181,7 @@ def _number(tree: Any, entry: Any, key: str) -> Any:
     return tree
 
 
-def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
+def _entry_of(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     context = active_context()
     if key is None:
         raise ValueError(f"{context.what}: an array on its own has no key in a state dict. Pass its key as `prefix`.")
@@ -192,8 +192,8 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
         return absent
     if isinstance(entry := entries[key], AllLayers):
         layer = jax.ShapeDtypeStruct(shape[1:], dtype)
-        return stack_lazily([_entry(layer, entry.entries, k) for k in entry.keys], 0)
-    found = _known(entry)
+        return stack_lazily([_entry_of(layer, entry.entries, k) for k in entry.keys], 0)
+    found = _known_entry(entry)
     misfit = "" if same_kind(found.dtype, dtype) else f"dtype {found.dtype}"
     misfit = misfit if tuple(found.shape) == shape else f"shape {tuple(found.shape)}"
     if misfit:
@@ -202,7 +202,7 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     return LazyEntry(found, dtype, repr(key))
 
 
-def _known(x: Any) -> Any:
+def _known_entry(x: Any) -> Any:
     """Convert an entry of a state dict to an array with a NumPy dtype."""
     if isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype):
         return x
@@ -264,7 +264,7 @@ def stacked_from_state_dict(
             where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
             shared = describe_array(x) if is_jax_array_like(x) else x
             active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
-        results.append(_stacked(x, parts, layers.name, padding))
+        results.append(_stacked_layers(x, parts, layers.name, padding))
     return jax.tree.unflatten(structure, results)
 
 
@@ -307,7 +307,7 @@ def all_equal(parts: Sequence[Any]) -> bool:
     return all(np.array_equal(read_all(other), read_all(first), equal_nan=True) for other in others)
 
 
-def _stacked(x: Any, parts: Sequence[Any], name: str, padding: int) -> Any:
+def _stacked_layers(x: Any, parts: Sequence[Any], name: str, padding: int) -> Any:
     position = layers_at(x, name)
     if position is None:
         return parts[0]

@@ -87,19 +87,21 @@ def save_state_dict(
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"save_state_dict: expected a state dict, got {type(state_dict).__name__}.{_TO_STATE_DICT}")
         entries = {key: np.asarray(x) if is_number(x) else x for key, x in state_dict.items() if x is not None}
-        keys, head = _head(entries, metadata, path)
+        keys, head = _keys_and_header(entries, metadata, path)
         # Gathers are paired by their order, so every process must have every array.
-        agree({"arrays": "\n".join(f"{key!r} {_described(entries[key])}" for key in keys)})
-        _write(Path(path), head, (_fetched(entries[key]) for key in keys))
+        agree({"arrays": "\n".join(f"{key!r} {_described_value(entries[key])}" for key in keys)})
+        _write_file(Path(path), head, (_fetched_array(entries[key]) for key in keys))
 
 
-def _head(
+def _keys_and_header(
     entries: Mapping[str, Any], metadata: Mapping[str, str] | None, path: str | os.PathLike[str]
 ) -> tuple[list[str], list[bytes]]:
     """Return the keys in the order in which their arrays are written, and the header of the file."""
     if named := [f"{key!r} is {describe_array(x)}" for key, x in entries.items() if isinstance(x, NamedArray)]:
         raise TypeError(f"save_state_dict: a state dict has raw arrays, and {', '.join(named)}.{_TO_STATE_DICT}")
-    wrong = [f"{key!r} is {_described(x)}" for key, x in entries.items() if getattr(x, "dtype", None) not in _CODES]
+    wrong = [
+        f"{key!r} is {_described_value(x)}" for key, x in entries.items() if getattr(x, "dtype", None) not in _CODES
+    ]
     if wrong:
         raise TypeError(f"save_state_dict: safetensors cannot store {', '.join(wrong)}.")
     if abstract := [repr(key) for key, x in entries.items() if isinstance(x, jax.ShapeDtypeStruct)]:
@@ -109,7 +111,7 @@ def _head(
     ]:
         raise RuntimeError(f"save_state_dict: {', '.join(deleted)} was deleted, as by a donation.")
     metadata = {"format": "pt", **(metadata or {})}  # other readers require "format"
-    if unfit := [_short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
+    if unfit := [_shortened(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
         raise TypeError(f"save_state_dict: keys and metadata are text in safetensors, and {', '.join(unfit)} is not.")
     if _METADATA in entries:
         raise ValueError(f"save_state_dict: no array can have the key {_METADATA!r}, which the header itself uses.")
@@ -139,13 +141,13 @@ def _is_text(x: Any) -> bool:
         return False
 
 
-def _fetched(x: Any) -> np.ndarray:
+def _fetched_array(x: Any) -> np.ndarray:
     if isinstance(x, PaddedArray):
-        return x.sliced(_fetched(x.array))
+        return x.sliced(_fetched_array(x.array))
     return copied_to_host(x) if isinstance(x, jax.Array) else x
 
 
-def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
+def _write_file(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
     # The name has a fixed length, and says which process on which machine writes.
     number = zlib.crc32(path.name.encode(errors="surrogatepass"))
@@ -227,9 +229,11 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
         return _load_file(path)
     places = _read_index(path)
     files = {name: _load_file(path.parent / name) for name in sorted(set(places.values()))}
-    absent = [f"{_short(key)} in {_short(name)[1:-1]}" for key, name in places.items() if key not in files[name]]
+    absent = [
+        f"{_shortened(key)} in {_shortened(name)[1:-1]}" for key, name in places.items() if key not in files[name]
+    ]
     if absent:
-        raise ValueError(f"load_state_dict: {path} lists keys that its files do not have: {_some(absent)}.")
+        raise ValueError(f"load_state_dict: {path} lists keys that its files do not have: {_some_of(absent)}.")
     return {key: files[name][key] for key, name in places.items()}
 
 
@@ -238,7 +242,7 @@ _MOST_OTHERS = 10_000
 """The most values that are not text in an index: lists and numbers take a hundred times their text in memory."""
 
 
-def _some(names: Sequence[str]) -> str:
+def _some_of(names: Sequence[str]) -> str:
     """List the first of many names."""
     more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
@@ -261,10 +265,10 @@ def _read_index(index: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as e:
         raise ValueError(f"load_state_dict: {index} is not an index of safetensors files: {e}.") from None
     names = sorted(set(places.values()))
-    if outside := [_short(name) for name in names if not _is_inside(name)]:
-        raise ValueError(f"load_state_dict: {index} lists files outside its folder: {_some(outside)}.")
-    if missing := [_short(name)[1:-1] for name in names if not os.path.lexists(index.parent / name)]:
-        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {_some(missing)}.")
+    if outside := [_shortened(name) for name in names if not _is_inside(name)]:
+        raise ValueError(f"load_state_dict: {index} lists files outside its folder: {_some_of(outside)}.")
+    if missing := [_shortened(name)[1:-1] for name in names if not os.path.lexists(index.parent / name)]:
+        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {_some_of(missing)}.")
     return places
 
 
@@ -272,7 +276,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"it has {_short(next(key for key in found if keys.count(key) > 1))} twice")
+        raise ValueError(f"it has {_shortened(next(key for key in found if keys.count(key) > 1))} twice")
     return found
 
 
@@ -310,18 +314,20 @@ def _load_file(path: Path) -> StateDict:
         entry = parsed.get_slice(key)
         code, shape = entry.get_dtype(), entry.get_shape()
         if code not in _DTYPES:
-            raise ValueError(f"load_state_dict: {_short(key)} in {path} has dtype {code}, which NumPy does not have.")
+            raise ValueError(
+                f"load_state_dict: {_shortened(key)} in {path} has dtype {code}, which NumPy does not have."
+            )
         end = start + math.prod(shape) * _DTYPES[code].itemsize
         try:
             found[key] = values[start:end].view(_DTYPES[code]).reshape(shape)
         except (ValueError, OverflowError):  # an array without values can have any sizes
-            what = f"{_short(key)} in {path} has a shape that NumPy does not have, {_short(shape)}"
+            what = f"{_shortened(key)} in {path} has a shape that NumPy does not have, {_shortened(shape)}"
             raise ValueError(f"load_state_dict: {what}.") from None
         start = end
     return found
 
 
-def _short(x: Any) -> str:
+def _shortened(x: Any) -> str:
     """Describe a key or a value, however long, in a few words."""
     return _SHORT.repr(x)
 
@@ -330,5 +336,5 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxlist = 100, 8
 
 
-def _described(x: Any) -> str:
+def _described_value(x: Any) -> str:
     return describe_array(x) if hasattr(x, "dtype") else f"a {type(x).__name__}"

@@ -19,7 +19,7 @@ from ..distribution.padded_array import PaddedArray, padded_array, stored, with_
 from ..named_array import is_jax_array_like, raw, wrap_like
 from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.meshes import AnyMesh, current_mesh, in_trace, required_mesh, with_devices
-from ..sharding.placement import Placement, listed, present_sharding, resolve, shardings_in
+from ..sharding.placement import Placement, list_problems, present_sharding, resolve, shardings_in
 from ..sharding.shard import padded_shape, shard
 from .lazy_arrays import (
     LazyArray,
@@ -51,9 +51,9 @@ def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | Non
             else:
                 value = mine
         # After a problem nothing more is read, but the other problems are still found.
-        results.append(value if problems else wrap_like(_put(leaf, raw(value), sharding), value))
+        results.append(value if problems else wrap_like(_put_sharded(leaf, raw(value), sharding), value))
     if problems:
-        raise ValueError(listed(what, problems, None))
+        raise ValueError(list_problems(what, problems, None))
     return jax.tree.unflatten(structure, results)
 
 
@@ -75,7 +75,7 @@ def shardings_of(
     own, own_structure = jax.tree.flatten(template, is_leaf=is_placed_whole)
     if own_structure != structure:  # a module's own `from_state_dict` returned another structure
         own = [None] * len(leaves)
-    return [(leaf, mine, _sharding(leaf, mine, mesh)) for leaf, mine in zip(leaves, own, strict=True)]
+    return [(leaf, mine, _wanted_sharding(leaf, mine, mesh)) for leaf, mine in zip(leaves, own, strict=True)]
 
 
 def has_values(x: Any) -> bool:
@@ -89,7 +89,7 @@ def no_value(path: str) -> str:
     return f"{path} is missing, and the tree has only its shape and dtype."
 
 
-def _sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | None:
+def _wanted_sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | None:
     mesh = mesh if leaf.mesh is None else leaf.mesh
     if leaf.spec is not None and mesh is not None:
         return NamedSharding(mesh, leaf.spec)
@@ -103,7 +103,7 @@ def _sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | No
     return has
 
 
-def _put(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
+def _put_sharded(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
     if isinstance(x, LazyArray):
         if sharding is not None and not is_on_device(x) and not in_trace():
             return _read_by_device(leaf, x, sharding)

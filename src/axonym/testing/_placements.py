@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ..core.tree_spec import ARRAYS, is_key
 from ..sharding.leaves import leaves_of
 from ..sharding.mapping import axis_mapping
-from ..sharding.moving import emptied
+from ..sharding.moving import renew_if_empty
 from ..sharding.shard import shard
 
 
@@ -48,7 +48,7 @@ class AsPlaced:
         if is_key(x):
             return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         spec = getattr(getattr(x, "sharding", None), "spec", None)
-        weak, x = isinstance(x, jax.Array) and x.weak_type, jnp.asarray(np.asarray(emptied(x)))
+        weak, x = isinstance(x, jax.Array) and x.weak_type, jnp.asarray(np.asarray(renew_if_empty(x)))
         if weak:  # as it was, or it would promote the dtypes of others
             x = jnp.full(x.shape, x.dtype.type().item()).at[...].set(x)
         # On Explicit axes, the spec is part of the type, on one device too.

@@ -98,7 +98,7 @@ class WidenedProgram:
     def _evaluate(self, program: Any, arguments: Sequence[Any]) -> list[Any]:
         """Evaluate a `Jaxpr` or a `ClosedJaxpr`, which are one class in newer versions of JAX."""
         jaxpr: Jaxpr = getattr(program, "jaxpr", program)
-        consts = [_convert(x, wide_dtype(x.dtype)) for x in getattr(program, "consts", ())]
+        consts = [_converted_array(x, wide_dtype(x.dtype)) for x in getattr(program, "consts", ())]
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
         def read(atom: Any) -> Any:
@@ -164,8 +164,10 @@ class WidenedProgram:
 
     def _at_own_precision(self, equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         kinds: list[Any] = [v.aval for v in equation.invars]
-        narrow = [_convert(x, k.dtype) if hasattr(k, "dtype") else x for x, k in zip(operands, kinds, strict=True)]
-        return [_convert(x, wide_dtype(x.dtype)) for x in _bind(equation, narrow, equation.params)]
+        narrow = [
+            _converted_array(x, k.dtype) if hasattr(k, "dtype") else x for x, k in zip(operands, kinds, strict=True)
+        ]
+        return [_converted_array(x, wide_dtype(x.dtype)) for x in _bind(equation, narrow, equation.params)]
 
     def _widen(self, value: Any) -> Any:
         """Widen dtypes and programs in the parameters of an equation."""
@@ -186,12 +188,14 @@ class WidenedProgram:
 
     def _call(self, equation: JaxprEqn, program: Any, operands: Sequence[Any]) -> Sequence[Any]:
         params, around = equation.params, self._place
-        operands = [_constrain(x, s) for x, s in zip(operands, params.get("in_shardings", operands), strict=True)]
+        operands = [
+            _constrained_array(x, s) for x, s in zip(operands, params.get("in_shardings", operands), strict=True)
+        ]
         if around is None and _LIBRARIES.search(str(program.debug_info.func_src_info)):
-            self._place = _where(equation)  # the lines inside belong to the first call
+            self._place = _where_called(equation)  # the lines inside belong to the first call
         results = self._evaluate(program, operands)
         self._place = around
-        return [_constrain(x, s) for x, s in zip(results, params.get("out_shardings", results), strict=True)]
+        return [_constrained_array(x, s) for x, s in zip(results, params.get("out_shardings", results), strict=True)]
 
     def _scan(self, params: Any, operands: Sequence[Any]) -> Sequence[Any]:
         consts, init, scanned = scan_operands(params, operands)
@@ -240,7 +244,7 @@ class WidenedProgram:
         def narrow(tree: Any, dtypes: Sequence[Any]) -> Any:
             structs, spec = jax.tree.flatten(tree)
             pairs = zip(structs, dtypes, strict=True)
-            return spec.unflatten([jax.ShapeDtypeStruct(s.shape, d, sharding=_sharding(s)) for s, d in pairs])
+            return spec.unflatten([jax.ShapeDtypeStruct(s.shape, d, sharding=_sharding_of(s)) for s, d in pairs])
 
         def widened(*arguments: Any) -> Any:
             *static, mesh, operands, results = arguments
@@ -289,7 +293,7 @@ class WidenedProgram:
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
         over = tuple([a for a in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(a, str)])
         for x in results:
-            self._record(x, Step(name, self._place or _where(equation), tuple(origins), over, self._devices))
+            self._record(x, Step(name, self._place or _where_called(equation), tuple(origins), over, self._devices))
 
     def _record(self, x: Any, step: Step) -> None:
         if self._recorded is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.size <= _MOST_ELEMENTS_RECORDED:
@@ -303,22 +307,22 @@ def _bind(equation: JaxprEqn, operands: Sequence[Any], params: Any) -> list[Any]
     return list(results) if equation.primitive.multiple_results else [results]
 
 
-def _convert(x: Any, dtype: Any) -> Any:
+def _converted_array(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.convert_element_type(x, dtype)
 
 
-def _constrain(x: Any, sharding: Any) -> Any:
+def _constrained_array(x: Any, sharding: Any) -> Any:
     """Give an array the sharding that a jit inside the program asks for, if any."""
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) != {AxisType.Auto}:
         return x
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _sharding(struct: Any) -> Any:
+def _sharding_of(struct: Any) -> Any:
     return getattr(struct, "sharding", None) if isinstance(struct, jax.ShapeDtypeStruct) else None
 
 
-def _where(equation: JaxprEqn) -> str:
+def _where_called(equation: JaxprEqn) -> str:
     """Return the file and the line of the innermost call outside of the library."""
     frames = summarize(equation.source_info, num_frames=20).splitlines()[::-1]
     outside = [f for f in frames if not _LIBRARIES.match(f)] or [""]

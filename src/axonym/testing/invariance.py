@@ -124,7 +124,7 @@ def check_shard_invariance(
         compared += 1
         if difference is not None:
             if isinstance(placement, Distribution):
-                placement, difference = _smallest(check, placement, difference)
+                placement, difference = _simplest_failure(check, placement, difference)
             sentence = check.diagnose(placement, difference) if difference.wrong else None
             name = getattr(fn, "__name__", type(fn).__name__)
             raise AssertionError(
@@ -256,16 +256,18 @@ class _Check:
         for scale in self.scales:
             expected = [copies[0] for copies in self._expected.values[scale]]
             # Rounding errors of large values, which elements may have whose true value is 0.
-            noise = 2.0**-43 * _largest(expected)
+            noise = 2.0**-43 * _largest_size(expected)
             # An array whose true values are all 0 has nothing but such errors, of what it was computed from.
-            of_arguments = 2.0**-43 * scale * _largest([x for x in self._wide if x is not None])
+            of_arguments = 2.0**-43 * scale * _largest_size([x for x in self._wide if x is not None])
             noises = [noise if np.any(x) else max(noise, of_arguments) for x in expected]
             at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
             wrong: dict[int, str] = {}
             for i, (a, copies, noise) in enumerate(zip(expected, found.values[scale], noises, strict=True)):
-                if any(_words(a, b, rtol, noise) for b in copies):
+                if any(_words_for_difference(a, b, rtol, noise) for b in copies):
                     moved = self._movement(scale)[i]
-                    if words := next(filter(None, (_words(a, b, rtol, noise, moved) for b in copies)), None):
+                    if words := next(
+                        filter(None, (_words_for_difference(a, b, rtol, noise, moved) for b in copies)), None
+                    ):
                         wrong[i] = words
                     else:
                         self.ill_conditioned.add(self._paths()[i] + at)
@@ -331,11 +333,11 @@ class _Check:
             widened, values, recorded, compiled, devices = WidenedProgram(program, recording), {}, {}, None, 1
             with jax.enable_x64(True):
                 for scale in scales or self.scales:
-                    wide = [x if w is None else _like(w * scale, x) for x, w in zip(arrays, given, strict=True)]
+                    wide = [x if w is None else _placed_like(w * scale, x) for x, w in zip(arrays, given, strict=True)]
                     if compiled is None:
                         compiled = widened.compile(wide)
                     results, recorded = jax.block_until_ready(compiled(wide))
-                    values[scale] = [_copies(x) for x in results]
+                    values[scale] = [_copies_of_devices(x) for x in results]
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
         recorded = {i: np.asarray(x) for i, x in recorded.items()}
         return _Outcome(structs, values, devices, widened, Recording(widened.steps, recorded))
@@ -356,7 +358,9 @@ class _Check:
         def total(inexact: Sequence[Any]) -> tuple[jax.Array, Any]:
             results = call(inexact)
             raw = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
-            return sum([_weighted(x) for x in raw if jnp.issubdtype(x.dtype, jnp.inexact)], jnp.float32(0)), results
+            return sum(
+                [_weighted_total(x) for x in raw if jnp.issubdtype(x.dtype, jnp.inexact)], jnp.float32(0)
+            ), results
 
         if not inexact:
             return _arrays_of(call(())), ()
@@ -364,7 +368,7 @@ class _Check:
         return _arrays_of(results), gradients
 
 
-def _like(x: np.ndarray, placed: jax.Array) -> jax.Array:
+def _placed_like(x: np.ndarray, placed: jax.Array) -> jax.Array:
     return jax.device_put(x, placed.sharding) if placed.committed else jnp.asarray(x)
 
 
@@ -372,11 +376,11 @@ def _has_nan(x: np.ndarray) -> bool:
     return np.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
 
-def _largest(arrays: Iterable[np.ndarray]) -> float:
+def _largest_size(arrays: Iterable[np.ndarray]) -> float:
     return max([float(np.max(usual_sizes(x), initial=0)) for x in arrays], default=0.0)
 
 
-def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float, moved: Any = 0.0) -> str | None:
+def _words_for_difference(a: np.ndarray, b: np.ndarray, rtol: float, noise: float, moved: Any = 0.0) -> str | None:
     """Say how an array differs from the expected one, `a`, whose elements a rounding moved; None if it does not."""
     if not np.issubdtype(a.dtype, np.inexact):
         return None if np.all((a == b) | (moved > 0)) else "has other values"
@@ -390,7 +394,7 @@ def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float, moved: Any =
     return f"differs by up to {most:.3g}, with values up to {np.max(sizes, initial=0.0):.3g}"
 
 
-def _copies(x: jax.Array) -> list[np.ndarray]:
+def _copies_of_devices(x: jax.Array) -> list[np.ndarray]:
     """Return the copies of an array that devices have. Per-device code may say that they are equal, and be wrong."""
     copies: dict[int, np.ndarray] = {}
     for part in x.addressable_shards if x.size else ():
@@ -398,7 +402,7 @@ def _copies(x: jax.Array) -> list[np.ndarray]:
     return [*copies.values()] or [np.empty(x.shape, x.dtype)]
 
 
-def _weighted(x: jax.Array) -> jax.Array:
+def _weighted_total(x: jax.Array) -> jax.Array:
     """Sum an array with a different weight for each element, so that no error cancels out in the gradients."""
     weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
     x = jnp.real(x) + jnp.imag(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
@@ -418,7 +422,7 @@ def _arrays_of(results: Any) -> Any:
     return jax.tree.map(data, results, is_leaf=lambda x: isinstance(x, list))
 
 
-def _smallest(check: _Check, placement: Distribution, difference: _Mismatch) -> tuple[Distribution, _Mismatch]:
+def _simplest_failure(check: _Check, placement: Distribution, difference: _Mismatch) -> tuple[Distribution, _Mismatch]:
     """Return the simplest placement under which the results still differ, and how they differ."""
     for smaller in placement.smaller():
         try:
@@ -426,5 +430,5 @@ def _smallest(check: _Check, placement: Distribution, difference: _Mismatch) -> 
         except _Refusal:
             continue
         if found is not None:
-            return _smallest(check, smaller, found)
+            return _simplest_failure(check, smaller, found)
     return placement, difference

@@ -67,7 +67,7 @@ class CarryShardingChanged(Exception):
         self.varying = varying
 
 
-def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
+def run_settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
     """Trace a loop with a carry that starts out with its final sharding and device-varying type.
 
     On Explicit mesh axes the sharding is part of the type, and inside `shard_map` so is whether a value is
@@ -76,7 +76,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
     attempts; a step that replicates an axis again raises an error.
 
     Arguments:
-        run: a function that traces the loop, with a body that calls `conform` with `settles`.
+        run: a function that traces the loop, with a body that calls `conform_to_spec` with `settles`.
     """
     start = list(carry)
     attempted = False
@@ -96,7 +96,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
             ) from refusal
 
 
-def conform(
+def conform_to_spec(
     what: str, words: MismatchMessages, spec: TreeSpec, types: Sequence[Any], tree: Any, *, settles: bool = False
 ) -> list[Any]:
     """Check that a tree has the required spec, and return its arrays in the layout of that spec.
@@ -109,7 +109,7 @@ def conform(
         spec: the spec it must have.
         types: the types its arrays must have.
         settles: the tree is the carry of a loop. A weak type among `types`, from a Python number, becomes the dtype of
-            the tree, and `settled` starts the loop with the sharding and device-varying type of the tree.
+            the tree, and `run_settled` starts the loop with the sharding and device-varying type of the tree.
     """
     arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
@@ -155,7 +155,7 @@ def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after:
         return False
     was, now = _explicit_entries(before), _explicit_entries(after)
     same_dtype = before.dtype == after.dtype or _takes_dtype_of(before, after)
-    # A prefix: mesh axes may only be added, so that `settled` ends.
+    # A prefix: mesh axes may only be added, so that `run_settled` ends.
     return same_dtype and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..core.function_cache import Functions, HeldArrays, WithArrays, jitted_as
 from ..core.tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, raw
-from ._carry import CARRY, MismatchMessages, conform, settled
+from ._carry import CARRY, MismatchMessages, conform_to_spec, run_settled
 
 C = TypeVar("C")
 """A carry."""
@@ -52,9 +52,9 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
 
         def body(carry: list[Any]) -> list[Any]:
             types = [jax.typeof(c) for c in carry]
-            return conform("while_loop", CARRY, spec, types, body_fn(spec.unflatten(carry)), settles=True)
+            return conform_to_spec("while_loop", CARRY, spec, types, body_fn(spec.unflatten(carry)), settles=True)
 
-        return settled(lambda start: jax.lax.while_loop(going, body, start), "while_loop", arrays)
+        return run_settled(lambda start: jax.lax.while_loop(going, body, start), "while_loop", arrays)
 
     return jitted_as("while_loop", run)
 
@@ -88,10 +88,10 @@ def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: Tre
 
         def body(i: Any, carry: list[Any]) -> list[Any]:
             types = [jax.typeof(c) for c in carry]
-            return conform("fori_loop", CARRY, spec, types, body_fn(i, spec.unflatten(carry)), settles=True)
+            return conform_to_spec("fori_loop", CARRY, spec, types, body_fn(i, spec.unflatten(carry)), settles=True)
 
         lower, upper = bounds if static is None else static
-        return settled(lambda start: jax.lax.fori_loop(lower, upper, body, start), "fori_loop", arrays)
+        return run_settled(lambda start: jax.lax.fori_loop(lower, upper, body, start), "fori_loop", arrays)
 
     return jitted_as("fori_loop", run)
 
@@ -153,7 +153,7 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
                     f"is in {name} only",
                     "Place both alike, for example with `axonym.shard(..., {before})`.",
                 )
-                return conform(what, words, out_spec, types, result)
+                return conform_to_spec(what, words, out_spec, types, result)
 
             return call
 

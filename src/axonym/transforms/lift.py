@@ -409,7 +409,10 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
         try:
             results = fn(*args, **kwargs)
         except Exception as e:
-            e.add_note(_describe_arguments(what, own, operands, mapped))
+            types = zip(own, map(jax.typeof, operands), strict=True)
+            listed = ", ".join(f"{t.dtype}{errors.describe_axes(n, t.shape)}" for n, t in types)
+            over = f", mapped over {errors.describe_axes(mapped)}" if mapped else ""
+            e.add_note(f"{what}: raised by the function on {listed}{over}.")
             raise
         results = _checked_results(what, signature, axes, operands, results)
         _mapped_axis.check_placed_elsewhere(what, sizes, _named_arrays(operands, own), _named_arrays(results, out_own))
@@ -446,14 +449,6 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
         selection=sized,
         keep_unused=False,
     )
-
-
-def _describe_arguments(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
-    """Describe the arguments of the function."""
-    types = [jax.typeof(x) for x in operands]
-    listed = ", ".join(f"{t.dtype}{errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
-    over = f", mapped over {errors.describe_axes(mapped)}" if mapped else ""
-    return f"{what}: raised by the function on {listed}{over}."
 
 
 def _named_arrays(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:

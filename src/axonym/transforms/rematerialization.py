@@ -110,9 +110,10 @@ class ScanCheckpointPolicy:
         >>> jax.grad(step)(0.0, 2.0)
         Array(2., dtype=float32, weak_type=True)
         """
-        if self._keeps_everything:
-            return fn
         moves_carry, moves_inputs = self.save_carries == "offload", self.save_inputs == "offload"
+        moves = self.offload_block_internals or moves_carry or moves_inputs
+        if self.disable or (self.save_block_internals is True and not moves):
+            return fn  # everything is kept
         moved = [n for n, moves in ((carry_name, moves_carry), (input_name, moves_inputs)) if moves]
         policy = self._kept(moved)
 
@@ -136,11 +137,6 @@ class ScanCheckpointPolicy:
     def _saved(self) -> Sequence[str]:
         """Return the names of internals that stay on the device."""
         return () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-
-    @property
-    def _keeps_everything(self) -> bool:
-        nothing_moves = not self.offload_block_internals and "offload" not in (self.save_carries, self.save_inputs)
-        return self.disable or (self.save_block_internals is True and nothing_moves)
 
     def _kept(self, moved: Sequence[str]) -> Callable[..., Any] | None:
         """Return the policy of `jax.checkpoint` that keeps the internals, and moves these names to the host."""

@@ -30,7 +30,7 @@ from ..named_array import wrap
 from ..ops import _prefixes
 from ..ops._operands import private
 from . import _mapped_axis
-from ._carry import CARRY, MismatchMessages, conform, settled
+from ._carry import CARRY, MismatchMessages, conform_to_spec, run_settled
 from ._function_types import ToSame, ToSameAndOther
 from .rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
@@ -255,7 +255,9 @@ def _build_loop(
             outputs, spec = flatten_arrays(output, ARRAYS_AND_NUMBERS)
             returned[:] = [spec.weak(carry_spec, arguments)]  # a step can be traced again, with stronger types
             types = [jax.typeof(c) for c in carry]
-            return conform(loop.what, CARRY, carry_spec, types, new, settles=True), [stackable(y) for y in outputs]
+            return conform_to_spec(loop.what, CARRY, carry_spec, types, new, settles=True), [
+                stackable(y) for y in outputs
+            ]
 
         def looped(carry: list[Any]) -> Any:
             return checkpointed_scan(
@@ -269,7 +271,7 @@ def _build_loop(
                 unroll=plan.unroll,
             )
 
-        final, ys = settled(looped, loop.what, carry)
+        final, ys = run_settled(looped, loop.what, carry)
         (spec,) = returned
         stacked = spec.with_names(
             names if names is None else _mapped_axis.stacked(loop.what, wrap(None, names), name).names
@@ -395,7 +397,9 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
 
         def combine(a: list[Any], b: list[Any]) -> list[Any]:
             types = [jax.typeof(x) for x in a]
-            return conform("associative_scan", _RESULT, inner, types, fn(inner.unflatten(a), inner.unflatten(b)))
+            return conform_to_spec(
+                "associative_scan", _RESULT, inner, types, fn(inner.unflatten(a), inner.unflatten(b))
+            )
 
         xs = [jnp.flip(x, position) for x in xs] if plan.reverse else xs
         results = _prefixes.associative_scan(combine, xs, position)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -63,7 +64,7 @@ def find_roles(
     Key: str,
     mask: Mask,
     problems: list[str],
-    sharded: Mapping[str, Axes] | None = None,
+    sharded: Mapping[str, Axes] = MappingProxyType({}),
 ) -> AxisRoles:
     """Return the roles of the axes, and append descriptions of unclear roles to the problems.
 
@@ -80,29 +81,20 @@ def find_roles(
     if both := [n for n in values if n in own]:
         problems.append(f"query and value have {errors.describe_axes(both)}, which the key lacks")
     if causal is not None:
-        problems += _problems_of_mask(causal, own, KPos)
+        if causal.QPos not in own:
+            problems.append(f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone")
+        if len(KPos) != 1:
+            problems.append(f"a causal mask needs one axis of key positions, not {errors.describe_axes(KPos)}")
         positions, window = (causal.QPos,), causal.window
     else:
-        positions, window = _query_positions(query, own, KPos, sharded or {}), None
+        of_keys = sharded.get(KPos[0]) if KPos else None
+        alike = tuple(n for n in own if of_keys and sharded.get(n) == of_keys)
+        positions, window = alike[:1] or ((max(own, key=query.axis_size),) if own else ()), None
     batch, heads = (shared[:-1], shared[-1:]) if len(shared) > 1 else (shared, ())
     group = tuple(n for n in own if n not in positions)
     kept = query.names if Key in values else tuple(n for n in query.names if n != Key)
     out = (*kept, *(n for n in values if n not in kept))
     return AxisRoles(batch, heads, group, positions, KPos, (Key,), values, out, causal is not None, window)
-
-
-def _problems_of_mask(causal: Causal, own: Names, KPos: Names) -> Iterator[str]:
-    if causal.QPos not in own:
-        yield f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone"
-    if len(KPos) != 1:
-        yield f"a causal mask needs one axis of key positions, not {errors.describe_axes(KPos)}"
-
-
-def _query_positions(query: NamedArray, own: Names, KPos: Names, sharded: Mapping[str, Axes]) -> Names:
-    """Return the positions among the axes of the query alone, if there are any: see `find_roles`."""
-    of_keys = sharded.get(KPos[0]) if KPos else None
-    alike = tuple(n for n in own if of_keys and sharded.get(n) == of_keys)
-    return alike[:1] or ((max(own, key=query.axis_size),) if own else ())
 
 
 def merge_axes(x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None) -> jax.Array:

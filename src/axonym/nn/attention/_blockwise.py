@@ -70,6 +70,9 @@ class Blockwise(NamedTuple):
         halves = jnp.where(shard % 2 == 0, jnp.stack([shard, last]), jnp.stack([last, shard]))
         return halves * (length // 2)
 
+    def product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, x, y, precision=self.precision, preferred_element_type=_wide_dtype(x))
+
     def passed_on(self, xs: Any, hops: int = 1) -> Any:
         """Send arrays on by some hops."""
         pairs = [(i, (i + hops) % self.shards) for i in range(self.shards)]
@@ -117,13 +120,13 @@ def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
     shape = query.shape[:-1]
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     state = [jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, value.shape[-1]), wide)]
     state = [vary_like(x, query) for x in state]
     queries = plan.query_runs(query)
 
     def visit(state: Any, here: Any, hop: Any) -> Any:
-        return _visit_keys(plan, state, query, here, terms, queries, plan.key_runs(here[0], hop))
+        return _Visits(plan, terms, queries, plan.key_runs(here[0], hop)).add_keys(state, query, here)
 
     def step(carry: Any, hop: jax.Array) -> Any:
         state, here = carry
@@ -139,10 +142,9 @@ def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array,
     return (sums / jnp.where(none, 1, total)[..., None]).astype(query.dtype), log_total
 
 
-def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
-    found: Any = _attend(plan, query, key, value, terms)
-    result, log_total = found
-    return found, (query, key, value, terms, result, log_total)
+def _forward(plan: Blockwise, *operands: Any) -> Any:
+    found: Any = _attend(plan, *operands)
+    return found, (*operands, *found)
 
 
 def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
@@ -151,15 +153,15 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     # The gradient of softmax subtracts, for each query, the sum of its weights times their gradients: this sum is the
     # result times its gradient, so it needs no scores.
     delta = jnp.sum(given.astype(log_total.dtype) * result, -1) - cotangents[1]
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     bias = None if terms.bias is None else vary_like(jnp.zeros(terms.bias.shape, wide), query)
     sums: Any = (vary_like(jnp.zeros(query.shape, wide), query), bias)
     moving: Any = tuple(vary_like(jnp.zeros(x.shape, wide), query) for x in (key, value))
     queries = plan.query_runs(query)
 
     def visit(sums: Any, moving: Any, here: Any, hop: Any) -> Any:
-        of_queries = query, given, log_total, delta
-        return _visit_queries(plan, sums, moving, here, of_queries, terms, queries, plan.key_runs(here[0], hop))
+        visits = _Visits(plan, terms, queries, plan.key_runs(here[0], hop))
+        return visits.add_gradients(sums, moving, here, (query, given, log_total, delta))
 
     def step(carry: Any, hop: jax.Array) -> Any:
         sums, moving, here = carry
@@ -187,87 +189,126 @@ _attend.defvjp(_forward, _backward)
 # --- blocks ---
 
 
-def _visit_keys(
-    plan: Blockwise,
-    state: Any,
-    query: jax.Array,
-    here: tuple[jax.Array, jax.Array],
-    terms: ScoreTerms,
-    queries: _Runs,
-    keys: _Runs,
-) -> Any:
-    """Add some keys to the running maximum, the running sum and the weighted sum of values, for all queries."""
+class _Visits(NamedTuple):
+    """Visits to blocks of local queries `i`, and of the keys `j` that are on this device."""
 
-    def of_queries(state: Any, i: jax.Array) -> Any:
-        q = queries.block(query, i, QUERIES)
+    plan: Blockwise
+    terms: ScoreTerms
+    queries: _Runs
+    keys: _Runs
 
-        def of_keys(own: Any, j: jax.Array) -> Any:
-            def visited(own: Any) -> Any:
-                top, total, sums = own
-                k, v = (keys.block(x, j, KEYS) for x in here)
-                scores = _scores(plan, q, k, terms, queries, keys, i, j)
-                higher = jnp.maximum(top, jnp.max(scores, -1))
-                # While all keys are masked the maximum is minus infinity, and its difference to itself would be NaN.
-                base = jnp.where(jnp.isneginf(higher), 0, higher)
-                weights, shrunk = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
-                added = _product(plan, "bhgqk,bhkd->bhgqd", weights.astype(v.dtype), v)
-                return [higher, total * shrunk + jnp.sum(weights, -1), sums * shrunk[..., None] + added]
+    def add_keys(self, state: Any, query: jax.Array, here: tuple[jax.Array, jax.Array]) -> Any:
+        """Add keys to the running maximum, the running sum and the weighted sum of values, for all queries."""
+        queries, keys, plan = self.queries, self.keys, self.plan
 
-            return _unless_excluded(plan, queries, keys, i, j, visited, own), None
+        def of_queries(state: Any, i: jax.Array) -> Any:
+            q = queries.block(query, i, QUERIES)
 
-        own, _ = jax.lax.scan(of_keys, [queries.block(x, i, QUERIES) for x in state], jnp.arange(keys.blocks))
-        return [queries.updated(x, i, QUERIES, y) for x, y in zip(state, own, strict=True)], None
+            def of_keys(own: Any, j: jax.Array) -> Any:
+                def visited(own: Any) -> Any:
+                    top, total, sums = own
+                    k, v = (keys.block(x, j, KEYS) for x in here)
+                    scores = self.scores(q, k, i, j)
+                    higher = jnp.maximum(top, jnp.max(scores, -1))
+                    # While all keys are masked the maximum is minus infinity, and its difference to itself is NaN.
+                    base = jnp.where(jnp.isneginf(higher), 0, higher)
+                    weights, shrunk = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
+                    added = plan.product("bhgqk,bhkd->bhgqd", weights.astype(v.dtype), v)
+                    return [higher, total * shrunk + jnp.sum(weights, -1), sums * shrunk[..., None] + added]
 
-    return jax.lax.scan(of_queries, state, jnp.arange(queries.blocks))[0]
+                return self.unless_excluded(i, j, visited, own), None
 
+            own, _ = jax.lax.scan(of_keys, [queries.block(x, i, QUERIES) for x in state], jnp.arange(keys.blocks))
+            return [queries.updated(x, i, QUERIES, y) for x, y in zip(state, own, strict=True)], None
 
-def _visit_queries(
-    plan: Blockwise,
-    sums: Any,
-    moving: Any,
-    here: tuple[jax.Array, jax.Array],
-    of_queries: Any,
-    terms: ScoreTerms,
-    queries: _Runs,
-    keys: _Runs,
-) -> Any:
-    """Add to the gradients of all queries, of the bias, and of some keys and their values."""
+        return jax.lax.scan(of_queries, state, jnp.arange(queries.blocks))[0]
 
-    def of_keys(carry: Any, j: jax.Array) -> Any:
-        sums, moving = carry
-        k, v = (keys.block(x, j, KEYS) for x in here)
+    def add_gradients(self, sums: Any, moving: Any, here: tuple[jax.Array, jax.Array], of_queries: Any) -> Any:
+        """Add to the gradients of all queries, of the bias, and of some keys and their values."""
+        queries, keys, plan = self.queries, self.keys, self.plan
 
-        def of_query(carry: Any, i: jax.Array) -> Any:
-            (of_q, of_bias), moved = carry
-            q, given, log_total, delta = (queries.block(x, i, QUERIES) for x in of_queries)
+        def of_keys(carry: Any, j: jax.Array) -> Any:
+            sums, moving = carry
+            k, v = (keys.block(x, j, KEYS) for x in here)
 
-            def visited(own: Any) -> Any:
-                own_q, own_bias, own_k, own_v = own
-                # Computed again from the logarithm of their sum, which was kept in place of the weights.
-                weights = jnp.exp(_scores(plan, q, k, terms, queries, keys, i, j) - log_total[..., None])
-                own_v += _product(plan, "bhgqk,bhgqd->bhkd", weights.astype(v.dtype), given)
-                of_scores = weights * (_product(plan, "bhgqd,bhkd->bhgqk", given, v) - delta[..., None])
-                if own_bias is not None:
-                    # Where the bias was broadcast, its gradient is the sum.
-                    wide = [a for a, size in enumerate(own_bias.shape) if size == 1]
-                    own_bias += jnp.sum(of_scores, wide, keepdims=True)
-                of_scores = (of_scores * plan.scale).astype(q.dtype)
-                own_q += _product(plan, "bhgqk,bhkd->bhgqd", of_scores, k)
-                own_k += _product(plan, "bhgqk,bhgqd->bhkd", of_scores, q)
-                return own_q, own_bias, own_k, own_v
+            def of_query(carry: Any, i: jax.Array) -> Any:
+                (of_q, of_bias), moved = carry
+                q, given, log_total, delta = (queries.block(x, i, QUERIES) for x in of_queries)
 
-            own_bias = None if of_bias is None else _of_block(of_bias, queries, keys, i, j)
-            own = (queries.block(of_q, i, QUERIES), own_bias, *moved)
-            own_q, own_bias, *moved = _unless_excluded(plan, queries, keys, i, j, visited, own)
-            if of_bias is not None:
-                of_bias = _with_block(of_bias, own_bias, queries, keys, i, j)
-            return ((queries.updated(of_q, i, QUERIES, own_q), of_bias), tuple(moved)), None
+                def visited(own: Any) -> Any:
+                    own_q, own_bias, own_k, own_v = own
+                    # Computed again from the logarithm of their sum, which was kept in place of the weights.
+                    weights = jnp.exp(self.scores(q, k, i, j) - log_total[..., None])
+                    own_v += plan.product("bhgqk,bhgqd->bhkd", weights.astype(v.dtype), given)
+                    of_scores = weights * (plan.product("bhgqd,bhkd->bhgqk", given, v) - delta[..., None])
+                    if own_bias is not None:
+                        # Where the bias was broadcast, its gradient is the sum.
+                        wide = [a for a, size in enumerate(own_bias.shape) if size == 1]
+                        own_bias += jnp.sum(of_scores, wide, keepdims=True)
+                    of_scores = (of_scores * plan.scale).astype(q.dtype)
+                    own_q += plan.product("bhgqk,bhkd->bhgqd", of_scores, k)
+                    own_k += plan.product("bhgqk,bhgqd->bhkd", of_scores, q)
+                    return own_q, own_bias, own_k, own_v
 
-        own = tuple(keys.block(x, j, KEYS) for x in moving)
-        (sums, own), _ = jax.lax.scan(of_query, (sums, own), jnp.arange(queries.blocks))
-        return (sums, tuple(keys.updated(x, j, KEYS, y) for x, y in zip(moving, own, strict=True))), None
+                own_bias = None if of_bias is None else self.block(of_bias, i, j)
+                own = (queries.block(of_q, i, QUERIES), own_bias, *moved)
+                own_q, own_bias, *moved = self.unless_excluded(i, j, visited, own)
+                if of_bias is not None:
+                    of_bias = jax.lax.dynamic_update_slice(of_bias, own_bias, self.starts(of_bias, i, j))
+                return ((queries.updated(of_q, i, QUERIES, own_q), of_bias), tuple(moved)), None
 
-    return jax.lax.scan(of_keys, (sums, moving), jnp.arange(keys.blocks))[0]
+            own = tuple(keys.block(x, j, KEYS) for x in moving)
+            (sums, own), _ = jax.lax.scan(of_query, (sums, own), jnp.arange(queries.blocks))
+            return (sums, tuple(keys.updated(x, j, KEYS, y) for x, y in zip(moving, own, strict=True))), None
+
+        return jax.lax.scan(of_keys, (sums, moving), jnp.arange(keys.blocks))[0]
+
+    def unless_excluded(self, i: jax.Array, j: jax.Array, visited: Callable[[Any], Any], own: Any) -> Any:
+        """Visit a block, unless the mask excludes all of it."""
+        queries, keys = self.queries, self.keys
+        if not self.plan.causal:
+            return visited(own)
+        first, last = queries.start(i), queries.start(i) + queries.size - 1
+        some = keys.start(j) <= last
+        if self.plan.window is not None:
+            some &= keys.start(j) + keys.size - 1 > first - self.plan.window
+        return jax.lax.cond(some, visited, lambda own: own, own)
+
+    def scores(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Compute the scores of a block, with minus infinity where the mask excludes a key."""
+        plan, terms = self.plan, self.terms
+        scores = plan.product("bhgqd,bhkd->bhgqk", q, k) * plan.scale
+        if terms.bias is not None:
+            scores = scores + self.block(terms.bias, i, j).astype(scores.dtype)
+        q_pos, k_pos = self.queries.positions(i)[:, None], self.keys.positions(j)[None]
+        allowed = []
+        if plan.causal:
+            allowed.append((k_pos <= q_pos)[None, None, None])
+        if plan.window is not None:
+            allowed.append((k_pos > q_pos - plan.window)[None, None, None])
+        if terms.mask is not None:
+            allowed.append(self.block(terms.mask, i, j))
+        if terms.segments is not None:
+            of_q, of_k = (
+                jax.lax.dynamic_slice_in_dim(terms.segments, runs.start(b), runs.size, KEYS)
+                for runs, b in ((self.queries, i), (self.keys, j))
+            )
+            allowed.append(of_q[:, :, None, :, None] == of_k[:, :, None, None])
+        for each in allowed:
+            scores = jnp.where(each, scores, -jnp.inf)
+        return scores
+
+    def block(self, x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Return a block of a mask or bias: local queries, and keys by their position; axes of size one stay."""
+        if x.shape[-2] > 1:
+            x = self.queries.block(x, i, 3)
+        return jax.lax.dynamic_slice_in_dim(x, self.keys.start(j), self.keys.size, 4) if x.shape[-1] > 1 else x
+
+    def starts(self, x: jax.Array, i: jax.Array, j: jax.Array) -> list[jax.Array]:
+        """Return where a block of a bias begins."""
+        zero = jnp.zeros((), int)
+        of_queries = i * self.queries.size if x.shape[-2] > 1 else zero
+        return [zero] * 3 + [of_queries, self.keys.start(j) if x.shape[-1] > 1 else zero]
 
 
 class _Runs:
@@ -276,7 +317,9 @@ class _Runs:
     def __init__(self, length: int, starts: jax.Array):
         self.starts = starts
         run = length // starts.shape[0]
-        self.size = _block_size(run)
+        # The largest divisor that is small enough, unless it is far too small.
+        size = next(s for s in range(min(BLOCK, run), 0, -1) if run % s == 0)
+        self.size = size if size >= BLOCK // 8 else run
         self.per_run = run // self.size
         self.blocks = length // self.size
 
@@ -294,75 +337,5 @@ class _Runs:
         return jax.lax.dynamic_update_slice_in_dim(x, own, block * self.size, axis)
 
 
-def _block_size(length: int) -> int:
-    """Return the block length: the largest divisor that is small enough, unless it is far too small."""
-    size = next(s for s in range(min(BLOCK, length), 0, -1) if length % s == 0)
-    return size if size >= BLOCK // 8 else length
-
-
-def _unless_excluded(
-    plan: Blockwise, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array, visited: Callable[[Any], Any], own: Any
-) -> Any:
-    """Visit a block, unless the mask excludes all of it."""
-    if not plan.causal:
-        return visited(own)
-    first, last = queries.start(i), queries.start(i) + queries.size - 1
-    some = keys.start(j) <= last
-    if plan.window is not None:
-        some &= keys.start(j) + keys.size - 1 > first - plan.window
-    return jax.lax.cond(some, visited, lambda own: own, own)
-
-
-def _scores(
-    plan: Blockwise,
-    q: jax.Array,
-    k: jax.Array,
-    terms: ScoreTerms,
-    queries: _Runs,
-    keys: _Runs,
-    i: jax.Array,
-    j: jax.Array,
-) -> jax.Array:
-    """Compute the scores of a block, with minus infinity where the mask excludes a key."""
-    scores = _product(plan, "bhgqd,bhkd->bhgqk", q, k) * plan.scale
-    if terms.bias is not None:
-        scores = scores + _of_block(terms.bias, queries, keys, i, j).astype(scores.dtype)
-    q_pos, k_pos = queries.positions(i)[:, None], keys.positions(j)[None]
-    allowed = []
-    if plan.causal:
-        allowed.append((k_pos <= q_pos)[None, None, None])
-    if plan.window is not None:
-        allowed.append((k_pos > q_pos - plan.window)[None, None, None])
-    if terms.mask is not None:
-        allowed.append(_of_block(terms.mask, queries, keys, i, j))
-    if terms.segments is not None:
-        of_q, of_k = (
-            jax.lax.dynamic_slice_in_dim(terms.segments, runs.start(b), runs.size, KEYS)
-            for runs, b in ((queries, i), (keys, j))
-        )
-        allowed.append(of_q[:, :, None, :, None] == of_k[:, :, None, None])
-    for each in allowed:
-        scores = jnp.where(each, scores, -jnp.inf)
-    return scores
-
-
-def _of_block(x: jax.Array, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Return a block of a mask or bias: local queries, and keys by their position; axes of size one stay."""
-    if x.shape[-2] > 1:
-        x = queries.block(x, i, 3)
-    return jax.lax.dynamic_slice_in_dim(x, keys.start(j), keys.size, 4) if x.shape[-1] > 1 else x
-
-
-def _with_block(x: jax.Array, own: jax.Array, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Replace a block of an array: the inverse of `_of_block`."""
-    zero = jnp.zeros((), int)
-    starts = [zero] * 3 + [i * queries.size if x.shape[-2] > 1 else zero, keys.start(j) if x.shape[-1] > 1 else zero]
-    return jax.lax.dynamic_update_slice(x, own, starts)
-
-
-def _product(plan: Blockwise, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, x, y, precision=plan.precision, preferred_element_type=_wide(x))
-
-
-def _wide(x: jax.Array) -> Any:
+def _wide_dtype(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -32,7 +32,6 @@ class KVCache(eqx.Module):
 
     Arguments:
         keys: the keys, with an axis of positions among others.
-        values: the values.
         lengths: the number of positions so far, for each example or for all: the next position.
         KPos: the axis of positions.
         window: the number of positions that queries attend to, if the cache keeps only the latest positions.
@@ -79,7 +78,6 @@ class KVCache(eqx.Module):
             KVHeads: the axes of heads of keys and values; `()` for none.
             KPos: the axis of positions; its size is the capacity.
             HeadSize: the axis of features.
-            dtype: the dtype of keys and values.
             ValueSize: the axis of features of values, if not the same.
             per_example: False if all examples always have one length, which makes `update` faster.
             window: overwrite the oldest positions when the cache is full. Queries attend to the `window` latest
@@ -113,7 +111,7 @@ class KVCache(eqx.Module):
         >>> KVCache.init(axn.Axis("batch", 1), (), *axn.make_axes(key_pos=4, head_size=2)).positions(axn.Axis("pos", 2))
         NamedArray(int32[batch=1, pos=2], [[0 1]])
         """
-        return _counted(Pos, self.lengths) + self.lengths
+        return _positions_beside(Pos, self.lengths) + self.lengths
 
     def __getitem__(self, index: Any) -> KVCache:
         """Return the cache of one example, or of one layer: keys, values and lengths are indexed alike.
@@ -142,7 +140,6 @@ class KVCache(eqx.Module):
 
         Arguments:
             keys: the keys, along the cache's axis of positions; keys without that axis are for one position.
-            values: the values, likewise.
             count: the number of new positions that are valid, all by default: prompts of different lengths are padded
                 at their end to one length, and `count` is the length of each. The padding is overwritten later.
             at: the index of the cache to append to, if there are several, such as `{"layers": layer}`. In a loop over
@@ -163,11 +160,23 @@ class KVCache(eqx.Module):
                 f"KVCache.update: `count` is how many of the {errors.counted(new.size, 'position')} are valid, got "
                 f"{counts.min()} to {counts.max()}."
             )
-        room = self._room_for(new)
+        room = self.keys.axis_size(self.KPos)
+        if new.size > room:
+            do = "do" if new.size > 1 else "does"
+            raise ValueError(
+                f"KVCache.update: {errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
+                f"for {room}."
+            )
+        if self.window is not None and new.size > (most := room - self.window + 1):
+            raise ValueError(
+                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
+                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
+                "make the cache larger."
+            )
         before = self.lengths[at] if at else self.lengths
         lengths = astype(before + (new.size if count is None else count), before.dtype)
         if at or before.names or count is not None or (self.window is not None and new.size > 1):
-            positions = _counted(new, before) + before
+            positions = _positions_beside(new, before) + before
             if self.window is not None:
                 positions = positions % room
 
@@ -197,7 +206,20 @@ class KVCache(eqx.Module):
                 "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
             )
         for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
-            _check_new(label, require_named("KVCache.update", new), old, self.KPos, at)
+            names, KPos = require_named("KVCache.update", new).names, self.KPos
+            missing = [n for n in old.names if n not in names and n != KPos and n not in at]
+            extra = [n for n in names if n not in old.names or n in at]
+            problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
+            problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
+            hint = ""
+            if not missing and len(extra) == 1 and KPos not in names and extra[0] not in old.names:
+                hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
+            if problems:
+                raise ValueError(
+                    f"KVCache.update: the {label} {errors.describe_shape(new.shape)} {' and '.join(problems)}, "
+                    f"compared to the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
+                    f"{hint}"
+                )
         sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
         if len(sizes) > 1:
             raise ValueError(
@@ -205,23 +227,6 @@ class KVCache(eqx.Module):
                 "numbers of positions."
             )
         return Axis(self.KPos, sizes.pop())
-
-    def _room_for(self, new: Axis) -> int:
-        """Return the number of positions of the cache; raise an error if this many new ones can never fit."""
-        room = self.keys.axis_size(self.KPos)
-        if new.size > room:
-            do = "do" if new.size > 1 else "does"
-            raise ValueError(
-                f"KVCache.update: {errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
-                f"for {room}."
-            )
-        if self.window is not None and new.size > (most := room - self.window + 1):
-            raise ValueError(
-                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
-                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
-                "make the cache larger."
-            )
-        return room
 
     def require_room(self, count: int) -> KVCache:
         """Return the cache, after checking that it has room for more positions.
@@ -279,22 +284,6 @@ class KVCache(eqx.Module):
         return allowed if self.window is None else allowed & (held > positions - self.window) & (held >= 0)
 
 
-def _counted(Pos: Axis, lengths: NamedArray) -> NamedArray:
+def _positions_beside(Pos: Axis, lengths: NamedArray) -> NamedArray:
     """Return the numbers from 0 along an axis, broadcast to the axes of the lengths."""
     return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*lengths.axes, Pos))
-
-
-def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Collection[str]) -> None:
-    """Raise an error unless new keys or values have the axes of the cache; the axis of positions can be missing."""
-    missing = [n for n in old.names if n not in new.names and n != KPos and n not in at]
-    extra = [n for n in new.names if n not in old.names or n in at]
-    if missing or extra:
-        problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
-        problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
-        hint = ""
-        if not missing and len(extra) == 1 and KPos not in new.names and extra[0] not in old.names:
-            hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
-        raise ValueError(
-            f"KVCache.update: the {label} {errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
-        )

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ...axis import Names
 from ...core import errors
 from ...core.jax_versions import set_apart
-from ...distribution.kept_shards import in_pipeline, kept_over, refuse_gathered, scope_of_shards
+from ...distribution.kept_shards import in_pipeline, kept_over, refuse_gathered
 from ...distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -117,25 +117,48 @@ def attend_along_sequence(
     """
     if context is None and not _may_be_sharded(KPos, key):
         return None
-    what = _described(context)
+    what = "dot_product_attention" + ("" if context is None else f" by context={context!r}")
+    if context is not None and context not in _CONTEXTS:
+        words = [c for c in _CONTEXTS if isinstance(c, str)]
+        hint = errors.suggestion(context, words) if isinstance(context, str) else ""
+        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, _CONTEXTS))}.{hint}")
     mask = as_truth_values(what, mask)
-    found = _roles_and_sharding(what, context is None, KPos, Key, (query, key, value), mask, refused)
-    if found is None:
+    problems, operands = [f"it takes no {argument}" for argument in refused], (query, key, value)
+    mesh = mesh_around([x.array for x in operands])
+    found = _sharded_over(what, mesh, operands)
+    roles = find_roles(*operands, KPos, Key, mask, problems, found)
+    if len(KPos) != 1 and not roles.causal:
+        problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
+    if not roles.positions:
+        problems.append("the query has no positions")
+    placed = None if problems else _sharding_of_sequence(roles, mesh, found, operands, problems)
+    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
+    if context is None and (problems or not alike or (has_manual(mesh) and not in_pipeline())):
         return None
-    roles, placed = found
-    terms = _terms(what, roles, mask, bias)
+    if in_pipeline():
+        for n in (*KPos, *roles.positions):
+            refuse_gathered(what, "context", n)
+        if not alike and any(n in found for n in (*KPos, *roles.positions)):
+            problems.append(f"positions of queries and keys are not sharded alike, as {found}")
+    if placed is None or problems:
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
+    terms = _terms_of_scores(what, roles, mask, bias)
     if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
             raise ValueError(errors.size_mismatch(what, KPos[0], sizes))
     lengths = key.axis_size(KPos[0]), query.axis_size(roles.positions[0])
     if context is None:
-        hops = _hops(placed, _way(what, "ring", placed), *lengths, mask)
+        hops = _hops_of_ring(placed, _way_of_context(what, "ring", placed), *lengths, mask)
         # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
-        hops = hops if _exchanged(roles, placed, query, placed.shards) is not None else 0
-        context = _cheapest(roles, placed, query, key, value, hops)
-    way = _way(what, context, placed)
-    hops, exchanged = _hops(placed, way, *lengths, mask), _exchanged(roles, placed, query, way.devices)
+        hops = hops if _exchanged_axis(roles, placed, query, placed.shards) is not None else 0
+        keys, queries = placed.local(key) + placed.local(value), placed.local(query)
+        result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
+        share = (placed.shards - 1) / placed.shards
+        # The one that moves fewer bytes: `hops` times keys and values, or each operand and result once.
+        context = "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
+    way = _way_of_context(what, context, placed)
+    hops, exchanged = _hops_of_ring(placed, way, *lengths, mask), _exchanged_axis(roles, placed, query, way.devices)
     if way.devices > 1 and exchanged is None:
         axes = [*roles.batch, *roles.heads]
         raise ValueError(
@@ -146,18 +169,20 @@ def attend_along_sequence(
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if not isinstance(scale, (int, float)):  # a traced scale
         query, scale = query * scale, 1.0
-    shards = shard_count(placed.mesh, way.kept)
-    plan = Blockwise(roles.causal, roles.window, float(scale), precision, way.kept, shards)
+    kept = way.kept, shard_count(placed.mesh, way.kept)
+    plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
-    kernel = _kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
-    sizes = {n: size for x in (query, key, value) for n, size in x.shape.items()}
-    with scope_of_shards(sizes, f" window={roles.window} scale={scale}"):
-        if in_pipeline():
-            terms = _gathered(terms, _needed_whole(way, roles), sizes, placed.sequence)
-        return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
+    kernel = _sequence_kernel(what, way, roles, placed, plan, names, tuple(terms), hops, exchanged)
+    if in_pipeline():
+        whole, sizes = _needed_whole(way, roles), {n: size for x in operands for n, size in x.shape.items()}
+        for label, x in terms.items():  # all-gather the shards along the axes of which every device needs all
+            shards = (n in whole[label] and size == sizes[n] for n, size in x.shape.items())
+            complete = gather_axes(x.array, (placed.sequence if is_shard else () for is_shard in shards))
+            terms[label] = wrap(complete, x.names)
+    return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
-def _way(what: str, context: Context, placed: SequenceSharding) -> _Way:
+def _way_of_context(what: str, context: Context, placed: SequenceSharding) -> _Way:
     """Return which mesh axes of the positions a context is about."""
     *outer, last = placed.sequence or ("",)
     if isinstance(context, str):
@@ -178,68 +203,7 @@ def _needed_whole(way: _Way, roles: AxisRoles) -> dict[str, Names]:
     return {"segments": roles.positions, "bias": of_scores, "mask": of_scores}
 
 
-def _gathered(
-    terms: dict[str, NamedArray], whole: dict[str, Names], sizes: dict[str, int], over: Axes
-) -> dict[str, NamedArray]:
-    """All-gather the shards of terms in a pipeline along the axes of which every device needs all."""
-
-    def complete(label: str, x: NamedArray) -> NamedArray:
-        shards = ((n in whole[label] and size == sizes[n]) for n, size in x.shape.items())
-        return wrap(gather_axes(x.array, (over if is_shard else () for is_shard in shards)), x.names)
-
-    return {label: complete(label, x) for label, x in terms.items()}
-
-
-def _described(context: Context | None) -> str:
-    """Return the name of the operation for messages; an unknown context is an error."""
-    if context is None:
-        return "dot_product_attention"
-    what = f"dot_product_attention by context={context!r}"
-    if context not in _CONTEXTS:
-        hint = (
-            errors.suggestion(context, [c for c in _CONTEXTS if isinstance(c, str)]) if isinstance(context, str) else ""
-        )
-        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, _CONTEXTS))}.{hint}")
-    return what
-
-
 # --- the roles and shardings of axes ---
-
-
-def _roles_and_sharding(
-    what: str,
-    optional: bool,
-    KPos: Names,
-    Key: str,
-    operands: tuple[NamedArray, NamedArray, NamedArray],
-    mask: Mask,
-    refused: Sequence[str],
-) -> tuple[AxisRoles, SequenceSharding] | None:
-    """Return the roles of the axes and how they are sharded, if attention can be computed along the sequence.
-
-    If not, that is an error; where it is `optional`, the result is None, also if positions of queries and keys are not
-    sharded alike.
-    """
-    problems = [f"it takes no {argument}" for argument in refused]
-    mesh = mesh_around([x.array for x in operands])
-    found = _sharded_over(what, mesh, operands)
-    roles = find_roles(*operands, KPos, Key, mask, problems, found)
-    if len(KPos) != 1 and not roles.causal:
-        problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
-    if not roles.positions:
-        problems.append("the query has no positions")
-    placed = None if problems else _placed(roles, mesh, found, operands, problems)
-    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
-    if optional and (problems or not alike or (has_manual(mesh) and not in_pipeline())):
-        return None
-    if in_pipeline():
-        for n in (*KPos, *roles.positions):
-            refuse_gathered(what, "context", n)
-        if not alike and any(n in found for n in (*KPos, *roles.positions)):
-            problems.append(f"positions of queries and keys are not sharded alike, as {found}")
-    if placed is None or problems:
-        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
-    return roles, placed
 
 
 def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
@@ -265,7 +229,7 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
     return {n: axes for n, axes in found.items() if axes}
 
 
-def _placed(
+def _sharding_of_sequence(
     roles: AxisRoles, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
 ) -> SequenceSharding:
     """Return a placement of all operands, with the positions of keys and queries sharded alike."""
@@ -289,7 +253,7 @@ def _placed(
     return placed
 
 
-def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
+def _terms_of_scores(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
     """Return the terms that scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
     causal = mask if isinstance(mask, Causal) else None
     found = {
@@ -306,7 +270,7 @@ def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> 
 # --- the choice of context ---
 
 
-def _hops(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Mask) -> int:
+def _hops_of_ring(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Mask) -> int:
     """Return how many hops the keys of a device make in a ring: as many as the window needs."""
     shards = shard_count(placed.mesh, way.kept)
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
@@ -316,7 +280,7 @@ def _hops(placed: SequenceSharding, way: _Way, keys: int, queries: int, mask: Ma
     return min(shards - 1, -(-(mask.window - 1) // shard))
 
 
-def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, count: int) -> int | None:
+def _exchanged_axis(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, count: int) -> int | None:
     """Return the merged axis to exchange for positions: heads, or else the batch; None if neither is possible."""
     for position, names in ((HEADS, roles.heads), (BATCH, roles.batch)):
         if names and placed.local(query, names) % count == 0:
@@ -324,18 +288,8 @@ def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray, co
     return None
 
 
-def _cheapest(
-    roles: AxisRoles, placed: SequenceSharding, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
-) -> Context:
-    """Return the context that moves fewer bytes: `hops` times keys and values, or each operand and result once."""
-    keys, queries = placed.local(key) + placed.local(value), placed.local(query)
-    result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
-    share = (placed.shards - 1) / placed.shards
-    return "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
-
-
 @_kernels.cached
-def _kernel(
+def _sequence_kernel(
     what: str,
     way: _Way,
     roles: AxisRoles,
@@ -348,87 +302,69 @@ def _kernel(
 ) -> _kernels.Kernel:
     manual = has_manual(placed.mesh)
     whole = _needed_whole(way, roles)
-
-    def positional(*arrays):
-        fn = functools.partial(_on_device, way, roles, plan, names, labels, hops, exchanged)
-        if placed.mesh.empty or manual:
-            return fn(*arrays)
-        in_specs = [placed.spec(n) for n in names[:3]]
-        in_specs += [placed.spec(n, whole[label]) for label, n in zip(labels, names[3:], strict=True)]
-        return run_per_device(fn, arrays, in_specs, placed.spec(roles.out), placed.mesh)
-
-    # Inside another `shard_map`, masks have all keys, and keys are sharded.
-    return _kernels.make_kernel(what, positional, names, roles.out, mesh_aware=True, same_sizes=not manual)
-
-
-def _on_device(
-    way: _Way,
-    roles: AxisRoles,
-    plan: Blockwise,
-    names: tuple[Names, ...],
-    labels: tuple[str, ...],
-    hops: int,
-    exchanged: int | None,
-    *arrays: jax.Array,
-) -> jax.Array:
-    """Compute attention for the shards of one device."""
-    sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
-    dtype = jnp.result_type(*arrays[:3])
-    features, values = roles.features, roles.values
-    parts = (*roles.of_queries, features), (*roles.of_keys, features), (*roles.of_keys, values)
-    q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
-    scores = (*roles.of_queries, roles.keys)
-    of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, roles.heads, roles.positions)}
-    terms = ScoreTerms(
-        **{
-            label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
-            for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
-        }
-    )
     axes, count = plan.axes, plan.shards
 
     def split(x: jax.Array, **dims: Any) -> jax.Array:
         return set_apart(jax.lax.all_to_all(set_apart(x), way.exchanged, **dims, tiled=True))
 
-    if way.devices > 1:
-        assert exchanged is not None
-        q = split(q, split_axis=exchanged, concat_axis=QUERIES)
-        k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
-        terms = jax.tree.map(functools.partial(_own_slice, way.exchanged, way.devices, exchanged), terms)
-        own_queries = functools.partial(_own_slice, axes, count, QUERIES)
-        terms = terms._replace(**jax.tree.map(own_queries, {"bias": terms.bias, "mask": terms.mask}))
-    if count > 1:
-        plan, q, k, v = _with_sharded_queries(plan, q, k, v, terms, hops if way.is_ring else None)
-    result, log_total = attend(plan, q, k, v, terms)
-    queries, keys = q.shape[QUERIES], k.shape[KEYS]
-    queries, keys = queries * (count if plan.sharded_queries else 1), keys * (count if plan.sharded_keys else 1)
-    # A query that may attend to no key has equal scores in plain attention, and so the mean of all values.
-    if terms.mask is not None or (plan.window is not None and queries > keys):
-        mean = jnp.mean(v, KEYS)
-        mean = jax.lax.pmean(mean, axes) if plan.sharded_keys else mean
-        result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
-    if plan.zigzag:
-        result = to_zigzag(result, QUERIES, axes, count, inverse=True)
-    if way.devices > 1:
-        result = split(result, split_axis=QUERIES, concat_axis=exchanged)
-    return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
+    def on_device(*arrays: jax.Array) -> jax.Array:
+        """Compute attention for the shards of one device."""
+        sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
+        dtype = jnp.result_type(*arrays[:3])
+        features, values = roles.features, roles.values
+        parts = (*roles.of_queries, features), (*roles.of_keys, features), (*roles.of_keys, values)
+        q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
+        scores = (*roles.of_queries, roles.keys)
+        of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, roles.heads, roles.positions)}
+        terms = ScoreTerms(
+            **{
+                label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
+                for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
+            }
+        )
+        if way.devices > 1:
+            assert exchanged is not None
+            q = split(q, split_axis=exchanged, concat_axis=QUERIES)
+            k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
+            terms = jax.tree.map(functools.partial(_own_slice, way.exchanged, way.devices, exchanged), terms)
+            own_queries = functools.partial(_own_slice, axes, count, QUERIES)
+            terms = terms._replace(**jax.tree.map(own_queries, {"bias": terms.bias, "mask": terms.mask}))
+        planned = plan
+        if count > 1:  # each device attends for its own queries: keys and values make hops in a ring, or are gathered
+            # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
+            unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
+            even = q.shape[QUERIES] % 2 == 0 and k.shape[KEYS] % 2 == 0
+            zigzag = plan.causal and plan.window is None and unsharded and even
+            own_hops = hops if way.is_ring else 0
+            planned = plan._replace(sharded_queries=True, sharded_keys=way.is_ring, zigzag=zigzag, hops=own_hops)
+            if not way.is_ring:
+                k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
+            elif zigzag:
+                k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
+            q = to_zigzag(q, QUERIES, axes, count) if zigzag else q
+        result, log_total = attend(planned, q, k, v, terms)
+        queries = q.shape[QUERIES] * (count if planned.sharded_queries else 1)
+        keys = k.shape[KEYS] * (count if planned.sharded_keys else 1)
+        # A query that may attend to no key has equal scores in plain attention, and so the mean of all values.
+        if terms.mask is not None or (plan.window is not None and queries > keys):
+            mean = jnp.mean(v, KEYS)
+            mean = jax.lax.pmean(mean, axes) if planned.sharded_keys else mean
+            result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
+        if planned.zigzag:
+            result = to_zigzag(result, QUERIES, axes, count, inverse=True)
+        if way.devices > 1:
+            result = split(result, split_axis=QUERIES, concat_axis=exchanged)
+        return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
 
+    def positional(*arrays):
+        if placed.mesh.empty or manual:
+            return on_device(*arrays)
+        in_specs = [placed.spec(n) for n in names[:3]]
+        in_specs += [placed.spec(n, whole[label]) for label, n in zip(labels, names[3:], strict=True)]
+        return run_per_device(on_device, arrays, in_specs, placed.spec(roles.out), placed.mesh)
 
-def _with_sharded_queries(
-    plan: Blockwise, q: jax.Array, k: jax.Array, v: jax.Array, terms: ScoreTerms, hops: int | None
-) -> tuple[Blockwise, jax.Array, jax.Array, jax.Array]:
-    """Plan attention of each device's own queries: keys and values make `hops` in a ring, or are gathered if None."""
-    axes, count = plan.axes, plan.shards
-    # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
-    unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
-    even = q.shape[QUERIES] % 2 == 0 and k.shape[KEYS] % 2 == 0
-    zigzag = plan.causal and plan.window is None and unsharded and even
-    plan = plan._replace(sharded_queries=True, sharded_keys=hops is not None, zigzag=zigzag, hops=hops or 0)
-    if hops is None:
-        k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
-    elif zigzag:
-        k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
-    return plan, to_zigzag(q, QUERIES, axes, count) if zigzag else q, k, v
+    # Inside another `shard_map`, masks have all keys, and keys are sharded.
+    return _kernels.make_kernel(what, positional, names, roles.out, mesh_aware=True, same_sizes=not manual)
 
 
 def _own_slice(axes: Axes, count: int, axis: int, x: jax.Array) -> jax.Array:

@@ -75,9 +75,6 @@ def dot_product_attention(
     The result has the layout of the query.
 
     Arguments:
-        query: the queries.
-        key: the keys.
-        value: the values.
         KPos: the axis of key positions, or several. The query must not have it: for self-attention, rename the axis of
             key and value.
         Key: the axis of features that query and key are multiplied along.
@@ -113,21 +110,13 @@ def dot_product_attention(
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
     dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
     if implementation is None and not dropping and _is_along_kept(query, key, features, positions):
-        return exchange(
-            what,
-            lambda xs: dot_product_attention(
-                *xs[:3],
-                KPos=KPos,
-                Key=Key,
-                mask=xs[3],
-                bias=xs[4],
-                attention_dtype=attention_dtype,
-                precision=precision,
-                scaling_factor=xs[5],
-                context=context,
-            ),
-            (query, key, value, mask, bias, scaling_factor),
-        )
+        options: Any = {"attention_dtype": attention_dtype, "precision": precision, "context": context}
+
+        def attend(xs: Any) -> NamedArray:
+            q, k, v, mask, bias, scale = xs
+            return dot_product_attention(q, k, v, KPos, Key, mask, bias, scaling_factor=scale, **options)
+
+        return exchange(what, attend, (query, key, value, mask, bias, scaling_factor))
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
     given = {"dropout": dropping, "attention_dtype": not float32}
     refused = [argument for argument, is_given in given.items() if is_given]
@@ -141,7 +130,9 @@ def dot_product_attention(
     if attended is not None:
         return attended
     key, value = (_gather_shared_positions(x, positions, query) for x in (key, value))
-    weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
+    weights = _attention_weights(
+        what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
+    )
     if dropping:
         if prng is None:
             raise ValueError(
@@ -184,7 +175,9 @@ def dot_product_attention_weights(
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
     key = _gather_shared_positions(key, positions, query)
-    weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
+    weights = _attention_weights(
+        what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
+    )
     kept = tuple(n for n in query.names if n != features)
     own = tuple(n for n in key.names if n not in (*kept, *positions, features))
     return weights.rearrange((*kept, *own, *positions))
@@ -198,8 +191,6 @@ def group_heads(
     Consecutive heads form a group, as in published checkpoints. `flatten_axes` is the inverse.
 
     Arguments:
-        query: the queries, with one axis of heads.
-        Heads: the axis of heads.
         KVHeads: the axis of heads that key and value have.
         HeadsPerGroup: the axis of heads in a group, or its name.
 
@@ -223,7 +214,7 @@ def group_heads(
 # --- scores and weights ---
 
 
-def _weights(
+def _attention_weights(
     what: str,
     query: NamedArray,
     key: NamedArray,

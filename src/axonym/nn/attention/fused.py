@@ -54,7 +54,18 @@ def fused_attention(
         )
     chosen = _choose_kernel(what, implementation, query.dtype)
     mask = as_truth_values(what, mask)
-    roles = _kernel_roles(what, query, key, value, KPos, Key, mask)
+    problems: list[str] = []
+    roles = find_roles(query, key, value, KPos, Key, mask, problems)
+    sizes = [value.axis_size(n) for n in roles.values]
+    if sizes != [key.axis_size(Key)]:
+        problems.append(
+            f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
+            f"{errors.describe_axes(roles.values, sizes)}"
+        )
+    if problems:
+        given = {"query": query, "key": key, "value": value}
+        described = ", ".join(f"{label} {errors.describe_shape(x.shape)}" for label, x in given.items())
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
     extra = {"mask": mask.further(KPos[0]) if isinstance(mask, Causal) else mask, "bias": bias}
     extra = {label: x for label, x in extra.items() if x is not None}
     for label, x in extra.items():
@@ -63,7 +74,17 @@ def fused_attention(
     if chosen == "splash":
         if bias is not None:
             raise ValueError(f"{what}: splash attention takes no bias. Use implementation=None, which does.")
-        return _splash_attention(query * scale, key, value, extra.get("mask"), roles)
+        for further in extra.values():
+            if lacking := [n for n in further.names if n not in (*roles.batch, *roles.keys)]:
+                raise ValueError(
+                    "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries "
+                    f"of an example; got one with {errors.describe_axes(lacking)}. Use implementation=None, which "
+                    "takes any mask."
+                )
+        # The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be
+        # sharded over batch axes and heads and, without a causal mask, over the positions of queries.
+        operation = _splash_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
+        return operation(query * scale, key, value, *extra.values(), roles=roles)
     if not isinstance(scale, (int, float)):  # a traced scale: cuDNN needs a static one
         query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
@@ -95,31 +116,6 @@ def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
     return implementation
 
 
-def _kernel_roles(
-    what: str, query: NamedArray, key: NamedArray, value: NamedArray, KPos: Names, Key: str, mask: Mask
-) -> AxisRoles:
-    """Return the roles of the axes; raise an error if kernels cannot have them."""
-    problems: list[str] = []
-    roles = find_roles(query, key, value, KPos, Key, mask, problems)
-    sizes = [value.axis_size(n) for n in roles.values]
-    if sizes != [key.axis_size(Key)]:
-        problems.append(
-            f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
-            f"{errors.describe_axes(roles.values, sizes)}"
-        )
-    if problems:
-        described = ", ".join(
-            f"{label} {errors.describe_shape(x.shape)}"
-            for label, x in (("query", query), ("key", key), ("value", value))
-        )
-        raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
-    return roles
-
-
-def _sizes(all_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str, int]:
-    return {n: s for names, x in zip(all_names, arrays, strict=True) for n, s in zip(names, x.shape, strict=True)}
-
-
 # --- the kernels of jax.nn ---
 
 
@@ -139,7 +135,7 @@ def _jax_kernel(
         options["local_window_size"] = (roles.window - 1, 0)  # JAX does not count the query's own position
 
     def positional(*arrays):
-        sizes = _sizes(in_names, arrays)
+        sizes = {n: s for names, x in zip(in_names, arrays, strict=True) for n, s in zip(names, x.shape, strict=True)}
         dtype = jnp.result_type(*arrays[:3])
         merged = [
             merge_axes(x.astype(dtype), names, layout) if i < 3 else merge_axes(x, names, layout, sizes)
@@ -154,32 +150,14 @@ def _jax_kernel(
 # --- splash attention ---
 
 
-def _splash_attention(
-    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None, roles: AxisRoles
-) -> NamedArray:
-    """Compute splash attention of scaled queries on every device's shard of the operands.
-
-    The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be sharded
-    over batch axes and heads and, without a causal mask, over the positions of queries.
-    """
-    if mask is not None and (extra := [n for n in mask.names if n not in (*roles.batch, *roles.keys)]):
-        raise ValueError(
-            "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries of an "
-            f"example; got one with {errors.describe_axes(extra)}. Use implementation=None, which takes any mask."
-        )
-    replicated = (*roles.values, *roles.positions) if roles.causal else roles.values
-    operands = (query, key, value) if mask is None else (query, key, value, mask)
-    return _splash_operation(replicated)(*operands, roles=roles)
-
-
 @functools.lru_cache(maxsize=512)
 def _splash_operation(replicated: Names) -> Callable[..., NamedArray]:
     from ...custom_partitioning import partitioned
 
-    return partitioned(_splash, replicated=replicated)
+    return partitioned(_splash_attention, replicated=replicated)
 
 
-def _splash(
+def _splash_attention(
     query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None = None, *, roles: AxisRoles
 ) -> NamedArray:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -226,14 +204,14 @@ def _splash_kernel(heads: int, queries: int, keys: int, roles: AxisRoles) -> Any
         mask = splash.CausalMask((queries, keys))
     else:
         mask = splash.LocalMask((queries, keys), (roles.window - 1, 0), 0)
-    q, k = _block("queries", queries), _block("keys", keys)
+    q, k = _block_size("queries", queries), _block_size("keys", keys)
     blocks = splash.BlockSizes(
         block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k
     )
     return splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), block_sizes=blocks)
 
 
-def _block(label: str, size: int) -> int:
+def _block_size(label: str, size: int) -> int:
     """Return the block size of the kernel."""
     for block in (512, 256, 128):
         if size % block == 0:

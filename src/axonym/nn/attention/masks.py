@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -42,8 +42,6 @@ def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: Na
     """Make a mask with which each query attends to the keys at its own position and before.
 
     Arguments:
-        QPos: the axis of query positions.
-        KPos: the axis of key positions.
         q_start: the position of the first query: a number, or a named array with one for each example of a batch.
         k_start: the position of the first key, likewise.
 
@@ -64,7 +62,7 @@ def sliding_window_mask(
     >>> axn.nn.attention.sliding_window_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
     NamedArray(bool[pos=3, key_pos=3], [[ True False False] [ True True False] [False True True]])
     """
-    return _by_position("sliding_window_mask", _windowed, QPos, KPos, q_start, k_start, window)
+    return _by_position("sliding_window_mask", _is_in_window, QPos, KPos, q_start, k_start, window)
 
 
 def prefix_lm_mask(
@@ -81,7 +79,7 @@ def prefix_lm_mask(
     return _by_position("prefix_lm_mask", _with_prefix, QSeqLen, KSeqLen, q_start, k_start, prefix_len)
 
 
-def _windowed(q: jax.Array, k: jax.Array, window: jax.Array) -> jax.Array:
+def _is_in_window(q: jax.Array, k: jax.Array, window: jax.Array) -> jax.Array:
     return (k <= q) & (k > q - window)
 
 
@@ -98,7 +96,7 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
     operands = [operand(x) for x in numbers]
     axes = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
     along_sequence = active_mapping() and not {*mapped_axes(axes[0].name)}.isdisjoint(mapped_axes(axes[1].name))
-    placed = _replicated(*axes) if along_sequence else contextlib.nullcontext()
+    placed = _replicated_along(axes if along_sequence else ())
     if any(names for _, names in operands):
         batch = {n: size for x, names in operands for n, size in zip(names, jnp.shape(x), strict=False)}
         axes = *map(Axis, batch, batch.values()), *axes
@@ -107,9 +105,9 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
         return kernel.apply(*(x for x, _ in operands))
 
 
-def _replicated(*axes: Axis) -> contextlib.AbstractContextManager[Any]:
-    """Replicate new arrays along some axes, in a with-block."""
-    return axis_mapping(dict.fromkeys(axes), merge=True)
+def _replicated_along(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[Any]:
+    """Replicate new arrays along some axes, if there are any, in a with-block."""
+    return axis_mapping(dict.fromkeys(axes), merge=True) if axes else contextlib.nullcontext()
 
 
 @_kernels.shared("axes", "in_names")
@@ -136,7 +134,6 @@ class Causal(eqx.Module):
     mask of a `KVCache`.
 
     Arguments:
-        QPos: the axis of query positions.
         window: the largest number of keys that a query attends to, including its own position; all by default.
         also: a further mask, true where attention is allowed.
         segments: the number of the segment that each position is in, if sequences are packed: queries attend only to
@@ -176,13 +173,11 @@ class Causal(eqx.Module):
         """
         # Queries of any number can attend, such as a single new one, also if it does not fit the mesh.
         mesh = current_mesh() if active_mapping() else None
-        uneven = (
-            [] if mesh is None else [a for a in (QPos, KPos) if not fits(entries_by_name([a.name]), [a.size], mesh)]
-        )
-        with _replicated(*uneven) if uneven else contextlib.nullcontext():
+        uneven = [a for a in (QPos, KPos) if mesh is not None and not fits(entries_by_name([a.name]), [a.size], mesh)]
+        with _replicated_along(uneven):
             mask = causal_mask(QPos, KPos) if self.window is None else sliding_window_mask(QPos, KPos, self.window)
         further = self.further(KPos.name)
-        return mask if further is None else _combined(logical_and, mask, further)
+        return mask if further is None else _combined_masks(logical_and, mask, further)
 
     def further(self, KPos: AxisSelector) -> NamedArray | None:
         """Return the mask of `also` and `segments`, without the causal part, as an array.
@@ -195,7 +190,7 @@ class Causal(eqx.Module):
             return self.also
         of_keys = self.segments.rename({self.QPos: name_of(KPos)})
         same = equal(*broadcast_arrays(of_keys, self.segments, require_subset=False))
-        return same if self.also is None else _combined(logical_and, same, self.also)
+        return same if self.also is None else _combined_masks(logical_and, same, self.also)
 
 
 Mask: TypeAlias = NamedArray | Causal | None
@@ -257,7 +252,7 @@ def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
     # A Causal mask stays one, so that fused kernels still take it, and skip keys.
     if not isinstance(mask1, Causal):
         if not isinstance(mask2, Causal):
-            return _combined(logical_and, mask1, mask2)
+            return _combined_masks(logical_and, mask1, mask2)
         return Causal(mask2.QPos, mask2.window, combine_masks_and(mask1, mask2.also), mask2.segments)
     if not isinstance(mask2, Causal):
         return Causal(mask1.QPos, mask1.window, combine_masks_and(mask1.also, mask2), mask1.segments)
@@ -288,10 +283,10 @@ def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> Name
             "combine_masks_or: a Causal mask cannot be combined by or. Convert it to an array first: "
             "`written_out(QPos, KPos)`."
         )
-    return _combined(logical_or, mask1, mask2)
+    return _combined_masks(logical_or, mask1, mask2)
 
 
-def _combined(how: Callable[..., Any], mask1: NamedArray, mask2: NamedArray) -> NamedArray:
+def _combined_masks(how: Callable[..., Any], mask1: NamedArray, mask2: NamedArray) -> NamedArray:
     return how(*broadcast_arrays(mask1, mask2, require_subset=False))
 
 

@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...axis import AxisSelector, Names, name_of
+from ...axis import AxisSelector, Names
 from ...core import errors
-from ...distribution.kept_shards import in_pipeline
 from ...named_array import NamedArray, resolve_axes, wrap
 from ...ops import _kernels
 from ...ops._operands import as_float, require_named, require_subset
-from ...ops.creation import arange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,11 +267,9 @@ def apply_rotary(
     Angles and products are computed in float32 at least; the result has the dtype of `x`.
 
     Arguments:
-        x: queries or keys.
         HeadDim: the axis of features.
         positions: the position of each query or key, along axes of `x`. An axis stands for positions from 0 along that
             axis.
-        config: the frequencies.
 
     >>> x = axn.named([[1.0, 0.0], [1.0, 0.0]], ("pos", "head_size"))
     >>> axn.nn.attention.apply_rotary(x, "head_size", "pos")
@@ -281,9 +277,8 @@ def apply_rotary(
     """
     require_named("apply_rotary", x)
     if not isinstance(positions, NamedArray):
-        name = name_of(positions) if in_pipeline() else positions
-        (along,) = resolve_axes(x.names, jnp.shape(x.array), name, "apply_rotary")
-        positions = arange(along) if in_pipeline() else wrap(jnp.arange(along.size), (along.name,))
+        (along,) = resolve_axes(x.names, jnp.shape(x.array), positions, "apply_rotary")
+        positions = wrap(jnp.arange(along.size), (along.name,))
     return _rotary_kernel(x.names, positions.names, HeadDim, config).apply(x.array, positions.array)
 
 
@@ -310,13 +305,13 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
         cos, sin = jnp.cos(angles) * config.magnitude, jnp.sin(angles) * config.magnitude
         rest = x.shape[where] - size
         turned, *kept = jax.lax.split(x, (size, rest), axis=where) if rest else [x]
-        turned = _rotate(turned.astype(dtype), cos, sin, where, config.interleaved).astype(x.dtype)
+        turned = _rotate_pairs(turned.astype(dtype), cos, sin, where, config.interleaved).astype(x.dtype)
         return jax.lax.concatenate([turned, *kept], where) if rest else turned
 
     return _kernels.make_kernel(what, positional, (names, position_names), names, selection=HeadDim)
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
+def _rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
     """Rotate pairs of features, which are half the axis apart, or neighbors."""
     half = x.shape[axis] // 2
     if interleaved:
