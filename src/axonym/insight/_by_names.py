@@ -113,7 +113,7 @@ def _notes(account: Account) -> Iterator[str]:
         yield f"a compiler may save up to {account.saved:,} of the flops, of constants and of repeated operations"
     if any(len(e.axes) > 1 and e.kind == "all-gather" for e in account.exchanges):
         yield "an array gathered over several mesh axes may be gathered over one after the other, at the same bytes"
-    if any(e.branches for e in account.exchanges) or computed.flops != computed.least:
+    if any(e.place.branches for e in account.exchanges) or computed.flops != computed.least:
         yield NOTE
 
 

@@ -19,7 +19,7 @@ from ..names.distributing import PRODUCTS
 from ..ops._blockwise import pivot_of
 from ..ops._kernels import GATHERING
 from . import _scopes
-from ._branches import Branches, Computed
+from ._branches import Computed
 from ._named_events import (
     Dims,
     Exchanged,
@@ -152,10 +152,6 @@ class CountedExchange:
     def total_sent(self) -> int | None:
         times = self.place.times
         return None if self.sent is None or times is None else self.sent * times
-
-    @property
-    def branches(self) -> Branches:
-        return self.place.branches
 
 
 class Account:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from ..core.source_lines import Frame, source
@@ -12,7 +12,7 @@ from . import _scopes
 from ._branches import Branches
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
-from ._lowered import Constraints
+from ._lowered import Constraint, Constraints
 from ._text import Said, array_said
 from .records import Collective, HeldArray, MemoryTimeline, sent_by, together
 
@@ -137,12 +137,12 @@ def _cause(exchange: Exchange, found: _Carried, constraints: Constraints, mesh: 
     if operation is None or not axes:
         return _Cause(origin.frames())
     moved = _scopes.moved(operation, axes) if exchange.kind == "all-to-all" else ()
-    constraint = None
+    after: Iterable[Constraint] = ()
     if gathered and not found.stored:
-        constraint = constraints.that_gathers(origin.scope, found.longer, axes, mesh)
+        after = (c for c in constraints.after(origin.scope) if c.gathers(found.longer, axes, mesh))
     elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
-        constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
-    if constraint is not None:
+        after = (c for c in constraints.after(origin.scope) if c.moves(names.index(moved[0]), axes))
+    if (constraint := next(iter(after), None)) is not None:
         return _Cause(constraint.frames, _scopes.reason_of_placement(gathered, moved, axes), moved)
     along = gathered or moved
     if along and not found.stored and _passes_on(operation, origin.scope, along, constraints):
@@ -225,7 +225,7 @@ def _passes_on(
     """
     if operation is None:
         return False
-    placed = operation.name == "shard" and constraints.knows(scope)
+    placed = operation.name == "shard" and bool(constraints.after(scope))
     return placed or _scopes.keeps(operation, axes, _scopes.phase(scope))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from ..distribution.active_settings import Entry
 from . import cost_model
 from ._arguments import PlacedArgument
-from ._branches import Branches, least as fewest
+from ._branches import least as fewest
 from ._text import in_order
 from .chips import Chip
 from .cost_model import Bounds, Multiplication, Part, Sent
@@ -171,20 +170,7 @@ def needed_memory(report: Figures) -> int | None:
     return max(memory.arguments, memory.results) + memory.temporaries
 
 
-class Sending(Protocol):
-    """An exchange: its kind, the mesh axes that it runs over, its bytes in a call, and the branches around it."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def axes(self) -> tuple[str, ...] | None: ...
-    @property
-    def total_sent(self) -> int | None: ...
-    @property
-    def branches(self) -> Branches: ...
-
-
-def bounds_on(chip: Chip, exchanges: Iterable[Sending], memory: Memory | None, flops: int | None) -> Bounds:
+def bounds_on(chip: Chip, exchanges: Iterable[Collective], memory: Memory | None, flops: int | None) -> Bounds:
     """Return lower bounds on the time of a step of which the topology is not known.
 
     Arguments:

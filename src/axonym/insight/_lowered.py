@@ -186,14 +186,10 @@ def _flops_of(op: Any, shapes: Sequence[Sequence[int]]) -> int:
         return _flops.of_product(result, summed)
     numbers = re.sub(r".*<(.*)>", r"\1", str(op.attributes["dimension_numbers"]))
     labels = re.sub(r"[\s,\[\]]", "", numbers).replace("x", "_")
-    spatial = sum(label.isdecimal() for label in labels.partition("_")[0])
-
-    def of(name: str, otherwise: int) -> list[int]:
-        return [int(n) for n in op.attributes[name]] if name in op.attributes else [otherwise] * spatial
-
-    padding = [int(n) for n in op.attributes["padding"]][::2] if "padding" in op.attributes else [0] * spatial
-    windows = [*map(_flops.Window, of("window_strides", 1), padding, of("lhs_dilation", 1), of("rhs_dilation", 1))]
-    return _flops.of_convolution(labels, shapes, windows)
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    windows = [[int(n) for n in op.attributes[name]] if name in op.attributes else [] for name in names]
+    windows[1] = windows[1][::2]
+    return _flops.of_convolution(labels, shapes, *windows)
 
 
 def _turns_of(loop: Any) -> int | None:
@@ -251,13 +247,19 @@ class Constraint:
         """Return the mesh axes that the array is sharded over."""
         return {a for axes in self.over for a in axes or ()}
 
-    def local_sizes(self, mesh: Mapping[str, int]) -> dict[int, int]:
-        """Return the sizes of the array on each device, by position, for the axes that it constrains."""
-        return {
+    def gathers(self, sizes: Mapping[int, int], over: Collection[str], mesh: Mapping[str, int]) -> bool:
+        """Return whether it makes XLA all-gather the array, so that some axes have these sizes on each device."""
+        known = {
             place: size // math.prod(mesh.get(a, 1) for a in axes)
             for place, (size, axes) in enumerate(zip(self.sizes, self.over, strict=True))
             if axes is not None
         }
+        return self.kept.isdisjoint(over) and sizes.items() <= known.items()
+
+    def moves(self, place: int, over: Collection[str]) -> bool:
+        """Return whether it reshards the array from an axis, which was sharded over these mesh axes, to another one."""
+        own = self.over[place] if place < len(self.over) else None
+        return own is not None and self.kept.issuperset(over) and set(over).isdisjoint(own)
 
 
 class Constraints:
@@ -267,37 +269,8 @@ class Constraints:
         self._lowered = lowered
         self._by_scope: dict[str, list[Constraint]] | None = None
 
-    def that_gathers(
-        self, scope: str, sizes: Mapping[int, int], over: Collection[str], mesh: Mapping[str, int]
-    ) -> Constraint | None:
-        """Find the constraint that makes XLA all-gather the result of an operation, if any.
-
-        Arguments:
-            sizes: by position, the sizes on each device of the axes that become longer.
-        """
-        for constraint in self._after(scope):
-            if constraint.kept.isdisjoint(over) and sizes.items() <= constraint.local_sizes(mesh).items():
-                return constraint
-        return None
-
-    def that_moves(self, scope: str, place: int, over: Collection[str]) -> Constraint | None:
-        """Find the constraint that reshards the result of an operation to another axis, if any.
-
-        Arguments:
-            place: the position of the axis that was sharded over these mesh axes before.
-        """
-        for constraint in self._after(scope):
-            own = constraint.over[place] if place < len(constraint.over) else None
-            if own is not None and constraint.kept.issuperset(over) and set(over).isdisjoint(own):
-                return constraint
-        return None
-
-    def knows(self, scope: str) -> bool:
-        """Return whether constraints on the result of an operation, or at this scope, were found."""
-        return bool(self._after(scope))
-
-    def _after(self, scope: str) -> Sequence[Constraint]:
-        """Return the constraints on the result of an operation."""
+    def after(self, scope: str) -> Sequence[Constraint]:
+        """Return the constraints on the result of an operation, or at its scope."""
         if self._by_scope is None:
             self._by_scope = {}
             # Modules have no public interface for reading. If this fails, only the compiler's own lines are known.

@@ -539,7 +539,7 @@ def _flops_of(step: AxisStep, axes: Dims) -> int:
     before = [low for low, _ in params["padding"]]
     settings = (params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"])
     places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], *settings, strict=True)
-    met = [_flops.Window(*own).seen(sizes[0][i], sizes[1][j], step.shape[k]) for i, j, k, *own in places]
+    met = [_flops.pairs_met(sizes[0][i], sizes[1][j], step.shape[k], *own) for i, j, k, *own in places]
     batch, feature = (step.shape[i] for i in numbers.out_spec[:2])
     return 2 * batch * feature * sizes[1][numbers.rhs_spec[1]] * math.prod(met)
 

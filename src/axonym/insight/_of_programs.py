@@ -96,10 +96,7 @@ _LEAST = 1.5
 """The least number of computations of a product that counts as repeated: convolutions repeat a little at edges."""
 
 
-Key = tuple[str | None, str, Source | None]
-
-
-def _key(scope: str, frames: Sequence[Frame]) -> Key:
+def _key(scope: str, frames: Sequence[Frame]) -> tuple[str | None, str, Source | None]:
     return _scopes.said_of(_scopes.operation(scope)), _scopes.phase(scope), source(frames)
 
 
@@ -111,31 +108,23 @@ def repeated(
     Arguments:
         computed: the scope, the lines, the flops and the branches of products of each device.
     """
-    own, taken = dict[Key, int](), dict[Key, int]()
+    own, taken = Counter[Any](), Counter[Any]()
     for scope, frames, flops, branches in computed:
         key = _key(scope, frames)
-        own[key] = own.get(key, 0) + flops
-        taken[key] = taken.get(key, 0) + mean(flops, branches)
-    needed: dict[Key, int | None] = {}
-    scopes: dict[Key, str] = {}
+        own[key] += flops
+        taken[key] += mean(flops, branches)
+    needed: dict[tuple[str | None, str, Source | None], list[Product]] = {}
     for product in step:
-        key = _key(product.scope, product.frames)
-        before = needed.get(key, 0)
-        needed[key] = None if before is None or product.flops is None else before + product.flops
-        scopes.setdefault(key, product.scope)
-    devices = math.prod(mesh.values())
-    for key, flops in needed.items():
-        if flops and own.get(key, 0) * devices >= _LEAST * flops:
-            copies = round(own[key] * devices / flops)
-            yield RepeatedWork(*key, taken[key], copies, _axes(_scopes.operation(scopes[key]), copies, mesh))
-
-
-def _axes(operation: _scopes.ScopedOperation | None, copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes that shard no axis of an operation, or else the only ones that repeat it so often."""
-    idle = () if operation is None else tuple(a for a, n in mesh.items() if n > 1 and a not in operation.over)
-    if operation is not None and math.prod(mesh[a] for a in idle) == copies:
-        return idle
-    return only_axes(mesh, copies)
+        needed.setdefault(_key(product.scope, product.frames), []).append(product)
+    for key, products in needed.items():
+        flops = 0 if any(p.flops is None for p in products) else sum(p.flops or 0 for p in products)
+        done = own[key] * math.prod(mesh.values())
+        if flops and done >= _LEAST * flops:
+            copies, operation = round(done / flops), _scopes.operation(products[0].scope)
+            # They repeat it along the mesh axes that shard none of its axes, or else along the only possible ones.
+            idle = tuple(a for a, n in mesh.items() if n > 1 and operation and a not in operation.over)
+            told = operation is not None and math.prod(mesh[a] for a in idle) == copies
+            yield RepeatedWork(*key, taken[key], copies, idle if told else only_axes(mesh, copies))
 
 
 class _Visited:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..distribution.mesh_axes import Axes
 from ..distribution.operation_scope import NamedAxis, ScopedOperation, Term, operations_in
@@ -94,12 +94,17 @@ def array(
         sizes: the sizes of the array on each device.
         exchanged: by position, the mesh axes over which the array is gathered, and so not sharded.
     """
+    matched = {term: _match(term, sizes, mesh, exchanged) for term in (*op.operands, *op.results)}
+    found = None
     if kind in ("all-reduce", "reduce-scatter"):  # it carries a result, or the gradient of an operand
-        likely = _matches(op.operands if _is_of_gradient(op, when) else op.results, sizes, mesh, exchanged)
-        if len(likely) == 1:
-            return likely[0]
-    found = _matches((*op.operands, *op.results), sizes, mesh, exchanged)
-    return found[0] if len(found) == 1 else None
+        found = _only(matched[term] for term in (op.operands if _is_of_gradient(op, when) else op.results))
+    return found or _only(matched.values())
+
+
+def _only(found: Iterable[Array | None]) -> Array | None:
+    """Return what was found, the first of it if all has the same axes, and None otherwise."""
+    arrays = [x for x in found if x is not None]
+    return arrays[0] if len({frozenset(a.name for a in x.term) for x in arrays}) == 1 else None
 
 
 def _is_of_gradient(op: ScopedOperation, when: str) -> bool:
@@ -117,19 +122,7 @@ def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Ma
         return math.prod((a.size or 0) // math.prod(mesh.get(m, 1) for m in a.compute) for a in term)
 
     terms = (*op.operands, *op.results) if _is_of_gradient(op, when) else op.results
-    found = {frozenset(a.name for a in term): Array(term, None) for term in terms if local(term) == elements}
-    return next(iter(found.values())) if len(found) == 1 else None
-
-
-def _matches(
-    terms: Sequence[Term], sizes: Sequence[int], mesh: Mapping[str, int], exchanged: Mapping[int, Collection[str]]
-) -> list[Array]:
-    found: dict[frozenset[str], Array] = {}
-    for term in terms:
-        matched = _match(term, sizes, mesh, exchanged)
-        if matched is not None:
-            found.setdefault(frozenset(a.name for a in term), matched)
-    return list(found.values())
+    return _only(Array(term, None) for term in reversed(terms) if local(term) == elements)
 
 
 def _match(
