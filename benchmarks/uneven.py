@@ -43,7 +43,9 @@ def rows() -> list[Row]:
 
     def step(size: int) -> tuple[Any, list[Report]]:
         data.VOCAB = size
-        start, train, _ = steps.plain_functions(config.ModelSizes(), config.Optimizer(), Policy.parse("float32"))
+        start, train, _ = steps.plain_functions(
+            config.ModelSizes(), steps.make_optimizer(config.Optimizer()), Policy.parse("float32")
+        )
         make: Any = axn.named_jit(start, strategy.compute, uneven="pad")
         compiled: Any = axn.named_jit(
             train, strategy.compute, in_placement=strategy.compute, donate_args=(True, False), uneven="pad"

@@ -139,7 +139,9 @@ def train_lm(name: str, kind: AxisType = AxisType.Auto) -> Case:
     strategy = strategies.choose(name, "auto", kv_heads=2, devices=8, microbatches=2)
     mesh = axn.make_mesh(dict(strategy.mesh), explicit=kind is AxisType.Explicit)
     policy = axn.precision.Policy.parse("float32")
-    start, train, _ = steps.plain_functions(sizes, config.Optimizer(), policy, strategy.schedule())
+    start, train, _ = steps.plain_functions(
+        sizes, steps.make_optimizer(config.Optimizer()), policy, strategy.schedule()
+    )
     tokens = steps.abstract_tokens(*axn.make_axes(batch=16, pos=8))
     state = jax.eval_shape(start, jax.random.key(0))
     return mesh, steps.distributed(train, strategy), (state, tokens)

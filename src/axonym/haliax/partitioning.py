@@ -9,11 +9,12 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh as Mesh, NamedSharding, PartitionSpec
 
 from .. import shard_map as _shard_map, sharding as _sharding
 from ..axis import AxisSelection
-from ..named_array import NamedArray
+from ..named_array import NamedArray, raw
 from ..sharding import (
     PhysicalAxisSpec as PhysicalAxisSpec,
     Placement,
@@ -27,7 +28,6 @@ from ..sharding import (
     set_mesh as set_mesh,
     sharding_for_axis as sharding_for_axis,
 )
-from ..sharding.placement import present_sharding
 from ._signatures import with_parameters
 from .jax_utils import is_in_jit
 from .util import StringHolderEnum
@@ -193,8 +193,7 @@ def _of_leaves(
         return jax.tree.leaves(ask(tree), is_leaf=lambda x: x is None)
 
     with_names = [spec is not None for spec in answers(tree, lambda tree: _sharding.pspec_for(tree, {}, False))]
-    kept = [present_sharding(x) if preserve else None for x in leaves]
-    kept = [k if n or isinstance(k, NamedSharding) else None for k, n in zip(kept, with_names, strict=True)]
+    kept = [_existing(x, named) if preserve else None for x, named in zip(leaves, with_names, strict=True)]
     # `ask` gets an object in place of the leaves that are answered here.
     left = [x if n and k is None else object() for x, n, k in zip(leaves, with_names, kept, strict=True)]
     asked = answers(jax.tree.unflatten(structure, left), ask)
@@ -208,6 +207,12 @@ def _of_leaves(
         return of_raw(PartitionSpec(None) if jnp.ndim(leaf) else PartitionSpec())
 
     return jax.tree.unflatten(structure, [result(*of_leaf) for of_leaf in zip(leaves, kept, asked, strict=True)])
+
+
+def _existing(leaf: Any, named: bool) -> Any:
+    array = raw(leaf)
+    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    return sharding if named or isinstance(sharding, NamedSharding) else None
 
 
 def auto_sharded(x: T, mesh: MeshLike | None = None) -> T:

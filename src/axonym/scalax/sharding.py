@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
-from ..core import errors
 from ..named_array import NamedArray, wrap
 from ..sharding import (
     CompiledFunction,
@@ -230,9 +229,14 @@ def _activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
-        f"sjit: called in a traced function under mesh {errors.describe_mesh(around)}, but it is meant for mesh "
-        f"{errors.describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
+        f"sjit: called in a traced function under mesh {_describe_mesh(around)}, but it is meant for mesh "
+        f"{_describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
     )
+
+
+def _describe_mesh(mesh: AnyMesh) -> str:
+    kinds = " and ".join(sorted({kind.name for kind in mesh.axis_types}))
+    return f"({', '.join(f'{n}={s}' for n, s in mesh.shape.items())}) of {kinds} axes"
 
 
 # --- the mesh ---
