@@ -105,7 +105,10 @@ def _types_of_family(factory: str, module: griffe.Module) -> dict[str, Any]:
     if not isinstance(made, griffe.Function) or made.returns is None or str(made.returns) not in module.members:
         return {}
     protocol = module.members[str(made.returns)]
-    protocol = protocol.final_target if isinstance(protocol, griffe.Alias) else protocol
+    if isinstance(protocol, griffe.Alias):
+        if not protocol.target_path.startswith("axonym."):  # such as `Any`, which is not loaded
+            return {}
+        protocol = protocol.final_target
     if not isinstance(protocol, griffe.Class):
         return {}
     call = [*protocol.overloads.get("__call__", []), protocol.members.get("__call__")][0]
