@@ -136,8 +136,10 @@ def main() -> None:
         print(f"over the slices, an inner step sends nothing, and an outer step {sent / 1024:.1f} KiB")
         for i in range(options.rounds):
             for key in jax.random.split(jax.random.key(i + 1), options.steps):
-                models, states = inner_step(models, states, texts(key, replicas))
-            anchor, momentum, models = outer(anchor, momentum, models)
+                x = texts(key, replicas)
+                # Simulated devices share threads, which several steps at once could use up.
+                models, states = jax.block_until_ready(inner_step(models, states, x))
+            anchor, momentum, models = jax.block_until_ready(outer(anchor, momentum, models))
             value = loss(anchor, axn.random.normal(jax.random.key(0), (Batch, Embed)))
             print(f"round {i + 1}: loss {value.item():.3f}")
 

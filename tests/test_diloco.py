@@ -59,8 +59,8 @@ def trained(outer: Any, start: Any, rounds: int, texts: Any) -> Any:
     anchor, momentum, models, states = start
     for _ in range(rounds):
         for _ in range(STEPS):
-            models, states = diloco.inner_step(models, states, next(texts))
-        anchor, momentum, models = outer(anchor, momentum, models)
+            models, states = jax.block_until_ready(diloco.inner_step(models, states, next(texts)))
+        anchor, momentum, models = jax.block_until_ready(outer(anchor, momentum, models))
     return anchor, momentum, models, states
 
 
@@ -108,10 +108,10 @@ def test_a_fragment_of_the_layers() -> None:
     """Agreeing on each layer once is agreeing on all."""
     with jax.set_mesh(mesh(False)):
         anchor, momentum, models, states = diloco.start(REPLICAS)
-        models, _ = diloco.inner_step(models, states, batches(1)[0])
-        whole = diloco.outer_step(anchor, momentum, models)
+        models, _ = jax.block_until_ready(diloco.inner_step(models, states, batches(1)[0]))
+        whole = jax.block_until_ready(diloco.outer_step(anchor, momentum, models))
         part = axn.fsdp(diloco.agree_on, diloco.STORAGE, diloco.COMPUTE)
-        first = part(0, anchor, momentum, models)
+        first = jax.block_until_ready(part(0, anchor, momentum, models))
         assert (
             largest_difference(
                 axn.tree.map(lambda x: x["layers", 2:], first),
@@ -137,8 +137,9 @@ def test_resume_and_other_numbers_of_replicas(tmp_path: Path) -> None:
     anchor, momentum, _, states = jax.device_get(kept)
     with jax.set_mesh(mesh(False, 4, 2)):
         wider = axn.shard((diloco.replicate(anchor, 4), diloco.resized(states, 4)), diloco.STORAGE)
-        models, states = diloco.inner_step(*wider, diloco.texts(jax.random.key(2), 4))
-        anchor, momentum, models = diloco.outer_step(*axn.shard((anchor, momentum), diloco.STORAGE), models)
+        models, states = jax.block_until_ready(diloco.inner_step(*wider, diloco.texts(jax.random.key(2), 4)))
+        outer = diloco.outer_step(*axn.shard((anchor, momentum), diloco.STORAGE), models)
+        anchor, momentum, models = jax.block_until_ready(outer)
         assert spec(models.stacked.up.weight) == ("slice", None, None, "data")
         kept = jax.device_get((anchor, momentum, diloco.resized(states, 2)))
     with jax.set_mesh(mesh(False)):
