@@ -197,6 +197,30 @@ def test_under_vmap_over_the_batch(held: str, explicit: bool) -> None:
     assert moved["reduce-scatter"].count == moved["all-reduce"].count == 1
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_an_axis_that_is_mapped_over_stays_where_it_is(explicit: bool) -> None:
+    """Replicas send nothing to each other, also where the function closes over arrays and takes raw ones."""
+    rng = np.random.default_rng(0)
+    w, x, bias = (
+        axn.named(rng.normal(size=[2 if n == "replica" else 16 for n in names]), names)
+        for names in (("replica", "embed", "mlp"), ("replica", "batch", "embed"), ("mlp",))
+    )
+    scale = jnp.asarray(rng.normal(size=2))
+
+    def gradient(w: axn.NamedArray, x: axn.NamedArray, scale: jax.Array, bias: axn.NamedArray) -> axn.NamedArray:
+        of_one = lambda w, x, scale: axn.mean((axn.dot(x, w, axis="embed") + bias) ** 2).scalar() * scale
+        return axn.vmap(jax.grad(of_one), "replica")(w, x, scale)
+
+    expected = gradient(w, x, scale, bias)
+    with jax.set_mesh(axn.make_mesh({"slice": 2, "data": 4}, explicit=explicit)):
+        compute = {"replica": "slice", "batch": "data"}
+        step = axn.fsdp(gradient, compute | {"embed": "data"}, compute)
+        found = jax.block_until_ready(step(w, x, scale, bias))
+        axn.insight.contract(max_sent={"slice": 0}).check(step, w, x, scale, bias)
+    np.testing.assert_allclose(found.array, expected.array, rtol=1e-4, atol=1e-6)
+    assert spec(found) == ("slice", "data", None)
+
+
 def test_stacked_layers_under_vmap_are_gathered_one_at_a_time(mesh) -> None:
     """On Explicit axes JAX refuses that, so all are gathered before."""
     Layers, Embed = axn.make_axes(layers=3, embed=16)

@@ -28,7 +28,7 @@ class KeptShards(NamedTuple):
     names: frozenset[str] = frozenset()
     """The axes that stay sharded, over the mesh axes of the active mapping."""
     complete: bool = False
-    """Whether the code is traced for complete axes, and its operations run on shards: see `on_shards`."""
+    """True while code is traced for complete axes, whose operations then run on shards: see `on_shards`."""
     gathered: tuple[tuple[str, str], ...] = ()
     """Other axes that the mapping shards: all of each is on every device here, with the reason."""
     batch: str = ""

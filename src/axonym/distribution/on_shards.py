@@ -134,16 +134,16 @@ class OnShards:
                 here = jax.lax.slice_in_dim(here, 0, size, axis=i)
                 continue
             self._refuse(eqn, tuple(a for a in new if a not in self.places), False)
-            at = self._place(new) * size
+            at = self._place_of_shard(new) * size
             here = jax.lax.dynamic_slice_in_dim(
                 _device_varying(here, varying_axes(here) | varying_axes(at)), at, size, i
             )
         if first := sums - x.sums:
             self._refuse(eqn, tuple(a for a in first if a not in self.places), False)
-            here = jnp.where(self._place(tuple(sorted(first))) == 0, here, jnp.zeros_like(here))
+            here = jnp.where(self._place_of_shard(tuple(sorted(first))) == 0, here, jnp.zeros_like(here))
         return Shard(here, to, x.own, frozenset(i for i in x.alike if not to[i]), sums)
 
-    def _place(self, over: Axes) -> jax.Array:
+    def _place_of_shard(self, over: Axes) -> jax.Array:
         """Return the number of the shard that is here, along some mesh axes."""
         at = jnp.int32(0)
         for a in over:
@@ -308,7 +308,7 @@ class OnShards:
 
 
 _COMBINED = "sum", "max", "min"
-"""What devices do along a cut factor of which each has some."""
+"""The uses of a factor that is cut, and along which devices combine their results."""
 _MAKES_ALIKE = "broadcast_in_dim", "iota"
 
 

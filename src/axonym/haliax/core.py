@@ -171,11 +171,11 @@ def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: A
     starts = axis if isinstance(axis, Mapping) else start
     if not isinstance(starts, Mapping):
         size = new_axis if length is None else length
-        return _slice(array, axis, new_axis, start=_moved(array, axis, start, size), length=length)
+        return _slice(array, axis, new_axis, start=_start_that_fits(array, axis, start, size), length=length)
     lengths = new_axis if isinstance(new_axis, Mapping) else length
     sizes = {_name(k): v for k, v in lengths.items()} if isinstance(lengths, Mapping) else {}
     _check_room("slice", array, starts, sizes)
-    return _slice(array, {k: _moved(array, k, v, sizes.get(_name(k))) for k, v in starts.items()}, lengths)
+    return _slice(array, {k: _start_that_fits(array, k, v, sizes.get(_name(k))) for k, v in starts.items()}, lengths)
 
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
@@ -186,7 +186,9 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
     """
     _check_room("updated_slice", array, start, update.shape)
     sizes = update.shape
-    return _updated_slice(array, {k: _moved(array, k, v, sizes.get(_name(k), 1)) for k, v in start.items()}, update)
+    return _updated_slice(
+        array, {k: _start_that_fits(array, k, v, sizes.get(_name(k), 1)) for k, v in start.items()}, update
+    )
 
 
 def _check_room(what: str, array: NamedArray, starts: Mapping[Any, Any], sizes: Mapping[str, Any]) -> None:
@@ -210,7 +212,7 @@ def check_shape(jnp_shape: Sequence[int], hax_axes: AxisSelection) -> tuple[Axis
     return named(jax.ShapeDtypeStruct(tuple(jnp_shape), bool), hax_axes).axes
 
 
-def _moved(array: NamedArray, axis: Any, start: Any, length: Any) -> Any:
+def _start_that_fits(array: NamedArray, axis: Any, start: Any, length: Any) -> Any:
     """Return the start of a slice, moved until the slice fits where it is known; there, native code raises an error."""
     size = length.size if isinstance(length, Axis) else length
     if start is None or isinstance(raw(start), Tracer) or not isinstance(size, int):

@@ -138,7 +138,7 @@ def parts_of_trace(
     for event in trace.events:
         if isinstance(event, Sum) and event.flops:
             products, results, *_ = found[turn_of(event.place)]
-            products.append(_product(event, layout, sizes, is_parameter))
+            products.append(_multiplication_of(event, layout, sizes, is_parameter))
             if not products[-1].core:
                 axes, whole = _divided(layout, event.result)
                 results[axes] += whole
@@ -163,7 +163,7 @@ def parts_of_trace(
     return parts
 
 
-def _product(event: Sum, layout: Layout, sizes: Sizes, is_parameter: Any) -> Multiplication:
+def _multiplication_of(event: Sum, layout: Layout, sizes: Sizes, is_parameter: Any) -> Multiplication:
     def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
         dims = list(dims)
         return math.prod(n for _, n in dims) / device_count(sizes, distinct(a for n, _ in dims for a in layout.used(n)))

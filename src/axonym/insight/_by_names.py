@@ -36,7 +36,7 @@ def by_names(
     """
     layout = Layout(mesh, compute, storage, trace.joined)
     account = Account(trace, layout)
-    temporaries = together(_temporaries(trace, layout))
+    temporaries = together(_temporary_arrays(trace, layout))
     held, results = (
         [(layout.local(x.dims, layout.over(x.dims)), layout.bytes(x, layout.over(x.base))) for x in arrays]
         for arrays in (trace.arguments, trace.results)
@@ -61,7 +61,7 @@ def by_names(
         computed=account.computed,
         notes=tuple(_notes(account)),
         uncertain=account.uncertain,
-        repeated=tuple(_repeated(account)),
+        repeated=tuple(_repeated_work(account)),
         axes=tuple(sorted(n for n in names if n is not None)),
         temporaries=temporaries,
     )
@@ -79,7 +79,7 @@ def _uses(trace: NamedTrace, given: Sequence[GivenArray]) -> Iterator[Any]:
                 yield event.place.operation, event.place.frames, [known[origin]]
 
 
-def _repeated(account: Account) -> Iterator[RepeatedWork]:
+def _repeated_work(account: Account) -> Iterator[RepeatedWork]:
     """Find the products that a mapping makes devices repeat, in the order of the step."""
     found: dict[Any, int] = {}
     for place, used, flops in account.products:
@@ -117,7 +117,7 @@ def _notes(account: Account) -> Iterator[str]:
         yield NOTE
 
 
-def _temporaries(trace: NamedTrace, layout: Layout) -> Iterator[HeldArray]:
+def _temporary_arrays(trace: NamedTrace, layout: Layout) -> Iterator[HeldArray]:
     """Yield what loops keep for the backward pass, and the largest product.
 
     At some time, this product exists; the others may use its memory before or after.

@@ -35,7 +35,7 @@ class Exchange:
     devices: int
     """The number of devices in a group."""
     slices: int | None
-    """How many slices the devices of a group are in, if the program says it."""
+    """The number of slices that have devices of a group, if the program says it."""
     along_all: bool
     """False if a group has only some of the devices along these mesh axes."""
     times: int | None

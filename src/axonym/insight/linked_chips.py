@@ -15,7 +15,7 @@ Amount: TypeAlias = Any
 """A number, or an array of one for each mesh."""
 
 Resource: TypeAlias = str | tuple[str, ...]
-"""What exchanges use: links or the network or, if the topology is unknown, the links for a set of mesh axes."""
+"""The kind of connection of an exchange: links, the network, or the links of some mesh axes of an unknown topology."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ._branches import Branches, mean
 from ._text import Section, aligned, described_axes, phase_of
 
 _SHOWN = 8
-"""How many rows of arrays are written."""
+"""The largest number of arrays that a report lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Collective:
     axes: tuple[str, ...] | None
     """The mesh axes along which the devices of a group differ; None if the mesh is not known."""
     devices: int
-    """How many devices exchange data with each other."""
+    """The number of devices that exchange data with each other."""
     along_all: bool
-    """Whether a group has all devices along these mesh axes, rather than some."""
+    """True if a group has all devices along these mesh axes, rather than some."""
     times: int | None
-    """How often it runs in a call; None if that depends on values."""
+    """The number of times that the collective runs in a call; None if that depends on values."""
     branches: Branches
     """The branches of conditionals around it, each by the number of its conditional, of how many it is one, and which
     one."""
@@ -62,7 +62,7 @@ class Collective:
     stored: tuple[str, ...]
     """The named axes of the array that the parameter mapping shards over these mesh axes, if it is a parameter."""
     of_indices: bool
-    """Whether the array holds the indices of a look-up, which are small beside the values."""
+    """True for the indices of a look-up, which are small beside the values."""
     reason: str | None
     """The reason for it, in names; None if it is not known."""
     source: Source | None
@@ -72,7 +72,7 @@ class Collective:
     parameters: tuple[str, ...] = ()
     """The paths of the arguments of which it carries one, or the gradient of one; empty if it is none, or not known."""
     slices: int | None = None
-    """How many slices the devices that exchange data are in, if the program says it."""
+    """The number of slices that have devices of a group, if the program says it."""
     converted: str | None = None
     """The smaller dtype to which the step converts the array after a placement gathers it, if it does."""
 

@@ -475,7 +475,7 @@ class _ExpertExchange(NamedTuple):
     round_size: int | None
     """The largest number of rows that a device sends to another one in a round; None for 1.5 times an even share."""
     ragged: bool
-    """Whether only rows move, by ragged all-to-alls, or also the copies that fill up a round."""
+    """True if rows alone move, by ragged all-to-alls, without the copies that fill up a round."""
 
     def run(self, of_experts: _LocalExperts, x: jax.Array, source: jax.Array, expert: jax.Array) -> jax.Array:
         """Return the result of each row, from its expert; zeros for a row without an expert.

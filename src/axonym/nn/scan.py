@@ -491,7 +491,7 @@ class Stacked(BlockFoldable[M], LayerStack):
                 "fold", fn, lambda layers, body: layers._scheduled(schedule, body, unroll, then, then_args)
             )
 
-        without_arrays: Any = dataclasses.replace(self, stacked=None)  # JAX keeps what a derivative calls
+        without_arrays: Any = dataclasses.replace(self, stacked=None)  # JAX keeps functions for the backward pass
 
         def of_some(stacked: M, Layers: Axis, carry: Any, *args: Any, **kwargs: Any) -> Any:
             layers = dataclasses.replace(without_arrays, stacked=stacked, Block=Layers)

@@ -134,7 +134,7 @@ class _GroupOfMatrices:
     """The mesh axes that matrices are shared out over, in the order in which they are exchanged."""
     shards: int
     explicit: bool
-    """Whether mesh axes are Explicit, over which JAX does not multiply sharded rows and columns: they are gathered."""
+    """True on Explicit mesh axes, over which JAX multiplies no sharded rows and columns, so that these are gathered."""
 
     def exchanged(self, leaves: Sequence[Leaf]) -> NamedArray:
         """Return the matrices, whole, and shared out over the devices."""
