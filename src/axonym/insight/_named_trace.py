@@ -277,7 +277,7 @@ class _Events:
         """
         counts, solver = step.params["const_lengths"], step.params["jaxprs"].solve
         first = counts.matvec + counts.vecmat
-        given = [*xs[first : first + counts.solve], *xs[len(xs) - len(step.results) :]]
+        given = [*xs[first : first + counts.solve], *xs[sum(counts) :]]
         walk = AxisWalk()
         arguments = [
             Axed(tuple(fresh(n) if name is None else walk.axes.axis(name, n, "") for name, n in x.dims)) for x in given
