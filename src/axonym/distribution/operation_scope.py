@@ -71,6 +71,10 @@ class ScopedOperation:
     results: tuple[Term, ...]
     has_own_gradients: bool = False
     """Whether its gradients are operations with scopes of their own. Otherwise they have its scope."""
+    idle: float | None = None
+    """Of a pipeline, the share of the time in which a stage waits."""
+    turns: tuple[int, int] | None = None
+    """Of a condition in a loop, in how many turns it holds, and how many there are."""
 
     @property
     def axes(self) -> Axes:
@@ -105,7 +109,12 @@ def operations_in(scopes: str) -> list[ScopedOperation]:
 
 
 def operation_scope(
-    what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any], has_own_gradients: bool = False
+    what: str,
+    in_names: Sequence[Names],
+    out_names: Any,
+    arrays: Sequence[Any],
+    has_own_gradients: bool = False,
+    **more: Any,
 ) -> str:
     """Return the scope of an operation, which describes it in profiles and compiled programs.
 
@@ -113,7 +122,8 @@ def operation_scope(
     each result. Where an axis is first named, its size follows, then the mesh axes that the active mapping shards it
     over (`|`), and the mesh axes of the parameter mapping (`~`), if they differ. People read this, and programs the
     record of it, which `operations_in` finds by the number at the end: names may have any characters. The number is a
-    hash, so it is the same in every process. There is no `@`, since XLA drops everything after one.
+    hash, so it is the same in every process. There is no `@`, since XLA drops everything after one. A record can have
+    `more`, as of a pipeline.
     """
     layouts = names_of_results(out_names)
     if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
@@ -138,7 +148,7 @@ def operation_scope(
 
     inputs = [term(names, jnp.shape(x)) for names, x in zip(in_names, arrays, strict=True)]
     results = [term(names, (None,) * len(names)) for names in layouts]
-    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results), has_own_gradients)
+    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results), has_own_gradients, **more)
     key = hashlib.sha256(repr(record).encode()).hexdigest()[:12]
     _records[key] = record
     _records.move_to_end(key)
