@@ -100,27 +100,27 @@ def test_sums_of_gradients_are_combined() -> None:
     Batch, Embed = axn.make_axes(batch=512, embed=32)
     x = jax.eval_shape(lambda: axn.ones((Batch, Embed)))
     terms = []
-    for count in (2, 24):
-        ws = jax.eval_shape(lambda count=count: [axn.ones({"embed": 32, "out": 32}) for _ in range(count)])
+    for count in (1, 12):
+        ws = jax.eval_shape(
+            lambda count=count: [(axn.ones({"embed": 32, "mlp": 64}), axn.ones({"mlp": 64, "embed": 32}))] * count
+        )
 
         def small(ws: Any, x: axn.NamedArray) -> Any:
             def loss(ws: Any) -> jax.Array:
                 y = x
-                for w in ws:
-                    y = axn.rename(axn.tanh(axn.dot(y, w, axis="embed")), {"out": "embed"})
+                for up, down in ws:
+                    y = axn.dot(axn.tanh(axn.dot(y, up, axis="embed")), down, axis="mlp")
                 return axn.mean(y).scalar()
 
             return jax.grad(loss)(ws)
 
         found = plan(small, ws, x, chips=8, chip="v5e", ask=0, verify=0)
         singles = {str(p.mapping): p for p in found.found if len(p.mesh) == 1 == len(p.compute)}
-        assert found.best.mapping == {"batch": "data"} and {str({n: "model"}) for n in ("embed", "out")} <= {*singles}
-        assert all(found.best.estimate.seconds <= p.estimate.seconds for p in singles.values())
-        assert all(
-            any(n in row[1] for row in found._table()[1:]) for n in ("batch: data", "embed: model", "out: model")
-        )
-        terms.append(found.best.estimate.terms["summing gradients over data"])
-    assert terms[1] < 2 * terms[0]
+        assert all(found.best._order() <= p._order() for p in singles.values())
+        rows = {row[1] for row in found._table()[1:]}
+        assert {planning._listed(p.compute) for p in singles.values() if not p.storage} <= rows
+        terms.append(singles["{'batch': 'data'}"].estimate.terms["summing gradients over data"])
+    assert found.best.mapping == {"batch": "data"} and terms[1] < 2 * terms[0]
     tied = dataclasses.replace(found, found=(found.best, dataclasses.replace(found.best, compute={"batch": "model"})))
     assert "a tie, within 2%" in tied.why()
 
