@@ -97,6 +97,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         step_name(step), tuple(dict.fromkeys((*events.found, *exchanges))), tuple(values), tuple(results),
         tuple(events.kept), tuple(events.parts), events.slices, events.unnamed, tuple(events.uncounted), events.grouped,
         frozenset(n for e in exchanges for n in e.names), isinstance(step, DistributedFunction), events.rows.joined,
+        {e.along: e.details[0] for e in events.found if isinstance(e, Exchanged) and e.what == "matrices"},
     )  # fmt: skip
 
 
@@ -287,7 +288,7 @@ class _Events:
     def renamed(self, program: NamedProgram) -> None:
         """Record the axes that named operations call otherwise, unless they are parts of others."""
         for step in steps_of(program.body):
-            if step.name != MARK:
+            if step.name != MARK or _scopes.exchanges(_around(step).scope):
                 continue
             names = zip(*map(program.names_of, (step.operands[0], step.results[0])), strict=True)
             pairs = [(None if a is None or "." in a else a, b) for a, b in names]
