@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import axonym as axn
-from axonym.insight import Collective, HeldArray, PlacedArgument, RepeatedWork, Report, explain
+from axonym.insight import AvoidableWork, Collective, HeldArray, PlacedArgument, RepeatedWork, Report, explain
 
 MESH = {"data": 4, "model": 2}
 
@@ -106,7 +106,7 @@ def test_the_page_has_the_keys_of_the_records() -> None:
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     keys = {key for cell, _ in rows for key in re.findall(r"`(\w+)`", cell)}
     assert keys == {f.name for f in dataclasses.fields(Report)}
-    records = [Collective, RepeatedWork, PlacedArgument, HeldArray]
+    records = [Collective, RepeatedWork, AvoidableWork, PlacedArgument, HeldArray]
     for record, (_, said) in zip(records, rows, strict=False):
         kind, *fields = re.findall(r"`(\w+)`", said)
         assert kind == record.__name__ and {*fields} <= {f.name for f in dataclasses.fields(record)}

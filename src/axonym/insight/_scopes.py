@@ -173,6 +173,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     Arguments:
         gathered: the named axes that an all-gather completes, if known.
     """
+    if op.name == "shard" and when == "optimizer" and "matrix" in op.axes:
+        return "gives devices whole matrices, or back what each stores of them"
     own = _EXCHANGED.get((op.name, kind))
     if own is not None and _covers(found := _sharded(op, over), over):
         return own.format(_said(found))
