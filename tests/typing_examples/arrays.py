@@ -124,5 +124,5 @@ def refused() -> None:
     x.sum(Embed, wear=x > 0)  # type: ignore[call-arg]
     x.mean(dtype=3)  # type: ignore[arg-type]
     axn.zeros(Embed, dtype=1.0)  # type: ignore[arg-type]
-    axn.nn.Stacked.init(Axis("layers", 2), axn.nn.one_hot)  # type: ignore[arg-type]
+    axn.nn.Stacked.init(Axis("layers", 2), 3)  # type: ignore[arg-type]
     x @ x  # type: ignore[arg-type]
