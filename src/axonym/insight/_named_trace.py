@@ -18,13 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-try:
-    from jax.interpreters.partial_eval import dce_jaxpr
-except ImportError:  # then unused operations are counted, too
-    dce_jaxpr = None
-
 from ..core import errors
-from ..core.jax_versions import is_on_host
+from ..core.jax_versions import is_on_host, without_unused
 from ..core.operation_rules import Inside, OperationRule, inside
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
@@ -80,9 +75,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             closed = jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given))
         named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
     # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
-    jaxpr = closed.jaxpr
-    if dce_jaxpr is not None:
-        jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    jaxpr = without_unused(closed.jaxpr)
     names = _names_of_arguments(named)
     said = [LeafNames(own, "an argument") for own in names]
     whole, needed = (
