@@ -26,13 +26,10 @@ from ._hlo import COLLECTIVES, HloProgram, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
 from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
-from ._schedule import Schedule, links_used
+from ._schedule import SILENT, Schedule, called_target, links_used
 from .chips import Chip
 from .records import Collective, RepeatedWork
 from .report import Report
-
-WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
-"""Calls in programs for TPUs that compute nothing."""
 
 
 def report_on(
@@ -75,7 +72,9 @@ def report_on(
     found = read_step(lowered, mesh or {})
     given = ([kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products)
     results = leaves_of(lowered.out_info)[0]
-    in_scopes = _scopes.names_in(lowered.as_text(debug_info=True))
+    with_scopes = lowered.as_text(debug_info=True)
+    in_scopes = _scopes.names_in(with_scopes)
+    notes += _scopes.choices_in(with_scopes)
     return report_of(
         step,
         platform,
@@ -175,9 +174,9 @@ class _Visited:
                 self.collectives += describe(found, constraints, mesh or {})
             elif kind in ("dot", "convolution"):
                 self._add(program, visit, platform)
-            elif kind == "custom-call":
-                self.custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
-        self.custom_calls -= WITHOUT_FLOPS
+            elif instruction.opcode == "custom-call":
+                self.custom_calls.add(called_target(instruction))
+        self.custom_calls.difference_update(SILENT)
 
     def _add(self, program: HloProgram, visit: Visit, platform: str) -> None:
         """Add a product or convolution."""

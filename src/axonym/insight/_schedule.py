@@ -14,8 +14,14 @@ from collections.abc import Iterator
 from ._hlo import CALLED, COLLECTIVES, HloProgram, Instruction, branches
 from .chips import Chip
 
-_SILENT = ("AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollective")
-"""Parts of the names of calls that compute nothing."""
+SILENT = (
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+)
+"""Calls in programs for TPUs that compute nothing."""
 
 
 class Schedule:
@@ -57,8 +63,7 @@ class Schedule:
             else:
                 self.beside |= dict.fromkeys((j.name for j in inside), 0)
                 cycles = 0 if inside else _cycles(i)
-                target = i.attribute("custom_call_target") or ""
-                if i.opcode == "custom-call" and not cycles and not any(s in target for s in _SILENT):
+                if i.opcode == "custom-call" and not cycles and called_target(i) not in SILENT:
                     self.unknown["custom call"] += 1
                 done += cycles
         for exchange in (exchange for names, _ in begun.values() for exchange in names):
@@ -92,6 +97,11 @@ _RENDEZVOUS = r'_rendezvous="[^"]*"'
 def _found(pattern: str, i: Instruction) -> str:
     found = re.search(pattern, i.attributes)
     return found[0] if found else ""
+
+
+def called_target(i: Instruction) -> str:
+    """Return the name of what a custom call calls."""
+    return (i.attribute("custom_call_target") or "").strip('"')
 
 
 def _cycles(i: Instruction) -> int:

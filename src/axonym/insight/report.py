@@ -156,15 +156,19 @@ class Report(Figures, Page):
     def _exposed(self) -> str:
         """Say what nothing is computed beside, which is certain, and how long devices wait, which is estimated."""
         whole = None if self.computing is None else self.computing + sum(map(waited, self.collectives))
-        rows = []
+        rows, small = [], list[Collective]()
         for alone in (True, False):
             exposed = [c for c in self.collectives if (c.beside == 0 if alone else c.beside and c.waits)]
             for what, cs in _by_content(exposed).items():
+                if known_sent(cs) < SMALL * known_sent(self.collectives):
+                    small += cs
+                    continue
                 seconds = sum(map(waited, cs))
                 overlapped = "not overlapped" if alone else "partly overlapped"
                 about = "" if whole is None else f": about {described_seconds(seconds)}"
                 rows.append((seconds, f"{describe_bytes(known_sent(cs))} of {what}, {overlapped}{about}"))
         each = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+        each += [f"{describe_bytes(known_sent(small))} in smaller ones"] * bool(small)
         unknown = [c for c in self.collectives if c.beside is None]
         each += [f"{describe_bytes(known_sent(unknown))} that end in another turn of a loop"] * bool(unknown)
         of = "" if whole is None else f", by estimates of {described_seconds(whole)} in all"
