@@ -97,7 +97,7 @@ def active_platform() -> str:
 
 
 def active_device_kind() -> str:
-    """Return the kind of the active mesh's devices, such as `NVIDIA H100 80GB HBM3`; without a mesh, of JAX's default."""
+    """Return the kind of the active mesh's devices, such as `NVIDIA H100 80GB HBM3`, or of JAX's default one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
