@@ -128,7 +128,8 @@ def _asked_by_grad() -> None:
 
 
 def _module_attributes() -> None:
-    attributes = jax.jit(jnp.sin).lower(jnp.ones(4)).compiler_ir("stablehlo").operation.attributes
+    module: Any = jax.jit(jnp.sin).lower(jnp.ones(4)).compiler_ir("stablehlo")
+    attributes = module.operation.attributes
     assert "mhlo.num_partitions" in attributes and "sym_name" in attributes
 
 

@@ -93,6 +93,8 @@ class Figures:
     float32, since the other one has it."""
     widened_at: str = ""
     """The dtypes before and after, and the first of these products."""
+    idle: float = 0.0
+    """The share of the time in which a stage waits, by the schedule of a pipeline."""
     avoidable: tuple[AvoidableWork, ...] = ()
     """Products that could be left out, as far as a program tells."""
     cast: tuple[str, str, Source | None] | None = None

@@ -14,6 +14,7 @@ import jax
 
 from ..core.source_lines import Frame, Source, source
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution.operation_scope import operations_in
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
@@ -63,7 +64,7 @@ def report_on(
     found = read_step(lowered, mesh or {})
     given = [[kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products]
     results = leaves_of(lowered.out_info)[0]
-    in_scopes = _scopes.names_in(lowered.as_text(debug_info=True))
+    operations = {*operations_in(lowered.as_text(debug_info=True))}
     return report_of(
         step,
         platform,
@@ -87,7 +88,8 @@ def report_on(
         timeline=course,
         repeated=tuple(repeated(found.products, visited.products, mesh)) if mesh else (),
         placed_by_rule=getattr(compiled_step, "placed_by_rule", False),
-        axes=tuple(sorted(in_scopes | {n for x in names.arrays for n in x.axes if n is not None})),
+        idle=max((op.idle or 0.0 for op in operations), default=0.0),
+        axes=tuple(sorted(_scopes.names_in(operations) | {n for x in names.arrays for n in x.axes if n is not None})),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
         avoidable=(*_one_hot(found.products), *_again(found.products, visited.products)),
@@ -153,7 +155,9 @@ class _Visited:
             instruction = visit.instruction
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                self.collectives += describe(_exchange(program, visit, kind, mesh, between), constraints, mesh or {})
+                exchange = _exchange(program, visit, kind, mesh, between)
+                if exchange.axes != ():  # in a ring, devices may permute what they keep
+                    self.collectives += describe(exchange, constraints, mesh or {})
             elif kind == "send":
                 self.collectives += describe(_exchange_of_slices(program, visit, between), constraints, mesh or {})
             elif kind in ("dot", "convolution"):
