@@ -75,6 +75,10 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
         cause = _cause(exchange, found, constraints, mesh)
         given = operand if exchange.made is None else max(operand, result, key=lambda shape: shape.bytes)
         sent = sent_by(exchange.made or kind, pieces * given.bytes, exchange.devices)
+        pipeline = _scopes.around(exchange.origin.scope or origin.scope, "pipeline")
+        reason = cause.reason
+        if reason is None and pipeline is not None and exchange.axes:
+            reason = _scopes.reason_in_pipeline(pipeline, kind, exchange.axes)
         yield Collective(
             kind=kind,
             axes=exchange.axes,
@@ -94,7 +98,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             moved=cause.moved,
             stored=found.stored,
             of_indices=operation is not None and array is not None and operation.looks_up(array.term),
-            reason=cause.reason,
+            reason=reason,
             source=source(cause.frames) or source(exchange.origin.frames()),
             scope=origin.scope or exchange.origin.scope,
             made=exchange.made,
