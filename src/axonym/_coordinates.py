@@ -252,7 +252,7 @@ def groups(labels: Any, every: str | None = None) -> tuple[Axis, NamedArray, Coo
     >>> axis, ids, labels = axn.groups(coords["time.month"])
     >>> axn.segment_mean(axn.named([1., 3., 5.], "time"), ids, axis)
     NamedArray(float32[month=2], [2. 5.])
-    >>> axn.groups(coords["time"], every="MS").axis
+    >>> axn.groups(coords["time"], every="MS")[0]
     Axis(name='time', size=2)
     """
     import pandas

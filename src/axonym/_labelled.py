@@ -83,7 +83,7 @@ class Labelled:
         [0, 2]
         >>> a.map(axn.add, axn.Labelled(axn.arange({"x": 2}), {"x": [1, 2]}))
         Traceback (most recent call last):
-        ValueError: map: The coordinates 'x' are not the same: at position 0 the values are 0 (int64) and 1 (int64). ...
+        ValueError: map: the coordinates 'x' are not the same: at position 0 the values are 0 (int64) and 1 (int64). ...
         """
         args = (self, *others)
         together = merged("map", *(a.coords for a in args if isinstance(a, Labelled)))
