@@ -96,6 +96,14 @@ OPERATIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], tuple[st
         lambda d: d.interp(lat=FINE).astype(np.float32),
         (),
     ),
+    "anomaly of groups": (
+        lambda x: x.map(
+            lambda x, c: x - c["month", MONTHS[1]],
+            x.map(lambda x: axn.segment_mean(x, MONTHS[1], MONTHS[0]), coords=MONTHS[2]),
+        ),
+        lambda d: (d.groupby("time.month") - d.groupby("time.month").mean()).drop_vars("month").assign_coords(run=7),
+        (),
+    ),
     "group": (
         lambda x: x.map(lambda x: axn.segment_mean(x, MONTHS[1], MONTHS[0]), coords=MONTHS[2]),
         lambda d: d.groupby("time.month").mean(),
@@ -238,6 +246,10 @@ FOLLOWED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     ),
     "flipped and multiplied": (lambda x: axn.flip(x, "lat") * x, ("time", "lon")),
     "taken and multiplied": (lambda x: axn.take(x, "lat", axn.flip(axn.arange({"lat": 8}))) * x, ("time", "lon")),
+    "by another axis": (
+        lambda x: x - axn.ones({"month": 2, "lat": 8, "lon": 4})["month", MONTHS[1] * 0],
+        ("time", "lat", "lon"),
+    ),
     "split and joined": (
         lambda x: axn.flatten_axes(axn.unflatten_axis(x, "lat", {"a": 4, "b": 2}), ("b", "a"), "lat"),
         ("time", "lon"),
