@@ -150,7 +150,7 @@ class Search:
             yield Ranked(axes, compute, storage, meshes, np.array(best, int), seconds, bound, memory, estimate)
 
     def _layout(self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over]) -> Layout:
-        return Layout(mesh, compute, storage, self.trace.joined, self.stages)
+        return Layout(mesh, {**compute, **self.trace.over_matrices(mesh)}, storage, self.trace.joined, self.stages)
 
     def _patterns(self) -> Iterator[tuple[Axes, dict[str, Over], dict[str, Over]]]:
         """Yield mesh axes and mappings: of the batch, of groups of axes, and of stored parameters."""
