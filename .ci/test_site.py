@@ -54,6 +54,33 @@ SEARCHES = {
     },
     **dict.fromkeys(("KV cache", "KVCache"), "nn.html#kv-cache-kvcache"),
     "state_dict": "checkpoints.html",
+    **{
+        query: f"how_do_i.html#how-do-i-{section}"
+        for query, section in {
+            "how do I shard my model": "shard-my-model",
+            "data parallel": "train-data-parallel-with-fsdp-or-zero-3",
+            "zero-3": "train-data-parallel-with-fsdp-or-zero-3",
+            "context parallelism": "train-tensor-parallel-or-with-sequence-or-context-parallelism",
+            "multihost": "run-on-multiple-hosts",
+            "multiple hosts": "run-on-multiple-hosts",
+            "multi host": "run-on-multiple-hosts",
+            "huggingface": "load-llama-weights-or-another-model-of-hugging-face",
+            "load llama weights": "load-llama-weights-or-another-model-of-hugging-face",
+            "export to safetensors": "convert-weights-from-pytorch-and-export-to-safetensors",
+            "resume training": "save-checkpoints-and-resume-training",
+            "learning rate schedule": "set-a-learning-rate-schedule-warmup-or-gradient-clipping",
+            "weight decay": "exclude-biases-and-norms-from-weight-decay",
+            "gradient accumulation": "accumulate-gradients-over-microbatches",
+            "use bfloat16": "use-mixed-precision-bfloat16-or-float8",
+            "make an attention mask": "make-an-attention-mask",
+            "gradient checkpointing": "save-memory-gradient-checkpointing-rematerialization-offloading",
+            "debug nan": "debug-nan-or-wrong-values",
+            "custom kernel": "write-a-custom-kernel-with-pallas-or-triton",
+        }.items()
+    },
+    "split axes": "api/layout.html#splitting-and-merging-axes",
+    "mixture of experts": "nn.html#mixtures-of-experts",
+    "out of memory": "troubleshooting.html#resource_exhausted-out-of-memory-oom",
 }
 """What people type, and the first answer."""
 

@@ -67,8 +67,7 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
         known = ", ".join(insight.CHIPS)
         raise Problem(f"--mapping plan has no figures of {devices.describe()}: let --chip be one of {known}.")
 
-    # Where Muon's matrices go depends on the mesh that is chosen here, so the plan is that of AdamW.
-    optimizer = steps.make_optimizer(dataclasses.replace(config.optimizer, optimizer="adamw"))
+    optimizer = steps.make_optimizer(config.optimizer)
 
     def build(remat: str = "full", accumulate: int = 1) -> tuple[Any, tuple[Any, NamedArray]]:
         policy = Policy.parse(config.precision)

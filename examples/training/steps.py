@@ -78,7 +78,7 @@ def make_functions(
     sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, strategy: Strategy
 ) -> Functions:
     """The functions of a run under a strategy."""
-    optimizer = make_optimizer(optimizer_settings, strategy)
+    optimizer = make_optimizer(optimizer_settings)
     start, train, evaluate = plain_functions(
         sizes, optimizer, policy, strategy.schedule(), strategy.remat, strategy.accumulate
     )
@@ -159,20 +159,17 @@ def loss(
     return mixed_precision(policy.with_output_dtype("float32"), of_model)(model, tokens)
 
 
-def make_optimizer(config: settings.Optimizer, strategy: Strategy | None = None) -> optax.GradientTransformation:
+def make_optimizer(config: settings.Optimizer) -> optax.GradientTransformation:
     """AdamW, or Muon for matrices, with clipping. What it keeps has the names of the parameters, and is placed alike.
 
-    Under a strategy, Muon shares out whole matrices over all devices.
+    Muon shares out whole matrices over all devices.
     """
     highest = config.learning_rate
     rate = optax.warmup_cosine_decay_schedule(0.0, highest, config.warmup_steps, config.steps, end_value=highest / 10)
     adam = optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
     if config.optimizer == "muon":
-        over, storage = ((), {}) if strategy is None else (tuple(strategy.mesh), strategy.storage)
         batch = ("kv_heads", "group")  # one matrix for each head
-        adam = axn.optim.muon(
-            rate, adam=adam, weight_decay=config.weight_decay, over=over, storage=storage, batch=batch
-        )
+        adam = axn.optim.muon(rate, adam=adam, weight_decay=config.weight_decay, over=None, batch=batch)
     return optax.chain(optax.clip_by_global_norm(config.clip), adam)
 
 

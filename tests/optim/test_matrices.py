@@ -204,3 +204,83 @@ def test_without_over_on_explicit_axes(make: Any) -> None:
     assert_same(found, expected, 1e-3)  # roots of statistics round more
     for x, like in zip(*map(axn.tree.leaves, (found, placed)), strict=True):
         assert x.array.sharding.spec == like.array.sharding.spec
+
+
+def reports(params: Any, mapping: Any, mesh: Any, *by: str, **options: Any) -> list[axn.insight.Report]:
+    """Explain an update by Muon, of parameters that are stored and used alike."""
+    chosen: Any = {"over": None, **options}
+    tx = axn.optim.muon(2e-2, **chosen)
+    given = jax.eval_shape(lambda: (gradients(params), tx.init(params), params))
+    return [axn.insight.explain(tx.update, *given, mapping=mapping, mesh=mesh, by=way) for way in by]
+
+
+@pytest.mark.parametrize(
+    ("params", "storage"),
+    [
+        pytest.param(matrices(), STORAGE, id="stacked"),
+        pytest.param(matrices(6), STORAGE, id="padded"),
+        pytest.param(matrices(8, axn.nn.BlockSeq), STORAGE, id="apart"),
+        pytest.param(matrices(), {"embed": ("data", "model")}, id="two mesh axes of one axis"),
+        pytest.param(matrices(), {}, id="replicated"),
+        pytest.param(model().experts, {"experts": "data", "mlp": "model"}, id="experts"),
+    ],
+)
+def test_reports_by_names_know_the_exchange(params: Any, storage: Any) -> None:
+    by_names, true = reports(params, storage, axn.make_mesh({"data": 4, "model": 2}), "names", "partitioner")
+
+    def exchanges(report: axn.insight.Report) -> dict[Any, int]:
+        found: dict[Any, int] = {}
+        for c in report.chosen(phase="optimizer"):
+            found[c.kind, c.axes] = found.get((c.kind, c.axes), 0) + (c.total_sent or 0)
+        return found
+
+    assert exchanges(by_names) == exchanges(true) and exchanges(true)
+    assert (by_names.flops, by_names.total_sent()) == (true.flops, true.total_sent()) and by_names.uncertain == 0
+
+
+@pytest.mark.parametrize("over", [{"data": 512}, {"data": 64, "model": 8}])
+def test_on_512_devices(over: dict[str, int]) -> None:
+    """Each weight of 512 layers goes there and back for each mesh axis, an eighth of a layer on each device."""
+    Embed, Mlp = axn.make_axes(embed=512, mlp=1024)
+    of_layers = axn.nn.Stacked.init(axn.Axis("layers", 512), axn.nn.Linear)
+    params = jax.eval_shape(lambda: of_layers(Embed, Mlp, key=jax.random.key(0), use_bias=False))
+    mesh = jax.sharding.AbstractMesh(tuple(over.values()), tuple(over))
+    (report,) = reports(params, {n: axis for n, axis in STORAGE.items() if axis in over}, mesh, "names")
+    size = 4 * Embed.size * Mlp.size  # one layer, as each device has 1 / 512 of all
+    assert report.total_sent() == sum(2 * size * (n - 1) // n for n in over.values())
+    assert {c.kind for c in report.collectives} == {"all-to-all"}
+    assert report.flops == 5 * 2 * Embed.size**2 * (2 * Mlp.size + Embed.size)  # five steps, of a layer on each device
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        (matrices(), {"over": "data"}, "stored sharded along mlp over model, which `over` leaves out"),
+        (matrices(), {"storage": {"embed": "data"}}, "`storage` of mlp other than the mapping's"),
+        ({"w": axn.ones({"rows": 8, "mlp": 8})}, {"matrix": {"w": ("rows", "mlp")}}, "a parameter with an axis 'rows'"),
+    ],
+)
+def test_what_names_do_not_tell(params: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reports(params, STORAGE, axn.make_mesh({"data": 4, "model": 2}), "names", **options)
+
+
+def test_a_plan_knows_the_exchange() -> None:
+    Embed, Mlp = axn.make_axes(embed=1024, mlp=4096)
+    of_layers = axn.nn.Stacked.init(axn.Axis("layers", 16), axn.nn.Linear)
+    params = jax.eval_shape(lambda: of_layers(Embed, Mlp, key=jax.random.key(0), use_bias=False))
+    tx = axn.optim.muon(2e-2, over=None)
+
+    def step(params: Any, state: Any, x: axn.NamedArray) -> Any:
+        def loss(params: Any) -> Any:
+            add = lambda y, layer: (y + layer(y).sum("mlp"), None)
+            return (axn.scan(add, "layers")(x, params.stacked)[0] ** 2).mean()
+
+        updates, state = tx.update(axn.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = jax.eval_shape(lambda: axn.zeros({"batch": 2**16, "embed": 1024}))
+    plan = axn.insight.plan(step, params, jax.eval_shape(tx.init, params), x, chips=8, chip="v5e", verify=1)
+    best = plan.best.verified
+    assert best is not None and plan.best.sent == best.total_sent()
+    assert [c for c in best.chosen(phase="optimizer") if (c.total_sent or 0) > 100]

@@ -298,6 +298,8 @@ def test_forms_of_the_call() -> None:
             assert spec(form(axn.ones({"embed": 8}))) == ("data",)
     with pytest.raises(TypeError, match="`compute_mapping` is missing"):
         axn.fsdp(fn, {"embed": "data"})
+    with pytest.raises(TypeError, match="`out_placement` is not an option: the two mappings place"):
+        axn.fsdp(lambda x: x, {}, {}, out_placement={})  # pyright: ignore
     with pytest.raises(TypeError, match="too many arguments"):
         axn.fsdp(fn, {}, {}, {})  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="`parameter_mapping` is a resource mapping, got int"):

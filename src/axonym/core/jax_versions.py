@@ -96,6 +96,12 @@ def active_platform() -> str:
     return "tpu" if device.device_kind.startswith("TPU") else jax.default_backend()
 
 
+def active_device_kind() -> str:
+    """Return the kind of the active mesh's devices, such as `NVIDIA H100 80GB HBM3`, or of JAX's default one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Split the operands of a `scan` equation into constants, the first carry, and the arrays that are scanned over."""
     if "num_carry" in params:
@@ -126,6 +132,15 @@ def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:
     structure = jax.tree.structure(operation.in_avals)
     abstract = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     return jax.make_jaxpr(lambda *xs: jax.tree.leaves(operation.expand(*structure.unflatten(xs))))(*abstract).jaxpr
+
+
+def without_unused(program: Jaxpr) -> Jaxpr:
+    """Return a program without the operations that no result needs; the same one in JAX versions that cannot tell."""
+    try:
+        from jax.interpreters.partial_eval import dce_jaxpr
+    except ImportError:
+        return program
+    return dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
 
 
 @functools.lru_cache(maxsize=16)

@@ -34,7 +34,7 @@ def by_names(
         chip: the chip for which to compute lower bounds on time.
         given: the arrays in the arguments of the step.
     """
-    layout = Layout(mesh, compute, storage, trace.joined)
+    layout = Layout(mesh, {**compute, **trace.over_matrices(mesh)}, storage, trace.joined)
     account = Account(trace, layout)
     temporaries = together(_temporary_arrays(trace, layout))
     held, results = (

@@ -107,7 +107,7 @@ class Layout(Mappings):
     def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
         """Return the sizes of a shard."""
         over = [self.used(n) for n, _ in dims] if over is None else over
-        return tuple(size // self.count(axes) for (_, size), axes in zip(dims, over, strict=True))
+        return tuple(-(-size // self.count(axes)) for (_, size), axes in zip(dims, over, strict=True))
 
     def bytes(self, x: Value, over: Sequence[Axes] | None = None) -> int:
         """Return the bytes of a shard."""
@@ -217,6 +217,21 @@ class Account:
 
     def _exchanged(self, event: Exchanged) -> None:
         layout, x, along = self.layout, event.value, event.along
+        if event.what == "matrices":
+            shared, exchanges = event.details
+            over = tuple(a for a in layout.mesh if layout.mesh[a] > 1 and (shared is None or a in shared))
+            if layout.used(along) != over:
+                self._leave_open(
+                    f"a state with the axis {along}, which is not sharded over {', '.join(over)}", event.place
+                )
+            try:
+                for dtype, (kind, axis, sizes, lies) in exchanges(over, layout.stored, layout.mesh):
+                    dims = tuple(sizes.items())
+                    value = dataclasses.replace(x, dims=dims, base=dims, dtype=dtype)
+                    self._exchange(event.place, kind, (axis,), value, [lies.get(n, ()) for n in sizes])
+            except ValueError as e:
+                self._leave_open(str(e), event.place)
+            return
         if event.what == "parts":
             lacking = distinct(a for n in event.details for a in layout.used(n))
             if lacking and event.place.phase == "backward":
@@ -294,7 +309,11 @@ class Account:
         layout, place, result = self.layout, event.place, event.result
         if event.flops:
             used = distinct(a for n, _ in event.axes for a in layout.used(n))
-            flops = event.flops // layout.count(used) * (place.times or 1)
+            total = event.flops
+            for n, size in event.axes:
+                if n in self.trace.matrices:  # devices that have fewer compute with zero matrices
+                    total += total // size * (-size % layout.count(layout.used(n)))
+            flops = total // layout.count(used) * (place.times or 1)
             self.computed.add(place.phase, flops, place.branches, event.narrow)
             if place.times is None:
                 self.computed.flops = None
@@ -369,7 +388,7 @@ class Account:
         if extra is None or not gathered:
             why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
             self.open.setdefault(why, place)
-        elif _scopes.dispatch(place.scope) and any(layout.used(n) for n in names):
+        elif _scopes.around(place.scope, "dispatch") and any(layout.used(n) for n in names):
             self._leave_open(f"{stored}, and sharded where it is used", place)
         else:
             self._gather(event, extra)

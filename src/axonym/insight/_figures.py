@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..core.source_lines import Source
 from ..distribution.active_settings import Entry
 from . import cost_model
 from ._arguments import PlacedArgument
@@ -13,7 +14,7 @@ from ._branches import least as fewest
 from ._text import in_order
 from .chips import Chip
 from .cost_model import Bounds, Multiplication, Part, Sent
-from .records import Collective, HeldArray, MemoryTimeline, RepeatedWork
+from .records import AvoidableWork, Collective, HeldArray, MemoryTimeline, RepeatedWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +93,18 @@ class Figures:
     float32, since the other one has it."""
     widened_at: str = ""
     """The dtypes before and after, and the first of these products."""
+    idle: float = 0.0
+    """The share of the time in which a stage waits, by the schedule of a pipeline."""
+    avoidable: tuple[AvoidableWork, ...] = ()
+    """Products that could be left out, as far as a program tells."""
+    cast: tuple[str, str, Source | None] | None = None
+    """The dtype of gradients, and the larger one to which a line converts them before devices add them up."""
     temporaries: tuple[HeldArray, ...] = ()
     """By names: the temporaries that are counted, the largest first. Otherwise the timeline has those at the peak."""
     between: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The mesh axes that cross slices, and how many slices lie along each."""
+    computing: float | None = None
+    """Compiled for a topology: about how many seconds a device computes, by the cycles that the compiler estimates."""
 
     def total_sent(
         self, over: str | None = None, kind: str | None = None, phase: str | None = None, least: bool = False
@@ -178,8 +187,9 @@ def bounds_on(chip: Chip, exchanges: Iterable[Collective], memory: Memory | None
     """
     sent = tuple(
         # An all-reduce sends the bytes of two passes.
-        Sent(e.kind, e.axes, e.total_sent / (2 if e.kind == "all-reduce" else 1), "sending", branches=e.branches)
+        Sent(kind, e.axes, e.total_sent / (2 if kind == "all-reduce" else 1), "sending", branches=e.branches)
         for e in exchanges
+        for kind in [e.made or e.kind]
         if e.axes and e.total_sent is not None
     )
     products = () if flops is None else (Multiplication(flops, 1),)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.source_lines import Frame, frames_of
+from ..distribution.mesh_axes import Axes
 from . import _scopes
 from ._branches import Branches
 
@@ -238,8 +239,18 @@ class NamedTrace:
     """True if only products have sharding constraints, as `axonym.names.distribute` adds them."""
     joined: Mapping[str, tuple[str, ...]]
     """For each axis made by joining several axes, the names of those axes; each device joins its own shards."""
+    matrices: Mapping[str, Axes | None]
+    """For the axis of matrices that an optimizer shares out, the mesh axes over which it does; None for all."""
     parameters: frozenset[frozenset[str]] = frozenset()
     """The axes of each array of the model, if it is known which are."""
+
+    def over_matrices(self, mesh: Mapping[str, int]) -> dict[str, Axes]:
+        """Return the mesh axes over which an optimizer shares out matrices, as an entry of a mapping.
+
+        A state of matrices, which is an argument, has the axis too, and lies by the mapping.
+        """
+        given = {n for x in self.arguments for n in x.names}
+        return {n: tuple(mesh) if over is None else over for n, over in self.matrices.items() if n not in given}
 
     @property
     def sized(self) -> tuple[Value, ...]:

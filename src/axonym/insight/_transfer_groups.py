@@ -47,7 +47,14 @@ def carried(group: Sequence[Collective]) -> str:
     return f"{dtype} {'gradients of ' * gradient}parameters ({some(paths)})"
 
 
+_WIDE = 60
+"""The number of characters that a list may have."""
+
+
 def some(words: Sequence[str], most: int = 4) -> str:
+    """List the first words, as many as fit into part of a line, and count the others."""
+    while most > 1 and len(", ".join(words[:most])) > _WIDE:
+        most -= 1
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
@@ -72,6 +79,11 @@ def why(group: Sequence[Collective]) -> str:
 def known_sent(found: Sequence[Collective]) -> int:
     """Return the bytes that a device sends, apart from exchanges of which values decide how often they run."""
     return sum(c.mean_sent or 0 for c in found)
+
+
+def waited(c: Collective) -> float:
+    """Return about how many seconds a call waits for a collective, as far as known."""
+    return (c.waits or 0.0) * (c.times or 0)
 
 
 def at_line(source: Source | None) -> str:

@@ -75,6 +75,15 @@ class Collective:
     """The number of slices that have devices of a group, if the program says it."""
     converted: str | None = None
     """The smaller dtype to which the step converts the array after a placement gathers it, if it does."""
+    made: str | None = None
+    """The kind that the compiler for TPUs makes of it, if another: over a whole torus, it makes an all-reduce of a
+    reduce-scatter or an all-gather. `sent` has the bytes of that kind."""
+    beside: int | None = None
+    """For TPUs: the cycles of computing, by the compiler's estimate, that run between its start and its end, each time.
+    0 if nothing does, as for a synchronous one; None if that is not known."""
+    waits: float | None = None
+    """For TPUs: about how many seconds a device waits for it, each time: its bytes at the rates of the links that it
+    uses, less what is computed beside it."""
 
     @property
     def total_sent(self) -> int | None:
@@ -159,6 +168,28 @@ class RepeatedWork:
         70
         """
         return self.flops - self.flops // self.copies
+
+
+@dataclasses.dataclass(frozen=True)
+class AvoidableWork:
+    """Products that could be left out.
+
+    >>> work = axn.insight.AvoidableWork("one-hot", "dot[tokens, vocab; vocab, embed -> tokens, embed]", None, 0.2)
+    >>> work.why, work.share
+    ('one-hot', 0.2)
+    """
+
+    why: str
+    """`one-hot` for products with a one-hot array, which look rows up; `empty` for rows of which most are empty, as of
+    experts with more slots than rows; `again` for a forward pass that is computed a second time."""
+    operation: str | None
+    """The first named operation; None if it has no name."""
+    source: Source | None
+    """Its line; for a forward pass, the line that calls it."""
+    share: float
+    """The share of the compute."""
+    sizes: tuple[int, int] = (0, 0)
+    """The number of rows before and after."""
 
 
 @dataclasses.dataclass(frozen=True)

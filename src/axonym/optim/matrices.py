@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -16,16 +17,18 @@ from jax.sharding import PartitionSpec
 from ..axis import Axis, AxisSelection, Names
 from ..distribution import active_settings
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
-from ..distribution.mesh_axes import Axes, check_mesh_axes, entry_of, has_explicit, mesh_around, mesh_axes
+from ..distribution.axis_marks import exchanged, is_marking, marked
+from ..distribution.mesh_axes import Axes, check_mesh_axes, current_mesh, entry_of, has_explicit, mesh_around, mesh_axes
 from ..linalg import eigh
 from ..named_array import NamedArray, is_named_array, wrap
+from ..ops._blocks import SCOPE
 from ..ops.contraction import dot
 from ..ops.creation import zeros
 from ..ops.joining import concatenate
 from ..ops.shaping import flatten_axes, unflatten_axis
 from ..sharding.leaves import Leaf, leaves_of
 from ..sharding.mapping import ResourceMapping, normalize_mapping
-from ..sharding.meshes import AnyMesh, required_mesh
+from ..sharding.meshes import required_mesh
 from ..sharding.shard import shard
 from .roles import Matrix, Role, roles, roles_of_leaves
 
@@ -40,7 +43,7 @@ class _MatrixOptions(TypedDict, total=False):
 
     adam: optax.GradientTransformation | None
     weight_decay: float
-    over: str | Sequence[str]
+    over: str | Sequence[str] | None
     storage: ResourceMapping | None
     batch: AxisSelection
     matrix: Mapping[str, Matrix] | None
@@ -49,7 +52,7 @@ class _MatrixOptions(TypedDict, total=False):
 def on_matrices(
     fn: Callable[[NamedArray], NamedArray] | optax.GradientTransformation,
     *,
-    over: str | Sequence[str] = (),
+    over: str | Sequence[str] | None = (),
     storage: ResourceMapping | None = None,
     batch: AxisSelection = (),
     matrix: Mapping[str, Matrix] | None = None,
@@ -64,9 +67,9 @@ def on_matrices(
         fn: a function of an array of matrices with the axes `matrix`, `rows` and `columns`, which may have further
             batch axes, to an array of the same axes; or an Optax transformation of a dictionary of such arrays, if it
             has a state, which is then sharded over `over`. Zero matrices must give finite ones.
-        over: the mesh axes that matrices are shared out over. By default matrices stay where they are, and on Explicit
-            mesh axes each device gathers them. The state of `fn` has the layout of the exchange: it does not go to
-            another `over` or number of devices.
+        over: the mesh axes that matrices are shared out over, or None for all that the active mesh has. By default
+            matrices stay where they are, and on Explicit mesh axes each device gathers them. The state of `fn` has the
+            layout of the exchange: it does not go to another `over` or number of devices.
         storage: the mapping that parameters are stored by; by default the active ones. Batch axes that it shards, such
             as experts, stay sharded.
         batch, matrix: as for `roles`. A parameter that is no matrix is an error: see `optax.partition`.
@@ -79,7 +82,7 @@ def on_matrices(
     """
     import optax
 
-    axes = mesh_axes(over if isinstance(over, str) else tuple(over))
+    given = mesh_axes(over if over is None or isinstance(over, str) else tuple(over))
     if isinstance(fn, optax.GradientTransformation):
         inner: Any = fn
     else:
@@ -93,18 +96,28 @@ def on_matrices(
         found = roles_of_leaves(leaves, tree, batch, matrix)
         if no := [r for r in found if r is not None and r.no_matrix]:
             raise ValueError(f"optim.on_matrices: {no[0].path} is no matrix ({no[0].no_matrix}). Use optax.partition.")
-        mesh = required_mesh("optim.on_matrices", None) if axes else None
-        if mesh is not None:
-            check_mesh_axes("optim.on_matrices: over", dict.fromkeys(["matrix"], axes), mesh)
+        mesh = current_mesh()
+        followed = is_marking() and mesh is None  # a report follows names; it knows the mesh later
+        if given and not followed:
+            mesh = required_mesh("optim.on_matrices", None)
+            check_mesh_axes("optim.on_matrices: over", dict.fromkeys(["matrix"], given), mesh)
+        sizes = {} if mesh is None else dict(mesh.shape)
+        axes = () if followed else tuple(sizes) if over is None else given
         # Mappings are for the axes of the model, and not for those of matrices.
         with active_settings.activate_here(mapping={}, parameter_mapping={}), jax.named_scope("optimizer"):
-            groups = _groups_of_matrices(leaves, found, kept, axes, mesh)
-            matrices, state = function({group.name: group.exchanged(leaves) for group in groups})
-            for group in groups:
-                for i, x in zip(group.members, group.returned(matrices[group.name]), strict=True):
-                    leaf = leaves[i]
-                    value = x if isinstance(leaf.value, NamedArray) else x.array
-                    leaves[i] = dataclasses.replace(leaf, value=value)
+            groups = _groups_of_matrices(leaves, found, lambda n: mesh_axes(kept.get(n)), axes, sizes, join=followed)
+            with jax.named_scope(SCOPE) if followed else contextlib.nullcontext():
+                matrices = {group.name: group.exchanged(leaves) for group in groups}
+                if followed:
+                    known = functools.partial(_exchanges, leaves, found, None if storage is None else kept)
+                    matrices = _shown(matrices, given if over is not None else None, known)
+            matrices, state = function(matrices)
+            with jax.named_scope(SCOPE) if followed else contextlib.nullcontext():
+                for group in groups:
+                    for i, x in zip(group.members, group.returned(matrices[group.name]), strict=True):
+                        x = _marked(x) if followed else x
+                        value = x if isinstance(leaves[i].value, NamedArray) else x.array
+                        leaves[i] = dataclasses.replace(leaves[i], value=value)
         return jax.tree.unflatten(structure, [leaf.value for leaf in leaves]), state
 
     def init(params: Any) -> Any:
@@ -184,10 +197,28 @@ class _GroupOfMatrices:
 
     def _placed(self, x: NamedArray, count: int, whole: bool = False) -> NamedArray:
         """Shard matrices as they are after so many exchanges, by their batch axes alone if they are to be whole."""
-        moved = self.over[:count]
         kept = {n: own for n, own in self.entries.items() if not whole or n.startswith(_BATCH)}
-        axes = {n: tuple(a for a in own if a not in moved) for n, own in kept.items()} | {_MATRIX: moved}
+        axes = self._entries(kept, count)
         return shard(x, PartitionSpec(*(entry_of(axes.get(n, ())) for n in x.names)))
+
+    def _entries(self, kept: Mapping[str, Axes], count: int) -> dict[str, Axes]:
+        """Return the mesh axes that each axis is sharded over after so many exchanges."""
+        moved = self.over[:count]
+        return {n: tuple(a for a in own if a not in moved) for n, own in kept.items()} | {_MATRIX: moved}
+
+    def exchanges(self) -> Iterator[tuple[str, str, dict[str, int], dict[str, Axes]]]:
+        """Yield each exchange of an update: its kind, its mesh axis, and the axes and the sharding of its result."""
+        first = self.roles[0]
+        count = sum(math.prod(role.sizes[n] for n in self._free(role)) for role in self.roles)
+        sizes = {_MATRIX: count + -count % self.shards}
+        sizes |= {_inner(first, n): size for n, size in first.sizes.items() if n not in self._free(first)}
+        steps = [(i, i + 1) for i in range(len(self.over))]
+        for before, after in (*steps, *((j, i) for i, j in reversed(steps))):
+            moved = self.over[min(before, after)]
+            if any(moved in own for own in self.entries.values()):
+                yield "all-to-all", moved, sizes, self._entries(self.entries, after)
+            elif after < before:  # on the way there, each device takes its own matrices
+                yield "all-gather", moved, sizes, self._entries(self.entries, after)
 
 
 def _inner(role: Role, name: str) -> str:
@@ -201,19 +232,68 @@ def _with_axis_of(x: NamedArray, names: Names, name: str) -> NamedArray:
     return flatten_axes(x, names, name) if names else x.broadcast_axis(Axis(name, 1))
 
 
+def _marked(x: NamedArray) -> NamedArray:
+    """Mark the names of an array, for a trace that follows names."""
+    return wrap(marked([x.array], [x.names])[0], x.names)
+
+
+def _shown(matrices: dict[str, NamedArray], over: Axes | None, exchange: Any) -> dict[str, NamedArray]:
+    """Mark matrices in a trace that follows names, and how they are exchanged: see `exchanged` of `axis_marks`."""
+    first = next(iter(matrices), None)
+    return {
+        name: _marked(wrap(exchanged(x.array, "matrices", _MATRIX, over, exchange), x.names) if name == first else x)
+        for name, x in matrices.items()
+    }
+
+
+def _exchanges(
+    leaves: Sequence[Leaf],
+    found: Sequence[Role | None],
+    storage: Mapping[str, Any] | None,
+    over: Axes,
+    stored: Callable[[str], Axes],
+    sizes: Mapping[str, int],
+) -> Iterator[tuple[Any, tuple[str, str, dict[str, int], dict[str, Axes]]]]:
+    """Yield the dtype of the matrices and each exchange of an update, by the storage sharding of each axis.
+
+    What is not known raises a `ValueError`.
+    """
+    names = {n for role in found if role is not None for n in role.sizes}
+    if reserved := sorted(names & {_MATRIX, _ROWS, _COLUMNS}):
+        raise ValueError(f"matrices of a parameter with an axis {reserved[0]!r}, which is a name of theirs")
+    for n in sorted(names):
+        if left_out := sorted({*stored(n)} - {*over}):
+            raise ValueError(f"matrices stored sharded along {n} over {left_out[0]}, which `over` leaves out")
+        if storage is not None and mesh_axes(storage.get(n)) != stored(n):
+            raise ValueError(f"matrices with `storage` of {n} other than the mapping's")
+    for group in _groups_of_matrices(leaves, found, stored, over, sizes):
+        for exchange in group.exchanges():
+            yield leaves[group.members[0]].value.dtype, exchange
+
+
 def _groups_of_matrices(
-    leaves: Sequence[Leaf], found: Sequence[Role | None], storage: Mapping[str, Any], over: Axes, mesh: AnyMesh | None
+    leaves: Sequence[Leaf],
+    found: Sequence[Role | None],
+    stored: Callable[[str], Axes],
+    over: Axes,
+    mesh: Mapping[str, int],
+    join: bool = False,
 ) -> list[_GroupOfMatrices]:
-    """Return each parameter as a group, or several of equal sizes as one if that leaves fewer devices idle."""
+    """Return each parameter as a group, or several of equal sizes as one if that leaves fewer devices idle.
+
+    Arguments:
+        stored: returns the mesh axes that an axis is stored sharded over.
+        join: whether to join all of equal sizes.
+    """
     explicit = has_explicit(mesh_around())
     alike: dict[Any, list[int]] = collections.defaultdict(list)
     known: dict[int, tuple[dict[str, Axes], Axes, int]] = {}
     for i, role in enumerate(found):
         if role is None:
             continue
-        entries = {_inner(role, n): mesh_axes(storage.get(n)) if over or explicit else () for n in role.sizes}
+        entries = {_inner(role, n): stored(n) if over or explicit else () for n in role.sizes}
         own = tuple(a for a in over if not any(a in entries[_inner(role, n)] for n in role.batch))
-        shards = math.prod(mesh.shape[a] for a in own) if mesh is not None else 1
+        shards = math.prod(mesh[a] for a in own)
 
         def minor_first(mesh_axis: str, entries: dict[str, Axes] = entries) -> float:
             return -max([e.index(mesh_axis) for e in entries.values() if mesh_axis in e], default=math.inf)
@@ -225,7 +305,9 @@ def _groups_of_matrices(
         free = {n for n in role.batch if not entries[_inner(role, n)]}
         count = math.prod(role.sizes[n] for n in free)
         sizes = frozenset((_inner(role, n), size) for n, size in role.sizes.items() if n not in free)
-        alike[sizes, tuple(entries.items()), leaves[i].value.dtype, i if count % shards == 0 else None].append(i)
+        alike[
+            sizes, tuple(entries.items()), leaves[i].value.dtype, i if count % shards == 0 and not join else None
+        ].append(i)
     groups = []
     for members in alike.values():
         entries, order, shards = known[members[0]]

@@ -176,6 +176,12 @@ def fsdp(
     >>> y.shape
     {'batch': 16, 'mlp': 4}
     """
+    for option in ("in_placement", "out_placement", "in_shardings", "out_shardings"):
+        if option in options:
+            raise TypeError(
+                f"fsdp: `{option}` is not an option: the two mappings place arguments and results. To place them in "
+                "another way, shard them before, or use axonym.named_jit."
+            )
     fn, *positional = args if args and callable(args[0]) else (None, *args)
     mappings: dict[str, Any] = {"parameter_mapping": parameter_mapping, "compute_mapping": compute_mapping}
     left = [name for name, mapping in mappings.items() if mapping is None]
