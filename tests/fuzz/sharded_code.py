@@ -180,11 +180,13 @@ def _check_on_shards(program: Program, rng: random.Random, kind: str) -> None:
         )
         mesh = axn.make_mesh({"data": 2, "model": 2}, explicit=explicit, devices=jax.devices()[:4])
 
-        def loss(layer: Layer, x: axn.NamedArray, coefficients: axn.NamedArray) -> Any:
+        def loss_of_layer(layer: Layer, x: axn.NamedArray, coefficients: axn.NamedArray) -> Any:
             return loss_of(layer((x, axn.zeros_like(x)), expert, *rest), coefficients)
 
-        def reference(layer: Layer, *args: Any) -> Any:
-            return loss(on_one_device(layer), *args)
+        def reference_of_layer(layer: Layer, *args: Any) -> Any:
+            return loss_of_layer(on_one_device(layer), *args)
+
+        loss, reference = loss_of_layer, reference_of_layer
     else:
         layer = axn.nn.Stacked(layer_of(numbers, (Layers,)), Layers)
         mapping = {"layers": "stage", "batch": "data", kept: "model"}
@@ -196,13 +198,17 @@ def _check_on_shards(program: Program, rng: random.Random, kind: str) -> None:
         make = rng.choice([GPipe, OneFOneB])
         schedule = make(rng.choice([2, 4]), keep_sharded=keep)
 
-        def loss(layers: Any, x: axn.NamedArray, coefficients: axn.NamedArray, schedule: Any = schedule) -> Any:
+        def loss_of_layers(
+            layers: Any, x: axn.NamedArray, coefficients: axn.NamedArray, schedule: Any = schedule
+        ) -> Any:
             return layers.fold(
                 (x, axn.zeros_like(x)), expert, *rest, schedule=schedule, then=loss_of, then_args=(coefficients,)
             )
 
-        def reference(layers: Any, *args: Any) -> Any:
-            return loss(axn.nn.Stacked(on_one_device(layers.stacked), Layers), *args, schedule=None)
+        def reference_of_layers(layers: Any, *args: Any) -> Any:
+            return loss_of_layers(axn.nn.Stacked(on_one_device(layers.stacked), Layers), *args, schedule=None)
+
+        loss, reference = loss_of_layers, reference_of_layers
 
     args = layer, given, coefficients
     expected = jax.jit(jax.value_and_grad(reference, (0, 1, 2)))(*args)

@@ -617,7 +617,7 @@ LOCAL = {
     "solve": lambda x: _solved(x, x.rename({"embed": "row"})),
     "solve, gradient": jax.grad(lambda x: axn.sum(axn.sin(_solved(x, x.rename({"embed": "row"})))).scalar()),
     "solve by position": lambda x: jnp.linalg.solve(x.array[:, :, None] * jnp.eye(8)[None], x.array[..., None]),
-    "solve for several": lambda x: _solved(x, x.rename({"embed": "row"}) * axn.ones({"rhs": 2})),
+    "solve for several": lambda x: _solved(x, x.rename({"embed": "row"}).broadcast_axis({"rhs": 2})),
     "inv": lambda x: axn.linalg.inv(_matrices(x), ("row", "col")),
     "det": lambda x: axn.linalg.det(_matrices(x), ("row", "col")),
     "slogdet, gradient": jax.grad(lambda x: axn.sum(axn.linalg.slogdet(_matrices(x), ("row", "col"))[1]).scalar()),

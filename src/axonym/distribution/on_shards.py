@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex
 
-from ..core.jax_versions import evaluated, scan_operands, traced_operation, varying_axes
+from ..core.jax_versions import evaluated, program_of, scan_operands, traced_operation, varying_axes
 from ..core.operation_rules import OperationRule, rule_of
 from ..core.source_lines import frames_of, source
 from .mesh_axes import Axes
@@ -488,9 +488,15 @@ def _scope_within(eqn: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _run_call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
-    inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or program_of(eqn.params, eqn.invars)
     with _scope_within(eqn):
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), xs)
+
+
+def _run_hi_primitive(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+    """Run the program of an operation, unless it may have a derivative of its own."""
+    smooth = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+    return self._by_rule(eqn, xs) if smooth else _run_call(self, eqn, xs)
 
 
 def _run_checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
@@ -819,6 +825,7 @@ def _run_exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 _CALLS: dict[str, Callable[[OnShards, Any, list[Shard]], list[Shard]]] = {
     **dict.fromkeys("jit pjit closed_call core_call custom_lin".split(), _run_call),
     **dict.fromkeys("checkpoint remat remat2".split(), _run_checkpoint),
+    "call_hi_primitive": _run_hi_primitive,
     "scan": _run_scan,
     "while": _run_while,
     "cond": _run_cond,
