@@ -219,7 +219,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: x.item(), "float32[batch=2, embed=3]"),
     (lambda: bool(x), "float32[batch=2, embed=3]"),
     (lambda: list(x), "unbind"),
-    (lambda: x @ y, "dot"),
+    (lambda: cast(Any, x) @ y, "dot"),
     (lambda: axn.named(x, "a"), "already has names"),
     (lambda: axn.named(x.array, "a"), "1 axis (a) for an array of rank 2"),
     (lambda: axn.sum(x, [x.array]), "got ArrayImpl"),  # pyright: ignore[reportCallIssue,reportArgumentType]

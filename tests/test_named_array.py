@@ -554,7 +554,7 @@ def test_raw_arrays_with_axes_are_refused() -> None:
 def test_matmul_needs_an_axis() -> None:
     for left, right in ((x, x), (x, jnp.ones(3)), (jnp.ones((3, 2)), x)):
         with pytest.raises(TypeError, match=re.escape("does not say which axes to sum over")):
-            left @ right
+            left @ right  # pyright: ignore[reportOperatorIssue]
 
 
 # --- names and array disagree ---

@@ -278,7 +278,7 @@ def test_matmul_names_the_axis_that_both_have() -> None:
     x, w = axn.ones({"batch": 2, "embed": 3}), axn.ones({"embed": 3, "mlp": 4})
     for other, axis in ((w, "'embed'"), (x, "..."), (2.0, "...")):
         with pytest.raises(TypeError, match=re.escape(f"Use axonym.dot(x, y, axis={axis}).")):
-            x @ other
+            x @ other  # pyright: ignore[reportOperatorIssue]
 
 
 @pytest.mark.parametrize("other", [rows(FLOATS), FLOATS, jnp.asarray(FLOATS), 2.0])

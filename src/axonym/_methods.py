@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Never, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,8 @@ def _as_reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrN
     return operator
 
 
-def _matmul(self: NamedArray, other: Any) -> Any:
+def _matmul(self: NamedArray, other: Never) -> Any:
+    # Typed so that a checker refuses every operand.
     shared = [name for name in self.names if name in getattr(other, "names", ())]
     axis = repr(shared[0]) if len(shared) == 1 else "..."
     raise TypeError(f"`@` does not say which axes to sum over. Use axonym.dot(x, y, axis={axis}).")

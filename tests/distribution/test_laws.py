@@ -173,7 +173,7 @@ def _drawn_product(seed: int) -> Operation:
 OPERATIONS |= {f"drawn product {seed}": _drawn_product(seed) for seed in (0, 3, 5, 7)}
 
 
-def _mappings(operation: Operation) -> list[Any]:
+def mappings_of(operation: Operation) -> list[Any]:
     """Return mappings of one axis, drawn ones of two, and pairs of a parameter and a compute mapping."""
     names = sorted({n for x in operation.arguments for n in x.names})
     rng = random.Random(len(names))
@@ -183,7 +183,7 @@ def _mappings(operation: Operation) -> list[Any]:
     return [*({n: "model"} for n in names), *drawn, *known]
 
 
-def _sent(report: axn.insight.Report) -> dict[Any, int]:
+def sent_bytes(report: axn.insight.Report) -> dict[Any, int]:
     """Return the bytes that each device sends, by kind and mesh axes."""
     found: collections.Counter[Any] = collections.Counter()
     for c in report.collectives:
@@ -231,16 +231,16 @@ def _differences(step: Any, operation: Operation, mapping: Any) -> set[str]:
     for kind in (AxisType.Auto, AxisType.Explicit):
         with jax.set_mesh(cases.mesh_of(kind, data=4, model=2)):
             reports[kind] = axn.insight.explain(step, *operation.arguments, mapping=mapping, by="partitioner")
-    auto = _sent(reports[AxisType.Auto])
-    found = set() if _sent(reports[AxisType.Explicit]) == auto else {"explicit"}
+    auto = sent_bytes(reports[AxisType.Auto])
+    found = set() if sent_bytes(reports[AxisType.Explicit]) == auto else {"explicit"}
     try:
         mesh = cases.mesh_of(data=4, model=2)
         names = axn.insight.explain(step, *operation.arguments, mapping=mapping, mesh=mesh, by="names")
     except NotKnown:
         return found | {"refused"}
-    if _sent(names) == auto:
+    if sent_bytes(names) == auto:
         return found
-    off = abs(sum(_sent(names).values()) - sum(auto.values()))
+    off = abs(sum(sent_bytes(names).values()) - sum(auto.values()))
     return found | {"uncertain" if off <= names.uncertain else "names"}
 
 
@@ -264,7 +264,7 @@ def test_three_tiers_agree(what: str, gradient: bool) -> None:
     step = operation.call
     if gradient:
         step = jax.grad(lambda *xs: (operation.call(*xs) ** 2).sum().scalar(), numbers)
-    for mapping in _mappings(operation):
+    for mapping in mappings_of(operation):
         stored, used = mapping if isinstance(mapping, tuple) else ({}, mapping)
         known = {d.tier for d in DIFFERENCES if d.operation == what and d.when(stored, used, gradient)}
         found = _differences(step, operation, mapping)
@@ -335,4 +335,4 @@ def test_training_steps_agree(mapping: str) -> None:
         names, explicit = (
             axn.insight.explain(*case, mapping=MAPPINGS[mapping], by=by) for by in ("names", "partitioner")
         )
-    assert _sent(names) == _sent(explicit) and names.flops == explicit.flops
+    assert sent_bytes(names) == sent_bytes(explicit) and names.flops == explicit.flops

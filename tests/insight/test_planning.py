@@ -75,7 +75,7 @@ def test_rows_are_in_the_order_of_what_they_show(monkeypatch: pytest.MonkeyPatch
     found = plan(*case, chips=8, chip="v5e", verify=2)
     shown = [row[3] for row in found._table()[1:]]
     order = [float(f"{p.estimate.seconds:.2g}") for p, _ in found._by_mapping()]
-    assert [described_seconds(t) for t in sorted(order)][:8] == shown
+    assert [described_seconds(t) for t in sorted(order)][:8] == shown[:8]
     assert 2 < sum(p.verified is not None for p in found.found) <= 4
 
 
@@ -93,6 +93,36 @@ def test_a_mapping_that_the_step_refuses_is_left_out(monkeypatch: pytest.MonkeyP
     found = plan(*case, chips=8, chip="v5e", verify=1)
     assert (found.best.mesh, found.best.mapping) != (first.mesh, first.mapping) and found.best.verified is not None
     assert "3 microbatches do not divide the batch" in found.left_out.values()
+
+
+def test_sums_of_gradients_are_combined() -> None:
+    """As XLA does up to 30 MiB. So data parallelism wins for a small model of many parameters, and ties are said."""
+    Batch, Embed = axn.make_axes(batch=512, embed=32)
+    x = jax.eval_shape(lambda: axn.ones((Batch, Embed)))
+    terms = []
+    for count in (1, 12):
+        ws = jax.eval_shape(
+            lambda count=count: [(axn.ones({"embed": 32, "mlp": 64}), axn.ones({"mlp": 64, "embed": 32}))] * count
+        )
+
+        def small(ws: Any, x: axn.NamedArray) -> Any:
+            def loss(ws: Any) -> jax.Array:
+                y = x
+                for up, down in ws:
+                    y = axn.dot(axn.tanh(axn.dot(y, up, axis="embed")), down, axis="mlp")
+                return axn.mean(y).scalar()
+
+            return jax.grad(loss)(ws)
+
+        found = plan(small, ws, x, chips=8, chip="v5e", ask=0, verify=0)
+        singles = {str(p.mapping): p for p in found.found if len(p.mesh) == 1 == len(p.compute)}
+        assert all(found.best._order() <= p._order() for p in singles.values())
+        rows = {row[1] for row in found._table()[1:]}
+        assert {planning._listed(p.compute) for p in singles.values() if not p.storage} <= rows
+        terms.append(singles["{'batch': 'data'}"].estimate.terms["summing gradients over data"])
+    assert found.best.mapping == {"batch": "data"} and terms[1] < 2 * terms[0]
+    tied = dataclasses.replace(found, found=(found.best, dataclasses.replace(found.best, compute={"batch": "model"})))
+    assert "a tie, within 2%" in tied.why()
 
 
 def test_choices_are_planned() -> None:

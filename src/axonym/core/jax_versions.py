@@ -128,6 +128,15 @@ def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:
     return jax.make_jaxpr(lambda *xs: jax.tree.leaves(operation.expand(*structure.unflatten(xs))))(*abstract).jaxpr
 
 
+def without_unused(program: Jaxpr) -> Jaxpr:
+    """Return a program without the operations that no result needs; the same one in JAX versions that cannot tell."""
+    try:
+        from jax.interpreters.partial_eval import dce_jaxpr
+    except ImportError:
+        return program
+    return dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
+
+
 @functools.lru_cache(maxsize=16)
 def _identity(count: int) -> Jaxpr:
     return jax.make_jaxpr(lambda *xs: xs)(*[jax.ShapeDtypeStruct((), "int32")] * count).jaxpr

@@ -23,6 +23,7 @@ from .linked_chips import Islands as Islands
 from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, plan as plan
 from .records import (
+    AvoidableWork as AvoidableWork,
     Collective as Collective,
     HeldArray as HeldArray,
     MemoryTimeline as MemoryTimeline,

@@ -57,6 +57,10 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
         origin, operation, array = found.origin, found.operation, found.array
         said = _described(found.shape, array)
         cause = _cause(exchange, found, constraints, mesh)
+        pipeline = _scopes.around(exchange.origin.scope or origin.scope, "pipeline")
+        reason = cause.reason
+        if reason is None and pipeline is not None and exchange.axes:
+            reason = _scopes.reason_in_pipeline(pipeline, kind, exchange.axes)
         yield Collective(
             kind=kind,
             axes=exchange.axes,
@@ -76,7 +80,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             moved=cause.moved,
             stored=found.stored,
             of_indices=operation is not None and array is not None and operation.looks_up(array.term),
-            reason=cause.reason,
+            reason=reason,
             source=source(cause.frames) or source(exchange.origin.frames()),
             scope=origin.scope or exchange.origin.scope,
         )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..core.source_lines import Source
 from ..distribution.active_settings import Entry
 from . import cost_model
 from ._arguments import PlacedArgument
@@ -13,7 +14,7 @@ from ._branches import least as fewest
 from ._text import in_order
 from .chips import Chip
 from .cost_model import Bounds, Multiplication, Part, Sent
-from .records import Collective, HeldArray, MemoryTimeline, RepeatedWork
+from .records import AvoidableWork, Collective, HeldArray, MemoryTimeline, RepeatedWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,12 @@ class Figures:
     float32, since the other one has it."""
     widened_at: str = ""
     """The dtypes before and after, and the first of these products."""
+    idle: float = 0.0
+    """The share of the time in which a stage waits, by the schedule of a pipeline."""
+    avoidable: tuple[AvoidableWork, ...] = ()
+    """Products that could be left out, as far as a program tells."""
+    cast: tuple[str, str, Source | None] | None = None
+    """The dtype of gradients, and the larger one to which a line converts them before devices add them up."""
     temporaries: tuple[HeldArray, ...] = ()
     """By names: the temporaries that are counted, the largest first. Otherwise the timeline has those at the peak."""
     between: Mapping[str, int] = dataclasses.field(default_factory=dict)

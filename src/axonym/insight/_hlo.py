@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..core.source_lines import Frame
 from ..distribution.operation_scope import RECORD
+from . import _scopes
 from ._branches import Branches
 
 COLLECTIVES = frozenset(
@@ -290,7 +291,13 @@ class HloProgram:
                 yield from self._visits(computation or "", often, around, numbers)
             if instruction.opcode == "conditional":
                 found, number = branches(instruction), next(numbers)
+                turns = _scopes.turns(instruction.scope) if times is not None and len(found) == 2 else None
                 for i, branch in enumerate(found):
+                    if turns is not None and times is not None:
+                        holds = i == (instruction.attribute("branch_computations") is not None)
+                        often = times * (turns[0] if holds else turns[1] - turns[0]) // turns[1]
+                        yield from self._visits(branch, often, around, numbers)
+                        continue
                     yield from self._visits(branch, times, (*around, (number, len(found), i)), numbers)
 
     def _trip_count(self, around: str, loop: Instruction) -> int | None:

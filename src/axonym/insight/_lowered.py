@@ -15,6 +15,17 @@ from ..core.source_lines import Frame
 from . import _flops, _scopes
 
 
+class OneHot(NamedTuple):
+    """An operand of a product that tells an index from others, as `one_hot` makes."""
+
+    before: int
+    """How many of its rows are summed."""
+    after: int
+    """How many rows it makes of them."""
+    looks_up: bool
+    """True if the sum is over the numbers that the index may have."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A product, a convolution, or a look-up."""
@@ -27,6 +38,9 @@ class Product:
     """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
     widened: tuple[str, str] | None = None
     """The dtype of an operand before it is converted to a larger one for this product, and that one."""
+    one_hot: OneHot | None = None
+    """The operand that tells an index from others, if there is one."""
+    looks_up: bool = False
 
 
 _SAME = {
@@ -35,6 +49,8 @@ _SAME = {
                  "optimization_barrier")
 } | {"sdy.sharding_constraint"}  # fmt: skip
 """Operations whose result is their first operand in another form, or part of it."""
+_COMBINED = {f"stablehlo.{name}" for name in ("and", "multiply", "select")}
+_PLACED = {"sdy.sharding_constraint", "stablehlo.all_reduce", "stablehlo.reduce_scatter"}
 _PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 
 
@@ -45,6 +61,8 @@ class LoweredStep(NamedTuple):
     """The products, in the order of the program."""
     converted: Mapping[int, str] = MappingProxyType({})
     """By number, the arguments that a placement constrains before they are converted to a smaller dtype, and this."""
+    cast: tuple[tuple[tuple[Frame, ...], str, str], ...] = ()
+    """The lines that convert gradients to a larger dtype before a placement or a sum over devices, and the dtypes."""
 
 
 def read_step(lowered: Any, mesh: Mapping[str, int]) -> LoweredStep:
@@ -52,7 +70,7 @@ def read_step(lowered: Any, mesh: Mapping[str, int]) -> LoweredStep:
     # Modules have no public interface for reading.
     with contextlib.suppress(AttributeError, ImportError, KeyError, IndexError, TypeError, ValueError):
         walk = _Walk(lowered.compiler_ir("stablehlo"), mesh)
-        return LoweredStep(tuple(walk.products), walk.converted)
+        return LoweredStep(tuple(walk.products), walk.converted, tuple(walk.cast))
     return LoweredStep()
 
 
@@ -62,6 +80,7 @@ class _Walk:
     def __init__(self, module: Any, mesh: Mapping[str, int]):
         self.products: list[Product] = []
         self.converted: dict[int, str] = {}
+        self.cast: list[tuple[tuple[Frame, ...], str, str]] = []
         self._mesh = mesh
         self._functions: dict[str, Any] = {}
         self._given: dict[Any, Any] = {}
@@ -80,7 +99,7 @@ class _Walk:
             op = operation.operation
             if op.name in _PRODUCTS:
                 self.products.append(self._product(op, times))
-            elif op.name == "sdy.sharding_constraint":
+            elif op.name in _PLACED:
                 self._placed(op)
             elif op.name == "stablehlo.while":
                 body, turns = op.regions[1].blocks[0], _turns_of(op)
@@ -98,8 +117,10 @@ class _Walk:
                 self._inside(op, op.regions[0].blocks[0], times)
                 self._manual = outer
             elif op.name in ("stablehlo.case", "stablehlo.if"):
-                for region in op.regions:
-                    self._block(region.blocks[0], times)
+                taken, of = _scopes.turns(scope_of(str(op.location))) or (1, 1)
+                for i, region in enumerate(op.regions):
+                    share = taken if i or of == 1 else of - taken
+                    self._block(region.blocks[0], None if times is None else times * share // of)
 
     def _inside(self, op: Any, block: Any, times: int | None) -> None:
         self._given.update(zip(block.arguments, op.operands, strict=True))
@@ -108,7 +129,16 @@ class _Walk:
         self._around.pop()
 
     def _placed(self, op: Any) -> None:
-        """Record whether an argument is converted to a smaller dtype after a placement."""
+        """Record whether an argument is converted to a smaller dtype after a placement, or a gradient before it."""
+        owner = op.operands[0].owner
+        if getattr(owner, "name", "") == "stablehlo.convert" and (dtypes := _widened(op.operands[0])):
+            phases = [
+                _scopes.phase(scope_of(str(getattr(x, "location", "")))) for x in (owner, owner.operands[0].owner)
+            ]
+            if phases == ["", "backward"]:
+                self.cast.append((frames_of(str(owner.location)), *dtypes))
+        if op.name != "sdy.sharding_constraint":
+            return
         users = [use.owner for use in op.results[0].uses]
         dtypes = {str(user.results[0].type.element_type) for user in users if user.name == "stablehlo.convert"}
         number = self._argument(op.operands[0]) if len(dtypes) == 1 == len(users) else None
@@ -132,16 +162,59 @@ class _Walk:
         # If both are converted, somebody asked for it.
         widened = [_widened(x) for x in list(op.operands)[:2]] if flops else [None]
         widened = next(filter(None, widened), None) if None in widened else None
-        return Product(scope, frames, None if times is None else flops * times, arguments, widened)
+        one_hot = next(filter(None, (self._one_hot(op, i) for i in (0, 1))), None) if flops else None
+        return Product(
+            scope,
+            frames,
+            None if times is None else flops * times,
+            arguments,
+            widened,
+            one_hot,
+            op.name == "stablehlo.gather",
+        )
+
+    def _one_hot(self, op: Any, of: int) -> OneHot | None:
+        """Describe an operand that tells an index from others, as `one_hot` makes."""
+        if op.name != "stablehlo.dot_general" or not (counts := self._counts(op.operands[of])):
+            return None
+        shape, summed = op.operands[of].type.shape, _summed(op, of)
+        rest = [n for i, n in enumerate(shape) if i not in (*summed, *_summed(op, of, "batching"))]
+        before = math.prod(shape[i] for i in summed)
+        return OneHot(before, math.prod(rest), len(counts) == 1 and max(counts) % before == 0)
+
+    def _counts(self, value: Any) -> set[int]:
+        """Return the sizes of counts from 0 that are compared with other numbers to make a value, up to scales."""
+        waiting, found = [value], set[int]()
+        for x in itertools.islice(waiting, 64):
+            owner = x.owner
+            name = getattr(owner, "name", "")
+            if name == "func.call":
+                block = self._called(owner)
+                self._given.update(zip(block.arguments, owner.operands, strict=True))
+                waiting.append(_last(block).operands[x.result_number])
+            elif x in self._given:
+                waiting.append(self._given[x])
+            elif name in _SAME:
+                waiting.append(owner.operands[0])
+            elif name in _COMBINED:
+                waiting += owner.operands
+            elif name == "stablehlo.compare":
+                for side in owner.operands:
+                    while getattr(side.owner, "name", "") in _SAME:
+                        side = side.owner.operands[0]
+                    if getattr(side.owner, "name", "") == "stablehlo.iota":
+                        found.add(side.type.shape[int(side.owner.attributes["iota_dimension"])])
+        return found
 
     def _copies(self, scope: str) -> int:
         """Return how many devices a per-device operation needs, of which each has a part of the work.
 
         A named product runs per device if it gathers parameters; the mesh axes that shard none of its axes repeat it.
         """
-        operation, axes = _scopes.operation(scope), self._manual
+        operation, axes, pipeline = _scopes.operation(scope), self._manual, _scopes.around(scope, "pipeline")
         if operation is not None and operation.name == "dot":
-            axes = axes & operation.over
+            # Stages of a pipeline have layers of their own.
+            axes = axes & (operation.over | (pipeline.over if pipeline else set()))
         return math.prod(self._mesh.get(a, 1) for a in axes)
 
     def _argument(self, value: Any) -> int | None:
@@ -181,15 +254,20 @@ def _flops_of(op: Any, shapes: Sequence[Sequence[int]]) -> int:
     """Return the flops of a product or convolution, whose two operands and result have some sizes."""
     left, _, result = shapes
     if op.name == "stablehlo.dot_general":
-        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
-        summed = [left[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
-        return _flops.of_product(result, summed)
+        return _flops.of_product(result, [left[i] for i in _summed(op, 0)])
     numbers = re.sub(r".*<(.*)>", r"\1", str(op.attributes["dimension_numbers"]))
     labels = re.sub(r"[\s,\[\]]", "", numbers).replace("x", "_")
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
     windows = [[int(n) for n in op.attributes[name]] if name in op.attributes else [] for name in names]
     windows[1] = windows[1][::2]
     return _flops.of_convolution(labels, shapes, *windows)
+
+
+def _summed(op: Any, of: int, what: str = "contracting") -> list[int]:
+    """Return the axes of an operand that a product sums over, or has in common with the other."""
+    side = ("lhs", "rhs")[of]
+    numbers = re.search(rf"{side}_{what}_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
+    return [int(i) for i in re.findall(r"\d+", numbers[1])] if numbers else []
 
 
 def _turns_of(loop: Any) -> int | None:

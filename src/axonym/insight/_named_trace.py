@@ -18,13 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-try:
-    from jax.interpreters.partial_eval import dce_jaxpr
-except ImportError:  # then unused operations are counted, too
-    dce_jaxpr = None
-
 from ..core import errors
-from ..core.jax_versions import is_on_host
+from ..core.jax_versions import is_on_host, without_unused
 from ..core.operation_rules import Inside, OperationRule, inside
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..distribution.active_settings import activate
@@ -80,9 +75,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             closed = jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given))
         named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
     # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
-    jaxpr = closed.jaxpr
-    if dce_jaxpr is not None:
-        jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    jaxpr = without_unused(closed.jaxpr)
     names = _names_of_arguments(named)
     said = [LeafNames(own, "an argument") for own in names]
     whole, needed = (
@@ -219,7 +212,7 @@ class _Events:
             # A barrier keeps what is computed again from being moved.
             return self.run(step.bodies[0], _changed_alike(xs) if again else xs, body)
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
-        if (dispatch := _scopes.dispatch(around.scope)) is not None:
+        if (dispatch := _scopes.around(around.scope, "dispatch")) is not None:
             self.rows.add(dispatch, around, ys)
         if functions and functions[0].how in ("loop", "test", "branch"):
             self._inside(step, functions, xs, ys, around)
@@ -364,7 +357,7 @@ class _Events:
         """Record a product of groups of rows, each with the matrix of its group."""
         self.grouped = True
         groups = step.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-        dispatch = _scopes.dispatch(place.scope)
+        dispatch = _scopes.around(place.scope, "dispatch")
         if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
             rows = step.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
             dims = [xs[0].dims[i] for i in rows] + ([xs[1].dims[i] for i in groups] or list(y.dims[:1]))
@@ -439,7 +432,7 @@ class _Events:
 
     def _summed(self, place: Occurrence, dims: Dims) -> Dims:
         """Leave out rows from the axes that an operation sums over, if each device sums its own."""
-        if place.phase == "backward" or _scopes.dispatch(place.scope) is None:
+        if place.phase == "backward" or _scopes.around(place.scope, "dispatch") is None:
             return dims
         rows = self.rows.in_names([n for n, _ in dims], place)
         return tuple(d for d in dims if d[0] not in rows)
@@ -476,7 +469,7 @@ class DispatchedRows:
 
     def are_moved(self, step: AxisStep, xs: list[Value], place: Occurrence) -> bool:
         """Return whether an operation sorts, repeats, joins, counts or restores rows, which each device does."""
-        dispatch = _scopes.dispatch(place.scope)
+        dispatch = _scopes.around(place.scope, "dispatch")
         if dispatch is None:
             return False
         if step.name == "scatter-add" and xs[0].dtype.kind in "iu":
@@ -487,7 +480,7 @@ class DispatchedRows:
 
     def in_names(self, names: Collection[str | None], place: Occurrence) -> set[str | None]:
         """Return which names are of rows: of joined axes, and in a dispatch of the axes of its rows."""
-        dispatch = _scopes.dispatch(place.scope)
+        dispatch = _scopes.around(place.scope, "dispatch")
         rows = set() if dispatch is None else {a.name for a in dispatch.operands[0]}
         return {n for n in names if n in self.joined or n in rows}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ import jax
 
 from ..core.source_lines import Frame, Source, source
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution.operation_scope import operations_in
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
@@ -25,7 +27,7 @@ from ._hlo_devices import along, groups
 from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
 from .chips import Chip
-from .records import Collective, RepeatedWork
+from .records import AvoidableWork, Collective, RepeatedWork
 from .report import Report
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
@@ -60,9 +62,9 @@ def report_on(
     arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
     kept = [x for _, x, _ in arrays]
     found = read_step(lowered, mesh or {})
-    given = ([kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products)
+    given = [[kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products]
     results = leaves_of(lowered.out_info)[0]
-    in_scopes = _scopes.names_in(lowered.as_text(debug_info=True))
+    operations = {*operations_in(lowered.as_text(debug_info=True))}
     return report_of(
         step,
         platform,
@@ -70,7 +72,8 @@ def report_on(
         by,
         chip=chip,
         collectives=visited.collectives,
-        uses=((_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, given, strict=True)),
+        uses=[(_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, given, strict=True)],
+        looked_up={source(p.frames): xs[0] for p, xs in zip(found.products, given, strict=True) if p.looks_up and xs},
         given=names.arrays,
         held=[HeldArgument(names.argument(scope), x, shape.sizes, shape.bytes) for scope, x, shape in arrays],
         kinds={kind_of([n for n in x.names or () if n != "_"], x.shape or ()) for x in results},
@@ -85,9 +88,12 @@ def report_on(
         timeline=course,
         repeated=tuple(repeated(found.products, visited.products, mesh)) if mesh else (),
         placed_by_rule=getattr(compiled_step, "placed_by_rule", False),
-        axes=tuple(sorted(in_scopes | {n for x in names.arrays for n in x.axes if n is not None})),
+        idle=max((op.idle or 0.0 for op in operations), default=0.0),
+        axes=tuple(sorted(_scopes.names_in(operations) | {n for x in names.arrays for n in x.axes if n is not None})),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
+        avoidable=(*_one_hot(found.products), *_again(found.products, visited.products)),
+        cast=next(((before, after, source(lines)) for lines, before, after in found.cast), None),
         **_widened(found.products),
     )
 
@@ -149,7 +155,9 @@ class _Visited:
             instruction = visit.instruction
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                self.collectives += describe(_exchange(program, visit, kind, mesh, between), constraints, mesh or {})
+                exchange = _exchange(program, visit, kind, mesh, between)
+                if exchange.axes != ():  # in a ring, devices may permute what they keep
+                    self.collectives += describe(exchange, constraints, mesh or {})
             elif kind == "send":
                 self.collectives += describe(_exchange_of_slices(program, visit, between), constraints, mesh or {})
             elif kind in ("dot", "convolution"):
@@ -220,6 +228,74 @@ def _widened(products: Sequence[Product]) -> dict[str, Any]:
     said = f"{operation or 'a product without names'}{f', at {line}' if line else ''}"
     share = sum(p.flops or 0 for p in found) / total
     return {"widened": share, "widened_at": f"{before} to {after}, first in {said}"}
+
+
+_SLACK = 4
+"""How many times as many rows as there were count as mostly empty: two choices, with twice the even share."""
+
+
+def _one_hot(products: Sequence[Product]) -> Iterator[AvoidableWork]:
+    """Find products with one-hot arrays that look rows of arguments up, or make rows of which most are empty."""
+    total = sum(p.flops or 0 for p in products)
+    look_ups, made = dict[Source | None, Product](), set[frozenset[str]]()
+    for p in products:
+        operation = _scopes.operation(p.scope)
+        if p.one_hot is None or not p.flops:
+            continue
+        before, after, looks_up = p.one_hot
+        if looks_up and any(n is not None for n in p.arguments):
+            look_ups.setdefault(source(p.frames), p)
+        elif operation is not None and len(operation.operands) == 2 and after > _SLACK * before:
+            first, second, result = (
+                {a.name: a.size or 0 for a in t} for t in (*operation.operands, operation.results[0])
+            )
+            own = ({n: a[n] for n in a if n in result and n not in b} for a, b in ((first, second), (second, first)))
+            names = next((frozenset(sizes) for sizes in own if math.prod(sizes.values()) == after), None)
+            if names and names not in made:
+                made.add(names)
+                of_rows = [x for x in products if (op := _scopes.operation(x.scope)) and names <= {*op.axes}]
+                share = sum(x.flops or 0 for x in of_rows) / total * (1 - before / after)
+                yield AvoidableWork("empty", _scopes.said_of(operation), source(p.frames), share, (before, after))
+    for line, first in look_ups.items():
+        share = sum(p.flops or 0 for p in products if p.one_hot and source(p.frames) == line) / total
+        yield AvoidableWork("one-hot", _scopes.said_of(_scopes.operation(first.scope)), line, share)
+
+
+def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame], int, Branches]]) -> Iterator[Any]:
+    """Find a forward pass that is computed a second time, without a backward pass.
+
+    Its products have the operations and the innermost lines of others, but not the lines that call these.
+    """
+    arguments: dict[Any, set[int | None]] = {}
+    for p in step:
+        arguments.setdefault((_key(p.scope, p.frames)[::2], _call(p.scope, p.frames)), set()).update(p.arguments)
+    passes: dict[Any, dict[Any, int]] = {}
+    backward, total = set[Any](), 0
+    for scope, frames, flops, branches in computed:
+        key, call = _key(scope, frames)[::2], _call(scope, frames)
+        total += (own := mean(flops, branches))
+        if _scopes.phase(scope) == "backward":
+            backward.add((key, call))
+        elif _scopes.phase(scope) in ("forward", "") and key[0] is not None:
+            passes.setdefault(key, {})[call] = passes.get(key, {}).get(call, 0) + own
+    found: dict[Any, list[tuple[Any, int]]] = {}
+    for key, calls in passes.items():
+        trained = [call for call in calls if (key, call) in backward]
+        for call, own in calls.items():
+            known = {n for t in trained for n in arguments.get((key, t), ())} - {None}
+            others = arguments.get((key, call), set()) - {None}
+            if trained and (key, call) not in backward and (known & others or not others):
+                apart = next((f for a, f in itertools.zip_longest(trained[0][1], call[1]) if a != f and f), None)
+                found.setdefault(apart, []).append((key[0], own))
+    for frame, works in found.items():
+        line = None if frame is None else Source(frame.file, frame.line, frame.function)
+        yield AvoidableWork("again", works[0][0], line, sum(own for _, own in works) / total)
+
+
+def _call(scope: str, frames: Sequence[Frame]) -> tuple[bool, tuple[Frame, ...]]:
+    """Return whether a product belongs to a differentiated function, and the lines around it, the outermost first."""
+    mine = (f for f in reversed(frames) if source([f]) is not None)
+    return _scopes.phase(scope) != "", tuple(mine)
 
 
 def _exchange_of_slices(program: HloProgram, visit: Visit, between: Mapping[str, int]) -> Exchange:

@@ -66,6 +66,7 @@ def report_of(
     memory: Memory | None,
     computed: Computed,
     converted: Mapping[str, str] = MappingProxyType({}),
+    looked_up: Mapping[Source | None, GivenArray | None] = MappingProxyType({}),
     **more: Any,
 ) -> Report:
     """Report on a step, from what was read of a program, or worked out by names.
@@ -77,6 +78,7 @@ def report_of(
             return its gradient, nor an update.
         mappings: the compute and the parameter mapping.
         converted: by path, the dtype to which the step converts an argument once it is gathered.
+        looked_up: by line, the table of which it looks rows up.
         **more: other fields of the report.
     """
     sizes = Counter[str]()
@@ -90,7 +92,7 @@ def report_of(
         platform,
         mesh,
         by,
-        tuple(_with_parameters(collectives, uses, shards, updated, converted)),
+        tuple(_with_parameters(collectives, uses, shards, updated, converted, looked_up)),
         memory,
         computed.flops,
         None if chip is None else bounds_on(chip, collectives, memory, computed.wide),
@@ -111,6 +113,7 @@ def _with_parameters(
     shards: Mapping[str, Sequence[int]],
     parameters_of_step: Collection[GivenArray],
     converted: Mapping[str, str],
+    looked_up: Mapping[Source | None, GivenArray | None],
 ) -> Iterator[Collective]:
     """Add to collectives the paths of the parameters that they carry, as far as known."""
     uses: dict[Place, list[GivenArray]] = {}
@@ -143,6 +146,10 @@ def _with_parameters(
         )
         dtypes = {converted.get(path) for path in few} if c.kind == "all-gather" else set[str | None]()
         late = dtypes.pop() if len(dtypes) == 1 else None
+        table = looked_up.get(c.source) if c.operation is None and c.source is not None else None
+        if table is not None and (reason is None or table.path in few):
+            reason = f"rows of {without_numbers(table.path)} are looked up without names"
+            reason += ", for which all of it is gathered" if c.kind == "all-gather" and table.path in few else ""
         yield dataclasses.replace(c, array=array, parameters=few, reason=reason, converted=late)
 
 

@@ -13,9 +13,9 @@ from ..core.html import Html, Words, bar, code, element, html, joined, listed, p
 from ._arguments import PlacedArgument
 from ._figures import needed_memory
 from ._suspicions import Suspicion, repeated_share
-from ._text import described_axes, described_seconds, phase_of, written_number
+from ._text import described_axes, described_seconds, phase_of, short_operation, written_number
 from ._transfer_groups import SMALL, known_sent
-from ._transfer_rows import Transfers, percent, short_operation
+from ._transfer_rows import Transfers, percent
 from .records import HeldArray, MemoryTimeline, arguments_and_others
 
 Report: TypeAlias = Any

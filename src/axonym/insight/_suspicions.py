@@ -12,7 +12,7 @@ from ..core.source_lines import Source
 from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
 from ._figures import Figures, needed_memory
-from ._text import Said, described_axes
+from ._text import Said, described_axes, short_operation
 from ._transfer_groups import (
     SMALL,
     at_line,
@@ -31,6 +31,8 @@ _MUCH = 0.05
 _WIDE = 0.2
 """The share of the flops from which products in a larger dtype than their operands are worth a remark; and of the
 memory, from which arguments that are not donated are."""
+_LEAST = 0.02
+"""The share of the bound on time, or of the memory of a chip, below which something costs too little for a remark."""
 _MOST = 0.4
 """The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
 
@@ -39,8 +41,8 @@ _MOST = 0.4
 class Suspicion:
     """Something suspicious in a step: its cause, what follows from it, and what to try.
 
-    >>> print(axn.insight.Suspicion("fix", "Nothing uses the mesh axis model.", ("50% of compute is repeated.",)))
-    fix: Nothing uses the mesh axis model. So: 50% of compute is repeated.
+    >>> print(axn.insight.Suspicion("fix", "Nothing uses model.", ("50% of compute is repeated.",), "shard mlp."))
+    fix: Nothing uses model. Try: shard mlp. So: 50% of compute is repeated.
     """
 
     severity: str
@@ -51,7 +53,7 @@ class Suspicion:
 
     def __str__(self) -> str:
         so = f" So: {' '.join(self.consequences)}" if self.consequences else ""
-        return f"{self.severity}: {self.cause}{so}{f' Try: {self.advice}' if self.advice else ''}"
+        return f"{self.severity}: {self.cause}{f' Try: {self.advice}' if self.advice else ''}{so}"
 
 
 def _share(report: Figures, work: Sequence[RepeatedWork]) -> float:
@@ -70,6 +72,25 @@ _Found = Iterator[Suspicion | str]
 
 def _share_sent(report: Figures, found: Sequence[Collective]) -> float:
     return known_sent(found) / max(1, known_sent(report.collectives))
+
+
+def _matters(report: Figures, found: Sequence[Collective] = (), held: int = 0) -> bool:
+    """Return whether transfers, or held bytes, cost something, where a chip tells."""
+    bounds, sent = report.bounds, dict[Any, list[int]]()
+    if bounds is None or not bounds.longest or (held and bounds.memory is None):
+        return True
+    for c in report.collectives:
+        sent.setdefault(c.axes, []).append(c.mean_sent or 0)
+    seconds = sum(bounds.links.get(c.axes or (), 0.0) * (c.mean_sent or 0) / max(1, sum(sent[c.axes])) for c in found)
+    if report.memory is not None and bounds.memory:
+        seconds += bounds.memory * min(1.0, held / max(1, report.memory.arguments))
+    return seconds >= _LEAST * bounds.longest or held >= _LEAST * (bounds.capacity or math.inf)
+
+
+def _much_is_sent(report: Figures, found: Sequence[Collective]) -> float:
+    """Return the share of the bytes sent, if it is worth a remark."""
+    share = _share_sent(report, found)
+    return share if share >= _MUCH and _matters(report, found) else 0.0
 
 
 def _paths(found: Sequence[Collective]) -> str:
@@ -124,12 +145,13 @@ def _kept(report: Figures) -> _Found:
     """Find a forward pass that keeps most of the memory for the backward pass."""
     if report.timeline is None or not any(report.timeline.phases):
         return
-    share = sum(h.bytes for h in report.timeline.kept_for_backward) / report.timeline.peak
-    if share > 0.5:
+    kept = sum(h.bytes for h in report.timeline.kept_for_backward)
+    share, capacity = kept / report.timeline.peak, report.bounds.capacity if report.bounds else None
+    if share > 0.5 and kept >= _LEAST * (capacity or 0):
         cause = f"{percentage(share)} of the peak is kept for the backward pass: "
         cause += f"{described_held(report.timeline.kept_for_backward)}."
         yield Suspicion("note", cause, advice="gradient checkpointing, which computes some of it again.")
-    else:
+    elif share <= 0.5:
         yield "the backward pass does not keep most of the memory"
 
 
@@ -195,13 +217,13 @@ def _mesh_axes(report: Figures) -> _Found:
 def _repeated(report: Figures) -> _Found:
     said, lines = _explained(report), {lost.source for lost in _lost(report)} - {None}
     work = [w for w in report.repeated if not (w.axes and set(w.axes) <= said) and w.source not in lines]
-    if (share := _share(report, work)) >= SMALL:
+    if _share(report, work) >= _MUCH:
         axes = max((w.axes for w in work), key=lambda axes: _share(report, [w for w in work if w.axes == axes]))
         own = [w for w in work if w.axes == axes]
         over = f" over {described_axes(axes)}" if axes else ""
         advice = f"keep an axis of {own[0].operation or 'its operands'} sharded{over}, where it is computed."
-        severity, cause = "fix" if share >= _MUCH else "look", "".join(_of_repeated(report, work))
-        yield Suspicion(severity, cause, advice=_axes_to_shard(report, own, *axes) or advice)
+        cause = "".join(_of_repeated(report, work))
+        yield Suspicion("fix", cause, advice=_axes_to_shard(report, own, *axes) or advice)
     if report.flops and math.prod(report.mesh.values()) > 1 and repeated_share(report) < SMALL:
         yield "no product is repeated outside of code per device"
 
@@ -219,7 +241,7 @@ def _of_repeated(report: Figures, work: Sequence[RepeatedWork]) -> Iterator[str]
         at = f", at {first.source}" if first.source else ""
         yield (
             f"{percentage(share)} of the compute is repeated: {' and '.join(parts)} do the same, first in "
-            f"{first.operation or 'a product without names'}{at}."
+            f"{short_operation(first.operation or 'a product without names')}{at}."
         )
 
 
@@ -341,7 +363,8 @@ def _copies(report: Figures) -> _Found:
         if x.axes in parameters and not (over and over <= said) and not over & _misspelt(report):
             groups.setdefault((x.replicated_over, x.copies), []).append(x)
     for (over, _), arrays in groups.items():
-        yield _held_in_copies(report, over, arrays, total)
+        if _matters(report, held=sum(x.bytes - x.bytes // x.copies for x in arrays)):
+            yield _held_in_copies(report, over, arrays, total)
     if report.placed and math.prod(report.mesh.values()) > 1 and not large:
         yield "no large argument is held in copies"
 
@@ -428,8 +451,8 @@ def _lost(report: Figures) -> dict[_Lost, float]:
         if names and lost and (c.operation or "").partition("[")[0] != "dispatch":
             key = _Lost(names, c.source, bool(c.gathered), c.reason or "why is not known")
             together.setdefault(key, []).append(c)
-    shares = {key: _share_sent(report, found) for key, found in together.items()}
-    return {key: share for key, share in shares.items() if share >= _MUCH}
+    shares = {key: _much_is_sent(report, found) for key, found in together.items()}
+    return {key: share for key, share in shares.items() if share}
 
 
 def _moved(report: Figures) -> _Found:
@@ -454,11 +477,80 @@ def _moved(report: Figures) -> _Found:
 def _converted(report: Figures) -> _Found:
     """Find parameters that a placement gathers before the step converts them to a smaller dtype."""
     late = [c for c in report.collectives if c.converted]
-    if (share := _share_sent(report, late)) >= _MUCH:
+    if share := _much_is_sent(report, late):
         dtype, to = late[0].array.partition("[")[0], late[0].converted
         cause = f"Parameters are gathered as {dtype}{at_line(late[0].source)}, {percentage(share)} of the bytes sent, "
         cause += f"and only then converted to {to}: {_paths(late)}."
         yield Suspicion("look", cause, advice=f"convert them to {to} before the placement.")
+
+
+def _cast(report: Figures) -> _Found:
+    """Find gradients that a step converts to a larger dtype before devices add them up."""
+    if report.cast is not None:
+        before, after, line = report.cast
+        sums = [c for c in report.collectives if "reduce" in c.kind and c.phase in ("backward", "") and c.parameters]
+        cause = f"Gradients are converted from {before} to {after}{at_line(line)} before devices add them up, "
+        cause += f"{percentage(_share_sent(report, sums))} of the bytes sent: {_paths(_largest_first(sums))}."
+        yield Suspicion("look", cause, advice=f"add them up in {before}, and convert the sums.")
+
+
+def _gathered_parameters(report: Figures) -> _Found:
+    """Find parameters that a placement gathers outside of the differentiated function, or more than a mapping does."""
+    found = [
+        c
+        for c in report.collectives
+        if c.kind == "all-gather" and c.parameters and (c.operation or "").startswith("shard[")
+        if not c.phase or any(report.mapping.get(n) for n in c.gathered)
+    ]
+    by_line: dict[Source | None, list[Collective]] = {}
+    for c in found:
+        by_line.setdefault(c.source, []).append(c)
+    for line, own in by_line.items():
+        if (share := _much_is_sent(report, own)) and line is not None:
+            where = "outside of the forward and backward pass"
+            if own[0].phase:
+                names = [n for n in own[0].gathered if report.mapping.get(n)]
+                where = f"although the mapping shards {described_axes(names)}"
+            cause = f"Parameters are gathered{at_line(line)} by a placement, {where}, {percentage(share)} of the bytes "
+            cause += f"sent: {_paths(_largest_first(own))}."
+            advice = "leave the placement out: look-ups, sums and updates need no complete array."
+            yield Suspicion("look", cause, advice=advice)
+    for c in report.collectives:
+        if "for which all of it is gathered" in (c.reason or ""):
+            at = [x for x in report.collectives if x.source == c.source and x.operation is None]
+            if share := _much_is_sent(report, at):
+                cause = f"All of {path_of(c)} is gathered{at_line(c.source)} to look rows up without names, "
+                cause += f"{percentage(share)} of the bytes sent with its gradient."
+                yield Suspicion("look", cause, advice="table[axis, numbers] of a named array, which sends rows only.")
+
+
+_AVOIDABLE = {
+    "one-hot": (
+        "of the compute looks rows up by products with one-hot arrays: first {0}{1}",
+        "the rows by their numbers, as in table[axis, numbers].",
+    ),
+    "empty": (
+        "of the compute is of rows that are empty, if each row goes to one expert: {0}{1} makes {3:,} rows of {2:,}",
+        "fewer slots for each expert, or axonym.nn.dispatch, which makes no empty rows.",
+    ),
+    "again": (
+        "of the compute is a forward pass that runs a second time, called{1}, first in {0}",
+        "use what the differentiated function computes, by has_aux=True, or run it in few steps only.",
+    ),
+}
+"""What is said of work that could be left out, and what to try."""
+
+
+def _avoidable(report: Figures) -> _Found:
+    for work in report.avoidable:
+        if work.share >= _MUCH:
+            cause, advice = _AVOIDABLE[work.why]
+            said = cause.format(
+                short_operation(work.operation or "a product without names"), at_line(work.source), *work.sizes
+            )
+            yield Suspicion("look", f"{percentage(work.share)} {said}.", advice=advice)
+    if report.flops and report.by != "names" and not report.avoidable:
+        yield "no product has one-hot arrays or many empty rows, or runs in a second forward pass"
 
 
 def _widened(report: Figures) -> _Found:
@@ -486,7 +578,7 @@ def _again(report: Figures) -> _Found:
         for c in report.collectives
         if (c.times or 0) > 1 and c.parameters and len(carried_axes(c)) == ranks.get(c.parameters[0])
     ]
-    if (share := _share_sent(report, again)) >= _MUCH:
+    if share := _much_is_sent(report, again):
         kinds = dict.fromkeys("parameters" if "gather" in c.kind else "gradients" for c in again)
         times = sorted({c.times or 0 for c in again})
         often = f"{times[0]} to {times[-1]} times" if times[1:] else f"{times[0]} times"
@@ -522,8 +614,8 @@ def _across(report: Figures) -> _Found:
 
 def _reasons(report: Figures) -> _Found:
     unknown = [c for c in report.collectives if c.reason is None]
-    if (share := _share_sent(report, unknown)) <= _MUCH:
-        if known_sent(report.collectives):
+    if not (share := _much_is_sent(report, unknown)):
+        if known_sent(report.collectives) and _share_sent(report, unknown) < _MUCH:
             yield "the cause of each large transfer is known"
         return
     c, *_ = largest = grouped(unknown)[0]
@@ -541,13 +633,20 @@ def _reasons(report: Figures) -> _Found:
     yield Suspicion("look", cause, advice=advice)
 
 
+def _waits(report: Figures) -> _Found:
+    """Say how long the stages of a pipeline wait."""
+    if report.idle:
+        cause = f"A stage of the pipeline waits in {percentage(report.idle)} of the time, by its schedule."
+        yield Suspicion("note" if report.idle < _WIDE else "look", cause, advice="more microbatches.")
+
+
 def _certain(report: Figures) -> _Found:
     if report.uncertain:
         yield Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")
 
 
 CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _again, _across, _came_sharded, _lie_apart, _copies, _converted,
-    _widened, _donated, _kept, _reasons, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _avoidable, _gathered_parameters, _again, _across, _came_sharded,
+    _lie_apart, _copies, _converted, _cast, _widened, _donated, _kept, _reasons, _waits, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""

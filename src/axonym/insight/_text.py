@@ -25,6 +25,17 @@ class Said(str):
         return found
 
 
+def short_operation(operation: str) -> str:
+    """Write an operation with the axes that it sums over: `dot along embed`."""
+    if not isinstance(operation, Said):
+        return operation
+    operands, results = (
+        {a.name: None for t in terms for a in t} for terms in (operation.of.operands, operation.of.results)
+    )
+    along = [n for n in operands if n not in results]
+    return f"{operation.of.name} along {', '.join(along)}" if along and results else operation.of.name
+
+
 def array_said(dtype: str, dims: Sequence[tuple[str | None, int]]) -> Said:
     """Write an array with the names of its axes, as far as known."""
     # A lifted function numbers the axes of its own arrays.

@@ -47,7 +47,14 @@ def carried(group: Sequence[Collective]) -> str:
     return f"{dtype} {'gradients of ' * gradient}parameters ({some(paths)})"
 
 
+_WIDE = 60
+"""The number of characters that a list may have."""
+
+
 def some(words: Sequence[str], most: int = 4) -> str:
+    """List the first words, as many as fit into part of a line, and count the others."""
+    while most > 1 and len(", ".join(words[:most])) > _WIDE:
+        most -= 1
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 

@@ -11,7 +11,7 @@ from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, bar, code, element, folded, html, joined
 from ..core.source_lines import Source
 from ._figures import total_sent
-from ._text import Said, described_seconds, phase_of
+from ._text import described_seconds, phase_of, short_operation
 from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
 from .records import Collective
 
@@ -26,17 +26,6 @@ _AROUND = 3
 
 def percent(share: float) -> str:
     return "<1%" if 0 < share < 0.0095 else f"{100 * share:.0f}%"
-
-
-def short_operation(operation: str) -> str:
-    """Write an operation with the axes that it sums over: `dot along embed`."""
-    if not isinstance(operation, Said):
-        return operation
-    operands, results = (
-        {a.name: None for t in terms for a in t} for terms in (operation.of.operands, operation.of.results)
-    )
-    along = [n for n in operands if n not in results]
-    return f"{operation.of.name} along {', '.join(along)}" if along and results else operation.of.name
 
 
 _Alike: TypeAlias = list[Collective]

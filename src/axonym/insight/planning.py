@@ -47,7 +47,8 @@ class MappingPlan(Page):
     chip: Chip
     memory: int
     found: tuple[PlannedMapping, ...]
-    """The mappings that fit into memory as far as known, by the time they are estimated to take; at most 64."""
+    """The mappings that fit into memory as far as known, by the time they are estimated to take; at most 64, and those
+    of a single axis."""
     too_large: tuple[PlannedMapping, ...]
     """The mappings that do not fit, the smallest first."""
     considered: int
@@ -86,9 +87,11 @@ class MappingPlan(Page):
         if len(rows) < 2:
             return ""
         (first, _), (second, _), *_ = rows
+        tied = second.estimate.seconds <= _TIED * first.estimate.seconds
         parts = _listed(second.mesh, "="), _listed(second.choices, "="), _listed(second.compute)
         what = ", ".join(filter(None, parts))
-        return f"The second ({what}): {why_first(first.estimate, second.estimate)}"
+        said = "this is a tie, within 2%." if tied else why_first(first.estimate, second.estimate)
+        return f"The second ({what}): {said}"
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
@@ -143,13 +146,18 @@ class MappingPlan(Page):
     def _headline(self) -> tuple[str, str]:
         return f"{self._title()}.", self.why()
 
-    def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
-        """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
+    def _by_mapping(self, most: int | None = None) -> list[tuple[PlannedMapping, int]]:
+        """Return mappings on their best mesh, and the number of other meshes that each was found for.
+
+        Arguments:
+            most: how many to return, beside the ones of a single axis; by default all.
+        """
         groups: dict[Any, list[PlannedMapping]] = {}
         for p in self.found:
             key = frozenset(p.compute.items()), frozenset(p.storage.items()), frozenset(p.choices.items())
             groups.setdefault(key, []).append(p)
-        return [(first, len(others)) for first, *others in groups.values()]
+        found = [(first, len(others)) for first, *others in groups.values()]
+        return [one for i, one in enumerate(found) if most is None or i < most or _is_single(one[0])]
 
     def _title(self) -> str:
         few = self.not_fitting == 1
@@ -166,7 +174,7 @@ class MappingPlan(Page):
         if chosen:
             header.insert(1, "choices")
         rows = []
-        for p, others in self._by_mapping()[:8]:
+        for p, others in self._by_mapping(8):
             verified = "-"
             if p.verified is not None:
                 true = p.verified.total_sent()
@@ -246,6 +254,9 @@ def plan(
     planner.ask(ask)
     return planner.result(verify if jax.default_backend() == "cpu" and jax.device_count() >= islands.chips else 0)
 
+
+_TIED = 1.02
+"""The estimates up to this multiple of another one are ties."""
 
 _MOST_TRACED = 64
 """The largest number of combinations of choices."""
@@ -361,7 +372,10 @@ class _Planner:
         """Return the plan, of which the partitioner checks the first few."""
         fit = [r for r in self._rows if r.memory <= self._limit]
         large = [r for r in self._rows if r.memory > self._limit]
-        fitting = [*map(self._found, heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds))]
+        kept = heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds)
+        known = {id(r) for r in kept}
+        kept += [r for r in fit if len(r.ranked.compute) == len(r.ranked.axes) == 1 and id(r) not in known]
+        fitting = [*map(self._found, kept)]
         too_large = [*map(self._found, heapq.nsmallest(_MOST_KEPT, large, key=lambda r: r.memory))]
         asked = {p._what() for p in self._asked}  # of these, names told only a part of the cost
         again = sum(p._what() in asked for p in (*fitting, *too_large))
@@ -449,6 +463,11 @@ class _Planner:
 
 
 # --- writing ---
+
+
+def _is_single(p: PlannedMapping) -> bool:
+    """Return whether a mapping shards one axis over one mesh axis, such as the batch."""
+    return len(p.mesh) == 1 == len(p.compute) and not p.storage and not p.choices
 
 
 def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:

@@ -162,6 +162,28 @@ class RepeatedWork:
 
 
 @dataclasses.dataclass(frozen=True)
+class AvoidableWork:
+    """Products that could be left out.
+
+    >>> work = axn.insight.AvoidableWork("one-hot", "dot[tokens, vocab; vocab, embed -> tokens, embed]", None, 0.2)
+    >>> work.why, work.share
+    ('one-hot', 0.2)
+    """
+
+    why: str
+    """`one-hot` for products with a one-hot array, which look rows up; `empty` for rows of which most are empty, as of
+    experts with more slots than rows; `again` for a forward pass that is computed a second time."""
+    operation: str | None
+    """The first named operation; None if it has no name."""
+    source: Source | None
+    """Its line; for a forward pass, the line that calls it."""
+    share: float
+    """The share of the compute."""
+    sizes: tuple[int, int] = (0, 0)
+    """The number of rows before and after."""
+
+
+@dataclasses.dataclass(frozen=True)
 class HeldArray:
     """Arrays that a device holds at the peak, grouped if everything known about them is the same.
 

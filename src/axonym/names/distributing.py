@@ -158,12 +158,6 @@ def distribute(
     return made
 
 
-def _distinct_paths(paths: Sequence[str]) -> list[str]:
-    """Return paths of which none is the same as another, such as the paths of the keys 1 and "1"."""
-    count = Counter(paths)
-    return [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
-
-
 def _mixed_up(what: str, program: NamedProgram) -> str:
     lines = "".join(f"\n  {m}" for m in program.mix_ups)
     kinds = [*dict.fromkeys(m.kind for m in program.mix_ups)]
@@ -262,9 +256,10 @@ class _Distributed:
 
     def arguments(self, arrays: Sequence[Any]) -> list[Any]:
         """Return arguments sharded by their names, as named arrays if they have any."""
-        return self._placed(
-            "arguments", arrays, self._program.body.arguments, _distinct_paths(self._program.traced.paths)
-        )
+        paths = self._program.traced.paths
+        count = Counter(paths)  # the keys 1 and "1" have one path
+        paths = [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
+        return self._placed("arguments", arrays, self._program.body.arguments, paths)
 
     def _named(self, values: Sequence[Axed], arrays: Sequence[Any], paths: Sequence[str]) -> dict[str, Any]:
         """Return the arrays of which any axis has a name, with their names, by their paths."""

@@ -18,7 +18,7 @@ from ..core import errors
 from ..core.jax_versions import varying_axes
 from ..named_array import NamedArray
 from ..ops import _kernels
-from ..ops._op_types import Unary, is_tree, map_tree, publish
+from ..ops._op_types import F, is_tree, map_tree, publish, unary
 from ..ops._operands import as_float, require_named, scalar
 
 A = TypeVar("A")
@@ -42,7 +42,7 @@ def _apply_activation(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, 
     return fn(a, *scalars, **options)
 
 
-def _make_activation(name: str, fn: Callable[..., Any], summary: str, shown: str, parameter: str = "a") -> Unary:
+def _make_activation(like: F, name: str, fn: Callable[..., Any], summary: str, shown: str, parameter: str = "a") -> F:
     def op(a: Any) -> Any:
         return _apply_activation(fn, name, a)
 
@@ -74,21 +74,21 @@ def _hard_tanh(x: Any) -> jax.Array:
 # --- the table: name, positional function, summary, results for -1 and 2 ---
 
 # fmt: off
-hard_sigmoid = _make_activation("hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
-hard_silu = _make_activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
-hard_tanh = _make_activation("hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
-log_sigmoid = _make_activation("log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
-mish = _make_activation("mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
-quick_gelu = _make_activation("quick_gelu", lambda x: x * jax.nn.sigmoid(1.702 * x), "Approximate GELU with a sigmoid: x * sigmoid(1.702 x).", "-0.1542 1.9357", "x")
-relu = _make_activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
-relu6 = _make_activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
-relu_squared = _make_activation("relu_squared", _in_floats(lambda x: jnp.square(jax.nn.relu(x))), "Compute the square of `relu`.", "0. 4.", "x")
-selu = _make_activation("selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
-sigmoid = _make_activation("sigmoid", _in_floats(jax.nn.sigmoid), "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
-silu = _make_activation("silu", _in_floats(jax.nn.silu), "Multiply each element by its sigmoid.", "-0.2689 1.7616")
-soft_sign = _make_activation("soft_sign", _in_floats(jax.nn.soft_sign), "Divide each element by one plus its absolute value.", "-0.5 0.6667")
-softplus = _make_activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
-squareplus = _make_activation("squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
+hard_sigmoid = _make_activation(unary, "hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
+hard_silu = _make_activation(unary, "hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
+hard_tanh = _make_activation(unary, "hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
+log_sigmoid = _make_activation(unary, "log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
+mish = _make_activation(unary, "mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
+quick_gelu = _make_activation(unary, "quick_gelu", lambda x: x * jax.nn.sigmoid(1.702 * x), "Approximate GELU with a sigmoid: x * sigmoid(1.702 x).", "-0.1542 1.9357", "x")
+relu = _make_activation(unary, "relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
+relu6 = _make_activation(unary, "relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
+relu_squared = _make_activation(unary, "relu_squared", _in_floats(lambda x: jnp.square(jax.nn.relu(x))), "Compute the square of `relu`.", "0. 4.", "x")
+selu = _make_activation(unary, "selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
+sigmoid = _make_activation(unary, "sigmoid", _in_floats(jax.nn.sigmoid), "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
+silu = _make_activation(unary, "silu", _in_floats(jax.nn.silu), "Multiply each element by its sigmoid.", "-0.2689 1.7616")
+soft_sign = _make_activation(unary, "soft_sign", _in_floats(jax.nn.soft_sign), "Divide each element by one plus its absolute value.", "-0.5 0.6667")
+softplus = _make_activation(unary, "softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
+squareplus = _make_activation(unary, "squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
 # fmt: on
 
 

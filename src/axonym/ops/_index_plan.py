@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..axis import Axis, Names, name_of
+from ..axis import Axis, AxisSelector, Names, name_of
 from ..core import errors
 from ..core.jax_versions import set_apart
 from ..distribution.mesh_axes import evenly_sharded
@@ -28,7 +28,9 @@ from ._strided_slices import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
 """The index of one axis: `docs/indexing.md` lists what it can be."""
-SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
+SliceSpec: TypeAlias = (
+    Mapping[Any, NamedIndex] | tuple[AxisSelector, NamedIndex, *tuple[Any, ...]] | tuple[()] | EllipsisType
+)
 
 
 class ds:

@@ -1,14 +1,14 @@
 """Shared parts of families of operations: identity, signatures, and trees.
 
 The operations of a family (elementwise, reductions, ...) are made by a factory, each from one row of a table. They are
-plain functions all the same: `publish` gives them a name, module and docstring, and the protocols below tell type
+plain functions all the same: `publish` gives them a name, module and docstring, and the functions below tell type
 checkers and editors how they are called, as a function and as a method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 from jax.typing import DTypeLike
@@ -20,7 +20,7 @@ A = TypeVar("A")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def publish(op: F, name: str, module: str, doc: str) -> F:
+def publish(op: Callable[..., Any], name: str, module: str, doc: str) -> Any:
     """Give a function from a factory the identity of one written by hand."""
     op.__name__ = op.__qualname__ = name
     op.__module__ = module
@@ -38,76 +38,76 @@ def is_tree(x: Any) -> bool:
     return not (isinstance(x, NamedArray) or jax.tree_util.all_leaves([x]))
 
 
-class Unary(Protocol):
-    """`f(a)`, elementwise, on a named array, a scalar, a raw array or a tree of them."""
-
-    def __call__(self, a: A, /) -> A: ...
-    def __get__(self, instance: Any, owner: Any = None) -> Callable[[], NamedArray]: ...
+# --- how operations are called: factories return what they are given here, for type checkers and editors ---
 
 
-class Binary(Protocol):
-    """`f(a, b)`, elementwise, broadcasting by name."""
-
-    @overload
-    def __call__(self, a: NamedArray, b: NamedOrNumeric, /) -> NamedArray: ...
-    @overload
-    def __call__(self, a: NamedOrNumeric, b: NamedArray, /) -> NamedArray: ...
-    @overload
-    def __call__(self, a: Any, b: Any, /) -> Any: ...
+def unary(a: A, /) -> A:
+    """Compute each element of a named array, a scalar, a raw array or a tree of them."""
+    raise NotImplementedError
 
 
-class _BoundTypedReduction(Protocol):
-    def __call__(
-        self, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None, dtype: DTypeLike | None = None
-    ) -> NamedArray: ...
+@overload
+def binary(a: NamedArray, b: NamedOrNumeric, /) -> NamedArray: ...
+@overload
+def binary(a: NamedOrNumeric, b: NamedArray, /) -> NamedArray: ...
+@overload
+def binary(a: Any, b: Any, /) -> Any: ...
+def binary(a: Any, b: Any, /) -> Any:
+    """Compute each element from two operands, which broadcast by name."""
+    raise NotImplementedError
 
 
-class TypedReduction(Protocol):
-    """A reduction that can accumulate in another dtype."""
+def reduction(array: A, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> A:
+    """Reduce axes of an array, or of each array of a tree.
 
-    def __call__(
-        self,
-        array: A,
-        axis: AxisSelection | None = None,
-        *,
-        where: NamedOrNumeric | None = None,
-        dtype: DTypeLike | None = None,
-    ) -> A: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundTypedReduction: ...
+    Arguments:
+        axis: the axes to reduce; all of them by default.
+        where: which elements take part, by name.
+    """
+    raise NotImplementedError
 
 
-class _BoundSpreadReduction(Protocol):
-    def __call__(
-        self,
-        axis: AxisSelection | None = None,
-        *,
-        where: NamedOrNumeric | None = None,
-        ddof: int = 0,
-        dtype: DTypeLike | None = None,
-    ) -> NamedArray: ...
+def typed_reduction(
+    array: A,
+    axis: AxisSelection | None = None,
+    *,
+    where: NamedOrNumeric | None = None,
+    dtype: DTypeLike | None = None,
+) -> A:
+    """Reduce axes of an array, or of each array of a tree.
+
+    Arguments:
+        axis: the axes to reduce; all of them by default.
+        where: which elements take part, by name.
+        dtype: the dtype to compute in.
+    """
+    raise NotImplementedError
 
 
-class SpreadReduction(Protocol):
-    """Variance and standard deviation."""
+def spread_reduction(
+    array: A,
+    axis: AxisSelection | None = None,
+    *,
+    where: NamedOrNumeric | None = None,
+    ddof: int = 0,
+    dtype: DTypeLike | None = None,
+) -> A:
+    """Compute how far elements spread along axes of an array, or of each array of a tree.
 
-    def __call__(
-        self,
-        array: A,
-        axis: AxisSelection | None = None,
-        *,
-        where: NamedOrNumeric | None = None,
-        ddof: int = 0,
-        dtype: DTypeLike | None = None,
-    ) -> A: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundSpreadReduction: ...
+    Arguments:
+        axis: the axes to reduce; all of them by default.
+        where: which elements take part, by name.
+        ddof: the number to subtract from the count.
+        dtype: the dtype to compute in.
+    """
+    raise NotImplementedError
 
 
-class _BoundCumulative(Protocol):
-    def __call__(self, axis: AxisSelector, dtype: DTypeLike | None = None) -> NamedArray: ...
+def arg_reduction(array: NamedArray, axis: AxisSelector | None = None) -> NamedArray:
+    """Return the index of an element along an axis, or in the flattened array."""
+    raise NotImplementedError
 
 
-class Cumulative(Protocol):
-    """A running reduction along one axis, which stays."""
-
-    def __call__(self, a: NamedArray, axis: AxisSelector, dtype: DTypeLike | None = None) -> NamedArray: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundCumulative: ...
+def cumulative(a: NamedArray, axis: AxisSelector, dtype: DTypeLike | None = None) -> NamedArray:
+    """Compute a running reduction along one axis, which stays."""
+    raise NotImplementedError

@@ -16,10 +16,18 @@ import jax.numpy as jnp
 from ..axis import AxisSelector, Names
 from ..core import errors
 from ..named_array import NamedArray
-from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from . import _kernels, _prefixes
 from ._blockwise import kernel_of_blocks, running_kernel
-from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
+from ._op_types import (
+    F,
+    arg_reduction,
+    cumulative,
+    map_tree,
+    publish,
+    reduction,
+    spread_reduction,
+    typed_reduction,
+)
 from ._operands import (
     apply_along,
     at_least_float32,
@@ -104,7 +112,7 @@ _ARGUMENTS = """
         where: which elements take part, by name."""
 
 
-def _make_plain(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ReductionFunction:
+def _make_plain(like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> F:
     def op(array, axis=None, *, where=None, **other):
         if other:
             _refuse_keywords(op, array, other)
@@ -114,8 +122,8 @@ def _make_plain(name: str, fn: Callable[..., Any], summary: str, example: str, s
 
 
 def _make_typed(
-    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
-) -> TypedReduction:
+    like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
+) -> F:
     def op(array, axis=None, *, where=None, dtype=None, **other):
         if other:
             _refuse_keywords(op, array, other)
@@ -126,7 +134,7 @@ def _make_typed(
     )
 
 
-def _make_spread(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SpreadReduction:
+def _make_spread(like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> F:
     def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
         if other:
             _refuse_keywords(op, array, other)
@@ -205,27 +213,27 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # fmt: off
-all = _make_plain("all", _all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
-any = _make_plain("any", _any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
-max = _make_plain("max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
-min = _make_plain("min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
-ptp = _make_plain("ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
-nanmax = _make_plain("nanmax", _nanmax, "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
-nanmin = _make_plain("nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
+all = _make_plain(reduction, "all", _all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
+any = _make_plain(reduction, "any", _any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
+max = _make_plain(reduction, "max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
+min = _make_plain(reduction, "min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
+ptp = _make_plain(reduction, "ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
+nanmax = _make_plain(reduction, "nanmax", _nanmax, "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
+nanmin = _make_plain(reduction, "nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
 
-mean = _make_typed("mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
-nanmean = _make_typed("nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
-nanprod = _make_typed("nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
-nansum = _make_typed("nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
+mean = _make_typed(typed_reduction, "mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
+nanmean = _make_typed(typed_reduction, "nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
+nanprod = _make_typed(typed_reduction, "nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
+nansum = _make_typed(typed_reduction, "nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
 # The gradient of a product reshapes, for which Explicit axes need an output sharding.
-prod = _make_typed("prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
-sum = _make_typed("sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
+prod = _make_typed(typed_reduction, "prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+sum = _make_typed(typed_reduction, "sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
-nanstd = _make_spread("nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-nanvar = _make_spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-std = _make_spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
-var = _make_spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _make_plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+nanstd = _make_spread(spread_reduction, "nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+nanvar = _make_spread(spread_reduction, "nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+std = _make_spread(spread_reduction, "std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
+var = _make_spread(spread_reduction, "var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
+logsumexp = _make_plain(reduction, "logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 # fmt: on
 
 
@@ -242,9 +250,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
     return _kernels.make_kernel(name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis)
 
 
-def _make_arg_reduction(
-    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str
-) -> SimpleReductionFunction:
+def _make_arg_reduction(like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> F:
     def op(array, axis: AxisSelector | None = None):
         kernel = _arg_kernel(fn, name, require_named(name, array).names, _kernels.one_selector(name, axis))
         return kernel.apply(array.array)
@@ -261,10 +267,10 @@ def _make_arg_reduction(
 
 
 # fmt: off
-argmax = _make_arg_reduction("argmax", jnp.argmax, "Return the index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
-argmin = _make_arg_reduction("argmin", jnp.argmin, "Return the index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
-nanargmax = _make_arg_reduction("nanargmax", jnp.nanargmax, "Return the index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
-nanargmin = _make_arg_reduction("nanargmin", jnp.nanargmin, "Return the index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
+argmax = _make_arg_reduction(arg_reduction, "argmax", jnp.argmax, "Return the index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
+argmin = _make_arg_reduction(arg_reduction, "argmin", jnp.argmin, "Return the index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
+nanargmax = _make_arg_reduction(arg_reduction, "nanargmax", jnp.nanargmax, "Return the index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
+nanargmin = _make_arg_reduction(arg_reduction, "nanargmin", jnp.nanargmin, "Return the index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
 # fmt: on
 
 
@@ -272,8 +278,8 @@ nanargmin = _make_arg_reduction("nanargmin", jnp.nanargmin, "Return the index of
 
 
 def _make_cumulative(
-    name: str, fn: Callable[..., Any], of_totals: Any, combine: Any, summary: str, example: str, shown: str
-) -> Cumulative:
+    like: F, name: str, fn: Callable[..., Any], of_totals: Any, combine: Any, summary: str, example: str, shown: str
+) -> F:
     def op(a, axis: AxisSelector, dtype=None):
         dtype = dtype_key(dtype)
         kernel = kernel_of_blocks(running_kernel, name, require_named(name, a), axis, fn, of_totals, combine, dtype)
@@ -292,8 +298,8 @@ def _make_cumulative(
 
 
 # fmt: off
-cumsum = _make_cumulative("cumsum", jnp.cumsum, jnp.cumsum, jnp.add, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
-cumprod = _make_cumulative("cumprod", _prefixes.cumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
-nancumsum = _make_cumulative("nancumsum", jnp.nancumsum, jnp.cumsum, jnp.add, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
-nancumprod = _make_cumulative("nancumprod", _prefixes.nancumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
+cumsum = _make_cumulative(cumulative, "cumsum", jnp.cumsum, jnp.cumsum, jnp.add, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
+cumprod = _make_cumulative(cumulative, "cumprod", _prefixes.cumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
+nancumsum = _make_cumulative(cumulative, "nancumsum", jnp.nancumsum, jnp.cumsum, jnp.add, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
+nancumprod = _make_cumulative(cumulative, "nancumprod", _prefixes.nancumprod, _prefixes.cumprod, jnp.multiply, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
 # fmt: on

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ..axis import AxisSelection, AxisSelector
 from ..named_array import NamedArray, NamedOrNumeric
 
 A = TypeVar("A")
-
-
-class _BoundReduction(Protocol):
-    def __call__(self, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray: ...
 
 
 class ReductionFunction(Protocol):
@@ -21,11 +17,6 @@ class ReductionFunction(Protocol):
     """
 
     def __call__(self, array: A, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> A: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
-
-
-class _BoundArgReduction(Protocol):
-    def __call__(self, axis: AxisSelector | None = None) -> NamedArray: ...
 
 
 class SimpleReductionFunction(Protocol):
@@ -35,4 +26,3 @@ class SimpleReductionFunction(Protocol):
     """
 
     def __call__(self, array: NamedArray, axis: AxisSelector | None = None) -> NamedArray: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundArgReduction: ...
