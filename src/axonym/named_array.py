@@ -88,7 +88,7 @@ class NamedArray(_Base):
 
     def __hash__(self) -> int:  # like a JAX array: equality is elementwise
         raise TypeError(
-            "A NamedArray has no hash. If jax.jit is to compile a module, write `axonym.named_jit(model)` or "
+            "unhashable type: 'NamedArray'. If jax.jit is to compile a module, write `axonym.named_jit(model)` or "
             "`equinox.filter_jit(model)`, which take the arrays in it as arguments."
         )
 
