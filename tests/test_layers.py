@@ -22,6 +22,8 @@ LAYERS = """
 haliax scalax
 __init__
 _late_names debug insight precision testing
+_xarray
+_labelled
 names
 optim quantization
 nn
@@ -29,7 +31,7 @@ schedules state
 random
 _methods custom_partitioning
 _treescope
-_display _xarray fft linalg manual poly ref transforms
+_coordinates _display fft linalg manual poly ref transforms
 tree
 ops
 sharding
