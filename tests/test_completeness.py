@@ -189,7 +189,7 @@ FAMILIES: dict[str, Family] = {
         {"the module of its name in tests/nn/": _used_in("nn/test_*.py")},
         {
             "check_input", "static_spec", "as_truth_values", "SequenceSharding", "attend_along_sequence",
-            "fused_attention", "stored_inputs",
+            "fused_attention", "default_attention", "why_named", "stored_inputs",
         },
         "axonym.nn",
     ),

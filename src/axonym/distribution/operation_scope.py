@@ -19,6 +19,9 @@ from .mesh_axes import Axes, mapped_axes, storage_axes
 _PLAIN = re.compile(r"[^\w.\- ]")
 """Matches characters that a name must not have in a scope."""
 
+CHOICE = "attention by "
+"""How the name of an operation begins that says which implementation runs, and why."""
+
 _NUMBER = re.compile(r"#\d")
 """Matches a number that stands for a name: see `shared` in `axonym.ops._kernels`."""
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..distribution.mesh_axes import Axes
-from ..distribution.operation_scope import NamedAxis, ScopedOperation, Term, operations_in
+from ..distribution.operation_scope import CHOICE, NamedAxis, ScopedOperation, Term, operations_in
 from ..ops._blocks import SCOPE
 from ..ops._kernels import BY_INDEX
 from ._text import Said, described_axes
@@ -44,6 +44,11 @@ def names_in(operations: Iterable[ScopedOperation]) -> set[str]:
     found = {a for op in operations for term in (*op.operands, *op.results) for a in term}
     # A lifted function numbers the axes of its own arrays.
     return {a.axis for a in found if " of held array " not in a.name}
+
+
+def choices_in(operations: Iterable[ScopedOperation]) -> list[str]:
+    """Return which implementations run of operations that choose among several, and why."""
+    return sorted({op.name for op in operations if op.name.startswith(CHOICE)})
 
 
 def around(scope: str, name: str) -> ScopedOperation | None:
