@@ -26,10 +26,11 @@ from ..distribution.active_settings import activate
 from ..distribution.axis_marks import EXCHANGE, MARK, marking
 from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
+from ..names._axes import fresh
 from ..names._sources import LeafNames
 from ..names._tracing import Traced
 from ..names._values import Axed, AxisStep
-from ..names._walk import Body, steps_of
+from ..names._walk import AxisWalk, Body, steps_of
 from ..names.distributing import DistributedFunction
 from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
@@ -216,6 +217,8 @@ class _Events:
             self.rows.add(dispatch, around, ys)
         if functions and functions[0].how in ("loop", "test", "branch"):
             self._inside(step, functions, xs, ys, around)
+        elif step.name == "custom_linear_solve":
+            self._solution(step, xs, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
             if step.name == EXCHANGE:
                 what, along, *details = step.params["names"]
@@ -260,6 +263,20 @@ class _Events:
                     if not is_on_host(v.aval) and own.origin not in seen:
                         seen.add(own.origin)
                         self.kept.append((y, around))
+
+    def _solution(self, step: AxisStep, xs: list[Value], around: Occurrence) -> None:
+        """Record the events of the function that solves a linear system.
+
+        Its names are followed apart: it takes rows for columns, and the result has the names that solve the system.
+        """
+        counts, solver = step.params["const_lengths"], step.params["jaxprs"].solve
+        first = counts.matvec + counts.vecmat
+        given = [*xs[first : first + counts.solve], *xs[sum(counts) :]]
+        walk = AxisWalk()
+        arguments = [
+            Axed(tuple(fresh(n) if name is None else walk.axes.axis(name, n, "") for name, n in x.dims)) for x in given
+        ]
+        self.run(walk.run(solver.jaxpr, arguments, step, solver.consts), given, around)
 
     def _again(self, around: Occurrence, before: Sequence[Value], after: Sequence[Value]) -> None:
         """Compare the names of the results of a loop or branch with the expected names."""
@@ -381,8 +398,13 @@ class _Events:
         if len(at) == 1 and not batch and not rule.parts and step.name in ("gather", "scatter-add"):
             self.found.append(Lookup(place, table, indices, xs[2] if update else y, table.dims[at[0]], update))
             return
-        of_table = [d for own, d in zip(rule.operands[0], table.dims, strict=True) if not batch.intersection(own)]
-        self._open(place, step.name, of_table if batch else [d for x in xs for d in x.dims])
+        # Of windows that have all of an axis of the table, each device has its part.
+        of_windows = {f for own in (rule.operands[2] if update else rule.results[0]) for f in own}
+        alike = of_windows.intersection(f for own in rule.operands[0] for f in own) - rule.needed
+        pairs = [p for x, term in zip(xs, rule.operands, strict=True) for p in zip(x.dims, term, strict=True)]
+        pairs = pairs[: len(table.dims)] if batch else pairs
+        dims = [d for d, own in pairs if not own or not alike.issuperset(own)]
+        self._open(place, step.name, dims)
         if batch and step.name == "scatter-add" and place.operation is not None and place.operation.name == "top_k":
             self.found.append(PerDevice(place, y))
 

@@ -116,7 +116,8 @@ class MappingPlan(Page):
         if self.not_fitting:
             considered += f"; {self.not_fitting} need more than {describe_bytes(self.memory)}"
         most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
-        fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
+        least = best.estimate.seconds
+        fitting = [_row(i + 1, p, others, most, least, words) for i, (p, others) in enumerate(mappings)]
         terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
         then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
         header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
@@ -493,7 +494,7 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 # --- the page ---
 
 
-def _row(number: int, p: PlannedMapping, others: int, most: float, words: Words) -> Sequence[Html | str]:
+def _row(number: int, p: PlannedMapping, others: int, most: float, least: float, words: Words) -> Sequence[Html | str]:
     stored = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
     mapping = [words.entries(p.compute)] if any(p.compute.values()) else [joined(["nothing is sharded"])]
     if stored:
@@ -503,6 +504,8 @@ def _row(number: int, p: PlannedMapping, others: int, most: float, words: Words)
     seconds = map(described_seconds, (as_shown(p.estimate.seconds), p.seconds))
     memory = describe_bytes(p.memory if p.peak is None else p.peak)
     numbers = [element("span", text, class_="num") for text in (*seconds, memory)]
+    if number > 1 and p.estimate.seconds <= _TIED * least:
+        numbers[0] = joined([numbers[0], element("small", " a tie, within 2%")])
     lines = joined(mapping, element("br"))
     return str(number), joined([words.mesh(p.mesh), more]), lines, _times(p, most, words), *numbers
 

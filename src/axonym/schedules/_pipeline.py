@@ -104,13 +104,16 @@ class _Pipeline(KeptAxes):
         else:
             total = _total_loss(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
-        shards = (a for spec in self._specs[1] for a in axes_in(spec))
-        alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *shards}))
-        # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
-        # with the same results, one may count.
-        here = jax.lax.axis_index(stages) == last
-        here = here & (jax.lax.axis_index(alike) == 0) if alike else here
-        results = [self._sum(jnp.where(here, x, 0), (*stages, *alike)) for x in results]
+        at_last = jax.lax.axis_index(stages) == last
+
+        def of_last(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
+            # with the same results, one may count.
+            alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *axes_in(spec)}))
+            here = at_last & (jax.lax.axis_index(alike) == 0) if alike else at_last
+            return self._sum(jnp.where(here, x, 0), (*stages, *alike))
+
+        results = map(of_last, results, self._specs[1])
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
