@@ -54,13 +54,18 @@ def test_devices_compute_the_same(explicit: bool) -> None:
 
 @pytest.mark.parametrize(("sizes", "shape"), [(MESH, (MEMBERS, *SIZE)), (LARGE, (64, 64, 512, 1024))])
 def test_a_change_of_mapping_sends_what_it_must(sizes: dict[str, int], shape: tuple[int, ...]) -> None:
-    """A device keeps its part of what it has: one over the size of `cols`."""
+    """A device keeps its part of what it has: one over the size of `cols`.
+
+    There and back are one call of `shard` each, which newer versions of JAX trace once, and give the first line.
+    """
     args = abstract(*shape)
     phases = atmosphere.sent_by_phase(report(atmosphere.step, args, sizes, "partitioner"))
     here = 4 * 4 * np.prod(shape) // np.prod([*sizes.values()])
     least = here * (sizes["cols"] - 1) // sizes["cols"]
-    assert phases["to_columns"] == phases["to_grid"] == ({"all-to-all": 1}, least)
-    assert {*phases} == {"dynamics", "to_columns", "to_grid"}, "the physics and the filter exchange nothing"
+    changes = [phases.pop(name) for name in ("to_columns", "to_grid") if name in phases]
+    assert all({*kinds} == {"all-to-all"} for kinds, _ in changes)
+    assert (sum(kinds["all-to-all"] for kinds, _ in changes), sum(sent for _, sent in changes)) == (2, 2 * least)
+    assert {*phases} == {"dynamics"}, "the physics and the filter exchange nothing"
     assert {*phases["dynamics"][0]} == {"collective-permute"}
 
 

@@ -195,7 +195,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "optim": Family(
         "axonym.optim.*", "src/axonym/optim/__init__.py",
-        {"tests/optim/": _used_in("optim/test_*.py")}, {"roles_of_leaves", "axes_of_stacks"}, "axonym.optim",
+        {"tests/optim/": _used_in("optim/test_*.py")}, {"roles_of_leaves", "axes_of_stacks", "with_values"},
+        "axonym.optim",
     ),
 }  # fmt: skip
 

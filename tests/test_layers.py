@@ -22,8 +22,6 @@ LAYERS = """
 haliax scalax
 __init__
 _late_names debug insight precision testing
-_xarray
-_labelled
 names
 optim quantization
 nn
@@ -31,6 +29,8 @@ schedules state
 random
 _methods custom_partitioning
 _treescope
+_xarray
+_labelled
 _coordinates _display fft linalg manual poly ref transforms
 tree
 ops

@@ -10,6 +10,8 @@ import jax
 from ._coordinates import Coordinates, merged
 from .core import errors
 from .core.unmoved_axes import unmoved_axes
+from .distribution.active_settings import activate
+from .distribution.mesh_axes import NO_MESH
 from .named_array import NamedArray, is_named_array
 
 
@@ -73,7 +75,8 @@ class Labelled:
         that they hold all the same, as for a slope. The name and the attributes of this array stay, as in xarray.
 
         Arguments:
-            f: a function of named arrays, such as `axn.add`, which returns one, or a tree of them.
+            f: a function of named arrays, such as `axn.add`, which returns one, or a tree of them. It is called, and
+                traced once to see which elements it moves.
             others: further arguments. Coordinates must be equal along the axes that they share; see
                 `Coordinates.align`. Of one without axes that differs, such as a selected time, nothing is left.
             coords: the coordinates of the result along axes that have changed.
@@ -117,24 +120,28 @@ def _arrays(tree: Any) -> list[NamedArray]:
 def _kept_axes(f: Callable[..., Any], args: Sequence[Any], result: Any) -> set[str]:
     """Return the axes of a result whose elements are where they were in labelled arguments.
 
-    An axis of one element has only one place. The function is traced without a mapping, so the answer does not depend
-    on how arrays are sharded.
+    An axis of one element has only one place. The function is traced without a mesh, so the answer does not depend on
+    how arrays are sharded.
     """
-    from .names._tracing import trace
+    at = {
+        i: a.array if isinstance(a, Labelled) else a for i, a in enumerate(args) if isinstance(a, Labelled | NamedArray)
+    }
 
-    at = [i for i, a in enumerate(args) if isinstance(a, Labelled)]
+    def call(arrays: Mapping[int, Any]) -> Any:
+        return f(*(arrays.get(i, a) for i, a in enumerate(args)))
 
-    def call(arrays: Any) -> Any:
-        return f(*(arrays[at.index(i)] if i in at else a for i, a in enumerate(args)))
-
-    given = [args[i].array for i in at]
     with errors.handling_warnings(lambda _: True):  # of arrays that cannot be placed
-        program = trace(call, (given,), {}).jaxpr.jaxpr
-    found = unmoved_axes(program, [x.names for x in _arrays(given)])
+        try:
+            with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
+                program = jax.make_jaxpr(call)(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), at))
+        except (RuntimeError, ValueError):  # the function needs a mesh, or has arrays whose types do
+            program = jax.make_jaxpr(call)(at)
+    given = [(x, isinstance(args[i], Labelled)) for i, tree in at.items() for x in _arrays(tree)]
+    found = unmoved_axes(program.jaxpr, [x.names if labelled else [""] * x.ndim for x, labelled in given])
     moved, kept = set[str](), set[str]()
     for x, own in zip(_arrays(result), found, strict=True):
         for name, axis in zip(x.names, own, strict=True):
-            single = x.shape[name] == 1 and any(y.shape.get(name) == 1 for y in _arrays(given))
+            single = x.shape[name] == 1 and any(y.shape.get(name) == 1 for y, _ in given)
             (kept if axis == name or single else moved).add(name)
     return kept - moved
 

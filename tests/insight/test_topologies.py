@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from axonym.insight import compare, explain, explaining
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.sharding import slices_along
 from benchmarks.llama import CONFIG
+from examples import diloco
 from examples.models.llama import Llama
 from tests.insight import cases
 
@@ -121,6 +123,33 @@ class TestWithTheCompiler:
         assert compiled.between == between and compiled.total_sent("slices") == names.total_sent("slices") == 2**17
         assert {c.slices for c in compiled.collectives} == {1, 2}
         assert all(c.axes == (next(iter(between)),) for c in compiled.chosen("slices"))
+
+    def test_replicas_on_two_slices_send_what_names_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The slow network has nothing of an inner step, and the parameters of a device of an outer one."""
+        for axis in axn.make_axes(embed=512, mlp=1024, batch=256):
+            monkeypatch.setattr(diloco, axis.name.title(), axis)
+        mesh = jax.sharding.AbstractMesh((2, 16), ("slice", "data"))
+        x = jax.eval_shape(lambda: diloco.texts(jax.random.key(1), 2))
+
+        def start() -> Any:
+            anchor = diloco.make_model(jax.random.key(0))
+            models = diloco.replicate(anchor, 2)
+            return anchor, diloco.NESTEROV.init(anchor), models, axn.vmap(diloco.ADAM.init, "replica")(models)
+
+        anchor, momentum, models, states = jax.eval_shape(start)
+        where: dict[str, Any] = {"mesh": mesh, "between": "slice"}
+        on: dict[str, Any] = where | {"topology": "v5e:4x4x2slices"}
+        both: Any = diloco.STORAGE, diloco.COMPUTE
+        inner = explain(axn.vmap(diloco.step, "replica"), models, states, x, mapping=both, **on)
+        assert inner.total_sent("slices") == 0 and inner.total_sent("data")
+        given = anchor, momentum, models
+        compiled = explain(diloco.agree, *given, mapping=both, **on).total_sent("slices")
+        in_8_bits = explain(functools.partial(diloco.agree, int8=True), *given, mapping=both, **on).total_sent("slices")
+        stored = sum(x.size * 4 // (16 if "embed" in x.names else 1) for x in axn.tree.leaves(anchor))
+        names = explain(diloco.agree, *given, mapping=diloco.STORAGE, by="names", **where).total_sent("slices")
+        assert names == stored
+        for sent, expected in ((compiled, stored), (in_8_bits, stored / 4)):  # TPUs pad the smallest arrays
+            assert sent is not None and expected <= sent <= 1.01 * expected
 
     def test_arguments_that_are_placed(self) -> None:
         mesh = axn.make_mesh(MESH)

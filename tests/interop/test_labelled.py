@@ -167,6 +167,21 @@ def test_what_refuses_to_mix(name: str, sharded: bool, mesh: jax.sharding.Mesh) 
             xr.testing.assert_allclose(axn.to_xarray(added), expected)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_functions_with_arrays_of_their_own(explicit: bool) -> None:
+    """Which are sharded: their types have the axes of an Explicit mesh."""
+    with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)), axn.axis_mapping(MAPPING):
+        x, weights = axn.shard((labelled(field()), axn.ones({"lat": 8})))
+        for found in (
+            x.map(lambda x: x * weights),
+            x.map(axn.multiply, weights),
+            jax.jit(lambda x, w: x.map(lambda x: x * w))(x, weights),
+        ):
+            xr.testing.assert_identical(axn.to_xarray(jax.block_until_ready(found)), field())
+        assert {*x.map(lambda x: axn.flip(x, "lat") * weights).coords} == {"time", "lon", "run"}
+        assert not {*x.map(lambda _, w: w, weights).coords} & {"lat"}
+
+
 def test_days_that_were_selected_do_not_differ() -> None:
     """A time without an axis is left out, as by xarray."""
     x, da = labelled(field()), field()

@@ -24,9 +24,9 @@ def unmoved_axes(jaxpr: Any, given: Sequence[Sequence[str]]) -> list[tuple[str |
 
     Arguments:
         jaxpr: a program.
-        given: the names of the axes of its arguments.
+        given: the names of the axes of its arguments; an empty string for one that is not followed.
     """
-    found = _run(jaxpr, [tuple(frozenset((n,)) for n in names) for names in given])
+    found = _run(jaxpr, [tuple(frozenset(filter(None, (n,))) for n in names) for names in given])
     places = [[[n for n in label if n[0] != "~"] for label in labels] for labels in found]
     return [
         tuple([n[0] if len(n) == 1 and f"~{n[0]}" not in label else None for n, label in zip(own, labels, strict=True)])

@@ -134,7 +134,7 @@ def distribute(
     def run(*args: Any, **kwargs: Any) -> Any:
         program = inferred(fn, args, kwargs, names, allow)
         arrays, _ = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
-        what = f"distribute({getattr(fn, '__qualname__', fn)!s})"
+        what = f"distribute({errors.called(fn)})"
         if program.mix_ups:
             raise ValueError(_mixed_up(what, program))
         results, empty = _Distributed(what, program, own).run(arrays)

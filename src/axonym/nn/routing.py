@@ -432,7 +432,7 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
     NamedArray(float32[], 1.)
     """
     experts = one_axis("load_balancing_loss", "experts", experts)
-    dtype = jnp.promote_types(probabilities.dtype, jnp.float32)
+    dtype = jnp.promote_types(require_named("load_balancing_loss", probabilities, "probabilities").dtype, jnp.float32)
     share = mean(one_hot(expert, experts, dtype=dtype), expert.names)
     rows = tuple(n for n in probabilities.names if n != experts.name)
     return experts.size * dot(share, mean(probabilities, rows), axis=experts)

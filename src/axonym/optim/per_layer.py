@@ -16,7 +16,7 @@ from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.creation import arange
 from ..sharding.leaves import leaves_of, parent_nodes
 from ..transforms._mapped_axis import spmd_axes
-from .roles import axes_of_stacks
+from .roles import axes_of_stacks, with_values
 
 if TYPE_CHECKING:
     import optax
@@ -40,15 +40,10 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
     name = name_of(axis)
 
     def labels(params: Any) -> Any:
-        leaves, structure = leaves_of(params)
-        named = {n for leaf in leaves for n in leaf.names or ()}
-        if name not in named:
-            raise ValueError(errors.missing_axes("optim.per_layer", [name], sorted(named)))
-        found = [
-            jax.tree.map(lambda _, stacked=name in (leaf.names or ()): "layers" if stacked else "others", leaf.value)
-            for leaf in leaves
-        ]
-        return jax.tree.unflatten(structure, found)
+        names = [leaf.names or () for leaf in leaves_of(params)[0]]
+        if not any(name in own for own in names):
+            raise ValueError(errors.missing_axes("optim.per_layer", [name], sorted({n for own in names for n in own})))
+        return with_values(params, ["layers" if name in own else "others" for own in names])
 
     def init(params: Any) -> Any:
         return mapped(tx.init, params)

@@ -113,6 +113,7 @@ def dot_product_attention(
     """
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
+    mask = _checked_mask(what, mask, bias)
     dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
     if implementation in (None, "named") and not dropping and _is_along_kept(query, key, features, positions):
         options: Any = {"attention_dtype": attention_dtype, "precision": precision, "context": context}
@@ -193,6 +194,7 @@ def dot_product_attention_weights(
     """
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
+    mask = _checked_mask(what, mask, bias)
     key = _gather_shared_positions(key, positions, query)
     weights = _attention_weights(
         what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
@@ -258,7 +260,6 @@ def _attention_weights(
     if bias is not None:
         require_subset(what, "bias", bias.names, scores.names)
         scores = scores + bias
-    mask = as_truth_values(what, mask)
     if isinstance(mask, Causal):
         if len(KPos) != 1:
             raise ValueError(
@@ -276,7 +277,7 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
     """Return the names of `Key` and `KPos`; raise an error if an array lacks them or the query has `KPos`."""
     needed = {"query": (Key,), "key": (Key, KPos), "value": (KPos,)}
     for x, (label, selections) in zip(arrays, needed.items(), strict=False):
-        require_named(what, x)
+        require_named(what, x, label)
         for selection in selections:
             resolve_axes(x.names, jnp.shape(x.array), selection, f"{what}, {label}")
     positions = tuple(name_of(s) for s in selectors(KPos))
@@ -289,6 +290,13 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions
+
+
+def _checked_mask(what: str, mask: Mask, bias: NamedArray | None) -> Mask:
+    """Return a mask of truth values; raise an error if the mask or the bias is no named array."""
+    if bias is not None:
+        require_named(what, bias, "bias")
+    return as_truth_values(what, mask)
 
 
 def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:

@@ -24,7 +24,7 @@ from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
 from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
-from .masks import Causal, Mask, as_truth_values
+from .masks import Causal, Mask
 
 Implementation: TypeAlias = Literal["named", "xla", "cudnn", "splash", "fused"]
 """Named operations, and the fused kernels: see `dot_product_attention`."""
@@ -61,7 +61,6 @@ def fused_attention(
             "which takes every argument."
         )
     chosen = _choose_kernel(what, implementation, query.dtype)
-    mask = as_truth_values(what, mask)
     problems: list[str] = []
     roles = find_roles(query, key, value, KPos, Key, mask, problems)
     sizes = [value.axis_size(n) for n in roles.values]
