@@ -7,7 +7,7 @@ devices by themselves: see `exchange`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,8 +52,14 @@ def is_kept(name: str) -> bool:
     return kept is not None and kept.complete and name in (*kept.names, kept.batch)
 
 
-def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> NamedArray:
-    """Call a function that exchanges shards of named arrays by itself, in code that is traced for complete axes."""
+def exchange(
+    what: str, fn: Callable[[Any], NamedArray], operands: Any, along: Collection[str] | None = None
+) -> NamedArray:
+    """Call a function that exchanges shards of named arrays by itself, in code that is traced for complete axes.
+
+    Arguments:
+        along: the axes of which it takes shards; by default all that are kept.
+    """
     kept = _active_settings()
     assert kept is not None
     arrays, spec = flatten_arrays(operands)
@@ -63,7 +69,7 @@ def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> Named
     def layout(names: Names) -> Layout:
         found: list[Axes] = []
         for n in names:  # a mesh axis cuts one dimension only
-            own = kept.over(n)
+            own = kept.over(n) if along is None or n in along else ()
             found.append(() if any({*own} & {*other} for other in found) else own)
         return tuple(found)
 

@@ -105,9 +105,10 @@ def dispatch(
     NamedArray(float32[tokens=3, out=1], [[10.] [ 2.] [30.]])
     """
     experts = one_axis("dispatch", "experts", experts)
-    if any(map(is_kept, (experts.name, *getattr(expert, "names", ())))):
+    exchanged = (experts.name, *getattr(expert, "names", ()))
+    if any(map(is_kept, exchanged)):
         call = functools.partial(dispatch, experts=experts, rows=rows, round_size=round_size, exchange=exchange)
-        return exchange_shards("dispatch", lambda xs: call(fn, *xs), (params, x, expert))
+        return exchange_shards("dispatch", lambda xs: call(fn, *xs), (params, x, expert), exchanged)
     arrays, tree = flatten_arrays(params)
     if exchange is not None:
         refuse_gathered(f"dispatch by exchange={exchange!r}", "exchange", experts.name)
