@@ -114,7 +114,7 @@ def _attention(sizes: Sizes) -> Row:
         return lambda: jax.block_until_ready(fn(q, k, v))
 
     return timed_row(
-        SECTION, "attention: kernel, to named", gradients("fused"), gradients(None), 1.2, repeats=5, rounds=3
+        SECTION, "attention: kernel, to named", gradients("fused"), gradients("named"), 1.2, repeats=5, rounds=3
     )
 
 

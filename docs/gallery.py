@@ -39,6 +39,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "diloco.py": ("Replicas that train alone, and agree now and then", "--rounds 6"),
     "shallow_water.py": ("Shallow water on a staggered grid", "--report"),
     "spectral.py": ("Turbulence by Fourier transforms along a sharded axis", ""),
+    "atmosphere.py": ("Layers of air on a globe, with physics in columns", ""),
     "explain.py": ("What a mapping costs, before it runs", ""),
     "per_device.py": ("Per-device code", ""),
     "custom_partitioning.py": ("Operations with their own partitioning", ""),

@@ -34,7 +34,9 @@ MORE = {
     "unsqueeze": "[Broadcasting](broadcasting.md)",
     **dict.fromkeys(("DDP", "DistributedDataParallel", "FSDP", "DTensor", "DeviceMesh"), _PLACES),
     **dict.fromkeys(("state_dict", "save", "load"), _FILES),
-    **dict.fromkeys(("coords", "groupby", "sel", "isel", "DataArray", "Dataset"), _XARRAY),
+    **dict.fromkeys(
+        ("coords", "groupby", "resample", "rolling", "loc", "sel", "isel", "DataArray", "Dataset"), _XARRAY
+    ),
     **dict.fromkeys(("Module", "nn.Module", "nn.Parameter"), _TORCH),
     **dict.fromkeys(("nn.Param", "nn.Variable", "nn.Rngs", "nn.GraphDef", "nn.with_partitioning"), _FLAX),
 }

@@ -177,7 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         repetition_penalty=args.repetition_penalty,
     )
     sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in args.mesh.split(","))}
-    mesh = axn.make_mesh(sizes)
+    if len(args.prompt) % sizes.get("data", 1):
+        parser.error(f"--mesh: data={sizes['data']} shares out prompts, and {len(args.prompt)} cannot be; use data=1")
+    try:
+        mesh = axn.make_mesh(sizes)
+    except ValueError as e:
+        parser.error(f"--mesh: {e}; or use --simulated-devices")
     with jax.set_mesh(mesh), axn.axis_mapping({n: axis for n, axis in MAPPING.items() if axis in sizes}):
         model = load(args.checkpoint, args.dtype)
         if args.weights:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import random
 import shlex
 import sys
@@ -126,12 +125,9 @@ class Prepared:
         strategies.check(self.strategy, self.mesh, self.functions.abstract.model, self.tokens)
         self.write = generation.make_writer(config.reports, policy, self.strategy, self.mesh)
         self.corpus = data.read(config.data, config.batches.held_out, self.Batch, self.Pos)
-        if config.export is not None and os.path.exists(config.export) and not os.path.isfile(config.export):
-            what = "a folder" if config.export.is_dir() else "none"
-            raise Problem(f"--export needs the name of a file, and {config.export} is {what}.")
-        if config.export is not None:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                config.export.lstat()  # which fails now, and not in the end, for a name that no file can have
+        self.axes = steps.model_config(config.model)
+        if config.export is not None and (problem := checkpoints.problem_of_export(config.export, self.axes)):
+            raise Problem(problem)
 
     def programs(self) -> dict[str, Any]:
         """What the devices will run, for a comparison with other processes: their code may differ."""
@@ -401,7 +397,7 @@ class Training:
     def finish(self) -> None:
         """Export the model, and say where everything is."""
         if self.config.export is not None:
-            checkpoints.export(self.state.model, self.config.export)
+            checkpoints.export(self.state.model, self.config.export, self.prepared.axes)
             self.reporter.say(f"The model is in {self.config.export}.")
         more = " " + self.how_to_go_on(" with more steps", f" --steps {2 * self.step}")
         self.reporter.say(

@@ -325,6 +325,12 @@ TABLE = [
         dots="x, axonym.ones({'mlp': 2})",
     ),
     Advice(
+        "coords.align(other, join='inner')",
+        lambda: axn.Coordinates({"x": [0, 1]}).align(axn.Coordinates({"x": [1, 2]})),
+        lambda positions: positions == ({"x": slice(1, 2, 1)}, {"x": slice(0, 1, 1)}),
+        names={"coords": axn.Coordinates({"x": [0, 1]}), "other": axn.Coordinates({"x": [1, 2]})},
+    ),
+    Advice(
         "array.flatten('name')",
         lambda: axn.sort(X),
         lambda y: y.shape == {"name": 12},
@@ -878,12 +884,16 @@ def test_every_message_with_code_is_in_the_table() -> None:
 
 WORDS: dict[str, Any] = {
     "a": np.ones((4, 3)),
+    "axis": axn.Axis("season", 2),
     "coords": {"batch": [1, 2, 3, 4]},
     "data": xarray.DataArray(np.ones(3), dims="embed"),
+    "dates": xarray.DataArray(pandas.date_range("2020-01-30", periods=4), dims="batch", name="batch"),
     "device": jax.devices()[0],
     "f": lambda x: x,
+    "ids": axn.named([0, 1, 0, 1], "batch"),
     "indices": axn.named([0, 1], "draw"),
     "k": 2,
+    "labels": xarray.DataArray([0, 0, 1, 1], dims="batch", name="season"),
     "logits": LOGITS,
     "loss": lambda x: x.sum(),
     "mask": X > 0,
@@ -949,6 +959,8 @@ WORDS_OF_CALLS: dict[str, Any] = {
     "f": lambda *args: args,
 }
 OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
+OWN_WORDS_OF_CALLS["solve("] = {"x": axn.eye(axn.Axis("batch", 3), axn.Axis("embed", 3)), "b": axn.ones({"batch": 3})}
+OWN_WORDS_OF_CALLS["lstsq("] = {"b": axn.ones({"batch": 4})}
 UNKNOWN: list[dict[str, Any]] = [
     {"what": 1},
     {"dim": "batch"},

@@ -189,13 +189,14 @@ FAMILIES: dict[str, Family] = {
         {"the module of its name in tests/nn/": _used_in("nn/test_*.py")},
         {
             "check_input", "static_spec", "as_truth_values", "SequenceSharding", "attend_along_sequence",
-            "fused_attention", "stored_inputs",
+            "fused_attention", "default_attention", "why_named", "stored_inputs",
         },
         "axonym.nn",
     ),
     "optim": Family(
         "axonym.optim.*", "src/axonym/optim/__init__.py",
-        {"tests/optim/": _used_in("optim/test_*.py")}, {"roles_of_leaves", "axes_of_stacks"}, "axonym.optim",
+        {"tests/optim/": _used_in("optim/test_*.py")}, {"roles_of_leaves", "axes_of_stacks", "with_values"},
+        "axonym.optim",
     ),
 }  # fmt: skip
 
@@ -271,6 +272,7 @@ def test_every_member_is_exported_tested_and_documented(family: str) -> None:
 
 
 OTHERS = {
+    "axonym._coordinates": "interop/test_labelled.py",
     "axonym._xarray": "interop/test_xarray.py",
     "axonym.axis": "test_axis.py",
     "axonym.core.module_field": "test_named_array.py",
@@ -294,6 +296,7 @@ OTHERS = {
 }
 """Modules whose functions belong to no family, and the tests that use each of them."""
 USED_BY_OTHERS = {
+    "axonym._coordinates": "interop/test_labelled.py",
     "axonym.debug.describe_array": "writes the arrays in messages",
     "axonym.debug.describe_devices": "tests/processes/checks.py calls it",
     "axonym.state.lazy_loading": "decorates the methods that load layers",

@@ -96,6 +96,10 @@ def test_keywords_of_a_reduction() -> None:
         X.std("pos", what=1)
     with pytest.raises(TypeError, match=r"'unbiased'\. Write `ddof=1`"):
         X.var(unbiased=True)
+    with pytest.raises(TypeError, match=r"'skipna'\. Write `nanmean\(x, 'pos'\)`, which leaves out NaN\.$"):
+        X.mean(skipna=True)
+    with pytest.raises(TypeError, match=r"'skipna'\. Write `all\(x, 'pos'\)`\.$"):
+        X.all(skipna=True)
 
 
 untyped: Any = axn

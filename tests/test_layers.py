@@ -29,7 +29,9 @@ schedules state
 random
 _methods custom_partitioning
 _treescope
-_display _xarray fft linalg manual poly ref transforms
+_xarray
+_labelled
+_coordinates _display fft linalg manual poly ref transforms
 tree
 ops
 sharding

@@ -470,6 +470,32 @@ def test_further_arguments_stay_sharded_where_the_carry_has_no_such_axis(schedul
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_carry_of_which_some_has_the_kept_axis(kind: AxisType, size: int) -> None:
+    """Over a mesh axis of size 1, what needs all of an axis has it."""
+
+    def loss(weights: Any, x: Any, schedule: Any = None) -> Any:
+        along = axn.cumsum if size == 1 else lambda x, _: axn.sin(x)
+        layer = lambda w, c: (along(c[0], "pos") * w, c[1] + axn.sum(c[0], "pos"))
+        fold = nn.Stacked(weights, Layers.resize(2)).fold_via(
+            layer, schedule=schedule, then=lambda y: axn.sum(axn.sin(y[0])).scalar() + axn.sum(axn.sin(y[1])).scalar()
+        )
+        return fold((x, axn.zeros_like(x["pos", 0])))
+
+    arguments = axn.ones({"layers": 2}), X.astype(jnp.float32)
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arguments)
+    mesh = jax.make_mesh((2, 4 // size, size), ("stage", "data", "context"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh), axn.axis_mapping({"layers": "stage", "batch": "data", "pos": "context"}):
+        for make in (GPipe, OneFOneB):
+            schedule = make(2, keep_sharded=["pos"])
+            found = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=schedule), (0, 1)))(
+                *axn.shard(arguments)
+            )
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> None:
     with jax.set_mesh(jax.make_mesh((2, 4), ("stage", "context"), axis_types=(kind,) * 2)):
@@ -478,7 +504,7 @@ def test_an_exchange_that_a_pipeline_cannot_do_is_refused(kind: AxisType) -> Non
         text = r"context='ring'.*: a pipeline around it gathers axis .*pos', so `context`.*: its schedule lacks `keep"
         with axn.axis_mapping(CP | {"batch": None}), pytest.raises(ValueError, match=text):
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2)), X)
-        text = r"the schedule keeps 'pos' sharded, and its layers need all of it: .* needs all of 'pos'"
+        text = r"needs all of 'pos'. Without 'pos' in `keep_sharded`, each device gets all of it."
         with axn.axis_mapping(CP | {"batch": None}), pytest.raises(ValueError, match=text):
             jax.eval_shape(model.fold_via(layer, schedule=GPipe(2, keep_sharded=["pos"])), X)
         model = nn.Stacked.init(Layers, Mixture)(key=jax.random.key(0))
@@ -520,6 +546,11 @@ OF_EXPERTS: dict[str, tuple[Any, str]] = {
             rows, sizes + axn.named(jnp.arange(sizes.axis_size("experts")), "experts") * 0
         ), r"'add' .* uses the numbers of rows"
     ),
+    "bins and largest of a row": (lambda up, bias, rows, sizes: up(
+        axn.top_k(rows, "embed", 8, "k")[0].rename({"k": "embed"})
+        + axn.named(jnp.digitize(rows.array, np.linspace(-1.0, 1.0, 5)), rows.names), sizes
+    ), ""),
+    "a sum of rows that nobody uses": (lambda up, bias, rows, sizes: (axn.sum(rows, "rows"), up(rows, sizes))[1], ""),
     "pairs of rows": (lambda up, bias, rows, sizes: up(_means_of_pairs(rows), sizes), "'reshape' .* each row"),
     "a running sum of rows": (lambda up, bias, rows, sizes: axn.cumsum(up(rows, sizes), "rows"), "each row"),
     "a place among the rows": (

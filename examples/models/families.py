@@ -42,6 +42,27 @@ def from_huggingface(config: Mapping[str, Any]) -> Config:
     )
 
 
+def to_huggingface(config: Config) -> dict[str, Any]:
+    """The `config.json` of a model of ours that is a Llama, as a dictionary."""
+    if config.Experts is not None:
+        raise ValueError("Llama: a mixture of experts is in no family of the Hub as it is here.")
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.Vocab.size,
+        "hidden_size": config.Embed.size,
+        "num_hidden_layers": config.Layers.size,
+        "num_attention_heads": config.KVHeads.size * config.Group.size,
+        "num_key_value_heads": config.KVHeads.size,
+        "head_dim": config.HeadSize.size,
+        "intermediate_size": config.Mlp.size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rotary.theta,
+        "tie_word_embeddings": config.tied,
+    }
+
+
 def _refuse_what_is_missing(family: str, config: Mapping[str, Any]) -> None:
     """Raise an error if a configuration asks for what this model does not have."""
     asked = [name for name in ("mlp_bias", "use_bidirectional_attention") if config.get(name)]

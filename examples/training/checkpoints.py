@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
@@ -18,17 +19,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from models import llama
+from models.families import to_huggingface
 from models.layouts import layout
 
 from axonym import state as files
 from axonym.sharding import MappingShardingRule, fail_together
 
+from . import data
 from .interrupts import in_any_process
 from .problems import Problem, in_a_line, reason_of
 
 T = TypeVar("T")
 
 _UNFINISHED = "*.orbax-checkpoint-tmp*"
+
+
+_EXPORTED = {"model.safetensors", "config.json", "tokenizer.json"}
+"""The files of a folder with an exported model."""
 
 
 class FolderDeleted(Problem):
@@ -164,14 +172,38 @@ class Checkpoints:
             )
 
 
-def export(model: Any, path: Path) -> None:
-    """Write a model to a safetensors file, with the names that `transformers` has for a Llama."""
+def export(model: Any, path: Path, config: llama.Config) -> None:
+    """Write a model to a safetensors file, or to a folder that `generate.py` reads, as `transformers` has a Llama."""
+    target = path if is_file(path) else path / "model.safetensors"
     try:
         with fail_together("export"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        files.save_state_dict(files.to_torch_compatible_state_dict(model, layout=layout(model)), path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target != path and jax.process_index() == 0:
+                texts = {"config.json": to_huggingface(config), "tokenizer.json": data.TOKENIZER}
+                for name, content in texts.items():
+                    (path / name).write_text(json.dumps(content, indent=2) + "\n")
+        files.save_state_dict(files.to_torch_compatible_state_dict(model, layout=layout(model)), target)
     except OSError as e:
         raise Problem(f"The model could not be written to {path}, because {reason_of(e)}.") from e
+
+
+def is_file(path: Path) -> bool:
+    """Whether a model is exported to this file, and not to a folder."""
+    return path.suffix == ".safetensors"
+
+
+def problem_of_export(path: Path, config: llama.Config) -> str | None:
+    """Say why a model cannot be exported there; None if it can, as far as is known before training."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.lstat()  # which fails now, and not in the end, for a name that no file can have
+        if path.is_dir() if is_file(path) else not path.is_dir() or {*os.listdir(path)} - _EXPORTED:
+            what = "a folder with other files" if path.is_dir() and not is_file(path) else "none"
+            return (
+                f"--export needs the name of a new folder, or of a file that ends with .safetensors; {path} is {what}."
+            )
+    if config.Experts is not None and not is_file(path):
+        return "--export to a folder is for models without experts; name a file that ends with .safetensors."
+    return None
 
 
 def _bytes_of(state: Any) -> int:

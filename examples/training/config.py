@@ -171,7 +171,8 @@ class Config:
     """Go on from the checkpoint of this name, such as step-000100, whatever run or step it is of, and set later ones
     aside."""
     export: File = None
-    """Write the model to this safetensors file in the end."""
+    """Write the model in the end: to a new folder, which generate.py reads, or to a file that ends with
+    .safetensors."""
     model: ModelSizes = dataclasses.field(default_factory=ModelSizes)
     batches: Batches = dataclasses.field(default_factory=Batches)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)

@@ -25,6 +25,20 @@ from axonym import Axis, NamedArray
 from .problems import Problem, reason_of
 
 VOCAB = 256
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""The bytes that tokenizers write as the characters with these numbers; the others are written as those from 256 on."""
+_HIDDEN = [i for i in range(VOCAB) if i not in _SHOWN]
+TOKENIZER = {
+    "version": "1.0",
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+    "model": {
+        "type": "BPE",
+        "vocab": {chr(i) if i in _SHOWN else chr(VOCAB + _HIDDEN.index(i)): i for i in range(VOCAB)},
+        "merges": [],
+    },
+}
+"""The content of a `tokenizer.json` in which each byte is a token."""
 """Tokens are bytes."""
 
 _NOT_TEXT = {".git", "__pycache__", "node_modules", "site-packages"}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .core.errors import counted, describe_bytes, suggestion
 from .core.html import (
@@ -341,7 +341,7 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     arrays = tuple(
         shown_array(leaf)
         if leaf.spec is None or leaf.path in wrong
-        else _placed_leaf(leaf, leaf.spec, leaf.mesh or mesh)
+        else placed_array(leaf, NamedSharding(leaf.mesh or mesh, leaf.spec), "")  # pyright: ignore  # any mesh
         for leaf in leaves
     )
     entries = _entries_of_axes(mappings, [set(leaf.names or ()) for leaf in leaves])
@@ -440,10 +440,6 @@ class Shown:
             return ""
         paths = [x.path for x in left[:_NAMED]] + ([f"{len(left) - _NAMED} more"] if len(left) > _NAMED else [])
         return f"not reached: {', '.join(paths)}, {describe_bytes(sum(x.bytes for x in left))} on each device"
-
-
-def _placed_leaf(leaf: Leaf, spec: PartitionSpec, mesh: AnyMesh) -> ShownArray:
-    return placed_array(leaf, NamedSharding(mesh, spec), "")  # pyright: ignore[reportArgumentType]  # both kinds of mesh
 
 
 def _entries_of_axes(

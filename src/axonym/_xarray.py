@@ -1,78 +1,24 @@
 """Convert between named arrays and xarray, whose arrays also have named axes, and coordinates along them.
 
-Only names are converted, because a `NamedArray` has no coordinates. The coordinates stay in xarray, or come along as
-`Coordinates`, and `to_xarray` puts them back.
+A `NamedArray` has no coordinates. They stay in xarray, or come along as `Coordinates`, with names and attributes, and
+`to_xarray` puts them back.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._coordinates import Coordinates
+from ._labelled import Labelled, fitting
 from .core import errors
 from .named_array import NamedArray
 from .sharding.placement import Placement, list_problems
 from .sharding.shard import shard, to_host
-
-if TYPE_CHECKING:
-    import xarray
-
-
-@jax.tree_util.register_static
-class Coordinates(Mapping[str, Any]):
-    """The coordinates of xarray data, as static metadata: hashable, and a tree without leaves.
-
-    Equal coordinates are the same to `jax.jit`; a function that gets different ones is compiled again. So pass them to
-    a compiled function only if it computes with them, and keep them outside otherwise.
-
-    >>> import xarray
-    >>> da = xarray.DataArray(np.ones((2, 3)), dims=("time", "x"), coords={"time": [10, 20]})
-    >>> x, coords = axn.from_xarray(da, coords=True)
-    >>> coords["time"].values.tolist(), hash(coords) == hash(axn.from_xarray(da, coords=True)[1])
-    ([10, 20], True)
-    """
-
-    __slots__ = ("_data", "_hash")
-
-    def __init__(self, coords: Any):
-        """Arguments:
-        coords: the `coords` of an xarray object, or anything that xarray takes for coordinates.
-        """
-        import xarray
-
-        self._data = xarray.Dataset(coords=coords._data.coords if isinstance(coords, Coordinates) else coords)
-        self._hash: int | None = None
-
-    def __getitem__(self, name: str) -> xarray.DataArray:
-        return self._data.coords[name]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._data.coords)
-
-    def __len__(self) -> int:
-        return len(self._data.coords)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Coordinates):
-            return self is other
-        return hash(self) == hash(other) and self._data.identical(other._data)  # xarray takes 1 and 1.0 for identical
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash(
-                tuple((n, c.dims, str(c.dtype), zlib.crc32(repr(c.values.tolist()).encode())) for n, c in self.items())
-            )
-        return self._hash
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{n} {errors.describe_axes(c.dims, c.shape)}" for n, c in self.items())
-        return f"Coordinates({sizes})"
-
 
 # --- from xarray ---
 
@@ -85,7 +31,8 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
 
     Arguments:
         data: a `DataArray`, a `Variable`, or a `Dataset` or other mapping of them.
-        coords: return a pair, the arrays and their `Coordinates`, for `to_xarray`.
+        coords: return a pair, the arrays and their `Coordinates`, which also keep names and attributes, for
+            `to_xarray`; `axonym.Labelled(*pair)` keeps the two together.
         placement: how to shard the arrays, as in `axonym.shard`. Each device gets only its shard.
 
     >>> import xarray
@@ -105,7 +52,12 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
         arrays = {name: arrays[name] for name in found}  # JAX sorts the keys of trees
     if coords and not hasattr(data, "coords"):
         raise TypeError(f"from_xarray: {type(data).__name__} has no coordinates, as a DataArray or a Dataset has.")
-    return (arrays, Coordinates(data.coords)) if coords else arrays
+    if not coords:
+        return arrays
+    # A variable without axes holds the attributes of each array.
+    named = data.data_vars if isinstance(found, dict) else {} if data.name is None else {data.name: data}
+    about = {name: ((), 0, array.attrs) for name, array in named.items() if name not in data.coords}
+    return arrays, Coordinates._of(data.coords.to_dataset().assign(about).assign_attrs(data.attrs))
 
 
 def _from_xarray(data: Any, problems: list[str]) -> Any:
@@ -159,9 +111,9 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
     changed are an error.
 
     Arguments:
-        tree: a named array, or a dictionary of them.
+        tree: a named array, a dictionary of them, or either as `Labelled`, which brings its own coordinates.
         coords: the `Coordinates` from `from_xarray`, the `coords` of an xarray object, or a dictionary.
-        name: the name of the `DataArray`.
+        name: the name of the `DataArray`; by default that of the one that `coords` come from, as do attributes.
 
     >>> axn.to_xarray(axn.ones({"time": 2}), {"time": [10, 20]}).sel(time=10).item()
     1.0
@@ -170,6 +122,10 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
     """
     import xarray
 
+    if isinstance(tree, Labelled):
+        if coords is not None:
+            raise TypeError("to_xarray: a labelled array has its own coordinates; pass `x.array` to give it others.")
+        tree, coords = tree.array, tree.coords
     single = isinstance(tree, NamedArray)
     arrays: Mapping[str, Any] = {"": tree} if single else tree
     wrong = [x for x in arrays.values() if not isinstance(x, NamedArray)] if isinstance(arrays, Mapping) else [tree]
@@ -177,22 +133,9 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
         kind = type(wrong[0]).__name__
         raise TypeError(f"to_xarray: expected a named array or a dictionary of them, got {kind}.")
     on_host = to_host(dict(arrays))
-    sizes = {n: s for x in on_host.values() for n, s in x.shape.items()}
-    fitting = _fitting_coordinates(Coordinates({} if coords is None else coords)._data, sizes)
+    data = fitting("to_xarray", Coordinates({} if coords is None else coords), on_host)._data
     if single:
-        return xarray.DataArray(on_host[""].array, dims=tree.names, coords=fitting, name=name)
-    return xarray.Dataset({n: (on_host[n].names, on_host[n].array) for n in arrays}, coords=fitting)
-
-
-def _fitting_coordinates(data: Any, sizes: Mapping[str, int]) -> Any:
-    """Return the coordinates whose axes all exist."""
-    left_out = [n for n, c in data.coords.items() if not sizes.keys() >= set(c.dims)]
-    kept = data.drop_vars(left_out)
-    for name, coordinate in kept.coords.items():
-        for axis, size in zip(coordinate.dims, coordinate.shape, strict=True):
-            if size != sizes[axis]:
-                raise ValueError(
-                    f"to_xarray: coordinate {name!r} has {size} values along {axis!r}, and the arrays have "
-                    f"{sizes[axis]}. Select the same part of the coordinates, or leave the coordinates out."
-                )
-    return kept.coords
+        name = str(*data.data_vars) if name is None and len(data.data_vars) == 1 else name
+        return xarray.DataArray(on_host[""].array, data.coords, tree.names, name, data.attrs)
+    found = {n: (x.names, x.array, data[n].attrs if n in data.data_vars else {}) for n, x in on_host.items()}
+    return xarray.Dataset({n: found[n] for n in arrays}, data.coords, data.attrs)

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, Never, TypeAlias, TypeVar, overload
 
 import jax
 
@@ -196,13 +196,16 @@ def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[s
             raise ValueError(errors.size_mismatch(what, name, [("the first", a.size), ("the second", b.size)]))
 
 
-def make_axes(**sizes: int) -> tuple[Axis, ...]:
+def make_axes(*names: Never, **sizes: int) -> tuple[Axis, ...]:
     """Make several axes from keywords, each the name and the size of one axis.
 
     >>> Batch, Embed = axn.make_axes(batch=8, embed=16)
     >>> Embed
     Axis(name='embed', size=16)
     """
+    if names:
+        call = ", ".join(f"{name}=8" for name in names if isinstance(name, str) and name.isidentifier()) or "batch=8"
+        raise TypeError(f"make_axes: each axis has a name and a size, as in make_axes({call}).")
     return tuple(Axis(name, size) for name, size in sizes.items())
 
 

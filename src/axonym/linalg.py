@@ -225,6 +225,7 @@ def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArr
     return _apply_to_matrices(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=None if rtol is None else float(rtol))
 
 
+@errors.say_how_to_call
 def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
     """Compute the reduced QR decomposition: orthonormal columns Q (row, new) and upper triangular R (new, col).
 
@@ -247,6 +248,7 @@ def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: 
 def svd(
     a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool
 ) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]: ...
+@errors.say_how_to_call
 def svd(
     a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True
 ) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]:
@@ -308,6 +310,7 @@ def _system_kernel(
     return _kernels.make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
 
 
+@errors.say_how_to_call
 def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
     """Solve `a x = b`, that is `dot(a, x, axis=col) = b`, for square matrices.
 
@@ -326,6 +329,7 @@ def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
     )
 
 
+@errors.say_how_to_call
 def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = None) -> NamedArray:
     """Solve `a x = b`, that is `dot(a, x, axis=col) = b`, by least squares, for matrices of any shape.
 

@@ -85,7 +85,12 @@ class NamedArray(_Base):
     """
 
     __slots__ = ("__weakref__", "array", "names")
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
+
+    def __hash__(self) -> int:  # like a JAX array: equality is elementwise
+        raise TypeError(
+            "unhashable type: 'NamedArray'. If jax.jit is to compile a module, write `axonym.named_jit(model)` or "
+            "`equinox.filter_jit(model)`, which take the arrays in it as arguments."
+        )
 
     array: jax.Array
     """The array: a JAX array, unless you named one of another kind. A NumPy array stays in host memory, without `.at`
@@ -533,6 +538,8 @@ def describe_array(array: Any) -> str:
     ('float32[batch=4]', 'float32[2, 3]')
     """
     if not isinstance(array, NamedArray):
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"describe_array: expected an array, got {type(array).__name__}.")
         return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
     raw, names = array.array, array.names
     dtype = getattr(raw, "dtype", None)

@@ -45,6 +45,17 @@ def _loop(x: Any) -> Any:
     return lax.scan(lambda c, row: (jnp.tanh(c + row), c * 2), jnp.zeros(x.shape[1:], x.dtype), x)
 
 
+def _solved_in_steps(x: Any, y: Any) -> Any:
+    """Solve a system for each row by conjugate gradients, until the last of them is solved."""
+    a = y @ y.T / 8 + 4 * jnp.eye(8)
+    return jax.vmap(lambda b: jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, tol=1e-6)[0])(x)
+
+
+def _summed_until(y: Any) -> Any:
+    """Return a row times a number of turns that depends on it."""
+    return lax.while_loop(lambda c: c[1] < jnp.sum(y), lambda c: (c[0] + y, c[1] + 0.3), (y, -1.0))[0]
+
+
 @jax.custom_vjp
 def _own(x: Any, w: Any) -> Any:
     return jnp.sum(x, 0) * w
@@ -115,7 +126,9 @@ CASES: dict[str, Case] = {
     "largest of equal ones": Case(lambda x: jnp.max(jnp.round(x), 1), S, kept=["a,b", ",ab"]),
     "largest integers": Case(lambda x: jnp.max(_ints(x), 1) + jnp.min(_ints(x)), S, kept=["a,b", ",ab"]),
     "products": Case(lambda x: jnp.prod(x, 1), S, kept=["a,"], refused=[",a"]),
-    "any": Case(lambda x: jnp.any(x > 1, 1), S, kept=["a,"]),
+    "any": Case(lambda x: x * jnp.any(x > 1.5, 1, keepdims=True), S, kept=["a,b", ",ab"]),
+    "any and all": Case(lambda x: x * (1 + jnp.all(x > -1, 0)[None] + jnp.all(x > 3)), S, kept=["a,b", "ab,"]),
+    "or of bits": Case(lambda x: x * lax.reduce_or(_ints(x), (1,))[:, None], S, kept=["a,"], refused=[",a"]),
     "softmax": Case(lambda x: jax.nn.softmax(x, 1) + jax.nn.logsumexp(x, 0)[None], S, kept=["a,b", ",ab"]),
     "variance": Case(lambda x: x - jnp.var(x, 0, keepdims=True), S, kept=["a,b"]),
     # layout
@@ -173,7 +186,17 @@ CASES: dict[str, Case] = {
     "cholesky": Case(
         lambda x: jnp.linalg.cholesky(x @ jnp.swapaxes(x, 1, 2) + 9 * jnp.eye(4)[None]), (4, 4, 8), kept=["a,,"]
     ),
-    "solved": Case(lambda x, y: jnp.linalg.solve(x + 9 * jnp.eye(4)[None], y), (4, 4, 4), (4, 4, 2), kept=[]),
+    "solved": Case(
+        lambda x, y: jnp.linalg.solve(x + 9 * jnp.eye(4)[None], y), (4, 4, 4), (4, 4, 2),
+        kept=["a,,|a,,", "a,,|,,", ",,|a,,", "a,,|a,,b"], refused=[",a,|,,"],
+    ),
+    "solved in steps": Case(_solved_in_steps, S, (8, 8), kept=["a,|,", "ab,|,"]),
+    "solved by a function": Case(
+        lambda x, y: lax.custom_linear_solve(lambda v: v * (2 + x**2), y, lambda _, b: b / (2 + x**2), symmetric=True),
+        S, S,
+        kept=["a,b|a,b", "a,b|,", ",|a,b", "a,|,b"],
+    ),
+    "several at once": Case(lambda x, y: lax.optimization_barrier((x * 2, y * 3)), S, S, kept=["a,b|a,b", "a,|,a"]),
     "triangular": Case(
         lambda x, y: lax.linalg.triangular_solve(x + 9 * jnp.eye(4)[None], y, left_side=True), (4, 4, 4), (4, 4, 2),
         kept=["a,,|a,,"],
@@ -192,6 +215,12 @@ CASES: dict[str, Case] = {
     "a loop": Case(_loop, S, kept=[",a"], refused=["a,"]),
     "a loop that sums": Case(
         lambda x: lax.fori_loop(0, 3, lambda i, y: jnp.tanh(y + jnp.sum(y, 1, keepdims=True)), x), S, kept=["a,b"]
+    ),
+    "a loop of some turns for each": Case(
+        lambda x: x * jax.vmap(_summed_until)(lax.stop_gradient(x)), S, kept=["a,", "ab,", "a,b"]
+    ),
+    "a loop of no turns": Case(
+        lambda x: lax.scan(lambda c, y: (c * y[None], (c, y)), x, jnp.zeros((0, 8)))[0] * 2, S, kept=["a,b"]
     ),
     "a branch": Case(lambda x: lax.cond(x[0, 0] > 0, lambda y: y * 2, lambda y: jnp.sin(y), x), S),
     "a branch of layouts": Case(

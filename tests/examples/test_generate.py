@@ -16,7 +16,7 @@ import axonym as axn
 from axonym.state import save_state_dict
 from examples import generate, small_weights
 from examples.models.llama import Llama
-from tests.examples.runs import EXAMPLES
+from tests.examples.runs import EXAMPLES, SMALL, train_lm
 
 write: Any = generate.generation.generate
 
@@ -137,6 +137,40 @@ def test_a_folder_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     generate.main(["--checkpoint", str(tmp_path), "--prompt", "The rain", "--length", "2"])
     printed = capsys.readouterr().out.removesuffix("\n")
     assert printed.startswith("The rain") and len(printed) == 10 and set(printed) <= set(small_weights.LETTERS)
+
+
+def test_what_was_just_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The training script exports the configuration and a tokenizer, too, whose tokens are bytes."""
+    config = train_lm.steps.model_config(train_lm.settings.parse(SMALL).model)
+    trained = Llama.init(config, key=jax.random.key(0))
+    folder = tmp_path / "exported"
+    assert train_lm.checkpoints.problem_of_export(folder, config) is None
+    for _ in range(2):  # again to the same folder
+        train_lm.checkpoints.export(trained, folder, config)
+        assert train_lm.checkpoints.problem_of_export(folder, config) is None
+    with jax.set_mesh(axn.make_mesh({"data": 1, "model": 1}, devices=jax.devices()[:1])):
+        for a, b in zip(*map(jax.tree.leaves, (generate.load(folder), trained)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "def f(x):\n\treturn 'caf\u00e9 \u2603'\x00"
+    assert tokenizer.encode(text).ids == [*text.encode()] and tokenizer.decode([*text.encode()]) == text
+    generate.main(["--checkpoint", str(folder), "--prompt", "def ", "--length", "3"])
+    assert capsys.readouterr().out.startswith("def ")
+    (folder / "notes.txt").touch()
+    assert "with other files" in str(train_lm.checkpoints.problem_of_export(folder, config))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("data=2,model=4", "--mesh: data=2 shares out prompts, and 1 cannot be; use data=1"),
+        ("data=1,model=64", "needs 64 devices; there are 8"),
+    ],
+)
+def test_meshes_that_do_not_fit(folder: Path, mesh: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["--checkpoint", str(folder), "--prompt", "a", "--mesh", mesh])
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_sampling(model: Llama) -> None:

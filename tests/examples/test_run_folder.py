@@ -467,8 +467,16 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         "cannot be read from .*: file name too long",
     ),
     "a long name of an export": ((*NEW, "--export", f"RUN/{LONG}"), None, "cannot be used: file name too long"),
-    "an export to a device": ((*NEW, "--export", "/dev/null"), None, "needs the name of a file, and /dev/null is none"),
-    "an export to a folder": ((*NEW, "--export", "RUN"), None, "--export needs the name of a file, and .* is a folder"),
+    "an export to a device": (
+        (*NEW, "--export", "/dev/null"),
+        None,
+        "of a new folder, or of a file .* /dev/null is none",
+    ),
+    "an export to a folder": (
+        (*NEW, "--export", "RUN"),
+        None,
+        "--export needs the name of a new folder, .* with other files",
+    ),
     "no text": ((*NEW, "--data", "nowhere"), None, "There is no file or folder nowhere; --data says where the text is"),
     "a text that is a pipe": ((*NEW, "--data", "RUN/pipe"), pipe("pipe"), "There is no file or folder .*pipe; --data"),
 }

@@ -133,10 +133,8 @@ def placements(case: Case) -> Iterator[Uneven]:
             pairs = [{name: ("a",), other: ("b",)} for other in names if other != name]
             both = [{name: ("a", "b")}, *pairs] if "b" in mesh else []
             for mapping in [*both, {name: ("a",)}]:
-                yield Uneven(case.id, tuple(mesh.items()), tuple(mapping.items()))
-            if mesh == MESHES[1]:
-                for how in ("padded", "renamed", "remat"):
-                    yield Uneven(case.id, tuple(mesh.items()), ((name, ("a",)),), how)
+                for how in ("slices", "padded", "renamed", "remat") if mesh == MESHES[1] else ("slices",):
+                    yield Uneven(case.id, tuple(mesh.items()), tuple(mapping.items()), how)
 
 
 def check_uneven(of: Uneven) -> str | None:

@@ -578,6 +578,8 @@ def causal(x: Any) -> Any:
             "which is no gradient",
         ),
         ("argmax", lambda x: axn.argmax(x, "batch"), {"batch": "data"}, "argmax along batch"),
+        ("solve", lambda x: jnp.linalg.solve(x.array, x.array[0]), {"batch": "data"}, "lu along batch"),
+        ("columns", lambda x: jnp.linalg.solve(x.array, x.array[0]), {"embed": "data"}, "triangular_solve along embed"),
         ("shift", lambda x: jax.lax.pad(x.array, 0.0, [(1, -1, 0), (0, 0, 0)]), {"batch": "data"}, "pad along batch"),
         ("placement", lambda x: axn.shard(x, {"batch": None}), {"batch": "data"}, "without a mesh, which it asks for"),
         ("constraint", lambda x: jax.lax.with_sharding_constraint(x, P("model")), {"batch": "data"}, "asks for"),
@@ -603,7 +605,22 @@ def test_what_names_do_not_tell_is_refused(what: str, function: Any, mapping: An
         axn.insight.explain(function, x, mapping=mapping, by="names")
 
 
+def _matrices(x: axn.NamedArray) -> axn.NamedArray:
+    return axn.named(x.array[:, :, None] * jnp.eye(8)[None], ("batch", "row", "col"))
+
+
+def _solved(x: axn.NamedArray, w: axn.NamedArray) -> axn.NamedArray:
+    return axn.linalg.solve(_matrices(x), w, ("row", "col"))
+
+
 LOCAL = {
+    "solve": lambda x: _solved(x, x.rename({"embed": "row"})),
+    "solve, gradient": jax.grad(lambda x: axn.sum(axn.sin(_solved(x, x.rename({"embed": "row"})))).scalar()),
+    "solve by position": lambda x: jnp.linalg.solve(x.array[:, :, None] * jnp.eye(8)[None], x.array[..., None]),
+    "solve for several": lambda x: _solved(x, x.rename({"embed": "row"}).broadcast_axis({"rhs": 2})),
+    "inv": lambda x: axn.linalg.inv(_matrices(x), ("row", "col")),
+    "det": lambda x: axn.linalg.det(_matrices(x), ("row", "col")),
+    "slogdet, gradient": jax.grad(lambda x: axn.sum(axn.linalg.slogdet(_matrices(x), ("row", "col"))[1]).scalar()),
     "xor": lambda x: jax.lax.reduce_xor(x.array.astype(jnp.int32), (1,)),
     "cholesky": lambda x: jnp.linalg.cholesky(x.array[:, :, None] * jnp.eye(8)[None]),
     "tile": lambda x: jax.lax.tile(x.array, (1, 2)),

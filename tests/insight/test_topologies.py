@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from axonym.insight import compare, explain, explaining
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.sharding import slices_along
 from benchmarks.llama import CONFIG
+from examples import diloco
 from examples.models.llama import Llama
 from tests.insight import cases
 
@@ -122,6 +124,33 @@ class TestWithTheCompiler:
         assert {c.slices for c in compiled.collectives} == {1, 2}
         assert all(c.axes == (next(iter(between)),) for c in compiled.chosen("slices"))
 
+    def test_replicas_on_two_slices_send_what_names_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The slow network has nothing of an inner step, and the parameters of a device of an outer one."""
+        for axis in axn.make_axes(embed=512, mlp=1024, batch=256):
+            monkeypatch.setattr(diloco, axis.name.title(), axis)
+        mesh = jax.sharding.AbstractMesh((2, 16), ("slice", "data"))
+        x = jax.eval_shape(lambda: diloco.texts(jax.random.key(1), 2))
+
+        def start() -> Any:
+            anchor = diloco.make_model(jax.random.key(0))
+            models = diloco.replicate(anchor, 2)
+            return anchor, diloco.NESTEROV.init(anchor), models, axn.vmap(diloco.ADAM.init, "replica")(models)
+
+        anchor, momentum, models, states = jax.eval_shape(start)
+        where: dict[str, Any] = {"mesh": mesh, "between": "slice"}
+        on: dict[str, Any] = where | {"topology": "v5e:4x4x2slices"}
+        both: Any = diloco.STORAGE, diloco.COMPUTE
+        inner = explain(axn.vmap(diloco.step, "replica"), models, states, x, mapping=both, **on)
+        assert inner.total_sent("slices") == 0 and inner.total_sent("data")
+        given = anchor, momentum, models
+        compiled = explain(diloco.agree, *given, mapping=both, **on).total_sent("slices")
+        in_8_bits = explain(functools.partial(diloco.agree, int8=True), *given, mapping=both, **on).total_sent("slices")
+        stored = sum(x.size * 4 // (16 if "embed" in x.names else 1) for x in axn.tree.leaves(anchor))
+        names = explain(diloco.agree, *given, mapping=diloco.STORAGE, by="names", **where).total_sent("slices")
+        assert names == stored
+        for sent, expected in ((compiled, stored), (in_8_bits, stored / 4)):  # TPUs pad the smallest arrays
+            assert sent is not None and expected <= sent <= 1.01 * expected
+
     def test_arguments_that_are_placed(self) -> None:
         mesh = axn.make_mesh(MESH)
         x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("data")))
@@ -183,3 +212,77 @@ class TestWithTheCompiler:
     def test_topologies_that_do_not_fit(self, topology: str, message: str) -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             explain(lambda x: x, 1.0, mesh=axn.make_mesh(MESH), topology=topology)
+
+    @pytest.mark.parametrize(
+        ("topology", "sizes", "over", "kind", "made"),
+        [
+            ("v5e:4x4", {"data": 16}, "data", "reduce-scatter", "all-reduce"),
+            ("v6e:4x4", {"data": 16}, "data", "reduce-scatter", "all-reduce"),
+            ("v5p:2x2x4", {"data": 16}, "data", "reduce-scatter", "all-reduce"),
+            ("v5e:4x4", {"x": 4, "y": 4}, ("x", "y"), "reduce-scatter", "all-reduce"),
+            ("v5e:2x4", {"data": 8}, "data", "reduce-scatter", None),
+            ("v5e:4x8", {"data": 32}, "data", "reduce-scatter", None),
+            ("v5e:4x4", {"x": 4, "y": 4}, "x", "reduce-scatter", None),
+            ("v5e:4x4", {"data": 16}, "data", "all-gather", None),
+            ("v5p:4x4x4", {"data": 64}, "data", "all-gather", "all-reduce"),
+        ],
+    )
+    def test_what_the_compiler_makes_of_a_collective(
+        self, topology: str, sizes: dict[str, int], over: Any, kind: str, made: str | None
+    ) -> None:
+        """A change of this table is news of the compiler, and of `fsdp` on TPUs, not a defect."""
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        P = jax.sharding.PartitionSpec
+
+        def exchange(x: jax.Array) -> jax.Array:
+            if kind == "all-gather":
+                return jax.lax.all_gather(x[0], over, axis=0, tiled=True)[None]
+            return jax.lax.psum_scatter(x[0], over, scatter_dimension=0, tiled=True)[None]
+
+        x = jax.ShapeDtypeStruct((mesh.size, 4096 if kind != "all-gather" else 256, 14336), "bfloat16")
+        every = P(tuple(sizes))
+
+        def step(x: jax.Array) -> jax.Array:
+            return jax.shard_map(exchange, in_specs=every, out_specs=every, check_vma=False)(x)
+
+        report = explain(jax.jit(step), x, mesh=mesh, topology=topology)
+        found = max(report.collectives, key=lambda c: c.sent or 0)
+        assert (found.kind, found.made, found.beside) == (kind, made, 0)
+        count = found.devices
+        assert (
+            found.sent
+            == (2 if made else 1) * found.size * (count if kind != "all-gather" else 1) * (count - 1) // count
+        )
+        assert made is None or f"the compiler for TPUs makes of it an {made}" in (found.reason or "")
+
+    def test_what_is_exposed(self) -> None:
+        """Each byte that is sent is in the schedule, once; options of the compiler change what is beside it."""
+        Layers, Embed, Mlp = axn.make_axes(layers=2, embed=4096, mlp=14336)
+        w, x = jax.eval_shape(
+            lambda: ([axn.zeros((Layers, Embed, Mlp), "bfloat16"), axn.zeros((Layers, Mlp, Embed), "bfloat16")],
+                     axn.zeros({"batch": 2**15, "embed": 4096}, "bfloat16"))
+        )  # fmt: skip
+
+        def loss(w: Any, x: axn.NamedArray) -> Any:
+            layer = lambda x, w: x + axn.dot(nn.relu(axn.dot(x, w[0], axis="embed")), w[1], axis="mlp")
+            return (axn.fold(jax.checkpoint(layer), Layers)(x, w).astype("float32") ** 2).mean().scalar()
+
+        mesh = jax.sharding.AbstractMesh((16,), ("data",))
+        where: dict[str, Any] = {"mapping": ({"embed": "data"}, {"batch": "data"}), "mesh": mesh, "topology": "v5e:4x4"}
+        report = explain(jax.grad(loss), w, x, **where)
+        options = {
+            "xla_enable_async_all_reduce": "ENABLED",
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+        }
+        tuned = explain(jax.grad(loss), w, x, compiler_options=options, **where)
+        alone, beside = (
+            [sum(c.total_sent or 0 for c in r.collectives if bool(c.beside) is which) for r in (report, tuned)]
+            for which in (False, True)
+        )
+        assert [*map(sum, zip(alone, beside, strict=True))] == [report.total_sent(), tuned.total_sent()]
+        assert alone[1] < alone[0] / 2 and report.total_sent() == tuned.total_sent()
+        gradients = [c for c in report.collectives if c.phase == "backward" and c.parameters]
+        assert {(c.kind, c.made, c.beside) for c in gradients} == {("reduce-scatter", "all-reduce", 0)}
+        assert "MiB of gradients (backward), not overlapped: about" in str(report) and report.verdict.fine
+        assert "not overlapped, about" in report.to_html()
+        assert report.computing is not None and all(c.waits is not None for c in report.collectives)

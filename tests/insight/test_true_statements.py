@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import axonym as axn
 from axonym.insight import AvoidableWork, Collective, HeldArray, PlacedArgument, RepeatedWork, Report, explain
+from tests.insight import cases
 
 MESH = {"data": 4, "model": 2}
 
@@ -110,3 +112,38 @@ def test_the_page_has_the_keys_of_the_records() -> None:
     for record, (_, said) in zip(records, rows, strict=False):
         kind, *fields = re.findall(r"`(\w+)`", said)
         assert kind == record.__name__ and {*fields} <= {f.name for f in dataclasses.fields(record)}
+
+
+@pytest.mark.parametrize("schedule", [axn.schedules.GPipe, axn.schedules.OneFOneB])
+def test_a_pipeline_says_how_long_its_stages_wait(schedule: Any) -> None:
+    """What waits is not repeated, each exchange of a tick has its reason, and each stage has the flops of its ticks."""
+    Batch, Embed, Layers = axn.make_axes(batch=128, embed=64, layers=4)
+    model = jax.eval_shape(lambda: axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0)))
+    x = jax.eval_shape(lambda: axn.zeros((Batch, Embed)))
+    mapping = {"layers": "stage", "batch": "data"}
+    idle = {}
+
+    def step(model: Any, x: axn.NamedArray, microbatches: int) -> Any:
+        layer, then = lambda layer, x: x + axn.tanh(layer(x)), lambda y: axn.sum(y * y).scalar()
+        return jax.grad(lambda m: m.fold_via(layer, schedule=schedule(microbatches), then=then)(x))(model)
+
+    for microbatches in (2, 4, 8, 16):
+        own = functools.partial(step, microbatches=microbatches)
+        report = explain(own, model, x, mapping=mapping, mesh=cases.mesh_of(data=4, stage=2), by="partitioner")
+        # Forward, again in the backward pass, and that itself, which takes twice as long.
+        each_pass = 2 * Batch.size * Embed.size**2 * Layers.size // 8
+        assert report.flops == 4 * each_pass * (microbatches + 1) // microbatches
+        assert report.repeated == () and all(c.reason for c in report.collectives)
+        permutes = [c for c in report.collectives if c.kind == "collective-permute"]
+        assert permutes and all("in each tick" in (c.reason or "") for c in permutes)
+        (said,) = (str(x) for x in report.verdict.suspicious if "waits" in x.cause)
+        idle[microbatches] = int(re.findall(r"waits in (\d+)%", said)[0])
+    assert idle == {2: 33, 4: 20, 8: 11, 16: 6}
+
+
+def test_devices_that_permute_what_they_keep_send_nothing() -> None:
+    """As in a ring of two, whose halves are stored in another order."""
+    mesh, step, args = cases.train_lm("context")
+    with axn.set_mesh(mesh):
+        report = explain(step, *args, by="partitioner")
+    assert not [c for c in report.collectives if c.axes == () or (c.kind == "collective-permute" and not c.reason)]

@@ -218,7 +218,7 @@ def test_alibi_is_a_matter_of_distance() -> None:
         (lambda: dot_product_attention(Q, K, V, KPos, "size"), "query: no axis 'size' in .*heads=2, head_size=8"),
         (lambda: dot_product_attention(Q, K, V, KPos.resize(7), Size), "'key_pos' has conflicting sizes: 5 in the arr"),
         (lambda: dot_product_attention(Q, K, V["key_pos", 0], KPos, Size), "value: no axis 'key_pos' in"),
-        (lambda: dot_product_attention(Q.array, K, V, KPos, Size), "expected a NamedArray, got "),  # pyright: ignore[reportArgumentType]
+        (lambda: dot_product_attention(Q.array, K, V, KPos, Size), "expected a NamedArray for `query`, got "),  # pyright: ignore[reportArgumentType]
         (
             lambda: dot_product_attention(Q, K, V, KPos, Size, Causal("pos", None, draw(Pos, KPos))),
             r"a mask must be boolean, true where attention is allowed, got float32\[pos=4, key_pos=5\]. .* pass `bias`",

@@ -491,3 +491,27 @@ def test_a_derivative_that_needs_the_gradient_of_all_rows_is_refused() -> None:
         close(jax.jit(jax.grad(functools.partial(step, of_rows=True)))(*axn.shard(((UP,), X))), expected)
         with pytest.raises(ValueError, match=r"'mul' in test_routing.py:\d+ is no function of each row alone"):
             jax.jit(jax.grad(functools.partial(step, of_rows=False)))(*axn.shard(((UP,), X)))
+
+
+@jax.custom_vjp
+def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * scale
+
+
+_scaled.defvjp(
+    lambda x, scale: (x * scale, (x, scale)), lambda kept, g: (g * kept[1], jnp.sum(g * kept[0], 0, keepdims=True))
+)
+
+
+def test_a_derivative_that_adds_up_rows(mesh: Mesh) -> None:
+    def step(layers: Any, x: axn.NamedArray) -> jax.Array:
+        def fn(layers: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+            up, scale = layers
+            return up(axn.named(_scaled(rows.array, scale.array[None]), rows.names), sizes)
+
+        return axn.sum(axn.sin(nn.dispatch(fn, layers, x, CHOSEN, Experts))).scalar()
+
+    arguments = (UP, 2 * axn.ones(Embed)), X
+    expected = jax.jit(jax.grad(step, (0, 1)))(*arguments)
+    with jax.set_mesh(mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
+        close(axn.to_host(jax.jit(jax.grad(step, (0, 1)))(*axn.shard(arguments))), expected)

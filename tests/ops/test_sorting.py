@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,3 +65,13 @@ def test_counts_are_exact_in_half_precision() -> None:
     x = axn.named(jnp.tile(jnp.array([0, 1], jnp.bfloat16), 500), "x")
     counted = axn.bincount(x.astype(int), axn.Axis("value", 2), weights=axn.ones_like(x))
     assert counted.dtype == jnp.bfloat16 and counted.array.tolist() == [500, 500]
+
+
+def test_gradient_of_top_k_in_jit_where_the_mapped_axis_is_not_the_first() -> None:
+    x = axn.random.normal(jax.random.key(0), {"t": 4, "lane": 3})
+
+    def loss(x: axn.NamedArray) -> jax.Array:
+        values = jax.vmap(lambda x: axn.top_k(axn.named(x, "t"), "t", 2, "k")[0].array, in_axes=1)(x.array)
+        return jnp.sum(jnp.sin(values) * jnp.arange(2.0)[None])
+
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x).array, jax.grad(loss)(x).array, rtol=1e-5)

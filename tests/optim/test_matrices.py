@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
+from tests.helpers import spec
 from tests.optim.models import gradients, model
 
 STORAGE = {"embed": "data", "mlp": "model"}
@@ -96,6 +97,42 @@ def test_experts_stay_sharded(mesh: Mesh) -> None:
     assert_same(updates, expected)
     # One matrix for each expert: there is nothing to share out over "model", and zero matrices fill it up.
     assert set(sent(program)) == {"all-to-all"}
+
+
+def test_one_matrix_for_each_head(mesh: Mesh) -> None:
+    params = matrices()
+    alone = axn.optim.muon(2e-2, batch="heads")
+    expected, _ = alone.update(gradients(params), alone.init(params), params)
+    storage = {"embed": "data", "heads": "model"}
+    with axn.set_mesh(mesh):
+        tx = axn.optim.muon(2e-2, batch="heads", over=None, storage=storage)
+        _, updates = compiled_update(tx, params, storage)
+    assert_same(updates, expected)
+
+
+def test_an_axis_that_devices_do_not_divide(auto_mesh: Mesh) -> None:
+    """It is stored padded, and matrices are exchanged without the padding."""
+    of_layers = axn.nn.Stacked.init(axn.Axis("layers", 6), axn.nn.Linear)
+    params: Any = of_layers(axn.Axis("embed", 10), axn.Axis("mlp", 16), key=jax.random.key(0))
+    alone, tx = axn.optim.muon(2e-2), axn.optim.muon(2e-2, over=None)
+    expected: Any = alone.update(gradients(params), alone.init(params), params)[0]
+    with axn.set_mesh(auto_mesh):
+        run = axn.fsdp(tx.update, {"embed": "data"}, {}, uneven="pad")
+        updates: Any = jax.block_until_ready(run(gradients(params), tx.init(params), params))[0]
+    weight = updates.stacked.weight
+    assert spec(weight) == (None, None, "data")
+    assert_same(axn.to_host(weight).array, expected.stacked.weight.array)
+
+
+def test_a_contract_forbids_to_gather_a_weight(mesh: Mesh) -> None:
+    """Devices may send as much as it takes to exchange all weights, there and back: one of four shards stays."""
+    params, storage = matrices(), {"embed": "data"}
+    given = jax.eval_shape(lambda: (gradients(params), axn.optim.muon(2e-2).init(params), params))
+    weights = 4 * sum(math.prod(r.sizes.values()) for r in axn.optim.roles(params) if not r.no_matrix)
+    contract = axn.insight.contract(max_sent={"data": 2 * weights // 4 * 3 // 4}, mapping=storage, mesh=mesh)
+    contract.check(axn.optim.muon(2e-2, over="data").update, *given)
+    with pytest.raises(axn.insight.BrokenContract, match="data"):
+        contract.check(axn.optim.muon(2e-2).update, *given)
 
 
 def test_in_a_step_of_fsdp(mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from tests.optim.models import gradients, model
@@ -48,14 +48,18 @@ def test_check_names_the_leaves() -> None:
     assert all(path.startswith("blocks/") for path in found)
 
 
-def test_layers_may_be_sharded(mesh: Mesh) -> None:
+@pytest.mark.parametrize("how", [jax.jit, axn.named_jit, lambda init: init], ids=["jit", "named_jit", "eager"])
+def test_layers_may_be_sharded(mesh: Mesh, how: Any) -> None:
     tx = axn.optim.per_layer(optax.lamb(1e-2), "layers")
     params = model(4)
     grads = gradients(params)
     expected: Any = tx.update(grads, tx.init(params), params)[0]
     with axn.set_mesh(mesh), axn.axis_mapping({"layers": "data"}):
         params, grads = axn.shard((params, grads))
-        updates, _ = jax.block_until_ready(jax.jit(tx.update)(grads, tx.init(params), params))
+        state = how(tx.init)(params)
+        updates, after = jax.block_until_ready(jax.jit(tx.update)(grads, state, params))
+    if mesh.axis_types[0] == AxisType.Explicit:  # so that a loop can carry the state
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after)
     weight = updates.blocks.stacked.up.weight
     assert weight.names == params.blocks.stacked.up.weight.names
     assert weight.array.sharding.shard_shape(weight.array.shape)[0] == 1

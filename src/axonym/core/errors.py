@@ -160,6 +160,12 @@ class NoInit:
         raise AttributeError(f"{layer.__name__} has no `init`, since it has no parameters. Write `{self.call}`.")
 
 
+def called(fn: Any) -> str:
+    """Return the name of a function, or the type of a module or another object that is called, which may be large."""
+    fn = getattr(fn, "func", fn)  # of functools.partial
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Return `1 name` or `2 names`."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"

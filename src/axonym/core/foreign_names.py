@@ -6,6 +6,7 @@ Loaded only when a program asks for a name that does not exist, to end its error
 from __future__ import annotations
 
 import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,9 @@ def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapp
     call = call.replace("{new}", repr(asked) if isinstance(asked, str) and asked not in names else "'new'")
     if parameters[0] == "key" and arguments and not hasattr(arguments[0], "dtype"):
         return f"{error}. The first argument is a random key: write `{call}`."
-    advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
+    known = keyword != "skipna" or hasattr(sys.modules[f.__module__], f"nan{name}")
+    advice = (KEYWORDS.get(keyword) if known else None) or "Write `{call}`."
+    advice = advice.replace("{call}", call)
     if asked is not None:
         one = "AxisSelector" in str(inspect.signature(f).parameters.get("axis"))
         advice = advice.replace("{last}", _by_name(asked, names, one))
@@ -103,6 +106,7 @@ def _filled_advice(advice: str, axes: Sequence[str]) -> str:
     end = "," if len(axes) == 1 else ""
     words = {
         "{axes}": ", ".join(axes) + end,
+        "{pair}": ", ".join(axes[-2:]) + end,
         "{reversed}": ", ".join(reversed(axes)) + end,
         "{first}": axes[0],
         "{last}": axes[-1],

@@ -96,6 +96,12 @@ def active_platform() -> str:
     return "tpu" if device.device_kind.startswith("TPU") else jax.default_backend()
 
 
+def active_device_kind() -> str:
+    """Return the kind of the active mesh's devices, such as `NVIDIA H100 80GB HBM3`, or of JAX's default one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Split the operands of a `scan` equation into constants, the first carry, and the arrays that are scanned over."""
     if "num_carry" in params:

@@ -8,7 +8,7 @@ those that it does not treat index by index. A dimension of size 1 has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ REDUCED = frozenset("sum max min prod and or xor".split())
 
 
 class _Equation:
-    """An equation, and the factors of its rule so far."""
+    """An equation, and what its rule says so far."""
 
     def __init__(self, eqn: Any):
         self.params: dict[str, Any] = eqn.params
@@ -67,6 +67,8 @@ class _Equation:
         self.outs = [v.aval.shape for v in eqn.outvars]
         self.invars = eqn.invars
         self.sizes: list[int] = []
+        self.uses: dict[int, str] = {}
+        self.parts: list[PartOf] = []
 
     def new(self, size: int) -> Dimension:
         if size == 1:
@@ -77,15 +79,25 @@ class _Equation:
     def all_new(self, shape: Sequence[int]) -> Term:
         return tuple([self.new(n) for n in shape])
 
-    def rule(self, operands: Sequence[Term], *results: Term, **more: Any) -> OperationRule:
+    def use(self, how: str, dims: Iterable[Dimension]) -> None:
+        """Say what happens along all factors of some dimensions."""
+        self.uses |= dict.fromkeys(_factors_of(dims), how)
+
+    def part(self, new: Dimension, whole: Dimension, start: int | None = None, stride: int = 1) -> None:
+        """Say that a dimension has some elements of another one, unless they are the same, or one has size 1."""
+        if new and whole and new != whole:
+            self.parts.append(PartOf(new[0], whole[0], start, stride))
+
+    def rule(self, operands: Sequence[Term], *results: Term, values: str = "", product: bool = False) -> OperationRule:
+        """Return the rule; operands that are left out have axes of their own."""
         rest = [self.all_new(shape) for shape in self.ins[len(operands) :]]
-        return OperationRule((*operands, *rest), results, self.sizes, **more)
+        return OperationRule((*operands, *rest), results, self.sizes, self.uses, self.parts, values, product)
 
 
 _Maker = Callable[[_Equation], OperationRule]
 
 
-def _factors_of(dims: Any) -> list[int]:
+def _factors_of(dims: Iterable[Dimension]) -> list[int]:
     return [f for dim in dims for f in dim]
 
 
@@ -107,8 +119,8 @@ def _rule_of_each_position(values: str = "each", along: str = "", how: str = "wh
             return tuple([d if n == m else e.new(n) for d, n, m in zip(dims, own, shape, strict=False)])
 
         at = _as_dims(e.params.get(along, ()), len(shape)) if along else range(len(shape) - last, len(shape))
-        uses = dict.fromkeys(_factors_of(dims[i] for i in at), how)
-        return OperationRule(tuple(map(term, e.ins)), tuple(map(term, e.outs)), e.sizes, uses, values=values)
+        e.use(how, [dims[i] for i in at])
+        return e.rule([*map(term, e.ins)], *map(term, e.outs), values=values)
 
     return make
 
@@ -117,10 +129,9 @@ def _rule_of_reductions(how: str, key: str = "axes") -> _Maker:
     def make(e: _Equation) -> OperationRule:
         dims, gone = e.all_new(e.ins[0]), _as_dims(e.params[key])
         result = tuple([d for i, d in enumerate(dims) if i not in gone])
-        uses = dict.fromkeys(_factors_of(dims[i] for i in gone), how)
+        e.use(how, [dims[i] for i in gone])
         others = [dims if s == e.ins[0] else () for s in e.ins[1:]]
-        values = "sum" if how == "sum" else ""
-        return OperationRule((dims, *others), (result,) * len(e.outs), e.sizes, uses, values=values)
+        return e.rule([dims, *others], *(result,) * len(e.outs), values="sum" if how == "sum" else "")
 
     return make
 
@@ -128,7 +139,7 @@ def _rule_of_reductions(how: str, key: str = "axes") -> _Maker:
 def _rule_of_same_arrays(e: _Equation) -> OperationRule:
     """Each result is an operand."""
     dims = [e.all_new(s) for s in e.ins]
-    return OperationRule(tuple(dims), tuple(dims[: len(e.outs)]), e.sizes, values="moved")
+    return e.rule(dims, *dims[: len(e.outs)], values="moved")
 
 
 # --- layout ---
@@ -157,7 +168,7 @@ def _rule_of_reshapes(e: _Equation) -> OperationRule:
     if 0 in shapes[0]:
         return e.rule([e.all_new(e.ins[0])], e.all_new(shapes[1]), values="moved")
     found: tuple[list[Dimension], list[Dimension]] = ([()] * len(shapes[0]), [()] * len(shapes[1]))
-    uses, left = dict[int, str](), [[(i, n) for i, n in enumerate(s) if n != 1][::-1] for s in shapes]
+    left = [[(i, n) for i, n in enumerate(s) if n != 1][::-1] for s in shapes]
     while left[0] and left[1]:
         (i, m), (j, n) = left[0].pop(), left[1].pop()
         small, large = min(m, n), max(m, n)
@@ -178,9 +189,9 @@ def _rule_of_reshapes(e: _Equation) -> OperationRule:
             for at, size in own:
                 f = e.new(size)
                 found[side][at] = (*found[side][at], *f)
-                uses |= dict.fromkeys(f, "torn")
+                e.use("torn", [f])
     operand = tuple([d for _, d in sorted(zip(order, found[0], strict=True))])
-    return e.rule([operand], tuple(found[1]), uses=uses, values="moved")
+    return e.rule([operand], tuple(found[1]), values="moved")
 
 
 def _rule_of_tiles(e: _Equation) -> OperationRule:
@@ -190,109 +201,90 @@ def _rule_of_tiles(e: _Equation) -> OperationRule:
 
 
 def _rule_of_slices(e: _Equation) -> OperationRule:
-    starts, strides = e.params["start_indices"], e.params["strides"] or (1,) * len(e.ins[0])
-    return _rule_of_parts(e, [*zip(starts, strides, strict=True)])
-
-
-def _rule_of_parts(e: _Equation, places: Sequence[tuple[int | None, int]]) -> OperationRule:
-    """Make the rule of a result that has a part of each axis of the operand."""
-    dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
-    for d, n, m, (start, stride) in zip(dims, e.ins[0], e.outs[0], places, strict=True):
-        if n == m:
-            result.append(d)
-            continue
-        result.append(new := e.new(m))
-        uses |= dict.fromkeys(d, "part")
-        parts += [PartOf(new[0], d[0], start, stride)] if new and d else []
-    return e.rule([dims], tuple(result), uses=uses, parts=parts, values="moved")
+    dims, result = e.all_new(e.ins[0]), list[Dimension]()
+    starts, strides = e.params.get("start_indices", [None] * len(dims)), e.params.get("strides") or [1] * len(dims)
+    for d, n, m, start, stride in zip(dims, e.ins[0], e.outs[0], starts, strides, strict=True):
+        result.append(d if n == m else e.new(m))
+        if n != m:
+            e.use("part", [d])
+            e.part(result[-1], d, start, stride)
+    return e.rule([dims], tuple(result), values="moved")
 
 
 def _rule_of_splits(e: _Equation) -> OperationRule:
-    dims, at, parts, start = e.all_new(e.ins[0]), e.params["axis"], list[PartOf](), 0
-    results = []
+    dims, at, start, results = e.all_new(e.ins[0]), e.params["axis"], 0, list[Term]()
     for n in e.params["sizes"]:
         new = dims[at] if n == e.ins[0][at] else e.new(n)
-        parts += [PartOf(new[0], dims[at][0], start)] if new and dims[at] and new != dims[at] else []
+        e.part(new, dims[at], start)
         results.append((*dims[:at], new, *dims[at + 1 :]))
         start += n
-    uses = dict.fromkeys(dims[at], "part") if len(results) > 1 else {}
-    return OperationRule((dims,), tuple(results), e.sizes, uses, parts, "moved")
+    e.use("part", [dims[at]] if len(results) > 1 else [])
+    return e.rule([dims], *results, values="moved")
 
 
 def _rule_of_pads(e: _Equation) -> OperationRule:
-    dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
+    dims, result = e.all_new(e.ins[0]), list[Dimension]()
     for d, m, (low, high, inside) in zip(dims, e.outs[0], e.params["padding_config"], strict=True):
         if not (low or high or inside):
             result.append(d)
             continue
         result.append(new := e.new(m))
-        uses |= dict.fromkeys(d, "part")
-        if new and d:
-            if low <= 0 and high <= 0 and not inside:
-                parts.append(PartOf(new[0], d[0], -low))
-            elif low >= 0 and high >= 0:
-                parts.append(PartOf(d[0], new[0], low, inside + 1))
-            else:
-                parts.append(PartOf(new[0], d[0]))
-    return e.rule([dims, ()], tuple(result), uses=uses, parts=parts, values="moved")
+        e.use("part", [d])
+        if low >= 0 and high >= 0:
+            e.part(d, new, low, inside + 1)
+        else:
+            e.part(new, d, -low if low <= 0 and high <= 0 and not inside else None)
+    return e.rule([dims, ()], tuple(result), values="moved")
 
 
 def _rule_of_concatenations(e: _Equation) -> OperationRule:
-    at, dims, start = e.params["dimension"], e.all_new(e.outs[0]), 0
-    operands, uses, parts = list[Term](), dict[int, str](), list[PartOf]()
+    at, dims, start, operands = e.params["dimension"], e.all_new(e.outs[0]), 0, list[Term]()
     for shape in e.ins:
         own = dims[at] if shape[at] == e.outs[0][at] else e.new(shape[at])
         operands.append((*dims[:at], own, *dims[at + 1 :]))
-        if own != dims[at]:
-            uses |= dict.fromkeys(own, "part")
-            parts += [PartOf(own[0], dims[at][0], start)] if own and dims[at] else []
+        e.use("part", [own] if own != dims[at] else [])
+        e.part(own, dims[at], start)
         start += shape[at]
-    return OperationRule(tuple(operands), (dims,), e.sizes, uses, parts, "moved")
+    return e.rule(operands, dims, values="moved")
 
 
 def _rule_of_stacks(e: _Equation) -> OperationRule:
     at, dims = e.params["axis"], e.all_new(e.ins[0])
-    return OperationRule((dims,) * len(e.ins), ((*dims[:at], e.new(len(e.ins)), *dims[at:]),), e.sizes, values="moved")
+    return e.rule([dims] * len(e.ins), (*dims[:at], e.new(len(e.ins)), *dims[at:]), values="moved")
 
 
 def _rule_of_unstacks(e: _Equation) -> OperationRule:
     at, dims = e.params["axis"], e.all_new(e.ins[0])
-    result = (*dims[:at], *dims[at + 1 :])
-    return OperationRule((dims,), (result,) * len(e.outs), e.sizes, dict.fromkeys(dims[at], "part"), values="moved")
+    e.use("part", [dims[at]])
+    return e.rule([dims], *((*dims[:at], *dims[at + 1 :]),) * len(e.outs), values="moved")
 
 
 def _rule_of_slice_updates(e: _Equation) -> OperationRule:
     """`dynamic_update_slice`: the update is a part of the operand, also where it has its size."""
-    dims, update, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
-    for d, n, m, at in zip(dims, e.ins[0], e.ins[1], e.invars[2:], strict=True):
-        update.append(new := e.new(m))
-        uses |= dict.fromkeys(d, "part") if n != m else {}
-        parts += [PartOf(new[0], d[0], 0 if getattr(at, "val", None) == 0 else None)] if new and d else []
-    return e.rule([dims, tuple(update)], dims, uses=uses, parts=parts)
+    dims, update = e.all_new(e.ins[0]), e.all_new(e.ins[1])
+    for d, new, n, m, at in zip(dims, update, e.ins[0], e.ins[1], e.invars[2:], strict=True):
+        e.use("part", [d] if n != m else [])
+        e.part(new, d, 0 if getattr(at, "val", None) == 0 else None)
+    return e.rule([dims, update], dims)
 
 
 # --- products ---
 
 
-def _rule_of_products(e: _Equation) -> OperationRule:
-    return _rule_of_dimension_numbers(e, e.params["dimension_numbers"])
-
-
-def _rule_of_dimension_numbers(e: _Equation, numbers: Any, groups: Sequence[int] = ()) -> OperationRule:
+def _rule_of_products(e: _Equation, numbers: Any, groups: Sequence[int] = ()) -> OperationRule:
     (summed, batch), left = numbers, e.all_new(e.ins[0])
     same = {j: left[i] for pair in (summed, batch) for i, j in zip(*pair, strict=True)}
     right = tuple([same[j] if j in same else e.new(n) for j, n in enumerate(e.ins[1])])
     free = [d for i, d in enumerate(left) if i not in (*summed[0], *batch[0])]
     free += [d for j, d in enumerate(right) if j not in (*summed[1], *batch[1], *groups)]
-    uses = dict.fromkeys(_factors_of(left[i] for i in summed[0]), "sum")
-    result = (*(left[i] for i in batch[0]), *free)
-    return e.rule([left, right], result, uses=uses, values="sum", product=True)
+    e.use("sum", [left[i] for i in summed[0]])
+    return e.rule([left, right], (*(left[i] for i in batch[0]), *free), values="sum", product=True)
 
 
 def _grouped_product(e: _Equation) -> OperationRule:
     numbers = e.params["ragged_dot_dimension_numbers"]
     groups = tuple(numbers.rhs_group_dimensions)
-    found = _rule_of_dimension_numbers(e, numbers.dot_dimension_numbers, groups)
+    found = _rule_of_products(e, numbers.dot_dimension_numbers, groups)
     left, right, sizes = found.operands
     rows = dict.fromkeys(_factors_of(left[i] for i in numbers.lhs_ragged_dimensions), "grouped")
     if groups:
@@ -316,14 +308,14 @@ def _rule_of_convolutions(e: _Equation) -> OperationRule:
     left[batch] = e.new(e.ins[0][batch])
     one = e.params["batch_group_count"] == 1
     out[out_batch] = left[batch] if one else e.new(e.outs[0][out_batch])
-    uses, parts = dict.fromkeys(right[inner], "sum"), list[PartOf]()
+    e.use("sum", [right[inner]])
     for i, j, k in zip(spatial, window, places, strict=True):
         left[i], right[j], out[k] = e.new(e.ins[0][i]), e.new(e.ins[1][j]), e.new(e.outs[0][k])
-        uses |= dict.fromkeys((*left[i], *right[j], *out[k]), "near")
-        parts += [PartOf(out[k][0], left[i][0])] if left[i] and out[k] else []
+        e.use("near", [left[i], right[j], out[k]])
+        e.part(out[k], left[i])
     if groups > 1 or not one:
-        uses |= dict.fromkeys((*left[channel], *out[out_feature], *out[out_batch]), "whole")
-    return e.rule([tuple(left), tuple(right)], tuple(out), uses=uses, parts=parts, product=True)
+        e.use("whole", [left[channel], out[out_feature], out[out_batch]])
+    return e.rule([tuple(left), tuple(right)], tuple(out), product=True)
 
 
 # --- windows, look-ups, matrices ---
@@ -333,17 +325,15 @@ def _rule_of_windows(e: _Equation) -> OperationRule:
     """Windows, and collectives inside `shard_map`: an axis stays, or becomes one of another size."""
     if sizes := e.params.get("window_dimensions"):
         # Padding on one side, cut on the other, moves elements without changing the size.
-        return _rule_of_neighbors(e, [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)])
-    return _rule_of_neighbors(e, [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)])
-
-
-def _rule_of_neighbors(e: _Equation, windows: Sequence[int]) -> OperationRule:
-    dims, result, uses, parts = e.all_new(e.ins[0]), list[Dimension](), dict[int, str](), list[PartOf]()
+        windows = [n + any(pad) for n, pad in zip(sizes, e.params["padding"], strict=True)]
+    else:
+        windows = [1 if a == b else 2 for a, b in zip(e.ins[0], e.outs[0], strict=False)]
+    dims, result = e.all_new(e.ins[0]), list[Dimension]()
     for d, n, m, w in zip(dims, e.ins[0], e.outs[0], windows, strict=True):
-        result.append(new := d if n == m else e.new(m))
-        uses |= dict.fromkeys(d, "near") if w > 1 else {}
-        parts += [PartOf(new[0], d[0])] if new and d and new != d else []
-    return e.rule([dims], *(tuple(result),) * len(e.outs), uses=uses, parts=parts)
+        result.append(d if n == m else e.new(m))
+        e.use("near", [d] if w > 1 else [])
+        e.part(result[-1], d)
+    return e.rule([dims], *(tuple(result),) * len(e.outs))
 
 
 def _looked_up(e: _Equation) -> OperationRule:
@@ -352,18 +342,18 @@ def _looked_up(e: _Equation) -> OperationRule:
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[j] = dims[i]
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    window, uses, parts = list[Dimension](), dict[int, str](), list[PartOf]()
+    window = list[Dimension]()
     for i, (n, m) in enumerate(zip(table, e.params["slice_sizes"], strict=True)):
         if i in numbers.operand_batching_dims:
             continue
         if n != m or i in numbers.collapsed_slice_dims:
-            uses |= dict.fromkeys(dims[i], "index" if i in numbers.start_index_map else "part")
+            e.use("index" if i in numbers.start_index_map else "part", [dims[i]])
         if i not in gone:
-            window.append(new := dims[i] if n == m else e.new(m))
-            parts += [PartOf(new[0], dims[i][0])] if new and dims[i] and new != dims[i] else []
+            window.append(dims[i] if n == m else e.new(m))
+            e.part(window[-1], dims[i])
     left, right = iter(window), iter(rows)
     result = tuple([next(left) if i in numbers.offset_dims else next(right) for i in range(len(e.outs[0]))])
-    return e.rule([dims, (*rows, e.new(indices[-1]))], result, uses=uses, parts=parts, values="moved")
+    return e.rule([dims, (*rows, e.new(indices[-1]))], result, values="moved")
 
 
 def _rule_of_scatters(e: _Equation) -> OperationRule:
@@ -373,8 +363,7 @@ def _rule_of_scatters(e: _Equation) -> OperationRule:
         rows[j] = dims[i]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window, left = iter([i for i in range(len(table)) if i not in gone]), iter(rows)
-    uses, parts, found = dict[int, str](), list[PartOf](), list[Dimension]()
-    full = {*numbers.operand_batching_dims}
+    found, full = list[Dimension](), {*numbers.operand_batching_dims}
     for i, n in enumerate(updates):
         if i not in numbers.update_window_dims:
             found.append(next(left))
@@ -382,43 +371,45 @@ def _rule_of_scatters(e: _Equation) -> OperationRule:
             found.append(dims[at])
             full.add(at)
         else:
-            found.append(new := e.new(n))
-            parts += [PartOf(new[0], dims[at][0])] if new and dims[at] else []
+            found.append(e.new(n))
+            e.part(found[-1], dims[at])
     for i in range(len(table)):
         if i not in full:  # written in places that an index says, or in the first ones
-            uses |= dict.fromkeys(dims[i], "index" if i in numbers.scatter_dims_to_operand_dims else "part")
+            e.use("index" if i in numbers.scatter_dims_to_operand_dims else "part", [dims[i]])
     if "add" in e.name:
-        uses |= dict.fromkeys([f for f in _factors_of(rows) if f not in _factors_of(dims)], "sum")
-    return e.rule([dims, (*rows, e.new(indices[-1])), tuple(found)], dims, uses=uses, parts=parts)
+        e.use("sum", [d for d in rows if d not in dims])
+    return e.rule([dims, (*rows, e.new(indices[-1])), tuple(found)], dims)
 
 
 def _rule_of_top_k(e: _Equation) -> OperationRule:
     dims = e.all_new(e.ins[0])
     at = e.params.get("axis", e.params.get("reduction_dimension", len(dims) - 1)) % len(dims)
     k = dims[at] if e.outs[0][at] == e.ins[0][at] else e.new(e.outs[0][at])
-    result = (*dims[:at], k, *dims[at + 1 :])
-    return e.rule([dims], *(result,) * len(e.outs), uses=dict.fromkeys(dims[at], "sort"))
+    e.use("sort", [dims[at]])
+    return e.rule([dims], *((*dims[:at], k, *dims[at + 1 :]),) * len(e.outs))
 
 
 def _rule_of_iota(e: _Equation) -> OperationRule:
     dims = e.all_new(e.outs[0])
-    return e.rule([], dims, uses=dict.fromkeys(dims[e.params["dimension"]], "position"))
+    e.use("position", [dims[e.params["dimension"]]])
+    return e.rule([], dims)
 
 
 def _rule_of_transforms(e: _Equation) -> OperationRule:
     dims, result = e.all_new(e.ins[0]), e.all_new(e.outs[0])
     last = len(dims) - len(e.params["fft_lengths"])
-    parts = [PartOf(new[0], d[0]) for d, new in zip(dims[last:], result[last:], strict=True) if d and new]
-    uses = dict.fromkeys(_factors_of(dims[last:]), "whole")
-    return e.rule([dims], (*dims[:last], *result[last:]), uses=uses, parts=parts)
+    e.use("whole", dims[last:])
+    for d, new in zip(dims[last:], result[last:], strict=True):
+        e.part(new, d)
+    return e.rule([dims], (*dims[:last], *result[last:]))
 
 
 def _rule_of_keys(e: _Equation) -> OperationRule:
     """Results begin with the axes of the operand, as keys do."""
     dims = e.all_new(e.ins[0]) if e.ins else ()
     kept = [(*dims[: len(s)], *e.all_new(s[len(dims) :])) for s in e.outs]
-    new = dict.fromkeys(set(_factors_of(d for term in kept for d in term)) - set(_factors_of(dims)), "position")
-    return e.rule([dims] if e.ins else [], *kept, uses=new)
+    e.use("position", [d for term in kept for d in term if d not in dims])
+    return e.rule([dims] if e.ins else [], *kept)
 
 
 def _as_first_of_shape(e: _Equation) -> OperationRule:
@@ -431,15 +422,15 @@ def _as_first_of_shape(e: _Equation) -> OperationRule:
             shared[i] = e.new(e.outs[0][i])
     dims = [tuple([shared.get(i) or e.new(n) for i, n in enumerate(s)]) for s in e.ins]
     result = tuple([shared.get(i) or e.new(n) for i, n in enumerate(e.outs[0])]) if at is None else dims[at]
-    near = [f for own in dims for d, w in zip(own, windows, strict=False) if w > 1 for f in d]
-    return OperationRule(tuple(dims), (result,), e.sizes, dict.fromkeys(near, "near"))
+    e.use("near", [d for own in dims for d, w in zip(own, windows, strict=False) if w > 1])
+    return e.rule(dims, result)
 
 
 def _rule_of_unrelated_axes(e: _Equation) -> OperationRule:
     """Results have axes of their own, and depend on all of the operands."""
     dims = [e.all_new(s) for s in e.ins]
-    uses = dict.fromkeys(_factors_of(d for own in dims for d in own), "whole")
-    return OperationRule(tuple(dims), tuple(map(e.all_new, e.outs)), e.sizes, uses)
+    e.use("whole", [d for own in dims for d in own])
+    return e.rule(dims, *map(e.all_new, e.outs))
 
 
 def _rule_of_triangular_solves(e: _Equation) -> OperationRule:
@@ -447,8 +438,8 @@ def _rule_of_triangular_solves(e: _Equation) -> OperationRule:
     b, left = e.all_new(e.ins[1]), e.params["left_side"]
     solved, row = b[-2 if left else -1], e.new(e.ins[0][-1])
     square = [row, solved] if e.params["transpose_a"] != left else [solved, row]
-    uses = dict.fromkeys((*solved, *row), "whole")
-    return OperationRule(((*b[:-2], *square), b), (b,), e.sizes, uses)
+    e.use("whole", square)
+    return e.rule([(*b[:-2], *square), b], b)
 
 
 def _rule_of_factorizations(*sides: str) -> _Maker:
@@ -464,7 +455,8 @@ def _rule_of_factorizations(*sides: str) -> _Maker:
             elif side == "column" and s[-1] == sizes[1]:
                 new[-1] = column
             results.append((*batch, *new))
-        return OperationRule((dims,), tuple(results), e.sizes, dict.fromkeys((*row, *column), "whole"))
+        e.use("whole", [row, column])
+        return e.rule([dims], *results)
 
     return make
 
@@ -503,15 +495,14 @@ PRIMITIVES: dict[str, _Maker] = {
     "squeeze": _rule_of_squeezes,
     "reshape": _rule_of_reshapes,
     "tile": _rule_of_tiles,
-    "slice": _rule_of_slices,
-    "dynamic_slice": lambda e: _rule_of_parts(e, [(None, 1)] * len(e.ins[0])),
+    **_makers_of("slice dynamic_slice", _rule_of_slices),
     "split": _rule_of_splits,
     "pad": _rule_of_pads,
     "concatenate": _rule_of_concatenations,
     "stack": _rule_of_stacks,
     "unstack": _rule_of_unstacks,
     "dynamic_update_slice": _rule_of_slice_updates,
-    "dot_general": _rule_of_products,
+    "dot_general": lambda e: _rule_of_products(e, e.params["dimension_numbers"]),
     "ragged_dot_general": _grouped_product,
     "conv_general_dilated": _rule_of_convolutions,
     **_makers_of("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _rule_of_windows),

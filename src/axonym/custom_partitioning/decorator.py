@@ -395,7 +395,10 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
                 shardings = _known_shardings(operation, mesh, given)
             return per_device(operation, mesh, shardings, *given)
 
-        return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+        values, slopes = jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+        # In jit(vmap), JAX takes for granted that the mapped axis is where the operation has it, which is the first: as
+        # `expand_dims` puts it.
+        return tuple([jax.lax.squeeze(jnp.expand_dims(x, 0), (0,)) for x in values]), slopes
 
     return call(*arrays)
 

@@ -119,7 +119,9 @@ def _describe_total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]
     on_device: dict[Any, int] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges_of_devices(leaf.shape or (), sharding)).items():
-            on_device[device] = on_device.get(device, 0) + _count_elements(ranges) * raw(leaf.value).dtype.itemsize
+            on_device[device] = (
+                on_device.get(device, 0) + math.prod(b - a for a, b in ranges) * raw(leaf.value).dtype.itemsize
+            )
     size = sum(math.prod(x.shape or ()) * raw(x.value).dtype.itemsize for x in leaves)
     text = f"{counted(len(leaves), 'array')}, {describe_bytes(size)}"
     if not on_device:
@@ -226,10 +228,6 @@ def _draw_grid(names: Sequence[str] | None, shape: Sequence[int], sharding: Shar
 
 def _label_of_axis(i: int, names: Sequence[str] | None, shape: Sequence[int]) -> str:
     return names[i] if names is not None and len(names) == len(shape) else f"axis {i}"
-
-
-def _count_elements(ranges: Sequence[Range]) -> int:
-    return math.prod(stop - start for start, stop in ranges)
 
 
 def _written_range(part: Range) -> str:

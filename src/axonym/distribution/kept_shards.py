@@ -7,7 +7,6 @@ devices by themselves: see `exchange`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> Named
     kept = _active_settings()
     assert kept is not None
     arrays, spec = flatten_arrays(operands)
-    with keeping_nothing():
+    with activate_here(kept=kept._replace(names=frozenset(), batch="")):
         out = jax.eval_shape(lambda xs: fn(spec.unflatten(xs)), arrays)
 
     def layout(names: Names) -> Layout:
@@ -82,12 +81,6 @@ def exchange(what: str, fn: Callable[[Any], NamedArray], operands: Any) -> Named
 def in_pipeline() -> bool:
     """Return whether code runs in a pipeline, where axes are complete although the active mapping shards them."""
     return _active_settings() is not None
-
-
-def keeping_nothing() -> contextlib.AbstractContextManager[Any]:
-    """Trace code as it is where all axes are complete, also in a pipeline."""
-    kept = _active_settings()
-    return contextlib.nullcontext() if kept is None else activate_here(kept=kept._replace(names=frozenset(), batch=""))
 
 
 def refuse_gathered(what: str, argument: str, name: str) -> None:

@@ -8,8 +8,10 @@ with the line of the user, or gets complete operands. So a missing rule costs a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +25,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex
 
-from ..core.jax_versions import evaluated, scan_operands, traced_operation, varying_axes
+from ..core.jax_versions import evaluated, program_of, scan_operands, traced_operation, varying_axes
 from ..core.operation_rules import OperationRule, rule_of
 from ..core.source_lines import frames_of, source
 from .mesh_axes import Axes
@@ -104,6 +106,10 @@ class OnShards:
         """Return the number of shards over some mesh axes."""
         return math.prod(self.sizes[a] for a in over)
 
+    def _divided(self, over: Layout) -> Layout:
+        """Leave out mesh axes of size 1, which divide nothing."""
+        return tuple([tuple([a for a in own if a.startswith("#") or self.sizes[a] != 1]) for own in over])
+
     def cut_sizes(self, sizes: Sequence[int], over: Sequence[Axes]) -> tuple[int, ...]:
         return tuple([int(n // self.count(a)) for n, a in zip(sizes, over, strict=True)])
 
@@ -118,6 +124,7 @@ class OnShards:
         Partial sums are added up, except over the mesh axes `sums`; over these, the first device has a complete value,
         and others have zeros.
         """
+        to = self._divided(to)
         here, changed = x.here, [i for i, (own, new) in enumerate(zip(x.over, to, strict=True)) if own != new]
         if total := tuple(sorted(x.sums - sums)):
             self._refuse(eqn, total, False)
@@ -176,7 +183,7 @@ class OnShards:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Shard]) -> list[Shard]:
         """Run a program that was traced for complete axes, and return its results in layouts that follow."""
-        known: dict[Any, Shard] = dict(zip(jaxpr.invars, args, strict=True))
+        known = {v: x._replace(over=self._divided(x.over)) for v, x in zip(jaxpr.invars, args, strict=True)}
         known |= zip(jaxpr.constvars, map(_complete_value, consts), strict=True)
 
         def read(v: Any) -> Shard:
@@ -186,7 +193,7 @@ class OnShards:
                 else known[v]
             )
 
-        for eqn in jaxpr.eqns:
+        for eqn in _needed_operations(jaxpr):
             for v, x in zip(eqn.outvars, self._step(eqn, [*map(read, eqn.invars)]), strict=True):
                 shape, cut = getattr(v.aval, "shape", ()), [a for own in x.over for a in own]
                 # Not an `assert`: these are what a wrong rule would break first, and `-O` must not let that pass.
@@ -219,11 +226,22 @@ class OnShards:
 
     def _by_rule(self, eqn: Any, xs: list[Shard]) -> list[Shard]:
         rule, name = rule_of(eqn), eqn.primitive.name
+        if rule is not None and eqn.outvars[0].aval.dtype == bool:  # any is a maximum, and all a minimum
+            uses = {f: {"or": "max", "and": "min"}.get(how, how) for f, how in rule.uses.items()}
+            rule = rule._replace(uses=uses)
         kept = _sums_kept(eqn, rule, xs)
         xs = [self.moved(eqn, x, x.over, own)._replace(sums=frozenset()) for x, own in zip(xs, kept, strict=True)]
         cut = any(any(x.over) for x in xs)
         if cut and name in _AT_PLACES:
             found = _AT_PLACES[name](self, eqn, xs)
+        elif (
+            rule is not None
+            and rule.values == "moved"
+            and len(xs) > 1
+            and rule.operands == rule.results
+            and not rule.uses
+        ):
+            found = self._bound(eqn, xs, [x.over for x in xs])
         elif rule is not None and (cut or name in _MAKES_ALIKE or any(x.alike for x in xs)):
             found = self._by_factors(eqn, rule, xs)
         elif name in _CALLBACKS and cut:
@@ -341,6 +359,16 @@ def _alike_dimensions(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> lis
     ]
 
 
+def _needed_operations(jaxpr: Any) -> list[Any]:
+    """Return the operations that a result needs, or that have effects."""
+    needed, found = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}, list[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+            found.append(eqn)
+    return found[::-1]
+
+
 def _complete_value(x: Any) -> Shard:
     return Shard(x, ((),) * np.ndim(x))
 
@@ -385,7 +413,8 @@ def _sums_kept(eqn: Any, rule: OperationRule | None, xs: Sequence[Shard]) -> lis
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _extreme_elements(largest: bool, axes: tuple[int, ...], over: Axes, x: jax.Array) -> jax.Array:
     """Return the largest or smallest elements along dimensions, and over devices; ties share the derivative."""
-    return jax.lax.pmax(jnp.max(x, axes), over) if largest else jax.lax.pmin(jnp.min(x, axes), over)
+    own, combined = (jnp.max(x, axes), jax.lax.pmax) if largest else (jnp.min(x, axes), jax.lax.pmin)
+    return combined(own, over) if over else own
 
 
 @_extreme_elements.defjvp
@@ -459,9 +488,15 @@ def _scope_within(eqn: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _run_call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
-    inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or program_of(eqn.params, eqn.invars)
     with _scope_within(eqn):
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), xs)
+
+
+def _run_hi_primitive(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+    """Run the program of an operation, unless it may have a derivative of its own."""
+    smooth = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+    return self._by_rule(eqn, xs) if smooth else _run_call(self, eqn, xs)
 
 
 def _run_checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
@@ -506,13 +541,18 @@ def _settled_carry(
     Returned are the carry and the results of a step, with types in place of arrays.
     """
     own = frozenset[str]().union(*(x.own for x in (*fixed, *carry, *rest)))
-    carry = [x._replace(own=own, alike=frozenset()) for x in carry]
+    carry = [x._replace(own=own) for x in carry]
     while True:
         found = self.traced(body, [*fixed, *carry, *rest])
         wanted = [_common_layout(x, y)._replace(here=y.here) for x, y in zip(carry, found, strict=False)]
         new = _with_arrays(wanted, _arrays_like(self, eqn, carry, wanted))
+        alike = [{i for i in x.alike & y.alike if not to.over[i]} for x, y, to in zip(carry, found, new, strict=False)]
+        new = [x._replace(alike=frozenset(own)) for x, own in zip(new, alike, strict=True)]
         if all(
-            a.over == b.over and a.sums == b.sums and varying_axes(a.here) == varying_axes(b.here)
+            a.over == b.over
+            and a.sums == b.sums
+            and a.alike == b.alike
+            and varying_axes(a.here) == varying_axes(b.here)
             for a, b in zip(carry, new, strict=True)
         ):
             return new, found
@@ -522,6 +562,8 @@ def _settled_carry(
 def _run_scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     p = eqn.params
     fixed, carry, each = map(list, scan_operands(p, xs))
+    if not p["length"]:
+        return [*carry, *(_complete_value(jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars[len(carry) :])]
     each = [self.moved(eqn, x, ((), *x.over[1:]), x.sums) for x in each]
     rows = [Shard(x.here[0], x.over[1:], x.own, sums=x.sums) for x in each]
     with _scope_within(eqn):
@@ -542,24 +584,72 @@ def _run_scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     return [*_with_arrays(carry, last), *stacked]
 
 
+def _body_of_while(eqn: Any) -> Any:
+    """Return the body of a loop as a function of all operands; what goes on for some elements keeps the others."""
+    p = eqn.params
+    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+
+    def body(*values: Any) -> list[Any]:
+        (goes_on,) = jex.jaxpr_as_fun(p["cond_jaxpr"])(*values[:n], *values[m:])
+        new = jex.jaxpr_as_fun(p["body_jaxpr"])(*values[n:])
+        if not goes_on.ndim:
+            return new
+        at = range(goes_on.ndim)
+        return [
+            jax.lax.select(jax.lax.broadcast_in_dim(goes_on, y.shape, at), y, x)
+            for x, y in zip(values[m:], new, strict=True)
+        ]
+
+    return jax.make_jaxpr(body)(*_abstract_values(eqn.invars))
+
+
 def _run_while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     p = eqn.params
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    with self._context():
+        program = _body_of_while(eqn)
     with _scope_within(eqn):
 
         def body(*values: Shard) -> list[Shard]:
-            return self.run(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts, values)
+            return self.run(program.jaxpr, program.consts, values)
 
-        carry, _ = _settled_carry(self, eqn, body, xs[n:m], xs[m:], [])
+        carry, _ = _settled_carry(self, eqn, body, xs[:m], xs[m:], [])
 
         def goes_on(here: Any) -> Any:
             (found,) = self.run(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, [*xs[:n], *_with_arrays(carry, here)])
-            return self.moved(eqn, found, ()).here
+            found = self.moved(eqn, found, found.over)  # `vmap` leaves an answer for each element
+            cut = tuple([a for own in found.over for a in own if not a.startswith("#")])
+            return _extreme_elements(True, tuple(range(len(found.over))), cut, found.here.astype(jnp.int32)) > 0
 
         def step(here: Any) -> Any:
-            return _arrays_like(self, eqn, body(*xs[n:m], *_with_arrays(carry, here)), carry)
+            return _arrays_like(self, eqn, body(*xs[:m], *_with_arrays(carry, here)), carry)
 
         return _with_arrays(carry, jax.lax.while_loop(goes_on, step, [x.here for x in carry]))
+
+
+def _run_linear_solve(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
+    """Solve a linear system, whose derivative follows from its product, on shards."""
+    programs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    vary = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
+    xs = _with_arrays(xs, [_device_varying(x.here, vary) for x in xs])  # as JAX evaluates the programs again with more
+    ends, rights = [*itertools.accumulate(counts)], xs[sum(counts) :]
+
+    def of(i: int, *values: Shard) -> list[Shard]:
+        return self.run(programs[i].jaxpr, programs[i].consts, [*xs[ends[i] - counts[i] : ends[i]], *values])
+
+    def here_of(i: int) -> Callable[..., list[Any]]:
+        return lambda here: _arrays_like(self, eqn, of(i, *_with_arrays(rights, here)), rights)
+
+    with _scope_within(eqn):
+        solved = self.traced(functools.partial(of, 2), rights)
+        if len(solved) != len(rights):
+            raise NeedsCompleteAxes(f"{self._described(eqn)} has auxiliary results.")
+        rights = [self.moved(eqn, x, _common_layout(x, y).over) for x, y in zip(rights, solved, strict=True)]
+        product, solve, backward = here_of(0), here_of(2), here_of(3) if programs[3] is not None else None
+        found = jax.lax.custom_linear_solve(
+            product, [x.here for x in rights], lambda _, b: solve(b), backward and (lambda _, b: backward(b))
+        )
+    return _with_arrays(rights, found)
 
 
 def _run_cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
@@ -680,7 +770,9 @@ def _run_custom_vjp(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
             Shard(jax.lax.psum(x, over) if (over := alike_over(x, cut)) else x, cut, own, sums=partial_over(cut))
             for x, cut in zip(cotangents, outs, strict=True)
         ]
-        found = self.run(program.jaxpr, program.consts, [*_with_arrays(xs, here), *total])
+        runner = copy.copy(self)
+        runner._sums = True
+        found = runner.run(program.jaxpr, program.consts, [*_with_arrays(xs, here), *total])
         result: list[Any] = [None] * len(xs)
         for i, x in zip(places, found, strict=True):
             y = self.moved(eqn, x, xs[i].over, partial_over(xs[i].over)).here
@@ -733,9 +825,11 @@ def _run_exchange(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 _CALLS: dict[str, Callable[[OnShards, Any, list[Shard]], list[Shard]]] = {
     **dict.fromkeys("jit pjit closed_call core_call custom_lin".split(), _run_call),
     **dict.fromkeys("checkpoint remat remat2".split(), _run_checkpoint),
+    "call_hi_primitive": _run_hi_primitive,
     "scan": _run_scan,
     "while": _run_while,
     "cond": _run_cond,
+    "custom_linear_solve": _run_linear_solve,
     "custom_jvp_call": _run_custom_jvp,
     "custom_vjp_call": _run_custom_vjp,
     "exchange": _run_exchange,

@@ -19,6 +19,9 @@ from .mesh_axes import Axes, mapped_axes, storage_axes
 _PLAIN = re.compile(r"[^\w.\- ]")
 """Matches characters that a name must not have in a scope."""
 
+CHOICE = "attention by "
+"""How the name of an operation begins that says which implementation runs, and why."""
+
 _NUMBER = re.compile(r"#\d")
 """Matches a number that stands for a name: see `shared` in `axonym.ops._kernels`."""
 
@@ -72,6 +75,10 @@ class ScopedOperation:
     results: tuple[Term, ...]
     has_own_gradients: bool = False
     """Whether its gradients are operations with scopes of their own. Otherwise they have its scope."""
+    idle: float | None = None
+    """Of a pipeline, the share of the time in which a stage waits."""
+    turns: tuple[int, int] | None = None
+    """Of a condition in a loop, in how many turns it holds, and how many there are."""
 
     @property
     def axes(self) -> Axes:
@@ -106,7 +113,12 @@ def operations_in(scopes: str) -> list[ScopedOperation]:
 
 
 def operation_scope(
-    what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any], has_own_gradients: bool = False
+    what: str,
+    in_names: Sequence[Names],
+    out_names: Any,
+    arrays: Sequence[Any],
+    has_own_gradients: bool = False,
+    **more: Any,
 ) -> str:
     """Return the scope of an operation, which describes it in profiles and compiled programs.
 
@@ -114,13 +126,16 @@ def operation_scope(
     each result. Where an axis is first named, its size follows, then the mesh axes that the active mapping shards it
     over (`|`), and the mesh axes of the parameter mapping (`~`), if they differ. People read this, and programs the
     record of it, which `operations_in` finds by the number at the end: names may have any characters. The number is a
-    hash, so it is the same in every process. There is no `@`, since XLA drops everything after one.
+    hash, so it is the same in every process. There is no `@`, since XLA drops everything after one. A record can have
+    `more`, as of a pipeline.
     """
     layouts = tuple(names_of_results(out_names))
     if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
         return _PLAIN.sub("_", what)  # the kernel is for any names
     shapes = tuple([jnp.shape(x) for x in arrays])
-    text, key, record = _scope_and_record(what, tuple(in_names), layouts, shapes, has_own_gradients, active_settings())
+    text, key, record = _scope_and_record(
+        what, tuple(in_names), layouts, shapes, has_own_gradients, active_settings(), **more
+    )
     _records[key] = record
     _records.move_to_end(key)
     if len(_records) > _MOST_RECORDS:
@@ -136,6 +151,7 @@ def _scope_and_record(
     shapes: tuple[tuple[int, ...], ...],
     has_own_gradients: bool,
     settings: Settings | None,
+    **more: Any,
 ) -> tuple[str, str, ScopedOperation]:
     """Return the scope of an operation under the active settings, and the number and the record that it ends with."""
     mapping, stored_by = ({}, {}) if settings is None else (settings.mapping, settings.parameter_mapping)
@@ -158,7 +174,7 @@ def _scope_and_record(
 
     inputs = [term(names, shape) for names, shape in zip(in_names, shapes, strict=True)]
     results = [term(names, (None,) * len(names)) for names in out_names]
-    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results), has_own_gradients)
+    record = ScopedOperation(what, tuple(t for _, t in inputs), tuple(t for _, t in results), has_own_gradients, **more)
     key = hashlib.sha256(repr(record).encode()).hexdigest()[:12]
     operands, made = (";".join(text for text, _ in found) for found in (inputs, results))
     return f"{_PLAIN.sub('_', what)}[{operands}->{made}]#{key}", key, record

@@ -188,15 +188,24 @@ def _named_exchange(kind: str, axes: Axes, size: Amount, gradient: bool, paramet
     return Sent(kind, axes, size, what, ahead=gradient or parameter, branches=branches)
 
 
+_COMBINED = 30 * 2**20
+"""The bytes up to which XLA combines sums of gradients: its default for CPUs and GPUs."""
+
+
 def _merged(sent: Iterable[Sent]) -> tuple[Sent, ...]:
-    """Add up exchanges of one kind."""
+    """Add up exchanges of one kind; sums of gradients are launched together."""
     found: dict[Any, Sent] = {}
     for x in sent:
         key = x.kind, x.axes, x.what, x.branches
         if (before := found.get(key)) is not None:
             x = dataclasses.replace(x, size=before.size + x.size, count=before.count + x.count)
         found[key] = x
-    return tuple(found.values())
+    return tuple(
+        dataclasses.replace(x, count=np.minimum(x.count, np.ceil(x.size / _COMBINED)))
+        if x.what == "summing gradients"
+        else x
+        for x in found.values()
+    )
 
 
 def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:

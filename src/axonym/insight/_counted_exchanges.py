@@ -388,7 +388,7 @@ class Account:
         if extra is None or not gathered:
             why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
             self.open.setdefault(why, place)
-        elif _scopes.dispatch(place.scope) and any(layout.used(n) for n in names):
+        elif _scopes.around(place.scope, "dispatch") and any(layout.used(n) for n in names):
             self._leave_open(f"{stored}, and sharded where it is used", place)
         else:
             self._gather(event, extra)

@@ -13,7 +13,9 @@ from ._branches import Branches
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
 from ._lowered import Constraint, Constraints
+from ._schedule import seconds_waited
 from ._text import Said, array_said
+from .chips import Chip
 from .records import Collective, HeldArray, MemoryTimeline, sent_by, together
 
 
@@ -47,6 +49,20 @@ class Exchange:
     """The number of pieces into which its array is cut."""
     users: Callable[[], Iterator[Origin]]
     """Yields the direct and indirect users of the result, direct ones first."""
+    made: str | None = None
+    """The kind that the compiler makes of it, if another one."""
+    beside: int | None = None
+    """The cycles of computing beside it, if the program says it."""
+    links: int = 0
+    """The number of links that it uses, if the program says it."""
+    chip: Chip | None = None
+    """The chip at whose rates to estimate its time."""
+
+    def waits(self, sent: int | None) -> float | None:
+        """Return about how many seconds a device waits for some of its bytes; None across slices, at rates unknown."""
+        if self.chip is None or not self.links or self.beside is None or sent is None:
+            return None
+        return seconds_waited(sent, self.beside, self.links, self.chip)
 
 
 def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, int]) -> Iterator[Collective]:
@@ -57,6 +73,12 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
         origin, operation, array = found.origin, found.operation, found.array
         said = _described(found.shape, array)
         cause = _cause(exchange, found, constraints, mesh)
+        given = operand if exchange.made is None else max(operand, result, key=lambda shape: shape.bytes)
+        sent = sent_by(exchange.made or kind, pieces * given.bytes, exchange.devices)
+        pipeline = _scopes.around(exchange.origin.scope or origin.scope, "pipeline")
+        reason = cause.reason
+        if reason is None and pipeline is not None and exchange.axes:
+            reason = _scopes.reason_in_pipeline(pipeline, kind, exchange.axes)
         yield Collective(
             kind=kind,
             axes=exchange.axes,
@@ -68,7 +90,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             array=Said(f"{pieces} x {said}", said.of) if pieces > 1 else said,
             place=(i, len(exchange.carried)),
             size=pieces * result.bytes,
-            sent=sent_by(kind, pieces * operand.bytes, exchange.devices),
+            sent=sent,
             phase=found.phase,
             operation=_scopes.said_of(operation),
             named_axes=() if operation is None else operation.axes,
@@ -76,9 +98,12 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             moved=cause.moved,
             stored=found.stored,
             of_indices=operation is not None and array is not None and operation.looks_up(array.term),
-            reason=cause.reason,
+            reason=reason,
             source=source(cause.frames) or source(exchange.origin.frames()),
             scope=origin.scope or exchange.origin.scope,
+            made=exchange.made,
+            beside=exchange.beside,
+            waits=exchange.waits(sent),
         )
 
 

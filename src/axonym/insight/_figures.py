@@ -93,6 +93,8 @@ class Figures:
     float32, since the other one has it."""
     widened_at: str = ""
     """The dtypes before and after, and the first of these products."""
+    idle: float = 0.0
+    """The share of the time in which a stage waits, by the schedule of a pipeline."""
     avoidable: tuple[AvoidableWork, ...] = ()
     """Products that could be left out, as far as a program tells."""
     cast: tuple[str, str, Source | None] | None = None
@@ -101,6 +103,8 @@ class Figures:
     """By names: the temporaries that are counted, the largest first. Otherwise the timeline has those at the peak."""
     between: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The mesh axes that cross slices, and how many slices lie along each."""
+    computing: float | None = None
+    """Compiled for a topology: about how many seconds a device computes, by the cycles that the compiler estimates."""
 
     def total_sent(
         self, over: str | None = None, kind: str | None = None, phase: str | None = None, least: bool = False
@@ -183,8 +187,9 @@ def bounds_on(chip: Chip, exchanges: Iterable[Collective], memory: Memory | None
     """
     sent = tuple(
         # An all-reduce sends the bytes of two passes.
-        Sent(e.kind, e.axes, e.total_sent / (2 if e.kind == "all-reduce" else 1), "sending", branches=e.branches)
+        Sent(kind, e.axes, e.total_sent / (2 if kind == "all-reduce" else 1), "sending", branches=e.branches)
         for e in exchanges
+        for kind in [e.made or e.kind]
         if e.axes and e.total_sent is not None
     )
     products = () if flops is None else (Multiplication(flops, 1),)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..core.source_lines import Frame
 from ..distribution.operation_scope import RECORD
+from . import _scopes
 from ._branches import Branches
 
 COLLECTIVES = frozenset(
@@ -39,15 +40,18 @@ _MEGASCALE = "_xla_megascale_transfer_type"
 
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 
-_PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "convert", "reshape"})
+_PASSING_ON = frozenset(
+    {"bitcast", "copy", "copy-start", "copy-done", "get-tuple-element", "transpose", "convert", "reshape"}
+)
 """Instructions that say less about the origin of an array than the producer of their operand."""
 
-_CALLED = {
+CALLED = {
     "while": ("condition", "body"),
     "fusion": ("calls",),
     "async-start": ("calls",),
     "call": ("to_apply",),
     "call-start": ("to_apply",),
+    "custom-call-start": ("called_computations",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
 
@@ -114,7 +118,7 @@ class Instruction:
     def computation(self, name: str) -> str | None:
         """Return the computation that an attribute names."""
         text = self.attribute(name)
-        return None if text is None else text.strip().lstrip("%")
+        return None if text is None else text.strip(" {}").lstrip("%")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +193,91 @@ class HloProgram:
     def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[HloShape, ...]]]:
         """Return the operands of an instruction: the producer and the shapes of each."""
         around = self.computations[visit.computation]
-        found = []
-        for producer in (around[name] for name in visit.instruction.operands):
-            shapes = producer.shapes
-            while not producer.scope and self._passes_on(producer):
-                producer = around[producer.operands[0]]
-            found.append((producer, shapes))
+        return [(self._named(visit.computation, name), around[name].shapes) for name in visit.instruction.operands]
+
+    def _named(self, computation: str, name: str) -> Instruction:
+        """Return the instruction that an array comes from, with a scope if what it passes on has one."""
+        at: tuple[str, str] | None = (computation, name)
+        while not (found := self.computations[computation][name]).scope and (at := self._before(*at)) is not None:
+            computation, name = at
         return found
+
+    def _before(self, computation: str, name: str) -> tuple[str, str] | None:
+        """Return the computation and the name of what an instruction passes on; None if it says more than that."""
+        around = self.computations[computation]
+        producer = around[name]
+        if producer.opcode == "parameter" and computation in self._given:
+            outside, operands = self._given[computation]
+            return outside, operands[int(producer.value)]
+        if not self._passes_on(producer):
+            return None
+        inner = around[producer.operands[0]]
+        if producer.opcode == "get-tuple-element" and inner.opcode == "tuple":
+            return computation, inner.operands[int(producer.attribute("index") or 0)]
+        return computation, inner.name
+
+    @functools.cached_property
+    def _given(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return what fusions and calls on SparseCores give to their computations: where, and the operands."""
+        found = dict[str, tuple[str, tuple[str, ...]]]()
+        for name, inside in self.computations.items():
+            for i in inside.values():
+                if i.opcode == "fusion":
+                    found[i.computation("calls") or ""] = name, i.operands
+                elif i.opcode.endswith("call-update"):  # it has its operands after the start
+                    start = inside[i.operands[0]]
+                    called = (start.computation(attribute) or "" for attribute in CALLED[start.opcode])
+                    found |= dict.fromkeys(called, (name, i.operands[1:]))
+        return found
+
+    def _end(self, visit: Visit) -> tuple[str, str]:
+        """Return where the result of a collective is: of one within a call or several fusions, what ends these."""
+        computation, name = visit.computation, visit.instruction.name
+        if computation not in self._given:
+            return computation, name
+        outside, operands = self._given[computation]
+        chain = re.search(r'chain_id="\d+"', visit.instruction.attributes)
+        for i in self.computations[outside].values():
+            called = self.computations.get(i.computation("calls") or "", {}).values()
+            in_chain = chain is not None and any(chain[0] in j.attributes for j in called)
+            if in_chain or (i.opcode.endswith("call-update") and i.operands[1:] == operands):
+                name = i.name
+        return outside, name
+
+    def asked_for(self, visit: Visit, count: int) -> tuple[str, Instruction, HloShape] | None:
+        """Return what a step asks for in place of an all-reduce: compilers for TPUs make other collectives one.
+
+        Devices add their own parts of what they gather to zeros, or use one of `count` parts of a sum. Returns the
+        kind, the producer of the operand, and the shape of a part.
+        """
+        size = sum(s.bytes for s in visit.instruction.shapes)
+        at: tuple[str, str] | None = (visit.computation, visit.instruction.operands[0])
+        while at is not None:
+            maker = self.computations[at[0]][at[1]]
+            inside, update = self._update(maker)
+            part = inside[update.operands[1]] if update.opcode == "dynamic-update-slice" else None
+            if part is not None and part.shapes[0].bytes * count == size:
+                called = at[0] if maker is update else maker.computation("calls") or ""
+                return "all-gather", self._named(called, part.name), part.shapes[0]
+            at = self._before(*at)
+        used = {*self._used(*self._end(visit))}
+        part = used.pop() if len(used) == 1 else None
+        if part is None or part.bytes * count != size:
+            return None
+        return "reduce-scatter", self.operands(visit)[0][0], part
+
+    def _used(self, computation: str, name: str) -> Iterator[HloShape | None]:
+        """Yield the shapes of the parts of a result that are used; None for a use of another kind."""
+        for user in self._users[computation].get(name, ()):
+            if user.opcode in _PASSING_ON or user.opcode.endswith(("-update", "-done")):
+                yield from self._used(computation, user.name)
+            elif user.opcode == "fusion":
+                called = user.computation("calls") or ""
+                inside = [i for i in self.computations[called].values() if i.opcode == "parameter"]
+                for given in (i for i in inside if user.operands[int(i.value)] == name):
+                    yield from self._used(called, given.name)
+            else:
+                yield user.shapes[0] if user.opcode == "dynamic-slice" else None
 
     def _passes_on(self, instruction: Instruction) -> bool:
         """Return whether an instruction says less about the origin of an array than the producer of its operand.
@@ -233,13 +315,8 @@ class HloProgram:
 
     def updates_with(self, instruction: Instruction) -> Instruction | None:
         """Return the instruction that computes the slice written into an array, or None."""
-        update, inside = instruction, self._around[instruction.name]
-        outside, fusion = inside, instruction
-        if instruction.opcode == "fusion":
-            name = instruction.computation("calls") or ""
-            inside, update = self.computations[name], self._roots[name]
-            while update.opcode in _PASSING_ON and update.operands:
-                update = inside[update.operands[0]]
+        outside, fusion = self._around[instruction.name], instruction
+        inside, update = self._update(instruction)
         if update.opcode != "dynamic-update-slice":
             return None
         found = inside[update.operands[1]]
@@ -251,6 +328,16 @@ class HloProgram:
             else:
                 break
         return found
+
+    def _update(self, instruction: Instruction) -> tuple[dict[str, Instruction], Instruction]:
+        """Return the instruction that computes a result, in its fusion if it is one, and those around it."""
+        if instruction.opcode != "fusion":
+            return self._around[instruction.name], instruction
+        name = instruction.computation("calls") or ""
+        inside, update = self.computations[name], self._roots[name]
+        while update.opcode in _PASSING_ON and update.operands:
+            update = inside[update.operands[0]]
+        return inside, update
 
     def users(self, visit: Visit) -> Iterator[Instruction]:
         """Yield the direct and indirect users of a result in one computation."""
@@ -280,9 +367,9 @@ class HloProgram:
         """Yield the instructions of a computation; `numbers` tell conditionals apart."""
         for instruction in self.computations[name].values():
             yield Visit(instruction, name, times, around)
-            called = [(instruction.computation(attribute), times) for attribute in _CALLED.get(instruction.opcode, ())]
+            called = [(instruction.computation(attribute), times) for attribute in CALLED.get(instruction.opcode, ())]
             if instruction.opcode == "while" and times is not None:
-                turns = self._trip_count(name, instruction)
+                turns = self.trip_count(name, instruction)
                 inside = None if turns is None else times * turns
                 tests = None if turns is None else times * (turns + 1)  # the last test ends the loop
                 called = [(called[0][0], tests), (called[1][0], inside)]
@@ -290,10 +377,16 @@ class HloProgram:
                 yield from self._visits(computation or "", often, around, numbers)
             if instruction.opcode == "conditional":
                 found, number = branches(instruction), next(numbers)
+                turns = _scopes.turns(instruction.scope) if times is not None and len(found) == 2 else None
                 for i, branch in enumerate(found):
+                    if turns is not None and times is not None:
+                        holds = i == (instruction.attribute("branch_computations") is not None)
+                        often = times * (turns[0] if holds else turns[1] - turns[0]) // turns[1]
+                        yield from self._visits(branch, often, around, numbers)
+                        continue
                     yield from self._visits(branch, times, (*around, (number, len(found), i)), numbers)
 
-    def _trip_count(self, around: str, loop: Instruction) -> int | None:
+    def trip_count(self, around: str, loop: Instruction) -> int | None:
         """Return how often the body of a loop runs; None if that depends on values.
 
         Compilers for TPUs do not write it down, so it is computed for loops that count up from one constant to another
@@ -355,6 +448,7 @@ class HloProgram:
                     self._roots[name] = instruction
         if not self.entry:
             raise UnknownForm("the text of the program has no entry computation")
+        self._unfuse_scatters()
         # A report must not miss a collective, so the text is also searched for anything that looks like one.
         every = [i for c in self.computations.values() for i in c.values()]
         crossing = {i.opcode for i in every if i.opcode in ("send", "recv") and _MEGASCALE in i.attributes}
@@ -372,13 +466,22 @@ class HloProgram:
             if missed and name not in reached:
                 raise UnknownForm(f"the program has {missed[0]!r} in {name!r}, and what runs that is not known here")
 
+    def _unfuse_scatters(self) -> None:
+        """Put a reduce-scatter in place of each fusion that is one: an all-reduce of a padded array, and a slice."""
+        for around in [*self.computations.values()]:
+            for i in [*around.values()]:
+                called = i.computation("calls") if i.opcode == "fusion" else None
+                if called and called.startswith("all-reduce-scatter"):
+                    (sums,) = (j for j in self.computations.pop(called).values() if j.opcode == "all-reduce")
+                    around[i.name] = dataclasses.replace(i, opcode="reduce-scatter", attributes=sums.attributes)
+
     def _reached(self) -> set[str]:
         """Return the computations that the entry runs."""
         waiting = [self.entry]
         reached = set(waiting)
         for name in waiting:
             for i in self.computations.get(name, {}).values():
-                called = [i.computation(attribute) for attribute in _CALLED.get(i.opcode, ())]
+                called = [i.computation(attribute) for attribute in CALLED.get(i.opcode, ())]
                 called += branches(i) if i.opcode == "conditional" else []
                 new = [c for c in called if c is not None and c not in reached]
                 waiting += new

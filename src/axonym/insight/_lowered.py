@@ -117,8 +117,10 @@ class _Walk:
                 self._inside(op, op.regions[0].blocks[0], times)
                 self._manual = outer
             elif op.name in ("stablehlo.case", "stablehlo.if"):
-                for region in op.regions:
-                    self._block(region.blocks[0], times)
+                taken, of = _scopes.turns(scope_of(str(op.location))) or (1, 1)
+                for i, region in enumerate(op.regions):
+                    share = taken if i or of == 1 else of - taken
+                    self._block(region.blocks[0], None if times is None else times * share // of)
 
     def _inside(self, op: Any, block: Any, times: int | None) -> None:
         self._given.update(zip(block.arguments, op.operands, strict=True))
@@ -209,9 +211,10 @@ class _Walk:
 
         A named product runs per device if it gathers parameters; the mesh axes that shard none of its axes repeat it.
         """
-        operation, axes = _scopes.operation(scope), self._manual
+        operation, axes, pipeline = _scopes.operation(scope), self._manual, _scopes.around(scope, "pipeline")
         if operation is not None and operation.name == "dot":
-            axes = axes & operation.over
+            # Stages of a pipeline have layers of their own.
+            axes = axes & (operation.over | (pipeline.over if pipeline else set()))
         return math.prod(self._mesh.get(a, 1) for a in axes)
 
     def _argument(self, value: Any) -> int | None:

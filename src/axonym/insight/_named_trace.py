@@ -26,10 +26,11 @@ from ..distribution.active_settings import activate
 from ..distribution.axis_marks import EXCHANGE, MARK, marking
 from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
+from ..names._axes import fresh
 from ..names._sources import LeafNames
 from ..names._tracing import Traced
 from ..names._values import Axed, AxisStep
-from ..names._walk import Body, steps_of
+from ..names._walk import AxisWalk, Body, steps_of
 from ..names.distributing import DistributedFunction
 from ..names.inferring import follow
 from ..sharding.leaves import leaves_of
@@ -212,10 +213,12 @@ class _Events:
             # A barrier keeps what is computed again from being moved.
             return self.run(step.bodies[0], _changed_alike(xs) if again else xs, body)
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
-        if (dispatch := _scopes.dispatch(around.scope)) is not None:
+        if (dispatch := _scopes.around(around.scope, "dispatch")) is not None:
             self.rows.add(dispatch, around, ys)
         if functions and functions[0].how in ("loop", "test", "branch"):
             self._inside(step, functions, xs, ys, around)
+        elif step.name == "custom_linear_solve":
+            self._solution(step, xs, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
             if step.name == EXCHANGE:
                 what, along, *details = step.params["names"]
@@ -260,6 +263,20 @@ class _Events:
                     if not is_on_host(v.aval) and own.origin not in seen:
                         seen.add(own.origin)
                         self.kept.append((y, around))
+
+    def _solution(self, step: AxisStep, xs: list[Value], around: Occurrence) -> None:
+        """Record the events of the function that solves a linear system.
+
+        Its names are followed apart: it takes rows for columns, and the result has the names that solve the system.
+        """
+        counts, solver = step.params["const_lengths"], step.params["jaxprs"].solve
+        first = counts.matvec + counts.vecmat
+        given = [*xs[first : first + counts.solve], *xs[sum(counts) :]]
+        walk = AxisWalk()
+        arguments = [
+            Axed(tuple(fresh(n) if name is None else walk.axes.axis(name, n, "") for name, n in x.dims)) for x in given
+        ]
+        self.run(walk.run(solver.jaxpr, arguments, step, solver.consts), given, around)
 
     def _again(self, around: Occurrence, before: Sequence[Value], after: Sequence[Value]) -> None:
         """Compare the names of the results of a loop or branch with the expected names."""
@@ -357,7 +374,7 @@ class _Events:
         """Record a product of groups of rows, each with the matrix of its group."""
         self.grouped = True
         groups = step.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-        dispatch = _scopes.dispatch(place.scope)
+        dispatch = _scopes.around(place.scope, "dispatch")
         if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
             rows = step.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
             dims = [xs[0].dims[i] for i in rows] + ([xs[1].dims[i] for i in groups] or list(y.dims[:1]))
@@ -381,8 +398,13 @@ class _Events:
         if len(at) == 1 and not batch and not rule.parts and step.name in ("gather", "scatter-add"):
             self.found.append(Lookup(place, table, indices, xs[2] if update else y, table.dims[at[0]], update))
             return
-        of_table = [d for own, d in zip(rule.operands[0], table.dims, strict=True) if not batch.intersection(own)]
-        self._open(place, step.name, of_table if batch else [d for x in xs for d in x.dims])
+        # Of windows that have all of an axis of the table, each device has its part.
+        of_windows = {f for own in (rule.operands[2] if update else rule.results[0]) for f in own}
+        alike = of_windows.intersection(f for own in rule.operands[0] for f in own) - rule.needed
+        pairs = [p for x, term in zip(xs, rule.operands, strict=True) for p in zip(x.dims, term, strict=True)]
+        pairs = pairs[: len(table.dims)] if batch else pairs
+        dims = [d for d, own in pairs if not own or not alike.issuperset(own)]
+        self._open(place, step.name, dims)
         if batch and step.name == "scatter-add" and place.operation is not None and place.operation.name == "top_k":
             self.found.append(PerDevice(place, y))
 
@@ -432,7 +454,7 @@ class _Events:
 
     def _summed(self, place: Occurrence, dims: Dims) -> Dims:
         """Leave out rows from the axes that an operation sums over, if each device sums its own."""
-        if place.phase == "backward" or _scopes.dispatch(place.scope) is None:
+        if place.phase == "backward" or _scopes.around(place.scope, "dispatch") is None:
             return dims
         rows = self.rows.in_names([n for n, _ in dims], place)
         return tuple(d for d in dims if d[0] not in rows)
@@ -469,7 +491,7 @@ class DispatchedRows:
 
     def are_moved(self, step: AxisStep, xs: list[Value], place: Occurrence) -> bool:
         """Return whether an operation sorts, repeats, joins, counts or restores rows, which each device does."""
-        dispatch = _scopes.dispatch(place.scope)
+        dispatch = _scopes.around(place.scope, "dispatch")
         if dispatch is None:
             return False
         if step.name == "scatter-add" and xs[0].dtype.kind in "iu":
@@ -480,7 +502,7 @@ class DispatchedRows:
 
     def in_names(self, names: Collection[str | None], place: Occurrence) -> set[str | None]:
         """Return which names are of rows: of joined axes, and in a dispatch of the axes of its rows."""
-        dispatch = _scopes.dispatch(place.scope)
+        dispatch = _scopes.around(place.scope, "dispatch")
         rows = set() if dispatch is None else {a.name for a in dispatch.operands[0]}
         return {n for n in names if n in self.joined or n in rows}
 

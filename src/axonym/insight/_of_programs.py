@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,8 +13,10 @@ from typing import Any
 
 import jax
 
+from ..core.errors import counted
 from ..core.source_lines import Frame, Source, source
 from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution.operation_scope import operations_in
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
@@ -25,12 +28,10 @@ from ._hlo import COLLECTIVES, HloProgram, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
 from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
+from ._schedule import SILENT, Schedule, called_target, links_used
 from .chips import Chip
 from .records import AvoidableWork, Collective, RepeatedWork
 from .report import Report
-
-WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
-"""Calls in programs for TPUs that compute nothing."""
 
 
 def report_on(
@@ -46,12 +47,22 @@ def report_on(
     chip: Chip | None,
     donates: bool,
     between: Mapping[str, int],
+    timed_on: Chip | None,
 ) -> Report:
-    """Report on a compiled program; `donates` says whether the step says itself which arguments it donates."""
+    """Report on a compiled program.
+
+    Arguments:
+        donates: whether the step says itself which arguments it donates.
+        timed_on: the chip of the topology that the program is compiled for, for the times of its schedule.
+    """
     compiled_step = compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
     own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
-    visited = _Visited(program, Constraints(lowered), mesh, platform, between)
+    schedule = Schedule(program) if platform == "tpu" else None
+    visited = _Visited(program, Constraints(lowered), mesh, platform, between, schedule, timed_on)
     notes = [*_notes(visited, mesh)]
+    if schedule and schedule.unknown:
+        left_out = ", ".join(counted(n, what) for what, n in schedule.unknown.items())
+        notes.append(f"the time of the schedule leaves out {left_out} (of loops, all but one turn)")
     course = None
     if platform == "cpu":  # others use several kinds of memory, and their collectives run beside other work
         try:
@@ -63,7 +74,8 @@ def report_on(
     found = read_step(lowered, mesh or {})
     given = [[kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products]
     results = leaves_of(lowered.out_info)[0]
-    in_scopes = _scopes.names_in(lowered.as_text(debug_info=True))
+    operations = {*operations_in(lowered.as_text(debug_info=True))}
+    notes += _scopes.choices_in(operations)
     return report_of(
         step,
         platform,
@@ -87,9 +99,11 @@ def report_on(
         timeline=course,
         repeated=tuple(repeated(found.products, visited.products, mesh)) if mesh else (),
         placed_by_rule=getattr(compiled_step, "placed_by_rule", False),
-        axes=tuple(sorted(in_scopes | {n for x in names.arrays for n in x.axes if n is not None})),
+        idle=max((op.idle or 0.0 for op in operations), default=0.0),
+        axes=tuple(sorted(_scopes.names_in(operations) | {n for x in names.arrays for n in x.axes if n is not None})),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
+        computing=schedule.cycles / timed_on.clock if schedule and timed_on else None,
         avoidable=(*_one_hot(found.products), *_again(found.products, visited.products)),
         cast=next(((before, after, source(lines)) for lines, before, after in found.cast), None),
         **_widened(found.products),
@@ -141,6 +155,8 @@ class _Visited:
         mesh: dict[str, int] | None,
         platform: str,
         between: Mapping[str, int],
+        schedule: Schedule | None,
+        timed_on: Chip | None,
     ):
         self.collectives: list[Collective] = []
         self.custom_calls: set[str] = set()
@@ -152,15 +168,22 @@ class _Visited:
         for visit in program.visits():
             instruction = visit.instruction
             kind = instruction.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                self.collectives += describe(_exchange(program, visit, kind, mesh, between), constraints, mesh or {})
-            elif kind == "send":
-                self.collectives += describe(_exchange_of_slices(program, visit, between), constraints, mesh or {})
+            if kind in COLLECTIVES or kind == "send":
+                crossing = kind == "send"
+                found = (
+                    _exchange_of_slices(program, visit, between)
+                    if crossing
+                    else _exchange(program, visit, kind, mesh, between)
+                )
+                if schedule is not None:
+                    found = _scheduled(found, program, visit, schedule, timed_on)
+                if crossing or found.axes != ():  # in a ring, devices may permute what they keep
+                    self.collectives += describe(found, constraints, mesh or {})
             elif kind in ("dot", "convolution"):
                 self._add(program, visit, platform)
-            elif kind == "custom-call":
-                self.custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
-        self.custom_calls -= WITHOUT_FLOPS
+            elif instruction.opcode == "custom-call":
+                self.custom_calls.add(called_target(instruction))
+        self.custom_calls.difference_update(SILENT)
 
     def _add(self, program: HloProgram, visit: Visit, platform: str) -> None:
         """Add a product or convolution."""
@@ -314,6 +337,24 @@ def _exchange_of_slices(program: HloProgram, visit: Visit, between: Mapping[str,
         carried=[(origin(program.operands(visit)[0][0]), visit.instruction.shapes[0], received.instruction.shapes[0])],
         pieces=1,
         users=lambda: map(origin, program.users(received)),
+    )
+
+
+def _scheduled(
+    exchange: Exchange, program: HloProgram, visit: Visit, schedule: Schedule, chip: Chip | None
+) -> Exchange:
+    """Add to a collective what the schedule of a program for TPUs says of it."""
+    is_sum = visit.instruction.opcode.startswith("all-reduce") and len(exchange.carried) == 1
+    if is_sum and (asked := program.asked_for(visit, exchange.devices)) is not None:
+        (kind, producer, part), ((_, _, whole),) = asked, exchange.carried
+        shapes = (part, whole) if kind == "all-gather" else (whole, part)
+        carried = [(_origin(program, producer), *shapes)]
+        exchange = dataclasses.replace(exchange, kind=kind, made=exchange.kind, carried=carried)
+    return dataclasses.replace(
+        exchange,
+        beside=schedule.beside.get(visit.instruction.name),
+        links=0 if visit.instruction.opcode == "send" else links_used(visit.instruction),
+        chip=chip,
     )
 
 

@@ -144,6 +144,9 @@ def _with_parameters(
             if few and "held array" in c.array
             else c.array
         )
+        if c.made is not None:
+            also = f"an {c.made} over all axes of the torus: twice the bytes, over all links"
+            reason = f"{reason or 'why is not known'}; the compiler for TPUs makes of it {also}"
         dtypes = {converted.get(path) for path in few} if c.kind == "all-gather" else set[str | None]()
         late = dtypes.pop() if len(dtypes) == 1 else None
         table = looked_up.get(c.source) if c.operation is None and c.source is not None else None

@@ -148,8 +148,8 @@ def _said_of_bars(report: Report) -> str:
         return "Bytes that each device sends in a call." if report.collectives else ""
     total = described_seconds(sum(t for _, t in bounds.named()))
     return (
-        f"Lower bounds at the published rates of {bounds.chip}: a step takes at least the longest, "
-        f"and their sum, {total}, if nothing overlaps."
+        f"Lower bounds at the published rates of {bounds.chip}: a step takes at least the longest, which binds, "
+        f"and their sum, {total}, if nothing overlaps. Compute counts products and convolutions."
     )
 
 
@@ -158,7 +158,7 @@ def mapping_line(report: Report, words: Words) -> Html:
     stored = {n: over for n, over in report.parameter_mapping.items() if report.mapping.get(n) != over}
     parts = [
         joined([said, words.entries(mapping)])
-        for said, mapping in (("computed by ", report.mapping), ("stored by ", stored))
+        for said, mapping in (("The mapping: ", report.mapping), ("parameters are stored by ", stored))
         if any(mapping.values())
     ]
     return element("p", joined(parts, " and "), class_="mapping small") if parts else html("")

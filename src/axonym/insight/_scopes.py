@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..distribution.mesh_axes import Axes
-from ..distribution.operation_scope import NamedAxis, ScopedOperation, Term, operations_in
+from ..distribution.operation_scope import CHOICE, NamedAxis, ScopedOperation, Term, operations_in
 from ..ops._blocks import SCOPE
 from ..ops._kernels import BY_INDEX
 from ._text import Said, described_axes
@@ -18,7 +18,7 @@ from ._text import Said, described_axes
 
 def operation(scope: str) -> ScopedOperation | None:
     """Return the innermost named operation of a scope, or None if there is none."""
-    found = operations_in(scope)
+    found = [op for op in operations_in(scope) if op.name not in ("pipeline", "turns")]
     return _in_model(found[-1]) if found else None
 
 
@@ -39,16 +39,37 @@ def _in_model(found: ScopedOperation) -> ScopedOperation:
     return ScopedOperation(found.name, operands, results)
 
 
-def names_in(text: str) -> set[str]:
-    """Return the names of all axes in the scopes of a program, which are in its locations."""
-    found = {a for op in {*operations_in(text)} for term in (*op.operands, *op.results) for a in term}
+def names_in(operations: Iterable[ScopedOperation]) -> set[str]:
+    """Return the names of all axes of operations."""
+    found = {a for op in operations for term in (*op.operands, *op.results) for a in term}
     # A lifted function numbers the axes of its own arrays.
     return {a.axis for a in found if " of held array " not in a.name}
 
 
-def dispatch(scope: str) -> ScopedOperation | None:
-    """Return the dispatch of rows to experts that surrounds a scope, or None."""
-    return next((op for op in operations_in(scope) if op.name == "dispatch"), None)
+def choices_in(operations: Iterable[ScopedOperation]) -> list[str]:
+    """Return which implementations run of operations that choose among several, and why."""
+    return sorted({op.name for op in operations if op.name.startswith(CHOICE)})
+
+
+def around(scope: str, name: str) -> ScopedOperation | None:
+    """Return the operation of a name that surrounds a scope, such as the dispatch of rows to experts, or None."""
+    return next((op for op in operations_in(scope) if op.name == name), None)
+
+
+def turns(scope: str) -> tuple[int, int] | None:
+    """Return in how many turns of a loop the condition of this scope holds, and how many there are, if it is known."""
+    ends = re.search(r"#[0-9a-f]{12}\)*/[a-z]+$", scope)
+    found = operations_in(ends[0]) if ends else []
+    return found[0].turns if found else None
+
+
+def reason_in_pipeline(pipeline: ScopedOperation, kind: str, over: Collection[str]) -> str:
+    """Explain what stages of a pipeline exchange, apart from what their layers do."""
+    if pipeline.over.isdisjoint(over):
+        return f"adds up or gathers what a stage needs of its {pipeline.axes[0]}, or their gradients"
+    if kind == "collective-permute":
+        return "sends in each tick what a stage computes to the next one, or its gradient to the one before"
+    return f"gives each stage of {pipeline.axes[0]} what others have, or adds up what all have"
 
 
 def phase(scope: str) -> str:

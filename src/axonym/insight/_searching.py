@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from ..distribution.mesh_axes import Axes, entry_of
+from ..distribution.mesh_axes import Axes, entry_of, mesh_axes
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
@@ -24,6 +24,10 @@ from .cost_model import Estimate
 from .explaining import explain
 from .linked_chips import Islands
 from .report import Report
+
+NEAR = 1.1
+"""How much longer than others a mapping may take that divides no axis of the model across slices, to come before them:
+networks differ by more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +149,15 @@ class Search:
             fits, stored = np.ones(len(meshes.placed), bool), layout.over_stages()
             for (_, size), over in (d for x in self.trace.sized for d in zip(x.dims, stored.over(x.dims), strict=True)):
                 fits &= size % device_count(meshes.sizes, over) == 0
-            order = [i for i in np.argsort(seconds, kind="stable") if fits[i]]
+            handicap = [NEAR if self.divides_model(compute, placed) else 1.0 for placed in meshes.placed]
+            order = [i for i in np.argsort(seconds * handicap, kind="stable") if fits[i]]
             best = list({meshes.kinds[i]: i for i in reversed(order)}.values())
             yield Ranked(axes, compute, storage, meshes, np.array(best, int), seconds, bound, memory, estimate)
+
+    def divides_model(self, compute: Mapping[str, Over], mesh: Mapping[str, int]) -> bool:
+        """Return whether slices divide an axis of the model that is computed with, other than by stages."""
+        crossing = {*self.islands.between(mesh)} - {"stage"}
+        return any(n in self.step.of_model and crossing & {*mesh_axes(over)} for n, over in compute.items())
 
     def _layout(self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over]) -> Layout:
         return Layout(mesh, {**compute, **self.trace.over_matrices(mesh)}, storage, self.trace.joined, self.stages)
@@ -230,7 +240,10 @@ class Search:
         parts = parts_of_report(report, parts_of_trace(self.trace, layout, (), found.mesh, touched))
         placements = self.islands.placements(found.mesh)
         each = [(cost_model.estimate(parts, self._rates(placed), self.chip), placed) for placed in placements]
-        estimate, placed = min(each, key=lambda one: float(one[0].seconds))
+        handicap = {True: NEAR, False: 1.0}
+        estimate, placed = min(
+            each, key=lambda one: float(one[0].seconds) * handicap[self.divides_model(compute, one[1])]
+        )
         terms = {name: float(t) for name, t in estimate.terms.items()}
         bounds = cost_model.bounds(parts, self._rates(placed), self.chip, touched)
         if report.bounds is not None:

@@ -633,6 +633,13 @@ def _reasons(report: Figures) -> _Found:
     yield Suspicion("look", cause, advice=advice)
 
 
+def _waits(report: Figures) -> _Found:
+    """Say how long the stages of a pipeline wait."""
+    if report.idle:
+        cause = f"A stage of the pipeline waits in {percentage(report.idle)} of the time, by its schedule."
+        yield Suspicion("note" if report.idle < _WIDE else "look", cause, advice="more microbatches.")
+
+
 def _certain(report: Figures) -> _Found:
     if report.uncertain:
         yield Suspicion("note", f"The bytes sent may be off by {describe_bytes(report.uncertain)}.")
@@ -640,6 +647,6 @@ def _certain(report: Figures) -> _Found:
 
 CHECKS = (
     _fits, _mapping, _mesh_axes, _moved, _repeated, _avoidable, _gathered_parameters, _again, _across, _came_sharded,
-    _lie_apart, _copies, _converted, _cast, _widened, _donated, _kept, _reasons, _certain,
+    _lie_apart, _copies, _converted, _cast, _widened, _donated, _kept, _reasons, _waits, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""

@@ -81,6 +81,11 @@ def known_sent(found: Sequence[Collective]) -> int:
     return sum(c.mean_sent or 0 for c in found)
 
 
+def waited(c: Collective) -> float:
+    """Return about how many seconds a call waits for a collective, as far as known."""
+    return (c.waits or 0.0) * (c.times or 0)
+
+
 def at_line(source: Source | None) -> str:
     return f" at {source}" if source else ""
 

@@ -12,7 +12,7 @@ from ..core.html import Html, Words, bar, code, element, folded, html, joined
 from ..core.source_lines import Source
 from ._figures import total_sent
 from ._text import described_seconds, phase_of, short_operation
-from ._transfer_groups import SMALL, grouped, known_sent, path_of, why
+from ._transfer_groups import SMALL, grouped, known_sent, path_of, waited, why
 from .records import Collective
 
 Report: TypeAlias = Any
@@ -120,6 +120,7 @@ class Transfers:
             "why": self._words.said(c.reason or "not known"),
             "array": joined([self._words.array(c.array), " on each device"]),
             "sent": joined([size, self._time(found), f"among {c.devices} devices"], ", "),
+            **self._exposed(found),
             "operation": code(c.operation) if c.operation else "no named operation",
         }
         listed = element("dl", *(part for k, v in details.items() for part in (element("dt", k), element("dd", v))))
@@ -134,6 +135,16 @@ class Transfers:
         if bounds is None or axes not in bounds.links or found[0].in_branch or not whole:
             return None
         return described_seconds(bounds.links[axes] * known_sent(found) / whole)
+
+    def _exposed(self, found: _Alike) -> dict[str, str]:
+        """Return whether computing runs beside a transfer, and about how long a call waits for it."""
+        if (beside := found[0].beside) is None:
+            return {}
+        overlapped = "partly overlapped" if beside else "not overlapped"
+        seconds = sum(map(waited, found))
+        if seconds:
+            return {"exposed": f"{overlapped}, about {described_seconds(seconds)}"}
+        return {"exposed": "no: computing hides it" if beside else overlapped}
 
     # --- lines of code ---
 

@@ -82,6 +82,9 @@ class Chip:
     reached: Reached = dataclasses.field(default_factory=Reached)
     """The shares of these rates that steps reach."""
 
+    clock: float = 0.0
+    """Cycles of its matrix units in a second: of TPUs, its peak over what they compute in a cycle."""
+
     @property
     def link(self) -> float:
         """Return the bytes that one link sends in one direction in a second.
@@ -92,14 +95,14 @@ class Chip:
         return self.link_bandwidth / (2 * self.torus) if self.torus else self.link_bandwidth
 
 
-def _tpu(name: str, flops: float, memory: int, bandwidth: float, links: float, pod: tuple[int, ...], network: float,
-         host: float = 16e9) -> Chip:  # fmt: skip
+def _tpu(name: str, clock: float, flops: float, memory: int, bandwidth: float, links: float, pod: tuple[int, ...],
+         network: float, host: float = 16e9) -> Chip:  # fmt: skip
     """Return a TPU. The network's share of a chip is from its page, where that says it, or from the scaling book.
 
     The bandwidth to the host is from https://jax-ml.github.io/scaling-book/tpus, "PCIe".
     """
     source = f"https://cloud.google.com/tpu/docs/{name}"
-    return Chip(name, flops, memory, bandwidth, links, source, len(pod), math.prod(pod), network, host, _TPU)
+    return Chip(name, flops, memory, bandwidth, links, source, len(pod), math.prod(pod), network, host, _TPU, clock)
 
 
 def _gpu(name: str, flops: float, memory: int, bandwidth: float, links: float, network: float, host: float) -> Chip:
@@ -113,10 +116,10 @@ CHIPS = MappingProxyType(
         chip.name: chip
         for chip in (
             # v4's links: 45 GB/s usable each, https://jax-ml.github.io/scaling-book/tpus.
-            _tpu("v4", 275e12, 32 * 2**30, 1200e9, 300e9, (16, 16, 16), 6.25e9),
-            _tpu("v5e", 197e12, 16 * 10**9, 819e9, 200e9, (16, 16), 3.125e9),
-            _tpu("v5p", 459e12, 95 * 2**30, 2765e9, 600e9, (16, 20, 28), 6.25e9),
-            _tpu("v6e", 918e12, 32 * 10**9, 1638e9, 400e9, (16, 16), 12.5e9, 32e9),
+            _tpu("v4", 1.05e9, 275e12, 32 * 2**30, 1200e9, 300e9, (16, 16, 16), 6.25e9),
+            _tpu("v5e", 1.5e9, 197e12, 16 * 10**9, 819e9, 200e9, (16, 16), 3.125e9),
+            _tpu("v5p", 1.75e9, 459e12, 95 * 2**30, 2765e9, 600e9, (16, 20, 28), 6.25e9),
+            _tpu("v6e", 1.75e9, 918e12, 32 * 10**9, 1638e9, 400e9, (16, 16), 12.5e9, 32e9),
             # https://www.nvidia.com/en-us/data-center/dgx-h100 and dgx-a100: one network card for each GPU.
             _gpu("a100", 312e12, 80 * 10**9, 2039e9, 300e9, 25e9, 32e9),
             _gpu("h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9, 64e9),

@@ -27,7 +27,7 @@ from ._figures import Memory
 from ._hlo import HloProgram
 from ._named_trace import named_trace
 from ._of_programs import report_on
-from .chips import Chip, known_chip
+from .chips import CHIPS, Chip, known_chip
 from .report import Report
 
 TIERS = ("compiled", "partitioner", "names")
@@ -60,6 +60,7 @@ def explain(
     topology: str | None = None,
     between: Between = None,
     chip: Chip | str | None = None,
+    compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Report:
     """Report the communication, memory and computation of a step, without running it.
@@ -82,6 +83,8 @@ def explain(
         between: the mesh axes that cross slices, as in `make_mesh`; by default, what the devices of the mesh say. If no
             topology says how many slices there are, a name stands for as many as the axis has positions.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
+        compiler_options: further options of the compiler, such as those for TPUs that let exchanges
+            run beside computing.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), mesh=mesh)
@@ -100,6 +103,8 @@ def explain(
         mesh = _on_topology(current_mesh() if mesh is None else mesh, topology, between)
         args, kwargs = _moved_to(mesh, (args, kwargs))
     if by == "names":
+        if compiler_options:
+            raise ValueError("explain: by='names' compiles nothing, so it takes no compiler_options.")
         storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
@@ -116,18 +121,19 @@ def explain(
         lowered = compiled_step.lower(*args, **kwargs)
         lowered = getattr(lowered, "lowered", lowered)  # Flax wraps JAX's
         if by == "compiled":
-            compiled = _compiling.compiled(lowered)
+            compiled = _compiling.compiled(lowered, compiler_options)
             text, memory = compiled.as_text(), _memory(compiled)
         else:
-            text, memory = _compiling.partitioned(lowered), None
+            text, memory = _compiling.partitioned(lowered, compiler_options), None
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
         around = mesh if isinstance(mesh, Mesh) else current_mesh()
         crossing = _slices_along(around and with_devices(around), None if topology else between)
+        timed_on = chip if chip and chip.clock else CHIPS.get((topology or "").partition(":")[0])
         report = report_on(
             step_name(fn), program, lowered, names, found, platform, by, memory, compiled_step, chip,
-            fn is compiled_step, crossing,
+            fn is compiled_step, crossing, timed_on,
         )  # fmt: skip
         return dataclasses.replace(report, between=crossing)
 

@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from ..distribution.mesh_axes import Axes
 from ._accounts import Meshes
 from ._counted_exchanges import LayerStages
 from ._planned_mapping import PlannedMapping
-from ._searching import Ranked, Search, TracedStep, abstract
+from ._searching import NEAR, Ranked, Search, TracedStep, abstract
 from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip
 from .cost_model import why_first
@@ -47,7 +47,8 @@ class MappingPlan(Page):
     chip: Chip
     memory: int
     found: tuple[PlannedMapping, ...]
-    """The mappings that fit into memory as far as known, by the time they are estimated to take; at most 64."""
+    """The mappings that fit into memory as far as known, by the time they are estimated to take; at most 64, and those
+    of a single axis."""
     too_large: tuple[PlannedMapping, ...]
     """The mappings that do not fit, the smallest first."""
     considered: int
@@ -86,9 +87,11 @@ class MappingPlan(Page):
         if len(rows) < 2:
             return ""
         (first, _), (second, _), *_ = rows
+        tied = second.estimate.seconds <= _TIED * first.estimate.seconds
         parts = _listed(second.mesh, "="), _listed(second.choices, "="), _listed(second.compute)
         what = ", ".join(filter(None, parts))
-        return f"The second ({what}): {why_first(first.estimate, second.estimate)}"
+        said = "this is a tie, within 2%." if tied else why_first(first.estimate, second.estimate)
+        return f"The second ({what}): {said}"
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
@@ -113,7 +116,8 @@ class MappingPlan(Page):
         if self.not_fitting:
             considered += f"; {self.not_fitting} need more than {describe_bytes(self.memory)}"
         most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
-        fitting = [_row(i + 1, p, others, most, words) for i, (p, others) in enumerate(mappings)]
+        least = best.estimate.seconds
+        fitting = [_row(i + 1, p, others, most, least, words) for i, (p, others) in enumerate(mappings)]
         terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
         then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
         header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
@@ -143,13 +147,18 @@ class MappingPlan(Page):
     def _headline(self) -> tuple[str, str]:
         return f"{self._title()}.", self.why()
 
-    def _by_mapping(self) -> list[tuple[PlannedMapping, int]]:
-        """Return each mapping on its best mesh, and the number of other meshes that it was found for."""
+    def _by_mapping(self, most: int | None = None) -> list[tuple[PlannedMapping, int]]:
+        """Return mappings on their best mesh, and the number of other meshes that each was found for.
+
+        Arguments:
+            most: how many to return, beside the ones of a single axis; by default all.
+        """
         groups: dict[Any, list[PlannedMapping]] = {}
         for p in self.found:
             key = frozenset(p.compute.items()), frozenset(p.storage.items()), frozenset(p.choices.items())
             groups.setdefault(key, []).append(p)
-        return [(first, len(others)) for first, *others in groups.values()]
+        found = [(first, len(others)) for first, *others in groups.values()]
+        return [one for i, one in enumerate(found) if most is None or i < most or _is_single(one[0])]
 
     def _title(self) -> str:
         few = self.not_fitting == 1
@@ -166,7 +175,7 @@ class MappingPlan(Page):
         if chosen:
             header.insert(1, "choices")
         rows = []
-        for p, others in self._by_mapping()[:8]:
+        for p, others in self._by_mapping(8):
             verified = "-"
             if p.verified is not None:
                 true = p.verified.total_sent()
@@ -209,7 +218,8 @@ def plan(
     Mappings are ordered by an estimate of the time of a step, to the two digits shown: the sum of its products, and of
     that part of its exchanges that computing does not hide, and of what it moves to the memory of the host and back. Of
     the branches of a conditional, the one that takes least counts in bounds; all experts are assumed to get equally
-    many rows.
+    many rows. The first mapping computes with no axis of the model in shards across slices, such as tensor parallelism
+    does, if one that does not is estimated within 10% of the least.
 
     With `choices`, `fn` is a builder: `fn(**choices)` returns the step, or the step and its arguments. A choice named
     `stages` divides the layers over that many stages of a pipeline, along a mesh axis `stage`, with as many
@@ -246,6 +256,9 @@ def plan(
     planner.ask(ask)
     return planner.result(verify if jax.default_backend() == "cpu" and jax.device_count() >= islands.chips else 0)
 
+
+_TIED = 1.02
+"""The estimates up to this multiple of another one are ties."""
 
 _MOST_TRACED = 64
 """The largest number of combinations of choices."""
@@ -361,12 +374,15 @@ class _Planner:
         """Return the plan, of which the partitioner checks the first few."""
         fit = [r for r in self._rows if r.memory <= self._limit]
         large = [r for r in self._rows if r.memory > self._limit]
-        fitting = [*map(self._found, heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds))]
+        kept = heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds)
+        known = {id(r) for r in kept}
+        kept += [r for r in fit if len(r.ranked.compute) == len(r.ranked.axes) == 1 and id(r) not in known]
+        fitting = [*map(self._found, kept)]
         too_large = [*map(self._found, heapq.nsmallest(_MOST_KEPT, large, key=lambda r: r.memory))]
         asked = {p._what() for p in self._asked}  # of these, names told only a part of the cost
         again = sum(p._what() in asked for p in (*fitting, *too_large))
         fitting, too_large = ([p for p in found if p._what() not in asked] for found in (fitting, too_large))
-        fitting = sorted((*fitting, *self._asked), key=PlannedMapping._order)
+        fitting = self._ordered((*fitting, *self._asked))
         left_out = dict(self._left_out)
         for search in self._searches.values():
             left_out |= search.left_out
@@ -389,6 +405,17 @@ class _Planner:
             name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered, len(self._asked),
             left_out, tuple(doubts), pruned, not_fitting,
         )  # fmt: skip
+
+    def _ordered(self, found: Iterable[PlannedMapping]) -> list[PlannedMapping]:
+        """Order mappings by their estimates; the first shards no axis of the model across slices if it need not."""
+        ordered = sorted(found, key=PlannedMapping._order)
+        limit = NEAR * ordered[0].estimate.seconds if ordered else 0
+        within = (p for p in ordered if p.estimate.seconds <= limit and not self._divides_model(p))
+        first = next(within, None)
+        return ordered if first is None else sorted(ordered, key=lambda p: p is not first)
+
+    def _divides_model(self, p: PlannedMapping) -> bool:
+        return self._searches[tuple(p.choices.items())].divides_model(p.compute, p.mesh)
 
     def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:
         least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
@@ -431,7 +458,7 @@ class _Planner:
                     raise
                 what = ", ".join(filter(None, (_listed(p.mesh, "="), _listed(p.choices, "="), _listed(p.compute))))
                 self._left_out[what] = f"{e}".partition("\n")[0]
-        fitting[:] = sorted((*checked, *fitting), key=PlannedMapping._order)
+        fitting[:] = self._ordered((*checked, *fitting))
 
     def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
         """Explain a mapping by the partitioner; its exchanges are the ones of the estimate."""
@@ -451,6 +478,11 @@ class _Planner:
 # --- writing ---
 
 
+def _is_single(p: PlannedMapping) -> bool:
+    """Return whether a mapping shards one axis over one mesh axis, such as the batch."""
+    return len(p.mesh) == 1 == len(p.compute) and not p.storage and not p.choices
+
+
 def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
     def one(over: Any) -> str:
         return "+".join(over) if isinstance(over, tuple) else str(over)
@@ -462,7 +494,7 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 # --- the page ---
 
 
-def _row(number: int, p: PlannedMapping, others: int, most: float, words: Words) -> Sequence[Html | str]:
+def _row(number: int, p: PlannedMapping, others: int, most: float, least: float, words: Words) -> Sequence[Html | str]:
     stored = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
     mapping = [words.entries(p.compute)] if any(p.compute.values()) else [joined(["nothing is sharded"])]
     if stored:
@@ -472,6 +504,8 @@ def _row(number: int, p: PlannedMapping, others: int, most: float, words: Words)
     seconds = map(described_seconds, (as_shown(p.estimate.seconds), p.seconds))
     memory = describe_bytes(p.memory if p.peak is None else p.peak)
     numbers = [element("span", text, class_="num") for text in (*seconds, memory)]
+    if number > 1 and p.estimate.seconds <= _TIED * least:
+        numbers[0] = joined([numbers[0], element("small", " a tie, within 2%")])
     lines = joined(mapping, element("br"))
     return str(number), joined([words.mesh(p.mesh), more]), lines, _times(p, most, words), *numbers
 

@@ -75,6 +75,15 @@ class Collective:
     """The number of slices that have devices of a group, if the program says it."""
     converted: str | None = None
     """The smaller dtype to which the step converts the array after a placement gathers it, if it does."""
+    made: str | None = None
+    """The kind that the compiler for TPUs makes of it, if another: over a whole torus, it makes an all-reduce of a
+    reduce-scatter or an all-gather. `sent` has the bytes of that kind."""
+    beside: int | None = None
+    """For TPUs: the cycles of computing, by the compiler's estimate, that run between its start and its end, each time.
+    0 if nothing does, as for a synchronous one; None if that is not known."""
+    waits: float | None = None
+    """For TPUs: about how many seconds a device waits for it, each time: its bytes at the rates of the links that it
+    uses, less what is computed beside it."""
 
     @property
     def total_sent(self) -> int | None:

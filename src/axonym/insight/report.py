@@ -20,7 +20,7 @@ from ._text import (
     phase_of,
     written_number,
 )
-from ._transfer_groups import SMALL, known_sent, path_of, without_numbers
+from ._transfer_groups import SMALL, known_sent, path_of, waited, without_numbers
 from .page import Page
 from .records import Collective, described_held
 from .verdict import Verdict, verdict_of
@@ -120,6 +120,8 @@ class Report(Figures, Page):
     def _figures(self) -> Iterable[str]:
         if self.between:
             yield self._across_slices()
+        if any(c.beside is not None for c in self.collectives):
+            yield self._exposed()
         if self.memory is not None:
             m = self.memory
             aliased = f", of which {describe_bytes(m.aliased)} in place of arguments" if m.aliased else ""
@@ -151,13 +153,30 @@ class Report(Figures, Page):
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
 
+    def _exposed(self) -> str:
+        """Say what nothing is computed beside, which is certain, and how long devices wait, which is estimated."""
+        whole = None if self.computing is None else self.computing + sum(map(waited, self.collectives))
+        rows, small = [], list[Collective]()
+        for alone in (True, False):
+            exposed = [c for c in self.collectives if (c.beside == 0 if alone else c.beside and c.waits)]
+            for what, cs in _by_content(exposed).items():
+                if known_sent(cs) < SMALL * known_sent(self.collectives):
+                    small += cs
+                    continue
+                seconds = sum(map(waited, cs))
+                overlapped = "not overlapped" if alone else "partly overlapped"
+                about = "" if whole is None else f": about {described_seconds(seconds)}"
+                rows.append((seconds, f"{describe_bytes(known_sent(cs))} of {what}, {overlapped}{about}"))
+        each = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+        each += [f"{describe_bytes(known_sent(small))} in smaller ones"] * bool(small)
+        unknown = [c for c in self.collectives if c.beside is None]
+        each += [f"{describe_bytes(known_sent(unknown))} that end in another turn of a loop"] * bool(unknown)
+        of = "" if whole is None else f", by estimates of {described_seconds(whole)} in all"
+        return f"exposed{of}: {'; '.join(each) or 'nothing'}"
+
     def _across_slices(self) -> str:
         """Say what each device sends to other slices, and what stays within."""
-        sent: dict[str, list[Collective]] = {}
-        for c in self.chosen(over="slices"):
-            is_gradient = c.phase == "backward" and "gather" not in c.kind
-            what = ("gradients" if is_gradient else "parameters") if c.parameters else ""
-            sent.setdefault(f"{what or 'other arrays'} ({phase_of(c.phase)})", []).append(c)
+        sent = _by_content(self.chosen(over="slices"))
         each = [
             f"{describe_bytes(known_sent(cs))} of {what}, {counted(sum(c.times or 0 for c in cs), 'time')}"
             for what, cs in sent.items()
@@ -167,6 +186,16 @@ class Report(Figures, Page):
             f"across slices ({', '.join(self.between)}), from each device: {'; '.join(each) or 'nothing'}; "
             f"within slices: {describe_bytes(within)}"
         )
+
+
+def _by_content(found: Iterable[Collective]) -> dict[str, list[Collective]]:
+    """Group collectives by what they carry, and in which pass."""
+    groups: dict[str, list[Collective]] = {}
+    for c in found:
+        is_gradient = c.phase == "backward" and "gather" not in c.kind
+        what = ("gradients" if is_gradient else "parameters") if c.parameters else "other arrays"
+        groups.setdefault(f"{what} ({phase_of(c.phase)})", []).append(c)
+    return groups
 
 
 def _lines(found: Sequence[Collective], total: int) -> list[str]:

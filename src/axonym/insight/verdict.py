@@ -104,7 +104,8 @@ def _binds(report: Figures) -> tuple[str, str]:
     sentences = [least]
     if own := grouped(over):
         what = f"{own[0][0].kind} of {carried(own[0])}{from_lines(own[0])}: {why(own[0])}"
-        sentences.append(f"{percentage(known_sent(own[0]) / max(1, known_sent(over)))} of its bytes: {what}")
+        share = known_sent(own[0]) / max(1, known_sent(report.collectives))
+        sentences.append(f"{percentage(share)} of all bytes sent: {what}")
     sentences += [again] if again else []
     return f"{bounds.bottleneck[0].upper()}{bounds.bottleneck[1:]} binds.", f"{'. '.join(sentences)}."
 

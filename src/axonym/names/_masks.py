@@ -326,20 +326,16 @@ def sum_of_weights(axes: Axes, step: AxisStep, x: Axed, summed: Iterable[int], o
     for key in keys:
         key.side = "key"
         queries = [f for f in rest if last_base(f) is last_base(key)]
-        _check_names(axes, step, queries)
+        for query in queries:
+            query.side = "query"
+            if query.name is not None and query.name != last_base(query).name:
+                axes.found.append(Meeting(last_base(query), query, step, "side"))
         _check_masks(axes, step, x.facts.masks, key, queries)
     # Summed over the queries instead: the softmax went over the wrong one of two axes of the same origin.
     if not keys and not (other.facts and other.facts.weights):
         for f in rest:
             if f in normalized and (role := next((o for o in over if last_base(o) is last_base(f)), None)):
                 axes.found.append(Meeting(f, role, step, "softmax"))
-
-
-def _check_names(axes: Axes, step: AxisStep, queries: Sequence[AxisFactor]) -> None:
-    for query in queries:
-        query.side = "query"
-        if query.name is not None and query.name != last_base(query).name:
-            axes.found.append(Meeting(last_base(query), query, step, "side"))
 
 
 def _check_masks(axes: Axes, step: AxisStep, masks: Sequence[Mask], key: AxisFactor, queries: list[AxisFactor]) -> None:

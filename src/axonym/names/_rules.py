@@ -83,7 +83,9 @@ class _Reading:
         if step.name in ("gather", "scatter") or step.name.startswith("scatter"):
             numbers = step.params["dimension_numbers"]
             at = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims
-            _look_up(axes, step, xs[0].dims, xs[1], at)
+            pointers = xs[1].points or ()
+            for pointer, i in zip(pointers, at, strict=False) if len(pointers) == len(at) else ():
+                _point_at(axes, step, pointer, xs[0].dims[i])
 
     def result(self, term: Term) -> Dims:
         return tuple([self._dimension(factors, i) for i, factors in enumerate(term)])
@@ -364,12 +366,6 @@ def _point_at(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
         pointer.axis = axis
     elif size_of(pointer.axis) == size_of(axis):
         axes.unify(pointer.axis, axis, step)
-
-
-def _look_up(axes: Axes, step: AxisStep, table: Dims, indices: Axed, at: Sequence[int]) -> None:
-    if indices.points is not None and len(indices.points) == len(at):
-        for pointer, i in zip(indices.points, at, strict=True):
-            _point_at(axes, step, pointer, table[i])
 
 
 def _marked_arrays(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:

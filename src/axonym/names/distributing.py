@@ -134,7 +134,7 @@ def distribute(
     def run(*args: Any, **kwargs: Any) -> Any:
         program = inferred(fn, args, kwargs, names, allow)
         arrays, _ = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
-        what = f"distribute({getattr(fn, '__qualname__', fn)!s})"
+        what = f"distribute({errors.called(fn)})"
         if program.mix_ups:
             raise ValueError(_mixed_up(what, program))
         results, empty = _Distributed(what, program, own).run(arrays)
@@ -156,12 +156,6 @@ def distribute(
     made = DistributedFunction("distribute", run, active=active, donate=donate, jit_options=jit_options)
     made.under, made.named = None if mappings else under, named
     return made
-
-
-def _distinct_paths(paths: Sequence[str]) -> list[str]:
-    """Return paths of which none is the same as another, such as the paths of the keys 1 and "1"."""
-    count = Counter(paths)
-    return [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
 
 
 def _mixed_up(what: str, program: NamedProgram) -> str:
@@ -262,9 +256,10 @@ class _Distributed:
 
     def arguments(self, arrays: Sequence[Any]) -> list[Any]:
         """Return arguments sharded by their names, as named arrays if they have any."""
-        return self._placed(
-            "arguments", arrays, self._program.body.arguments, _distinct_paths(self._program.traced.paths)
-        )
+        paths = self._program.traced.paths
+        count = Counter(paths)  # the keys 1 and "1" have one path
+        paths = [path if count[path] == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
+        return self._placed("arguments", arrays, self._program.body.arguments, paths)
 
     def _named(self, values: Sequence[Axed], arrays: Sequence[Any], paths: Sequence[str]) -> dict[str, Any]:
         """Return the arrays of which any axis has a name, with their names, by their paths."""

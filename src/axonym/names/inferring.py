@@ -15,7 +15,8 @@ from ..core.errors import counted, quoted
 from ..core.source_lines import Source
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec
 from ..named_array import is_named_array
-from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
+from ._axes import Axis, Meeting, fresh, leaves, size_of
+from ._name_reader import NameReader
 from ._sources import LeafNames, names_of_leaves
 from ._tracing import Traced, source_of, trace
 from ._values import Axed, Pointer, dtype_kind

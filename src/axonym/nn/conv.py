@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import random
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
 from ..core import errors
 from ..distribution import fsdp_ops
 from ..named_array import NamedArray, is_jax_array_like
 from ..ops import _kernels
-from ..ops._operands import distinct, private, require_named
+from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
@@ -86,8 +86,8 @@ class Conv(_Convolution):
     @staticmethod
     def init(
         Spatial: AxisSelection,
-        In: Axis,
-        Out: Axis,
+        In: AxisSpec,
+        Out: AxisSpec,
         kernel_size: PerAxis,
         *,
         stride: PerAxis = 1,
@@ -147,8 +147,8 @@ class ConvTranspose(_Convolution):
     @staticmethod
     def init(
         Spatial: AxisSelection,
-        In: Axis,
-        Out: Axis,
+        In: AxisSpec,
+        Out: AxisSpec,
         kernel_size: PerAxis,
         *,
         stride: PerAxis = 1,
@@ -235,8 +235,8 @@ _IN, _STORED_IN, _GROUPS, _OUT = "__IN__", "__STORED_IN__", "__GROUPS__", "__OUT
 def _init_fields(
     what: str,
     Spatial: AxisSelection,
-    In: Axis,
-    Out: Axis,
+    In: AxisSpec,
+    Out: AxisSpec,
     kernel_size: PerAxis,
     stride: PerAxis,
     padding: PaddingSpec,
@@ -246,7 +246,7 @@ def _init_fields(
     key: jax.Array,
 ) -> dict[str, Any]:
     """Return the fields of a layer with random parameters; raise an error if the arguments do not fit together."""
-    Spatial = selectors(Spatial)
+    In, Out, Spatial = one_axis(what, "In", In), one_axis(what, "Out", Out), selectors(Spatial)
     names = distinct(what, tuple(map(name_of, Spatial)))
     if not names:
         raise ValueError(f"{what}: `Spatial` has no axes. Without axes to convolve along, use `axonym.nn.Linear`.")

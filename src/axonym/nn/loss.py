@@ -189,6 +189,8 @@ def binary_cross_entropy_loss(
     >>> axn.nn.binary_cross_entropy_loss(axn.named([0., 9.], "x"), axn.named([True, False], "x"), reduction=None)
     NamedArray(float32[x=2], [0.6931 9.0001])
     """
+    if not hasattr(logits, "dtype"):
+        require_named("binary_cross_entropy_loss", logits, "logits")
     logits = as_float(logits)  # unsigned integers have no negatives
     if isinstance(targets, NamedArray) and not jnp.issubdtype(targets.dtype, jnp.floating):
         targets = targets.astype(logits.dtype)  # strict promotion refuses the product

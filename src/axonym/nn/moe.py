@@ -73,8 +73,8 @@ class MoELinear(eqx.Module):
     @staticmethod
     def init(
         Experts: AxisSpec,
-        In: Axis,
-        Out: Axis,
+        In: AxisSpec,
+        Out: AxisSpec,
         *,
         key: jax.Array,
         use_bias: bool = True,
@@ -96,8 +96,9 @@ class MoELinear(eqx.Module):
         >>> axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight.shape
         {'experts': 2, 'mlp': 4, 'embed': 3}
         """
-        experts = one_axis("MoELinear", "Experts", Experts)
-        distinct("MoELinear", (experts.name, In.name, *(() if In.name == Out.name else (Out.name,))))
+        what = "MoELinear"
+        experts, In, Out = one_axis(what, "Experts", Experts), one_axis(what, "In", In), one_axis(what, "Out", Out)
+        distinct(what, (experts.name, In.name, *(() if In.name == Out.name else (Out.name,))))
         (stored,) = stored_inputs((In,), (Out,))
         axes = (experts, Out, stored) if out_first else (experts, stored, Out)
         weight = random.truncated_normal(key, axes, -BOUND, BOUND) * (init_scale / math.sqrt(In.size))

@@ -16,11 +16,11 @@ from ..axis import Axis, AxisSelector, Names
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
-from ..distribution.active_settings import pads_uneven
+from ..distribution.active_settings import activate_here, pads_uneven
 from ..distribution.kept_shards import (
+    KeptShards,
     exchange as exchange_shards,
     is_kept,
-    keeping_nothing,
     kept_over,
     refuse_gathered,
 )
@@ -346,7 +346,7 @@ class _Dispatch:
         counts = {ROWS: Fraction(max(rows, 2), x.shape[0]), GROUPS: count, SIZES: count}
         runner = OnShards(counts, {(GROUPS,): name}, rows=max(rows, 2))
         *of_all, all_rows, all_sizes = map(runner.complete, shards)
-        with keeping_nothing():
+        with activate_here(kept=KeptShards(complete=True)):
             program = jax.make_jaxpr(self._of_experts)(of_all, all_rows, all_sizes)
         try:
             (y,) = runner.run(program.jaxpr, program.consts, shards)
@@ -432,7 +432,7 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
     NamedArray(float32[], 1.)
     """
     experts = one_axis("load_balancing_loss", "experts", experts)
-    dtype = jnp.promote_types(probabilities.dtype, jnp.float32)
+    dtype = jnp.promote_types(require_named("load_balancing_loss", probabilities, "probabilities").dtype, jnp.float32)
     share = mean(one_hot(expert, experts, dtype=dtype), expert.names)
     rows = tuple(n for n in probabilities.names if n != experts.name)
     return experts.size * dot(share, mean(probabilities, rows), axis=experts)

@@ -575,7 +575,8 @@ def broadcast_names(what: str, all_names: Sequence[Names]) -> Names:
             return names
     listed = " and ".join(errors.describe_axes(n) for n in all_names if n)
     raise ValueError(
-        f"{what}: cannot broadcast {listed}: no operand has all the axes, so the result would be an outer product. If "
-        "that is meant, say so with `broadcast_axis` on one operand, or `axonym.broadcast_arrays(..., "
-        "require_subset=False)`. If two of the axes are the same, give them one name with `rename`."
+        f"{what}: cannot broadcast {listed}: no operand has all the axes, so the result would be an outer product, "
+        "as by `meshgrid`. If that is meant, say so with `broadcast_axis` on one operand, or "
+        "`axonym.broadcast_arrays(..., require_subset=False)`. If two of the axes are the same, give them one name "
+        "with `rename`."
     )

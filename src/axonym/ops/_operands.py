@@ -22,11 +22,11 @@ from . import _kernels
 ArrayT = TypeVar("ArrayT", jax.Array, NamedArray)
 
 
-def require_named(what: str, array: Any) -> NamedArray:
-    """Return the argument, which must be a named array."""
+def require_named(what: str, array: Any, argument: str = "") -> NamedArray:
+    """Return an argument, which must be a named array."""
     if not isinstance(array, NamedArray):
         raise TypeError(
-            f"{what}: expected a NamedArray, got {type(array).__name__}."
+            f"{what}: expected a NamedArray{f' for `{argument}`' if argument else ''}, got {type(array).__name__}."
             + (errors.under_tree_map() or " Name its axes with axonym.named(array, axes).")
         )
     return array

@@ -396,4 +396,5 @@ def _compare_kernel(fn: Callable[..., Any], what: str, in_names: tuple[Names, ..
         aligned = [_kernels.align(x, own, names) for x, own in zip(arrays, in_names, strict=True)]
         return fn(*aligned, equal_nan=equal_nan)
 
-    return _kernels.make_kernel(what, positional, in_names, names if what == "isclose" else ())
+    each = what == "isclose"
+    return _kernels.make_kernel(what, positional, in_names, names if each else (), by_index=each)

@@ -221,7 +221,8 @@ def _weighted_sum(
 ) -> jax.Array:
     indices = jnp.clip(indices.astype(jnp.int32), -size, size - 1)  # as indexing does
     found = jnp.take(x, (indices - start) % size, axis=at, mode="clip")
-    weights = jax.lax.expand_dims(_kernels.align(weights, own, names), range(len(names), len(names) + x.ndim - 1 - at))
+    others = [*range(at), *range(at + len(names), len(names) + x.ndim - 1)]
+    weights = jax.lax.expand_dims(_kernels.align(weights, own, names), others)
     return jnp.sum(found * weights, axis=[at + names.index(n) for n in summed])
 
 

@@ -58,6 +58,9 @@ def _operands_along(what: str, arrays: Sequence[Any], axis: AxisSelector) -> tup
         )
     if isinstance(arrays, (NamedArray, Mapping)):
         raise TypeError(f"{what}: expected a sequence of arrays, got {type(arrays).__name__}.")
+    for i, x in enumerate(arrays):
+        if not isinstance(x, (NamedArray, int, float, complex)) and getattr(x, "ndim", 1):
+            require_named(what, x, f"arrays[{i}]")
     found = [operand(x) for x in arrays]
     if not found:
         raise ValueError(f"{what}: expected at least one array.")

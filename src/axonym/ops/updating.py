@@ -180,6 +180,7 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
     >>> axn.updated_slice(axn.zeros({"x": 4}), {"x": jnp.array(1)}, axn.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 1. 1. 0.])
     """
+    require_named("updated_slice", array, "array")
     result = write_slice(array, start, update)
     for s, v in start.items():
         axis = array.resolve_axis(name_of(s))
@@ -193,7 +194,7 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
 
 def write_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
     """Replace a slice as `updated_slice` does, but move every start until the slice fits."""
-    require_named("updated_slice", update)
+    require_named("updated_slice", update, "update")
     starts = {name_of(s): v for s, v in start.items()}
     for n, v in starts.items():
         if not jnp.issubdtype(jnp.result_type(raw(v)), jnp.integer):

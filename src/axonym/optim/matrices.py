@@ -30,7 +30,7 @@ from ..sharding.leaves import Leaf, leaves_of
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.meshes import required_mesh
 from ..sharding.shard import shard
-from .roles import Matrix, Role, roles, roles_of_leaves
+from .roles import Matrix, Role, roles, roles_of_leaves, with_values
 
 if TYPE_CHECKING:
     import optax
@@ -305,16 +305,14 @@ def _groups_of_matrices(
         free = {n for n in role.batch if not entries[_inner(role, n)]}
         count = math.prod(role.sizes[n] for n in free)
         sizes = frozenset((_inner(role, n), size) for n, size in role.sizes.items() if n not in free)
-        alike[
-            sizes, tuple(entries.items()), leaves[i].value.dtype, i if count % shards == 0 and not join else None
-        ].append(i)
+        alone = i if count % shards == 0 and not join else None
+        alike[sizes, tuple(entries.items()), leaves[i].value.dtype, alone].append(i)
     groups = []
     for members in alike.values():
         entries, order, shards = known[members[0]]
         these = tuple([role for role in map(found.__getitem__, members) if role is not None])
-        groups.append(
-            _GroupOfMatrices(leaves[members[0]].path, tuple(members), these, entries, order, shards, explicit)
-        )
+        name = leaves[members[0]].path
+        groups.append(_GroupOfMatrices(name, tuple(members), these, entries, order, shards, explicit))
     return groups
 
 
@@ -404,12 +402,8 @@ def _optimizer_of_matrices(
 
     def labels(params: Any) -> Any:
         roles(params, batch=batch, matrix=matrix)  # checks the arguments
-        leaves, structure = leaves_of(params)
-        found = []
-        for leaf, role in zip(leaves, roles_of_leaves(leaves, params, batch, matrix), strict=True):
-            label = "other" if role is None or role.no_matrix else "matrix"
-            found.append(jax.tree.map(lambda _, label=label: label, leaf.value))
-        return jax.tree.unflatten(structure, found)
+        found = roles_of_leaves(leaves_of(params)[0], params, batch, matrix)
+        return with_values(params, ["other" if role is None or role.no_matrix else "matrix" for role in found])
 
     of_matrices = make(functools.partial(on_matrices, batch=batch, matrix=matrix, **exchange))
     decayed, scaled = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)

@@ -11,11 +11,12 @@ import numpy as np
 
 from ..axis import AxisSelector, name_of
 from ..core import errors
+from ..distribution.mesh_axes import entries_of, mesh_around, reshard
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.creation import arange
 from ..sharding.leaves import leaves_of, parent_nodes
 from ..transforms._mapped_axis import spmd_axes
-from .roles import axes_of_stacks
+from .roles import axes_of_stacks, with_values
 
 if TYPE_CHECKING:
     import optax
@@ -39,15 +40,10 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
     name = name_of(axis)
 
     def labels(params: Any) -> Any:
-        leaves, structure = leaves_of(params)
-        named = {n for leaf in leaves for n in leaf.names or ()}
-        if name not in named:
-            raise ValueError(errors.missing_axes("optim.per_layer", [name], sorted(named)))
-        found = [
-            jax.tree.map(lambda _, stacked=name in (leaf.names or ()): "layers" if stacked else "others", leaf.value)
-            for leaf in leaves
-        ]
-        return jax.tree.unflatten(structure, found)
+        names = [leaf.names or () for leaf in leaves_of(params)[0]]
+        if not any(name in own for own in names):
+            raise ValueError(errors.missing_axes("optim.per_layer", [name], sorted({n for own in names for n in own})))
+        return with_values(params, ["layers" if name in own else "others" for own in names])
 
     def init(params: Any) -> Any:
         return mapped(tx.init, params)
@@ -65,9 +61,16 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
         Not by `axonym.vmap`: states, such as Adafactor's, have arrays of other ranks under the names of a parameter.
         """
         layers = jax.tree.map(without_axis, trees, is_leaf=is_named_array)
-        size = next(x.shape[0] for x in jax.tree.leaves(layers))
-        results = jax.vmap(fn, spmd_axis_name=spmd_axes("optim.per_layer", name, size))(*layers)
-        return jax.tree.map(with_axis, results, is_leaf=is_named_array)
+        arrays = jax.tree.leaves(layers)
+        over = next(filter(None, (entries_of(x)[0] for x in arrays)), None)
+
+        def placed(x: jax.Array) -> jax.Array:
+            # On Explicit mesh axes, JAX maps over arrays that are sharded alike; a count of steps has no sharding yet.
+            return x if over is None else reshard(x, (over, *entries_of(x)[1:]), mesh_around(arrays))
+
+        spmd = spmd_axes("optim.per_layer", name, arrays[0].shape[0])
+        results = jax.vmap(fn, spmd_axis_name=spmd)(*jax.tree.map(placed, layers))
+        return jax.tree.map(with_axis, jax.tree.map(placed, results), is_leaf=is_named_array)
 
     def without_axis(x: Any) -> Any:
         if not isinstance(x, NamedArray):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,14 +115,21 @@ def dimension_numbers(params: Any, *, batch: AxisSelection = (), matrix: Mapping
     """
     from optax.contrib import MuonDimensionNumbers
 
-    leaves, structure = leaves_of(params)
+    leaves, _ = leaves_of(params)
     found: list[Any] = []
-    for leaf, role in zip(leaves, roles_of_leaves(leaves, params, batch, matrix), strict=True):
-        numbers = None
-        if role is not None and not role.no_matrix:
-            at = {n: i for i, n in enumerate(role.sizes)}
-            numbers = MuonDimensionNumbers(tuple(at[n] for n in role.rows), tuple(at[n] for n in role.columns))
-        found.append(jax.tree.map(lambda _, numbers=numbers: numbers, leaf.value))
+    for role in roles_of_leaves(leaves, params, batch, matrix):
+        at = {} if role is None else {n: i for i, n in enumerate(role.sizes)}
+        of_matrix = role is not None and not role.no_matrix
+        parts = (tuple([at[n] for n in own]) for own in (role.rows, role.columns)) if of_matrix else ()
+        found.append(MuonDimensionNumbers(*parts) if of_matrix else None)
+    return with_values(params, found)
+
+
+def with_values(tree: Any, values: Iterable[Any]) -> Any:
+    """Return a tree of the same structure, whose leaves have these values in place of their arrays."""
+    leaves, structure = leaves_of(tree)
+    pairs = zip(leaves, values, strict=True)
+    found = [jax.tree.map(lambda _, value=value: value, leaf.value) for leaf, value in pairs]
     return jax.tree.unflatten(structure, found)
 
 

@@ -24,17 +24,25 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Axis
 from ..core.tree_spec import flatten_arrays
 from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_count
 from ..distribution.on_shards import NeedsCompleteAxes
+from ..distribution.operation_scope import operation_scope
 from ..distribution.per_device import vary_like
 from ._kept_axes import KeptAxes
 from ._stage_arrays import Arrays, added, at, chosen, floating_parts, wide_dtype, with_none
 from ._stages import Fold, Then
 from .pipeline_schedules import GPipe, Schedule, first_ticks
+
+
+def _in_turns(taken: int, of: int, *conditional: Any) -> Any:
+    """Run `jax.lax.cond` in a scope that says in how many turns of a loop its condition holds."""
+    with jax.named_scope(operation_scope("turns", (), (), (), turns=(taken, of))):
+        return jax.lax.cond(*conditional)
 
 
 def fold_in_stages(
@@ -73,9 +81,12 @@ class _Pipeline(KeptAxes):
             self._place()
         except NeedsCompleteAxes as error:
             raise self._refusal(error) from None
+        layers, idle = self._Layers, self._schedule.idle(self._count)
+        with jax.named_scope(operation_scope("pipeline", ((layers.name,),), (), (np.empty(layers.size),), idle=idle)):
+            out_specs = PartitionSpec() if self._then is not None else tuple(self._specs[1])
+            results = self._per_device(self._on_device, arrays, out_specs)
         if self._then is not None:
-            return self._per_device(self._on_device, arrays, PartitionSpec())
-        results = self._per_device(self._on_device, arrays, tuple(self._specs[1]))
+            return results
         return self._trees[1].unflatten(map(self._sharded_like, results, self._types[1], self._specs[1]))
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
@@ -93,13 +104,16 @@ class _Pipeline(KeptAxes):
         else:
             total = _total_loss(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
-        shards = (a for spec in self._specs[1] for a in axes_in(spec))
-        alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *shards}))
-        # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
-        # with the same results, one may count.
-        here = jax.lax.axis_index(stages) == last
-        here = here & (jax.lax.axis_index(alike) == 0) if alike else here
-        results = [self._sum(jnp.where(here, x, 0), (*stages, *alike)) for x in results]
+        at_last = jax.lax.axis_index(stages) == last
+
+        def of_last(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            # Only the last stage has results: the others add zeros, which makes the sum a broadcast from it. Of devices
+            # with the same results, one may count.
+            alike = tuple(sorted(self._over - {*stages, *self._mesh_axes_of_batch, *axes_in(spec)}))
+            here = at_last & (jax.lax.axis_index(alike) == 0) if alike else at_last
+            return self._sum(jnp.where(here, x, 0), (*stages, *alike))
+
+        results = map(of_last, results, self._specs[1])
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
@@ -204,12 +218,21 @@ class _Pipeline(KeptAxes):
             ]
             return here_grads, layer_sums, further_sums, carry_grads
 
+        ticks = self._schedule.ticks(S)
+
         def tick(state: Any, t: jax.Array) -> Any:
             arriving, returning, stored, total, sums, carry_grads = state
             # In the last ticks no stage runs forward, in the first ones none backward. All devices know, so these
             # conditions may contain collectives; the arrays between stages are sent in every tick.
-            leaving, stored = jax.lax.cond(
-                t < last_up, forward, lambda x, stored, index: (x, stored), arriving, stored, t - first_up
+            leaving, stored = _in_turns(
+                last_up,
+                ticks,
+                t < last_up,
+                forward,
+                lambda x, stored, index: (x, stored),
+                arriving,
+                stored,
+                t - first_up,
             )
             # The last stage runs backward in the tick in which it ran forward.
             _, microbatch, round_ = self._work(t - first_down, backward=True)
@@ -217,11 +240,21 @@ class _Pipeline(KeptAxes):
                 result_grads, head_sums = at(given, microbatch), []
             else:
                 ending, ended, round_there = self._work(t - first_ending, backward=True)
-                total, head_sums, result_grads = jax.lax.cond(
-                    ending & (round_there == R - 1), add_loss, add_nothing, total, sums[2], leaving, ended
+                total, head_sums, result_grads = _in_turns(
+                    self._schedule.microbatches,
+                    ticks,
+                    ending & (round_there == R - 1),
+                    add_loss,
+                    add_nothing,
+                    total,
+                    sums[2],
+                    leaving,
+                    ended,
                 )
             arriving_grads = chosen((stage == last) & (round_ == R - 1), result_grads, returning)
-            here_grads, *layer_sums, carry_grads = jax.lax.cond(
+            here_grads, *layer_sums, carry_grads = _in_turns(
+                ticks - first_ending,
+                ticks,
                 t >= first_ending,
                 backward,
                 lambda *kept: kept[:4],
@@ -250,7 +283,7 @@ class _Pipeline(KeptAxes):
         dtype = jnp.float32 if given is not None else jax.eval_shape(self._value, first, head, 0).dtype
         total = vary_like(jnp.zeros((), dtype), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
-        (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))
+        (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(ticks))
         return total, (sums[0], carry_grads, sums[1], sums[2])
 
     def loss_of(self, results: Arrays, head: Arrays) -> jax.Array:

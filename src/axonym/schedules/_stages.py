@@ -208,8 +208,11 @@ class Stages:
             found = [runner.moved(None, x, y.over).here for x, y in zip(shards, wanted, strict=True)]
         except NeedsCompleteAxes as error:
             raise self._refusal(error) from None
-        for x, y in zip(found, here, strict=True):
-            if mixed := varying_axes(x) - varying_axes(y):
+        for i, (x, y) in enumerate(zip(found, here, strict=True)):
+            mixed = varying_axes(x) - varying_axes(y)
+            if alone := tuple(a for a in mixed if self._mesh.shape[a] == 1):
+                found[i] = jax.lax.psum(x, alone)
+            if mixed := mixed.difference(alone):
                 shown = errors.quoted(sorted(mixed))
                 raise self._refusal(NeedsCompleteAxes(f"its results differ between devices along {shown}."))
         return [vary_like(x, y) for x, y in zip(found, here, strict=True)]
@@ -247,7 +250,10 @@ class Stages:
 
     def _refusal(self, error: NeedsCompleteAxes) -> ValueError:
         kept = errors.quoted([error.axis] if error.axis in self._kept.names else sorted(self._kept.names))
-        return ValueError(f"{self._what}: the schedule keeps {kept} sharded, and its layers need all of it: {error}")
+        return ValueError(
+            f"{self._what}: the schedule keeps {kept} sharded, and its layers need all of it: {error} Without {kept} "
+            "in `keep_sharded`, each device gets all of it."
+        )
 
     def _folded(self, groups: Sequence[Arrays]) -> Arrays:
         layers, carry = self._trees[0].unflatten(groups[0]), self._trees[1].unflatten(groups[1])

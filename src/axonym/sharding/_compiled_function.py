@@ -177,7 +177,7 @@ class CompiledFunction(Generic[P, R]):
         return self if instance is None else BoundCompiledFunction(self, instance)
 
     def __repr__(self) -> str:
-        return f"{self._what}({getattr(self._fn, '__qualname__', self._fn)!s})"
+        return f"{self._what}({errors.called(self._fn)})"
 
     # --- active settings ---
 

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from ..core import errors
 from ..distribution import active_settings
 from .mapping import own_blocks
 
@@ -40,8 +41,7 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"in_context: {getattr(fn, '__qualname__', fn)} is a generator. Wrap the function or task that consumes it "
-            "instead."
+            f"in_context: {errors.called(fn)} is a generator. Wrap the function or task that consumes it instead."
         )
     try:
         taken = _ContextSnapshot()

@@ -234,7 +234,7 @@ def _compile_named_jit(
     check_uneven(what, uneven)
     active = {**active, **({"uneven": uneven} if uneven else {})}
 
-    title = f"{what}({getattr(fn, '__qualname__', fn)!s})"
+    title = f"{what}({errors.called(fn)})"
 
     def results(arguments: Any, result: Any) -> Any:
         if current_mesh() is None and needs_mesh(placements := [in_placement, out_placement]):

@@ -218,7 +218,7 @@ class ActiveSettings:
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             raise TypeError(
-                f"{self._what}: {getattr(fn, '__qualname__', fn)} runs between other code, which would see the "
+                f"{self._what}: {errors.called(fn)} runs between other code, which would see the "
                 f"settings too. Use `with {self._what}(...):` inside of it, around what they are meant for."
             )
 

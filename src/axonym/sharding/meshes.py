@@ -190,5 +190,8 @@ def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str,
     if unknown and available % known:
         raise ValueError(f"{what}: {available} devices cannot be divided by {known}, the sizes of {dict(sizes)}.")
     if known > available:
-        raise ValueError(f"{what}: {dict(sizes)} needs {known} devices; there are {available}.")
+        raise ValueError(
+            f"{what}: {dict(sizes)} needs {known} devices; there are {available}. On CPUs, "
+            f"`jax.config.update('jax_num_cpu_devices', {known})` before anything else simulates them."
+        )
     return {n: available // known if s == -1 else s for n, s in sizes.items()}

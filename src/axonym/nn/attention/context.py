@@ -49,7 +49,7 @@ from ...ops import _kernels
 from ...ops._operands import require_subset
 from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, to_zigzag
-from .masks import Causal, Mask, as_truth_values
+from .masks import Causal, Mask
 
 Context: TypeAlias = (
     Literal["ring", "all_to_all", "all_gather"]
@@ -122,7 +122,6 @@ def attend_along_sequence(
         words = [c for c in _CONTEXTS if isinstance(c, str)]
         hint = errors.suggestion(context, words) if isinstance(context, str) else ""
         raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, _CONTEXTS))}.{hint}")
-    mask = as_truth_values(what, mask)
     problems, operands = [f"it takes no {argument}" for argument in refused], (query, key, value)
     mesh = mesh_around([x.array for x in operands])
     found = _sharded_over(what, mesh, operands)

@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ...core import errors
+from ...core.jax_versions import active_platform
 from ...distribution.kept_shards import exchange, is_kept
 from ...distribution.mesh_axes import (
     axes_in,
@@ -37,6 +38,7 @@ from ...distribution.mesh_axes import (
     mesh_axes,
     reshard,
 )
+from ...distribution.operation_scope import CHOICE, operation_scope
 from ...named_array import NamedArray, resolve_axes
 from ...ops import _kernels
 from ...ops._operands import dtype_key, require_named, require_subset
@@ -47,7 +49,7 @@ from ...ops.shaping import unflatten_axis
 from ..dropout import dropout
 from ..normalization import softmax
 from .context import Context, attend_along_sequence
-from .fused import Implementation, fused_attention
+from .fused import BY_DEFAULT, Implementation, default_attention, fused_attention, why_named
 from .masks import Causal, Mask, as_truth_values
 
 
@@ -87,11 +89,14 @@ def dot_product_attention(
         scaling_factor: the factor of the scores; one over the square root of the size of `Key` by default.
         inference: whether to turn dropout off.
         prng: a random key for dropout.
-        implementation: None computes with named operations, on any mesh and differentiable any number of times. "cudnn"
-            and "splash" are kernels for GPUs and TPUs that never store all scores; "fused" is the kernel of the
+        implementation: "named" computes with named operations, on any mesh and differentiable any number of times.
+            "cudnn" and "splash" are kernels for GPUs and TPUs that never store all scores; "fused" is the kernel of the
             platform, or "xla" if there is none for the dtype. "xla" and "cudnn" call
             `jax.nn.dot_product_attention`. All kernels compute the softmax in float32. Arguments that a kernel does not
-            support are an error.
+            support are an error. By default, "cudnn" where it applies: half-precision arrays on an A100, H100, H200 or
+            B200, heads of a multiple of 8 up to 128, no mask or a `Causal` one of positions alone, and none of the
+            arguments that kernels lack. Its gradient can be differentiated again, by named operations; forward mode
+            alone needs "named". Otherwise, named operations: reports say which ran on a GPU, and why.
         context: how devices attend to the keys of others if the positions are sharded, without storing all scores:
             "ring" sends keys and values around, "all_to_all" exchanges heads for positions, and "all_gather" gathers
             keys and values. `("all_to_all", "ring")` is for more devices than heads: it exchanges heads over the last
@@ -108,9 +113,11 @@ def dot_product_attention(
     """
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
+    mask = _checked_mask(what, mask, bias)
     dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
-    if implementation is None and not dropping and _is_along_kept(query, key, features, positions):
+    if implementation in (None, "named") and not dropping and _is_along_kept(query, key, features, positions):
         options: Any = {"attention_dtype": attention_dtype, "precision": precision, "context": context}
+        options["implementation"] = implementation
 
         def attend(xs: Any) -> NamedArray:
             q, k, v, mask, bias, scale = xs
@@ -120,7 +127,7 @@ def dot_product_attention(
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
     given = {"dropout": dropping, "attention_dtype": not float32}
     refused = [argument for argument, is_given in given.items() if is_given]
-    if implementation is not None:
+    if implementation not in (None, "named"):
         refused += ["precision"] * (precision is not None) + ["context"] * (context is not None)
         return fused_attention(
             implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
@@ -129,6 +136,19 @@ def dot_product_attention(
     attended = attend_along_sequence(context, positions, features, *operands, precision, scaling_factor, refused)
     if attended is not None:
         return attended
+    if implementation is None and active_platform() == "gpu":
+        refused += ["precision"] * (precision is not None) + ["bias"] * (bias is not None)
+        why = why_named(positions, features, query, key, value, mask, refused)
+        what_runs = CHOICE + (f"named operations: {why}" if why else BY_DEFAULT)
+        with jax.named_scope(operation_scope(what_runs, (query.names,), (), (query.array,))):
+            if not why:
+                return default_attention(
+                    positions, features, query, key, value, mask, scaling_factor, dot_product_attention
+                )
+            return dot_product_attention(
+                query, key, value, KPos, Key, mask, bias, attention_dtype, precision, pdrop,
+                scaling_factor=scaling_factor, inference=inference, prng=prng, implementation="named",
+            )  # fmt: skip
     key, value = (_gather_shared_positions(x, positions, query) for x in (key, value))
     weights = _attention_weights(
         what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
@@ -174,6 +194,7 @@ def dot_product_attention_weights(
     """
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
+    mask = _checked_mask(what, mask, bias)
     key = _gather_shared_positions(key, positions, query)
     weights = _attention_weights(
         what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
@@ -239,7 +260,6 @@ def _attention_weights(
     if bias is not None:
         require_subset(what, "bias", bias.names, scores.names)
         scores = scores + bias
-    mask = as_truth_values(what, mask)
     if isinstance(mask, Causal):
         if len(KPos) != 1:
             raise ValueError(
@@ -257,7 +277,7 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
     """Return the names of `Key` and `KPos`; raise an error if an array lacks them or the query has `KPos`."""
     needed = {"query": (Key,), "key": (Key, KPos), "value": (KPos,)}
     for x, (label, selections) in zip(arrays, needed.items(), strict=False):
-        require_named(what, x)
+        require_named(what, x, label)
         for selection in selections:
             resolve_axes(x.names, jnp.shape(x.array), selection, f"{what}, {label}")
     positions = tuple(name_of(s) for s in selectors(KPos))
@@ -270,6 +290,13 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions
+
+
+def _checked_mask(what: str, mask: Mask, bias: NamedArray | None) -> Mask:
+    """Return a mask of truth values; raise an error if the mask or the bias is no named array."""
+    if bias is not None:
+        require_named(what, bias, "bias")
+    return as_truth_values(what, mask)
 
 
 def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:

@@ -13,24 +13,32 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from ...axis import Names
 from ...core import errors
-from ...core.jax_versions import active_platform
+from ...core.jax_versions import active_device_kind, active_platform
+from ...distribution.active_settings import active_mapping
+from ...distribution.mesh_axes import axes_of_type, current_mesh
 from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
 from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
-from .masks import Causal, Mask, as_truth_values
+from .masks import Causal, Mask
 
-Implementation: TypeAlias = Literal["xla", "cudnn", "splash", "fused"]
-"""The fused kernels: see `dot_product_attention`."""
+Implementation: TypeAlias = Literal["named", "xla", "cudnn", "splash", "fused"]
+"""Named operations, and the fused kernels: see `dot_product_attention`."""
 
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 """The platforms of the kernels that need one."""
 
 CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
 """The dtypes that the kernel for GPUs takes."""
+
+BY_DEFAULT = "cudnn"
+"""The kernel that is the default where it applies: on these kinds of devices it was found faster, or is like one."""
+KINDS = ("A100", "H100", "H200", "B200")
+LARGEST_HEAD = 128
 
 
 def fused_attention(
@@ -49,11 +57,10 @@ def fused_attention(
     what = f"dot_product_attention by implementation={implementation!r}"
     if refused:
         raise ValueError(
-            f"{what}: a fused kernel takes no {' and no '.join(refused)}. Omit these, or use implementation=None, "
+            f"{what}: a fused kernel takes no {' and no '.join(refused)}. Omit these, or use implementation='named', "
             "which takes every argument."
         )
     chosen = _choose_kernel(what, implementation, query.dtype)
-    mask = as_truth_values(what, mask)
     problems: list[str] = []
     roles = find_roles(query, key, value, KPos, Key, mask, problems)
     sizes = [value.axis_size(n) for n in roles.values]
@@ -65,7 +72,9 @@ def fused_attention(
     if problems:
         given = {"query": query, "key": key, "value": value}
         described = ", ".join(f"{label} {errors.describe_shape(x.shape)}" for label, x in given.items())
-        raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
+        raise ValueError(
+            f"{what}: {'; and '.join(problems)}. Got {described}. implementation='named' has no such limits."
+        )
     extra = {"mask": mask.further(KPos[0]) if isinstance(mask, Causal) else mask, "bias": bias}
     extra = {label: x for label, x in extra.items() if x is not None}
     for label, x in extra.items():
@@ -73,12 +82,12 @@ def fused_attention(
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if chosen == "splash":
         if bias is not None:
-            raise ValueError(f"{what}: splash attention takes no bias. Use implementation=None, which does.")
+            raise ValueError(f"{what}: splash attention takes no bias. Use implementation='named', which does.")
         for further in extra.values():
             if lacking := [n for n in further.names if n not in (*roles.batch, *roles.keys)]:
                 raise ValueError(
                     "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries "
-                    f"of an example; got one with {errors.describe_axes(lacking)}. Use implementation=None, which "
+                    f"of an example; got one with {errors.describe_axes(lacking)}. Use implementation='named', which "
                     "takes any mask."
                 )
         # The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be
@@ -99,8 +108,8 @@ def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
         found = next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
         return "xla" if found == "cudnn" and dtype not in CUDNN_DTYPES else found
     if implementation != "xla" and implementation not in PLATFORMS:
-        listed = errors.quoted((None, "fused", "xla", *PLATFORMS))
-        hint = errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
+        listed = errors.quoted((None, "named", "fused", "xla", *PLATFORMS))
+        hint = errors.suggestion(implementation, ("named", "fused", "xla", *PLATFORMS))
         raise ValueError(f"{what}: no such implementation; choose one of {listed}.{hint}")
     needed = PLATFORMS.get(implementation, platform)
     if needed != platform:
@@ -116,6 +125,131 @@ def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
     return implementation
 
 
+# --- the kernel that is the default ---
+
+
+def why_named(
+    KPos: Names, Key: str, query: NamedArray, key: NamedArray, value: NamedArray, mask: Mask, given: Sequence[str]
+) -> str:
+    """Return why named operations compute attention by default on a GPU; empty if a fused kernel does.
+
+    Arguments:
+        given: the arguments that are given and that no kernel takes.
+    """
+    kind, size = active_device_kind(), key.axis_size(Key)
+    dtypes = dict.fromkeys(str(x.dtype) for x in (query, key, value))
+    problems: list[str] = []
+    roles = find_roles(query, key, value, KPos, Key, mask if isinstance(mask, Causal) else None, problems)
+    around = current_mesh()
+    manual = {*jax.sharding.get_abstract_mesh().manual_axes}
+    is_auto = around is not None and any(around.shape[a] > 1 for a in axes_of_type(around, AxisType.Auto))
+    reasons = {
+        f"a kernel takes no {' and no '.join(given)}": given,
+        f"{kind} is none of {', '.join(KINDS)}": not any(known in kind for known in KINDS),
+        f"the dtype is {' and '.join(dtypes)}": len(dtypes) > 1 or query.dtype not in CUDNN_DTYPES,
+        f"the size of a head, {size}, is no multiple of 8 up to {LARGEST_HEAD}": size % 8 or size > LARGEST_HEAD,
+        "the mask is an array": mask is not None
+        and (not isinstance(mask, Causal) or mask.also is not None or mask.segments is not None),
+        "; ".join(problems): problems,
+        "values have other features than keys": [value.axis_size(n) for n in roles.values] != [size],
+        "some mesh axes are manual, and some are not": manual and around is not None and manual != {*around.axis_names},
+        "no mapping says how the mesh shards it": is_auto and not manual and not active_mapping(),
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def default_attention(
+    KPos: Names,
+    Key: str,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Mask,
+    scaling_factor: Any,
+    named: Callable[..., NamedArray],
+) -> NamedArray:
+    """Compute attention by the kernel of the platform on shards; derivatives of its gradient are those of `named`."""
+    roles = find_roles(query, key, value, KPos, Key, mask, [])
+    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
+    if not isinstance(scale, (int, float)):
+        query, scale = query * scale, 1.0
+    operation = _default_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
+    return operation(query, key, value, roles=roles, scale=scale, kernel=BY_DEFAULT, named=named)
+
+
+@functools.lru_cache(maxsize=512)
+def _default_operation(replicated: Names) -> Callable[..., NamedArray]:
+    from ...custom_partitioning import partitioned
+
+    return partitioned(_default_attention, replicated=replicated)
+
+
+def _default_attention(
+    query: NamedArray, key: NamedArray, value: NamedArray, *, roles: AxisRoles, scale: float, kernel: str,
+    named: Callable[..., NamedArray],
+) -> NamedArray:  # fmt: skip
+    names = query.names, key.names, value.names
+    mask = Causal(roles.positions[0], roles.window) if roles.causal else None
+
+    def by_names(*arrays: jax.Array) -> jax.Array:
+        given = [wrap(x, n) for x, n in zip(arrays, names, strict=True)]
+        options: Any = {"mask": mask, "scaling_factor": scale, "attention_dtype": jnp.float32}
+        found = named(*given, roles.keys, roles.features[0], implementation="named", **options)
+        return found.rearrange(roles.out).array
+
+    fused = _by_jax(kernel, names, (), roles, scale)
+    return wrap(_with_further_derivatives(fused, by_names)(query.array, key.array, value.array), roles.out)
+
+
+def _with_further_derivatives(fused: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the value and the gradient of one, and further derivatives of another.
+
+    Fused kernels can be differentiated once.
+    """
+
+    pullbacks: list[Any] = []  # their structure holds a program, and no two programs are equal
+
+    @jax.custom_jvp
+    def forward(*xs: Any) -> Any:
+        result, pullback = jax.vjp(fused, *xs)
+        residuals, structure = jax.tree.flatten(pullback)
+        pullbacks.append(structure)
+        return result, residuals
+
+    @forward.defjvp
+    def _(xs: Any, tangents: Any) -> Any:
+        found = forward(*xs)
+        # `backward` does not depend on these: it is a function of the operands.
+        constant = jax.tree.map(
+            lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype.kind in "iub" else x * 0, found
+        )
+        return found, (jax.jvp(named, xs, tangents)[1], constant[1])
+
+    @jax.custom_jvp
+    def backward(xs: Any, residuals: Any, cotangent: Any) -> Any:
+        return jax.tree.unflatten(pullbacks[-1], residuals)(cotangent)
+
+    @backward.defjvp
+    def _(given: Any, tangents: Any) -> Any:
+        (xs, _, cotangent), (moved, _, turned) = given, tangents
+
+        def gradient(xs: Any, cotangent: Any) -> Any:
+            return jax.vjp(named, *xs)[1](cotangent)
+
+        return backward(*given), jax.jvp(gradient, (xs, cotangent), (moved, turned))[1]
+
+    @jax.custom_vjp
+    def attend(*xs: Any) -> Any:
+        return fused(*xs)
+
+    def kept(*xs: Any) -> Any:
+        result, residuals = forward(*xs)
+        return result, (xs, residuals)
+
+    attend.defvjp(kept, lambda kept, cotangent: backward(*kept, cotangent))
+    return attend
+
+
 # --- the kernels of jax.nn ---
 
 
@@ -123,6 +257,13 @@ def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
 def _jax_kernel(
     what: str, implementation: Any, in_names: tuple[Names, ...], extra: tuple[str, ...], roles: AxisRoles, scale: float
 ) -> _kernels.Kernel:
+    return _kernels.make_kernel(what, _by_jax(implementation, in_names, extra, roles, scale), in_names, roles.out)
+
+
+def _by_jax(
+    implementation: Any, in_names: tuple[Names, ...], extra: tuple[str, ...], roles: AxisRoles, scale: float
+) -> Callable[..., jax.Array]:
+    """Return `jax.nn.dot_product_attention` as a function of arrays of these names."""
     heads = (*roles.heads, *roles.group)
     layouts = [
         (roles.batch, roles.positions, heads, roles.features),
@@ -144,7 +285,7 @@ def _jax_kernel(
         result = jax.nn.dot_product_attention(*merged[:3], **dict(zip(extra, merged[3:], strict=True)), **options)
         return split_axes(result, (*layouts[0][:3], roles.values), sizes, roles.out)
 
-    return _kernels.make_kernel(what, positional, in_names, roles.out)
+    return positional
 
 
 # --- splash attention ---
@@ -218,5 +359,5 @@ def _block_size(label: str, size: int) -> int:
             return block
     raise ValueError(
         f"dot_product_attention by splash attention: the number of positions of {label} on one device must be a "
-        f"multiple of 128, got {size}. Pad them, or use implementation=None."
+        f"multiple of 128, got {size}. Pad them, or use implementation='named'."
     )

@@ -202,7 +202,14 @@ def as_truth_values(what: str, mask: Mask) -> Mask:
     if isinstance(mask, Causal):
         also: Any = as_truth_values(what, mask.also)
         return mask if also is mask.also else Causal(mask.QPos, mask.window, also, mask.segments)
-    if mask is None or mask.dtype == jnp.bool_:
+    if mask is None:
+        return None
+    if not isinstance(mask, NamedArray):
+        way_out = "Name its axes with axonym.named(mask, ('pos', 'key_pos'))."
+        if np.ndim(mask) == 0:
+            way_out = "Causal attention is `mask=axonym.nn.attention.Causal('pos')`."
+        raise TypeError(f"{what}: `mask` is a NamedArray, a Causal or None, got {type(mask).__name__}. {way_out}")
+    if mask.dtype == jnp.bool_:
         return mask
     if jnp.issubdtype(mask.dtype, jnp.integer):
         return not_equal(mask, 0)

@@ -1,0 +1,62 @@
+"""Compare what Muon sends with and without `over`, by which devices exchange whole matrices: 18 MiB of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import axonym as axn
+from axonym import nn
+
+from .communication import bytes_moved
+from .harness import Row
+
+Embed, Mlp, Heads = axn.make_axes(embed=256, mlp=1024, heads=256)
+FSDP, BOTH = ({"fsdp": 8}, {"embed": "fsdp"}), ({"fsdp": 4, "tensor": 2}, {"embed": "fsdp", "mlp": "tensor"})
+CASES: list[tuple[str, int, Any, tuple[Any, Any], bool, float]] = [
+    ("fsdp 8", 8, nn.Stacked, FSDP, False, 1.1),
+    ("fsdp 8, Explicit", 8, nn.Stacked, FSDP, True, 1.1),
+    ("fsdp 8, 12 layers, padded to 16", 12, nn.Stacked, FSDP, False, 2.0),
+    ("fsdp 8, layers that are not stacked", 8, nn.BlockSeq, FSDP, False, 2.0),
+    ("fsdp 4 x tensor 2", 8, nn.Stacked, BOTH, False, 2.2),  # a way for each mesh axis
+]
+"""What it is, the number of layers, the mesh and the storage sharding, and the most that may be sent, to the least."""
+
+
+class Block(eqx.Module):
+    up: nn.Linear
+    down: nn.Linear
+    query: nn.Linear
+
+    @staticmethod
+    def init(*, key: jax.Array) -> Block:
+        pairs = (Embed, Mlp), (Mlp, Embed), (Embed, Heads)
+        keys = jax.random.split(key, 3)
+        return Block(*(nn.Linear.init(*ends, key=k, use_bias=False) for ends, k in zip(pairs, keys, strict=True)))
+
+
+def rows() -> list[Row]:
+    """Compare the results of collectives, and the temporaries of the update, on each device."""
+    found = []
+    for what, layers, stack, (sizes, storage), explicit, limit in CASES:
+        mesh = axn.make_mesh(sizes, explicit=explicit)
+        with jax.set_mesh(mesh), axn.axis_mapping(storage):
+            model = axn.shard(stack.init(axn.Axis("layers", layers), Block)(key=jax.random.key(0)))
+            ours, theirs = (_compiled(axn.optim.muon(2e-2, over=over), model) for over in (tuple(sizes), ()))
+        least = 2 * sum(x.nbytes for x in jax.tree.leaves(model)) / mesh.size  # there and back
+        sent = [sum(moved.bytes for moved in bytes_moved(program).values()) for program in (ours, theirs)]
+        shown = [f"{n / 2**20:.1f} MiB" for n in sent]
+        found.append(Row("optimizers", f"{what}: sent, to the least", *shown, sent[0] / least, limit))
+        held = [program.memory_analysis().temp_size_in_bytes for program in (ours, theirs)]
+        shown = [f"{n / 2**20:.1f} MiB" for n in held]
+        found.append(Row("optimizers", f"{what}: temporaries, to those without", *shown, held[0] / held[1], 1.0))
+    return found
+
+
+def _compiled(tx: Any, model: Any) -> Any:
+    state = axn.shard(tx.init(model))
+    gradients = jax.tree.map(jnp.ones_like, model)
+    return jax.jit(lambda *given: axn.shard(tx.update(*given))).lower(gradients, state, model).compile()
