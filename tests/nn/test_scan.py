@@ -240,6 +240,24 @@ def test_every_layer_has_a_key_of_its_own(key: Any) -> None:
         np.testing.assert_allclose(drawn, expected, rtol=1e-6)
 
 
+def test_every_layer_has_a_key_of_its_own_inside_scan_and_vmap() -> None:
+    rows = axn.named(jax.random.split(KEY, 3), "row")
+    each = [[jax.random.uniform(k) for k in jax.random.split(row, 4)] for row in jax.random.split(KEY, 3)]
+    for kind in (Stacked, BlockSeq):
+        layers = make(kind)
+
+        def draw(key, layers=layers):
+            return layers.vmap_via(lambda layer, *, key: axn.random.uniform(key, ()).array)(key=key)
+
+        drawn = axn.scan(lambda _, key: (0, draw(key)), "row")(0, rows)[1]
+        np.testing.assert_allclose(drawn.array if axn.is_named_array(drawn) else drawn, each, rtol=1e-6)
+        drawn = axn.vmap(draw, "row")(rows)
+        np.testing.assert_allclose(drawn.array if axn.is_named_array(drawn) else drawn, each, rtol=1e-6)
+        made = axn.vmap(lambda key, kind=kind: [x.up for x in kind.init(Layers, Layer)(key=key).unstacked()], "row")
+        weights = jnp.stack([x.array for x in made(rows)])
+        assert weights.size == 3 * 4 * Embed.size * 24 and len(jnp.unique(weights)) > 0.99 * weights.size
+
+
 @KINDS
 def test_keys_of_other_names_are_shared(kind: Any) -> None:
     drawn = make(kind).vmap_via(lambda layer, k: jax.random.uniform(k))(KEY)

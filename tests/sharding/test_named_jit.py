@@ -448,3 +448,13 @@ def test_axes_that_mesh_axes_do_not_divide_can_be_replicated(auto_mesh) -> None:
             axn.named_jit(inside, mapping)(x)
         with pytest.raises(ValueError, match="6 is not a multiple of 4"), axn.axis_mapping(mapping, uneven="replicate"):
             axn.shard(x)  # outside of compiled functions
+
+
+def test_an_argument_on_other_devices_than_the_mesh_is_named() -> None:
+    """As after a restore without a placement: without `in_placement`, arguments stay where they are."""
+    model = {"step": axn.zeros({}), "w": jax.device_put(axn.ones({"embed": 8}), jax.devices()[3])}
+    with jax.set_mesh(axn.make_mesh({"data": 8})):
+        with pytest.raises(ValueError, match=r"argument 0/w \(embed=8\) lies on 1 device, and the mesh \(data=8\)"):
+            axn.named_jit(lambda m: m["w"] * 2, {"embed": "data"})(model)
+        placed = axn.named_jit(lambda m: m["w"] * 2, {"embed": "data"}, in_placement={"embed": "data"})(model)
+    assert placed.array.sharding.spec == jax.P("data")

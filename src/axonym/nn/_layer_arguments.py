@@ -32,6 +32,8 @@ from ..transforms.stacked_leaves import as_leaf, as_named, layer_of, layers_at
 def split_key(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Split a single random key, passed as the keyword argument `key`, into one for each layer."""
     key: Any = kwargs.get("key")
+    if isinstance(key, NamedArray) and not key.names:  # as `axn.scan` and `axn.vmap` give to their functions
+        key = key.array
     if isinstance(key, (jax.Array, np.ndarray)) and (
         key.ndim == 0 if is_key(key) else key.dtype == np.uint32 and key.ndim == 1  # the result of `PRNGKey`
     ):

@@ -223,8 +223,9 @@ def call_on_mesh(
         around = current_mesh()
         meshes = [*(s.mesh for s in shardings_in(placement)), None if around is None else with_devices(around)]
         mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
-        if place is None or not is_about_devices(refusal) or in_trace() or mesh is None:
+        if not is_about_devices(refusal) or in_trace() or mesh is None:
             raise
+        refused = refusal
     devices = list(mesh.devices.flat)
 
     def elsewhere(x: Any) -> bool:
@@ -237,6 +238,19 @@ def call_on_mesh(
     def on_mesh(x: Any) -> Any:
         return move_to_sharding(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
 
+    if place is None:
+        leaves = leaves_of((args, kwargs))[0]
+        wrong = [leaf for leaf in leaves if elsewhere(x := raw(leaf.value)) and getattr(x, "committed", True)]
+        if not wrong:
+            raise refused
+        path = dataclasses.replace(wrong[0], keys=wrong[0].keys[1:]).path
+        lies = errors.counted(len(raw(wrong[0].value).devices()), "device")
+        raise ValueError(
+            f"named_jit: argument {path} {describe_leaf(wrong[0])} lies on {lies}, and the mesh "
+            f"{errors.describe_shape(mesh.shape)} has others. Say how arguments are sharded, `in_placement=mapping`, "
+            "shard them before by axonym.shard, or restore them there, "
+            "`restore_checkpoint(path, template, mapping, mesh=mesh)`."
+        ) from refused
     # The devices of a tracer in an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: on_mesh(x) if isinstance(x, Tracer) else x, (args, kwargs))
     return call(*jax.tree.map(on_mesh, place(*arguments)))
