@@ -846,6 +846,10 @@ EXCEPTIONS = {
     "axonym.to_host(x)": "needs several processes, where tests/processes gathers like this",
     "jax.config.update('jax_num_cpu_devices', 8)": "must run before JAX starts, as in tests/conftest.py",
     "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py does",
+    "jax.config.update('jax_num_cpu_devices', {…})": "must run before JAX starts, as in tests/conftest.py",
+    "mask=axonym.nn.attention.Causal('pos')": "tests/nn/test_attention.py does, for queries with these positions",
+    "axonym.named_jit(model)": "tests/test_raw_values.py reads this message",
+    "equinox.filter_jit(model)": "stands in the same message",
     "rule.lenient()": "is for a rule of the user's own; tests/sharding/test_rules.py calls it where the message comes",
 }
 """Code in messages that is not run here, and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -95,6 +96,15 @@ def _scattered(parts: Any, result: PlacedAxes, sizes: Any, by: Mappings) -> Any:
     return PlacedAxes(result.names, placed), [PartialSum("reduce-scatter", over, result.names[fits[0]])]
 
 
+@pytest.fixture
+def own_programs() -> Iterator[None]:
+    """Clear what JAX has traced, which does not know of another policy."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("own_programs")
 def test_another_policy_is_one_function(monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
     """Explicit mesh axes, FSDP and reports by name follow it; XLA on Auto mesh axes does not."""
     monkeypatch.setattr(policy, "add_up", _scattered)
@@ -120,6 +130,7 @@ PRODUCTS = [name for name in OPERATIONS if "product" in name or name in ("three 
 
 
 @pytest.mark.oldest
+@pytest.mark.usefixtures("own_programs")
 @pytest.mark.parametrize("what", PRODUCTS)
 def test_gradients_do_not_ask_a_policy_for_products(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in reports by name nor on Explicit mesh axes: under another policy, both send the same.
@@ -136,6 +147,7 @@ def test_gradients_do_not_ask_a_policy_for_products(what: str, monkeypatch: pyte
         sent = []
         for add_up in (ADD_UP, _scattered):
             monkeypatch.setattr(policy, "add_up", add_up)
+            jax.clear_caches()
             step = jax.grad(lambda *xs: (operation.call(*xs) ** 2).sum().scalar(), by)
             with jax.set_mesh(cases.mesh_of(AxisType.Explicit, data=4, model=2)):
                 reports = [
@@ -154,6 +166,7 @@ def _result_of(what: str) -> Any:
     return jax.eval_shape(OPERATIONS[what].call, *OPERATIONS[what].arguments)
 
 
+@pytest.mark.usefixtures("own_programs")
 @pytest.mark.parametrize("what", ["product", "product in batches"])
 def test_results_lie_where_another_policy_puts_them(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Explicit mesh axes, the result of each product lies where `combine` and `add_up` say."""

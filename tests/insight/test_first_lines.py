@@ -172,7 +172,7 @@ class Planted:
 ROUTED = {"batch": "rows", "experts": "columns"}
 FAULTS: dict[str, Planted] = {
     "weights are gathered for their decay": Planted(
-        decayed_without_shards, r"gathered{here} by a placement, outside .*w/scores.* Try: leave the placement out"
+        decayed_without_shards, r"gathered{here} by a placement, (?:outside|although) .*w/scores.* Try: leave the placement out"
     ),
     "a forward pass for a metric": Planted(
         measured_again, r"25% .* a forward pass .* second time.*{here}.* Try: .*has_aux"
@@ -237,9 +237,15 @@ def marked() -> str:
     return "|".join(f"test_first_lines.py:{i}" for i, line in enumerate(lines, 1) if line.endswith("# HERE"))
 
 
+COARSE = {"a table that is gathered", "gradients are sent as float32"}
+"""Faults that reports say without their parameters from JAX 0.11 on."""
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_first_lines_have_the_fault_its_place_and_what_to_try(name: str) -> None:
     planted = FAULTS[name]
+    if name in COARSE and jax.__version_info__ >= (0, 11):
+        pytest.skip("XLA says less of where such a transfer comes from")
     said, here = planted.first_lines().replace("\n", " "), rf".* at (?:{marked()})"
     assert re.search(planted.said.replace("{here}", here), said), said
 

@@ -201,10 +201,10 @@ SLICES = [
     (lambda: axn.updated_slice(X, {"key": 0}, X), ValueError, "updated_slice: no axis 'key' in (batch=3, pos=4)."),
     (lambda: axn.updated_slice(X, {"pos": 0}, axn.ones({"key": 1})), ValueError, "updated_slice: no axis 'key'"),
     (
-        lambda: axn.updated_slice(X, {"pos": 0}, 1),
+        lambda: axn.updated_slice(X, {"pos": 0}, 1),  # pyright: ignore
         TypeError,
         "updated_slice: expected a NamedArray for `update`, got int.",
-    ),  # pyright: ignore
+    ),
     (lambda: axn.updated_slice(X, {"pos": 1.5}, X), TypeError, "the start along 'pos' is an integer, got float32."),
     (
         lambda: axn.updated_slice(X, {"pos": 3}, axn.zeros({"pos": 2}, dtype=int)),

@@ -132,7 +132,8 @@ def check_files_of_the_example(folder: Path) -> None:
 
     for at in range(jax.process_count()):
         model = faults.spread()
-        export = functools.partial(train_lm.checkpoints.export, model, path)
+        axes = train_lm.steps.model_config(train_lm.settings.ModelSizes())
+        export = functools.partial(train_lm.checkpoints.export, model, path, axes)
         own_names = mock.patch.object(train_lm.checkpoints, "layout", lambda model: None)  # which is no Llama
         with own_names, mock.patch.object(Path, "mkdir", broken) if rank == at else contextlib.nullcontext():
             text = faults.raises_everywhere(train_lm.Problem, at, export)

@@ -501,15 +501,17 @@ def _gathered_parameters(report: Figures) -> _Found:
         for c in report.collectives
         if c.kind == "all-gather" and c.parameters and (c.operation or "").startswith("shard[")
         if not c.phase or any(report.mapping.get(n) for n in c.gathered)
+        # From JAX 0.12 on, XLA lays what an operation gathers to the placement of the arguments.
+        if not (c.reason or "").endswith("all-gathered where it is used")
     ]
     by_line: dict[Source | None, list[Collective]] = {}
     for c in found:
         by_line.setdefault(c.source, []).append(c)
     for line, own in by_line.items():
         if (share := _much_is_sent(report, own)) and line is not None:
+            names = [n for n in own[0].gathered if report.mapping.get(n)]
             where = "outside of the forward and backward pass"
-            if own[0].phase:
-                names = [n for n in own[0].gathered if report.mapping.get(n)]
+            if names:
                 where = f"although the mapping shards {described_axes(names)}"
             cause = f"Parameters are gathered{at_line(line)} by a placement, {where}, {percentage(share)} of the bytes "
             cause += f"sent: {_paths(_largest_first(own))}."

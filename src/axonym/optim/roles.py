@@ -118,10 +118,11 @@ def dimension_numbers(params: Any, *, batch: AxisSelection = (), matrix: Mapping
     leaves, _ = leaves_of(params)
     found: list[Any] = []
     for role in roles_of_leaves(leaves, params, batch, matrix):
-        at = {} if role is None else {n: i for i, n in enumerate(role.sizes)}
-        of_matrix = role is not None and not role.no_matrix
-        parts = (tuple([at[n] for n in own]) for own in (role.rows, role.columns)) if of_matrix else ()
-        found.append(MuonDimensionNumbers(*parts) if of_matrix else None)
+        if role is None or role.no_matrix:
+            found.append(None)
+            continue
+        at = {n: i for i, n in enumerate(role.sizes)}
+        found.append(MuonDimensionNumbers(*(tuple([at[n] for n in own]) for own in (role.rows, role.columns))))
     return with_values(params, found)
 
 

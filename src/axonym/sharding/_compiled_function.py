@@ -145,7 +145,7 @@ class CompiledFunction(Generic[P, R]):
                 return unpadded(result) if _INSIDE.get() else result
         with self._surroundings():
             place = self.placed if self._arguments else None
-            result = call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
+            result = call_on_mesh(self._what, self._call, args, kwargs, place, [p for _, p in self._arguments])
             return unpadded(result) if _INSIDE.get() else result
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:

@@ -206,6 +206,7 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def call_on_mesh(
+    what: str,
     call: Callable[[Any, Any], R],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -246,10 +247,10 @@ def call_on_mesh(
         path = dataclasses.replace(wrong[0], keys=wrong[0].keys[1:]).path
         lies = errors.counted(len(raw(wrong[0].value).devices()), "device")
         raise ValueError(
-            f"named_jit: argument {path} {describe_leaf(wrong[0])} lies on {lies}, and the mesh "
-            f"{errors.describe_shape(mesh.shape)} has others. Say how arguments are sharded, `in_placement=mapping`, "
-            "shard them before by axonym.shard, or restore them there, "
-            "`restore_checkpoint(path, template, mapping, mesh=mesh)`."
+            f"{what}: argument {path} {describe_leaf(wrong[0])} lies on {lies}, and the mesh "
+            f"{errors.describe_shape(mesh.shape)} has others. Say how arguments are sharded, by `in_placement` of "
+            "axonym.named_jit, shard them before by axonym.shard, or restore them there: "
+            "axonym.state.restore_checkpoint takes a placement and a mesh."
         ) from refused
     # The devices of a tracer in an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: on_mesh(x) if isinstance(x, Tracer) else x, (args, kwargs))
