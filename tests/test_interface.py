@@ -51,7 +51,7 @@ SIGNATURES: dict[str, str] = {
     "cumsum": "(a, axis, dtype=None)",
     "logsumexp": "(array, axis=None, *, where=None)",
     "named": "(a, axis)",
-    "make_axes": "(**sizes)",
+    "make_axes": "(*names, **sizes)",
     "axis.replace_axis": "(axis_spec, old, new)",
 }
 

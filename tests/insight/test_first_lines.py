@@ -172,7 +172,7 @@ class Planted:
 ROUTED = {"batch": "rows", "experts": "columns"}
 FAULTS: dict[str, Planted] = {
     "weights are gathered for their decay": Planted(
-        decayed_without_shards, r"gathered{here} by a placement, (?:outside|although) .*w/scores.* Try: leave the placement out"
+        decayed_without_shards, r"gathered{here} by a placement, (?:outside|although) .*w/scores.* Try: leave the"
     ),
     "a forward pass for a metric": Planted(
         measured_again, r"25% .* a forward pass .* second time.*{here}.* Try: .*has_aux"
