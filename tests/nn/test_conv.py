@@ -571,3 +571,31 @@ def test_a_gradient_that_is_no_batch_of_products() -> None:
     with jax.set_mesh(axn.make_mesh({"data": 2})):
         found = jax.block_until_ready(jax.jit(gradient)(x))
     np.testing.assert_allclose(found.array, expected.array, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
+def test_gradients_where_the_input_is_sharded_under_other_names(kind: str, size: int) -> None:
+    """Rematerialised, and beside the result; XLA added up copies of the gradient of a kernel of one position."""
+    x = axn.random.normal(jax.random.key(0), {"channels": 3, "time": 4})
+    layer = getattr(axn.nn, kind).init(
+        "time", axn.Axis("channels", 3), axn.Axis("out", 2), size, dilation=3, padding="SAME", use_bias=False,
+        key=jax.random.key(1),
+    )  # fmt: skip
+
+    def loss(stored: axn.NamedArray) -> Any:
+        x = stored.rename({"stored channels": "channels", "stored time": "time"})
+        y = axn.sqrt(axn.sum(axn.square(axn.flip(x, "time")), "channels") + 1) - layer(x)
+        return axn.sum(y * axn.cos(axn.arange(axn.Axis("time", 4)))).scalar(), y
+
+    step = jax.grad(jax.checkpoint(loss), has_aux=True)
+    stored = x.rename({"channels": "stored channels", "time": "stored time"})
+    expected = jax.jit(step)(stored)
+    mapping = {"stored channels": "x", "stored time": "y"}
+    mesh = axn.make_mesh({"x": 3, "y": 2}, devices=jax.devices()[:6])
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        placed = axn.shard(stored)
+        assert placed.array.sharding.spec == jax.P("x", "y")
+        found = jax.tree.leaves(axn.named_jit(step)(placed))
+    for a, b in zip(found, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

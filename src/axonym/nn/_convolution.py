@@ -190,9 +190,13 @@ def convolve_at_once(
 def _convolve_on_mesh(
     x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
 ) -> jax.Array:
-    """Apply a convolution as one operation, unless XLA may take it, or its gradient, for a batch of products."""
+    """Apply a convolution as one operation, unless XLA may take it, or its gradient, for a batch of products.
+
+    With one position in the kernel it is a single product, whose gradient XLA partitions rightly also if the input is
+    sharded in a way that is not known here.
+    """
     gaps = zip(of.strides, of.input_dilation, of.dilation, strict=True)
-    if any(d > 1 and (s > 1 or g > 1) for s, g, d in gaps):
+    if all(weight.shape[i] == 1 for i in numbers.rhs_spec[2:]) or any(d > 1 and (s > 1 or g > 1) for s, g, d in gaps):
         return convolve_by_products((), x, weight, of, numbers)
     return convolve_at_once(x, weight, of, numbers)
 
