@@ -47,7 +47,6 @@ SEARCHES = {
             "dataloader",
             "DDP",
             "nn.Parameter",
-            "isel",
             "nn.Rngs",
             "unsqueeze",
         )
@@ -70,7 +69,6 @@ SEARCHES = {
             "resume training": "save-checkpoints-and-resume-training",
             "learning rate schedule": "set-a-learning-rate-schedule-warmup-or-gradient-clipping",
             "weight decay": "exclude-biases-and-norms-from-weight-decay",
-            "gradient accumulation": "accumulate-gradients-over-microbatches",
             "use bfloat16": "use-mixed-precision-bfloat16-or-float8",
             "make an attention mask": "make-an-attention-mask",
             "gradient checkpointing": "save-memory-gradient-checkpointing-rematerialization-offloading",
@@ -78,6 +76,8 @@ SEARCHES = {
             "custom kernel": "write-a-custom-kernel-with-pallas-or-triton",
         }.items()
     },
+    "isel": "api/other_libraries.html#axonym.Coordinates.isel",
+    "gradient accumulation": "training.html#gradient-accumulation",
     "split axes": "api/layout.html#splitting-and-merging-axes",
     "mixture of experts": "nn.html#mixtures-of-experts",
     "out of memory": "troubleshooting.html#resource_exhausted-out-of-memory-oom",
