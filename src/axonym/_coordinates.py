@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import xarray
 
 Positions = dict[str, Any]
-"""What `x[...]` takes: for each axis a slice, a position, or an array of positions."""
+"""The positions that `x[...]` takes: for each axis a slice, a number, or an array of numbers."""
 
 
 @jax.tree_util.register_static
@@ -54,14 +54,14 @@ class Coordinates(Mapping[str, Any]):
         self._hash: int | None = None
 
     @classmethod
-    def _of(cls, data: Any) -> Coordinates:
+    def _from_dataset(cls, data: Any) -> Coordinates:
         """Return the coordinates in a dataset, the variables of which hold the attributes of the arrays."""
         found = cls({})
         found._data = data
         return found
 
     def __getitem__(self, name: str) -> xarray.DataArray:
-        """Return a coordinate, or what a date has: `coords["time.month"]`."""
+        """Return a coordinate, or a part of its dates: `coords["time.month"]`."""
         return self._data.coords[name] if name in self._data.coords or "." not in name else self._data[name]
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,7 +98,7 @@ class Coordinates(Mapping[str, Any]):
         if missing := [n for n in asked if n not in self._data.sizes]:
             raise ValueError(errors.missing_axes("isel", missing, [*map(str, self._data.sizes)]))
         arrays = {n: a for n, a in asked.items() if isinstance(a, NamedArray)}
-        return Coordinates._of(
+        return Coordinates._from_dataset(
             self._data.isel(asked | {n: xarray.Variable(a.names, np.asarray(a.array)) for n, a in arrays.items()})
         )
 
@@ -117,7 +117,7 @@ class Coordinates(Mapping[str, Any]):
             if name not in self._data.indexes:
                 known = errors.suggestion(name, map(str, self._data.indexes))
                 raise KeyError(f"sel: there are no coordinates {name!r} to select by in {self!r}.{known}")
-        found = self._positions(self._places().sel(values, method=method, tolerance=tolerance))
+        found = self._changed_positions(self._positions_as_data().sel(values, method=method, tolerance=tolerance))
         for name, asked in values.items():
             if isinstance(asked, slice) and self._data.indexes[name].size and found.get(name) == slice(0, 0, 1):
                 index = self._data.indexes[name]
@@ -142,7 +142,11 @@ class Coordinates(Mapping[str, Any]):
         {'lat': array([1, 2, 0])}
         """
         (axis,) = self[name].dims
-        return {str(axis): _as_index(self._places().sortby(name, ascending=not descending)[f"#{axis}"].variable, axis)}
+        return {
+            str(axis): _as_index(
+                self._positions_as_data().sortby(name, ascending=not descending)[f"#{axis}"].variable, axis
+            )
+        }
 
     def align(self, *others: Coordinates, join: Literal["exact", "inner"] = "exact") -> tuple[Positions, ...]:
         """Return positions at which these and other coordinates are equal along all axes that they share.
@@ -162,8 +166,8 @@ class Coordinates(Mapping[str, Any]):
         import xarray
 
         every = (self, *others)
-        places = xarray.align(*(c._places()[[f"#{n}" for n in c._data.sizes]] for c in every), join="inner")
-        return tuple([c._positions(d) for c, d in zip(every, places, strict=True)])
+        places = xarray.align(*(c._positions_as_data()[[f"#{n}" for n in c._data.sizes]] for c in every), join="inner")
+        return tuple([c._changed_positions(d) for c, d in zip(every, places, strict=True)])
 
     def areas(self, lat: str = "lat") -> NamedArray:
         """Return the shares of the area of a sphere that rows of cells around latitudes have, as weights.
@@ -179,11 +183,11 @@ class Coordinates(Mapping[str, Any]):
         share[order] = np.diff(np.sin(edges)) / 2
         return NamedArray(jnp.asarray(share), tuple(map(str, index.dims)))
 
-    def _places(self) -> Any:
+    def _positions_as_data(self) -> Any:
         """Return a dataset with the positions along each axis."""
         return self._data.coords.to_dataset().assign({f"#{n}": (n, np.arange(m)) for n, m in self._data.sizes.items()})
 
-    def _positions(self, places: Any) -> Positions:
+    def _changed_positions(self, places: Any) -> Positions:
         """Return the positions along the axes that have others than before."""
         found = {str(n): _as_index(places[f"#{n}"].variable, n) for n in self._data.sizes if f"#{n}" in places}
         return {
@@ -218,14 +222,14 @@ def merged(what: str, *several: Coordinates) -> Coordinates:
             if mine is None or (c.dims and not mine.dims):
                 new[name] = c
             elif c.dims and not mine.variable.equals(c.variable):
-                raise ValueError(f"{what}: the coordinates {name!r} are not the same: {_difference(mine, c)}")
+                raise ValueError(f"{what}: the coordinates {name!r} are not the same: {_describe_difference(mine, c)}")
             elif not mine.dims and not mine.variable.equals(c.variable):
                 gone.append(name)
         first = first.drop_vars([*gone, *first.coords.keys() & new.keys()]).assign_coords(new)
-    return Coordinates._of(first)
+    return Coordinates._from_dataset(first)
 
 
-def _difference(a: Any, b: Any) -> str:
+def _describe_difference(a: Any, b: Any) -> str:
     """Say how coordinates differ first, and the way out."""
     if a.dims != b.dims or a.shape != b.shape:
         said = f"they are along {errors.describe_axes(a.dims, a.shape)} and {errors.describe_axes(b.dims, b.shape)}"
@@ -244,7 +248,7 @@ def groups(labels: Any, every: str | None = None) -> tuple[Axis, NamedArray, Coo
     label has the group -1, which is none.
 
     Arguments:
-        labels: labels as a `DataArray`, such as `coords["time.month"]`, whose name is that of the axis of groups.
+        labels: labels as a `DataArray`, such as `coords["time.month"]`. Its name is the name of the axis of groups.
         every: put dates of one period into a group, named as in xarray's `resample`: `"1D"`, `"MS"`. The dates are in
             ascending order; periods without dates are left out.
 

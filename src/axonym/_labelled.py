@@ -50,7 +50,7 @@ class Labelled:
         >>> x.isel(x.coords.flip("lat")).coords["lat"].values.tolist()
         [60.0, 0.0, -60.0]
         """
-        asked, several = {**(positions or {}), **more}, len(_arrays(self.array)) > 1
+        asked, several = {**(positions or {}), **more}, len(_named_arrays_in(self.array)) > 1
 
         def selected(x: NamedArray) -> NamedArray:
             return x[{n: at for n, at in asked.items() if not several or n in x.names}]
@@ -98,10 +98,10 @@ class Labelled:
         data, new = together._data, Coordinates({} if coords is None else coords)._data.coords
         kept = _kept_axes(f, args, result) - {*new.dims}
         lost = [n for n, c in data.coords.items() if n in new or not kept.issuperset(c.dims)]
-        return Labelled(result, Coordinates._of(data.drop_vars(lost).assign_coords(new)))
+        return Labelled(result, Coordinates._from_dataset(data.drop_vars(lost).assign_coords(new)))
 
 
-def _unflattened(coords: Coordinates, children: Any) -> Labelled:
+def _labelled_of_parts(coords: Coordinates, children: Any) -> Labelled:
     """Return a labelled array without checks, since trees are also made of what is no array."""
     found = object.__new__(Labelled)
     (found.array,), found.coords = children, coords
@@ -109,11 +109,12 @@ def _unflattened(coords: Coordinates, children: Any) -> Labelled:
 
 
 jax.tree_util.register_pytree_with_keys(
-    Labelled, lambda x: (((jax.tree_util.GetAttrKey("array"), x.array),), x.coords), _unflattened
+    Labelled, lambda x: (((jax.tree_util.GetAttrKey("array"), x.array),), x.coords), _labelled_of_parts
 )
 
 
-def _arrays(tree: Any) -> list[NamedArray]:
+def _named_arrays_in(tree: Any) -> list[NamedArray]:
+    """Return the named arrays of a tree, in order."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_named_array) if is_named_array(x)]
 
 
@@ -136,10 +137,10 @@ def _kept_axes(f: Callable[..., Any], args: Sequence[Any], result: Any) -> set[s
                 program = jax.make_jaxpr(call)(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), at))
         except (RuntimeError, ValueError):  # the function needs a mesh, or has arrays whose types do
             program = jax.make_jaxpr(call)(at)
-    given = [(x, isinstance(args[i], Labelled)) for i, tree in at.items() for x in _arrays(tree)]
+    given = [(x, isinstance(args[i], Labelled)) for i, tree in at.items() for x in _named_arrays_in(tree)]
     found = unmoved_axes(program.jaxpr, [x.names if labelled else [""] * x.ndim for x, labelled in given])
     moved, kept = set[str](), set[str]()
-    for x, own in zip(_arrays(result), found, strict=True):
+    for x, own in zip(_named_arrays_in(result), found, strict=True):
         for name, axis in zip(x.names, own, strict=True):
             single = x.shape[name] == 1 and any(y.shape.get(name) == 1 for y, _ in given)
             (kept if axis == name or single else moved).add(name)
@@ -148,7 +149,7 @@ def _kept_axes(f: Callable[..., Any], args: Sequence[Any], result: Any) -> set[s
 
 def fitting(what: str, coords: Coordinates, tree: Any) -> Coordinates:
     """Return the coordinates whose axes all exist."""
-    data, sizes = coords._data, {n: s for x in _arrays(tree) for n, s in x.shape.items()}
+    data, sizes = coords._data, {n: s for x in _named_arrays_in(tree) for n, s in x.shape.items()}
     kept = data.drop_vars([n for n, c in data.coords.items() if not sizes.keys() >= {*c.dims}])
     for name, coordinate in kept.coords.items():
         for axis, size in zip(coordinate.dims, coordinate.shape, strict=True):
@@ -157,4 +158,4 @@ def fitting(what: str, coords: Coordinates, tree: Any) -> Coordinates:
                     f"{what}: coordinate {name!r} has {size} values along {axis!r}, and the arrays have "
                     f"{sizes[axis]}. Select the same part of the coordinates by `coords.isel`, or leave them out."
                 )
-    return Coordinates._of(kept)
+    return Coordinates._from_dataset(kept)

@@ -77,7 +77,7 @@ def _as_reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrN
     return operator
 
 
-def _matmul(self: NamedArray, other: Never) -> Any:
+def _refuse_matmul(self: NamedArray, other: Never) -> Any:
     # Typed so that a checker refuses every operand.
     shared = [name for name in self.names if name in getattr(other, "names", ())]
     axis = repr(shared[0]) if len(shared) == 1 else "..."
@@ -175,7 +175,7 @@ class Methods:
     __le__ = _as_operator(elementwise.less_equal)
     __gt__ = _as_operator(elementwise.greater)
     __ge__ = _as_operator(elementwise.greater_equal)
-    __matmul__ = __rmatmul__ = _matmul
+    __matmul__ = __rmatmul__ = _refuse_matmul
 
     # Methods rather than assignments: type checkers would give these names the types that they have on `object`.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -57,7 +57,7 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
     # A variable without axes holds the attributes of each array.
     named = data.data_vars if isinstance(found, dict) else {} if data.name is None else {data.name: data}
     about = {name: ((), 0, array.attrs) for name, array in named.items() if name not in data.coords}
-    return arrays, Coordinates._of(data.coords.to_dataset().assign(about).assign_attrs(data.attrs))
+    return arrays, Coordinates._from_dataset(data.coords.to_dataset().assign(about).assign_attrs(data.attrs))
 
 
 def _from_xarray(data: Any, problems: list[str]) -> Any:

@@ -311,3 +311,9 @@ def test_areas() -> None:
         found = axn.Coordinates({"lat": values.values}).areas()
         np.testing.assert_allclose(found.array, cosines, rtol=1e-5)
         assert abs(found.sum().item() - 1) < 1e-6
+
+
+def test_names_of_axes_have_any_characters() -> None:
+    x = axn.Labelled(axn.arange({"~lat": 3, "#x": 2}), {"~lat": [1, 2, 3], "#x": [0, 1]})
+    assert [*x.map(lambda x: x + 1).coords] == ["~lat", "#x"]
+    assert [*x.map(axn.flip, "~lat").coords] == ["#x"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import axonym as axn
 from axonym.ops.updating import updated_slice
@@ -141,6 +141,7 @@ def test_adding(problem: tuple[axn.NamedArray, dict[str, Any]], random: Any) -> 
 
 @FEW
 @given(index_problems())
+@example((axn.arange({"c": 4, "b": 3}), {"b": axn.ds(3, 0)}))  # an empty slice at the end
 def test_what_is_written_is_read_back(problem: tuple[axn.NamedArray, dict[str, Any]]) -> None:
     x, index = problem
     assert np.all(np.asarray(x.at[index].set(77)[index].array) == 77)

@@ -106,7 +106,7 @@ class OnShards:
         """Return the number of shards over some mesh axes."""
         return math.prod(self.sizes[a] for a in over)
 
-    def _divided(self, over: Layout) -> Layout:
+    def _without_single_devices(self, over: Layout) -> Layout:
         """Leave out mesh axes of size 1, which divide nothing."""
         return tuple([tuple([a for a in own if a.startswith("#") or self.sizes[a] != 1]) for own in over])
 
@@ -124,7 +124,7 @@ class OnShards:
         Partial sums are added up, except over the mesh axes `sums`; over these, the first device has a complete value,
         and others have zeros.
         """
-        to = self._divided(to)
+        to = self._without_single_devices(to)
         here, changed = x.here, [i for i, (own, new) in enumerate(zip(x.over, to, strict=True)) if own != new]
         if total := tuple(sorted(x.sums - sums)):
             self._refuse(eqn, total, False)
@@ -183,7 +183,9 @@ class OnShards:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Shard]) -> list[Shard]:
         """Run a program that was traced for complete axes, and return its results in layouts that follow."""
-        known = {v: x._replace(over=self._divided(x.over)) for v, x in zip(jaxpr.invars, args, strict=True)}
+        known = {
+            v: x._replace(over=self._without_single_devices(x.over)) for v, x in zip(jaxpr.invars, args, strict=True)
+        }
         known |= zip(jaxpr.constvars, map(_complete_value, consts), strict=True)
 
         def read(v: Any) -> Shard:

@@ -20,7 +20,7 @@ _PLAIN = re.compile(r"[^\w.\- ]")
 """Matches characters that a name must not have in a scope."""
 
 CHOICE = "attention by "
-"""How the name of an operation begins that says which implementation runs, and why."""
+"""The beginning of the names of operations that say which implementation runs, and why."""
 
 _NUMBER = re.compile(r"#\d")
 """Matches a number that stands for a name: see `shared` in `axonym.ops._kernels`."""

@@ -19,9 +19,9 @@ class OneHot(NamedTuple):
     """An operand of a product that tells an index from others, as `one_hot` makes."""
 
     before: int
-    """How many of its rows are summed."""
+    """The number of its rows that are summed."""
     after: int
-    """How many rows it makes of them."""
+    """The number of rows in the result."""
     looks_up: bool
     """True if the sum is over the numbers that the index may have."""
 

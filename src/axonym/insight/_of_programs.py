@@ -250,7 +250,7 @@ def _widened(products: Sequence[Product]) -> dict[str, Any]:
 
 
 _SLACK = 4
-"""How many times as many rows as there were count as mostly empty: two choices, with twice the even share."""
+"""The factor by which rows must grow to count as mostly empty: two choices, with twice the even share."""
 
 
 def _one_hot(products: Sequence[Product]) -> Iterator[AvoidableWork]:

@@ -32,7 +32,7 @@ class Schedule:
         """By the name of an exchange: the cycles between its start and its end, 0 if it is synchronous; None if the end
         is elsewhere, such as in the next turn of a loop."""
         self.unknown = Counter[str]()
-        """What the cycles leave out, and how often."""
+        """The operations whose cycles are not known, and how many there are of each."""
         self._program = program
         self.cycles = self._run(program.entry)
         """The cycles of computing in a call."""

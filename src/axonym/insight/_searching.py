@@ -26,8 +26,8 @@ from .linked_chips import Islands
 from .report import Report
 
 NEAR = 1.1
-"""How much longer than others a mapping may take that divides no axis of the model across slices, to come before them:
-networks differ by more."""
+"""The factor by which a mapping that divides no axis of the model across slices may take longer than others, and still
+comes before them: networks differ by more."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -502,7 +502,7 @@ def _gathered_parameters(report: Figures) -> _Found:
         if c.kind == "all-gather" and c.parameters and (c.operation or "").startswith("shard[")
         if not c.phase or any(report.mapping.get(n) for n in c.gathered)
         # From JAX 0.12 on, XLA lays what an operation gathers to the placement of the arguments.
-        if not (c.reason or "").endswith("all-gathered where it is used")
+        if not c.stored
     ]
     by_line: dict[Source | None, list[Collective]] = {}
     for c in found:
@@ -540,7 +540,7 @@ _AVOIDABLE = {
         "use what the differentiated function computes, by has_aux=True, or run it in few steps only.",
     ),
 }
-"""What is said of work that could be left out, and what to try."""
+"""For each kind of avoidable work, the words of a report and the advice."""
 
 
 def _avoidable(report: Figures) -> _Found:

@@ -189,7 +189,7 @@ def require_in_range(checked: Sequence[Any]) -> None:
         positions = raw(positions)
         if type(size) is not int or isinstance(positions, (int, Tracer)):  # a size may be symbolic
             continue
-        label, slack = ("an index", 0) if width is None else ("the start of a slice", max(width - 1, 0))
+        label, slack = ("an index", 0) if width is None else ("the start of a slice", width - 1)
         require_positions("Indexing", label, positions, Axis(name, size), None, _WAY_OUT, True, slack)
 
 

@@ -199,7 +199,8 @@ def require_positions(
         ignored: another number that is allowed.
         way_out: advice, for the message.
         from_end: whether negative numbers count from the end.
-        slack: how many of the last positions are out of range, too, such as for the starts of slices.
+        slack: the number of last positions that are out of range, too, such as for the starts of slices; -1 allows the
+            end itself, at which an empty slice may start.
     """
     array = known_values(raw(x)) if jnp.issubdtype(x.dtype, jnp.integer) else None
     if array is None or not array.size:

@@ -187,7 +187,7 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
         width = update.axis_size(axis.name) if axis.name in update.names else 1
         number, label = isinstance(v, (int, np.integer)), "the start of a slice"
         require_positions(
-            "updated_slice", label, np.asarray(v) if number else v, axis, from_end=not number, slack=max(width - 1, 0)
+            "updated_slice", label, np.asarray(v) if number else v, axis, from_end=not number, slack=width - 1
         )
     return result
 
