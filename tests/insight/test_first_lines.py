@@ -60,7 +60,10 @@ def descended(w: Tree, gradients: Tree) -> Tree:
     return jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), w, gradients)
 
 
-def trained(model: Model = Model()) -> Callable[..., Any]:
+PLAIN = Model()
+
+
+def trained(model: Model = PLAIN) -> Callable[..., Any]:
     def step(w: Tree, ids: axn.NamedArray) -> Any:
         value, gradients = jax.value_and_grad(model.loss)(w, ids)
         return value, descended(w, gradients)
