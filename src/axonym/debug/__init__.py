@@ -1,4 +1,4 @@
-"""Show the shardings of a tree's arrays, draw arrays, and find common mistakes in models."""
+"""Show the shardings of a tree's arrays, draw arrays, and find common mistakes in models. May change before 1.0."""
 
 from .._display import Shown as Shown, describe_devices as describe_devices, show as show
 from ..named_array import describe_array as describe_array

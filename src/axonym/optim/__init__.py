@@ -1,4 +1,4 @@
-"""Optimizers that see the matrices of a model by the names of their axes, in Optax's style.
+"""Optimizers that see the matrices of a model by the names of their axes, in Optax's style. May change before 1.0.
 
 Optax's own transformations see arrays by position: `optax.contrib.muon` takes each array of rank two for a matrix from
 its first axis to its second. So it orthogonalizes a stack of biases across layers, gives a stack of weights to Adam,
