@@ -296,7 +296,8 @@ def _use_instead(called: str, name: str | None) -> str:
     from .core import foreign_names  # as the modules below, only for programs that are about to stop
 
     found = _named_function(name) if name else None
-    way_out = f"use `{found}`" if found else "axonym has none of that name; use `axonym.lift`"
+    more = f", in a loss of Optax `{foreign_names.LOSSES[name]}`" if name in foreign_names.LOSSES else ""
+    way_out = f"use `{found}`{more}" if found else "axonym has none of that name; use `axonym.lift`"
     if name and not found and (hint := foreign_names.in_package("axonym", name)):
         return f"{called} works by position and does not take a NamedArray.{hint} Or pass the raw array, `x.array`."
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."

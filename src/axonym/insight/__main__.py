@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         sizes = _mesh_sizes(options.mesh)
+        print(f"Explaining {options.case} on {options.mesh}.", file=sys.stderr, flush=True)  # it may take minutes
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
         module, (step, *args) = _case(options.case)
