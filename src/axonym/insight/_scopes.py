@@ -201,17 +201,43 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         return own.format(_said(found))
     rows = {a.name for term in op.results for a in term}
     if kind in ("all-reduce", "reduce-scatter"):
-        of_gradient = _reason_of_gradient(op, over) if _is_of_gradient(op, when) else None
-        return of_gradient or _reason_of_sum(op, over, rows)
+        if _is_of_gradient(op, when):
+            # The sizes of groups have no gradient.
+            terms = [[a.name for a in term] for term in (op.operands[:2] if op.name == "MoELinear" else op.operands)]
+            sums = [(own, _reason_of_sum(op, over, own)) for own in terms]
+            causes = dict.fromkeys(f"the gradient of [{', '.join(own)}] {why}" for own, why in sums if why)
+            if causes:
+                return "; or ".join(causes)
+        return _reason_of_sum(op, over, rows)
     stored = stored_over(op.operands, over)
     if kind == "all-gather" and gathered:
-        return _reason_of_gather(op, over, gathered, stored)
+        if set(gathered) <= {a.name for a in stored}:
+            where = f"stored sharded over {described_axes(over)}, and all-gathered where it is used"
+            return f"{' and '.join(gathered)} is {where}"
+        if op.name == "index" and stored:
+            table = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
+            return f"looks up all of {described_axes(gathered)} in each shard of {table}"
+        if op.name == "shard":
+            return reason_of_placement(gathered, (), over)
+        found = [a for a in _sharded(op, over) if a.name in gathered]
+        if len(found) == len(gathered):
+            return f"needs all of {_said(found)}"
+        came = f"{described_axes(gathered)} came sharded over {described_axes(over)}, by no active mapping"
+        return f"{came}, and is all-gathered where it is used"
     if op.name == "dispatch" and kind.endswith("all-to-all"):
         found = [a for a in _sharded(op, over) if a.name not in rows]
         if _covers(found, over):
             return f"sends rows to {_said(found)}, or results back"
     if kind in ("collective-permute", "all-to-all"):
-        return _reason_of_move(op, kind, over, stored)
+        found = _sharded(op, over)
+        # The collective moves shards along an axis that the operation has over these mesh axes.
+        if not stored and (names := " or ".join(a.name for a in found if _covers([a], over))):
+            which = f"{names}, which is sharded over {described_axes(over)}"
+            trade = f"trades shards along {which}, for shards along another axis, or back"
+            return f"moves shards along {which}" if kind == "collective-permute" else trade
+        if kind == "all-to-all" and len(stored) == len(found) == 1:
+            where = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
+            return f"exchanges shards of {where}, for shards of {found[0].name}"
     return None
 
 
@@ -226,61 +252,20 @@ def _reason_of_sum(op: ScopedOperation, over: Collection[str], kept: Collection[
     return f"sums over {_said(found)}" if _covers(found, over) else None
 
 
-def _reason_of_gradient(op: ScopedOperation, over: Collection[str]) -> str | None:
-    # The sizes of groups have no gradient.
-    terms = [[a.name for a in term] for term in (op.operands[:2] if op.name == "MoELinear" else op.operands)]
-    sums = [(own, _reason_of_sum(op, over, own)) for own in terms]
-    causes = dict.fromkeys(f"the gradient of [{', '.join(own)}] {why}" for own, why in sums if why)
-    return "; or ".join(causes) or None
-
-
-def _reason_of_gather(
-    op: ScopedOperation, over: Collection[str], gathered: Collection[str], stored: Sequence[NamedAxis]
-) -> str:
-    if set(gathered) <= {a.name for a in stored}:
-        return (
-            f"{' and '.join(gathered)} is stored sharded over {described_axes(over)}, and all-gathered where it is used"
-        )
-    if op.name == "index" and stored:
-        table = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
-        return f"looks up all of {described_axes(gathered)} in each shard of {table}"
-    if op.name == "shard":
-        return reason_of_placement(gathered, (), over)
-    found = [a for a in _sharded(op, over) if a.name in gathered]
-    if len(found) == len(gathered):
-        return f"needs all of {_said(found)}"
-    came = f"{described_axes(gathered)} came sharded over {described_axes(over)}, by no active mapping"
-    return f"{came}, and is all-gathered where it is used"
-
-
-def _reason_of_move(op: ScopedOperation, kind: str, over: Collection[str], stored: Sequence[NamedAxis]) -> str | None:
-    found = _sharded(op, over)
-    # The collective moves shards along an axis that the operation has over these mesh axes.
-    if not stored and (names := " or ".join(a.name for a in found if _covers([a], over))):
-        which = f"{names}, which is sharded over {described_axes(over)}"
-        trade = f"trades shards along {which}, for shards along another axis, or back"
-        return f"moves shards along {which}" if kind == "collective-permute" else trade
-    if kind == "all-to-all" and len(stored) == len(found) == 1:
-        name = stored[0].name
-        where = f"{name}, which is stored sharded over {described_axes(over)}"
-        return f"exchanges shards of {where}, for shards of {found[0].name}"
-    return None
-
-
-def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> str:
+def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> Said:
     """Explain that a placement needs all of some axes, or shards along others."""
     does = f"replicates {described_axes(gathered)}" if gathered else f"shards another axis than {described_axes(moved)}"
-    return f"a placement {does}, which came sharded over {described_axes(over)}"
+    return Said(f"a placement {does}, which came sharded over {described_axes(over)}", "placement")
 
 
 def reason_of_use(
     op: ScopedOperation, user: ScopedOperation | None, gathered: Collection[str], moved: Collection[str]
-) -> str:
+) -> Said:
     """Explain that a user of an array needs all of some axes, or shards along others. It may be code without names."""
     axes = dict.fromkeys(a for term in (*op.results, *op.operands) for a in term)
     said = _said([a for a in axes if a.name in (*gathered, *moved)])
     who = "code without names" if user is None else user.name
-    return f"{who} needs {'all of' if gathered else 'shards along another axis than'} {said}"
+    return Said(f"{who} needs {'all of' if gathered else 'shards along another axis than'} {said}", "" if user else who)
 
 
 def stored_over(terms: Sequence[Term], over: Collection[str]) -> list[NamedAxis]:
