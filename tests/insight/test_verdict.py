@@ -53,7 +53,7 @@ def test_all_forms_say_the_same_words() -> None:
     text, page = str(report), html.unescape(re.sub("<[^>]*>", "", report.to_html()))
     words = [report.verdict.binds, report.verdict.explanation]
     words += [str(finding) for finding in report.verdict.suspicious]
-    words += [line for _, lines in report.verdict.sections() for line in lines]
+    words += [*report.verdict.costliest, ", ".join(report.verdict.fine)]
     assert len(words) >= 7 and text.splitlines()[2].startswith("- fix: The mapping shards kv_heads over model")
     for word in words:
         assert word in text, word

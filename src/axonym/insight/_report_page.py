@@ -221,13 +221,21 @@ def _memory(report: Report, words: Words) -> Html:
         held = needed_memory(report) or 0
         of = f" of {describe_bytes(capacity)} ({percent(held / capacity)})" if capacity else ""
         least = " at least, by names" if report.by == "names" else ""
-        replace = ", if results take the place of arguments" if held != memory.total else ""
         kinds = (("arguments", ""), ("results", "mid"), ("temporaries", "temporary"))
         sizes = (memory.arguments, held - memory.arguments - memory.temporaries, memory.temporaries)
         each = listed([f"{describe_bytes(n)} of {kind}" for (kind, _), n in zip(kinds, sizes, strict=True)])
-        parts.append(element("p", element("b", describe_bytes(held)), f"{of}{least}: ", each, f"{replace}."))
+        parts.append(element("p", element("b", describe_bytes(held)), f"{of}{least}: ", each, "."))
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
+        known = {"if results take no place of arguments": memory.total}
+        if timeline is not None and timeline.held:
+            known["at the peak of the step, where each array is from when it is made until it is last used"] = (
+                timeline.peak
+            )
+        for what, n in known.items():
+            if n != held:
+                by = f", {describe_bytes(abs(n - held))} {'more' if n > held else 'less'}"
+                parts.append(element("p", f"{describe_bytes(n)} {what}{by}.", class_="small"))
     if timeline is not None and timeline.held:
         others = held_beside_arguments(timeline)
         arguments = sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others)
