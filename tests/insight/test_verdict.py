@@ -292,7 +292,10 @@ def test_results_are_the_arguments_of_the_next_step() -> None:
     state = {"bounds": bounds, "memory": Memory(arguments=50, results=45, aliased=0, temporaries=5)}
     fits = dataclasses.replace(replicated(), **state)
     assert not fits.verdict.binds.startswith("This does not fit") and "The step needs" not in of_report(fits)
-    assert "55 B of 60 B" in fits.to_html() and "if results take the place of arguments" in fits.to_html()
+    assert (
+        "55 B of 60 B" in fits.to_html()
+        and "100 B if no result takes the place of an argument, 45 B more" in fits.to_html()
+    )
     too_large = dataclasses.replace(fits, undonated=("w",))
     assert too_large.verdict.binds == "This does not fit: 100 B of 60 B." and "fix: The step needs" in of_report(
         too_large

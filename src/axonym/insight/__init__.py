@@ -22,7 +22,6 @@ from .contracts import (
     snapshot as snapshot,
 )
 from .cost_model import Bounds as Bounds, Estimate as Estimate
-from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
 from .linked_chips import Islands as Islands
 from .page import Page as Page
@@ -36,4 +35,4 @@ from .records import (
 )
 from .report import Report as Report
 from .verdict import Suspicion as Suspicion, Verdict as Verdict
-from .verifying import Verification as Verification, verify as verify
+from .verifying import FirstDifference as FirstDifference, Verification as Verification, verify as verify

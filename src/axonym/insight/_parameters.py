@@ -70,15 +70,8 @@ def report_of(
 ) -> Report:
     """Report on a step, from what was read of a program, or worked out by names.
 
-    Arguments:
-        given: all arrays in the arguments.
-        held: what devices hold of them.
-        kinds: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
-            return its gradient, nor an update.
-        mappings: the compute and the parameter mapping.
-        converted: by path, the dtype to which the step converts an argument once it is gathered.
-        looked_up: by line, the table of which it looks rows up.
-        **more: other fields of the report.
+    `kinds` are those of the results: an argument of another one is no parameter, as the step returns no update of it.
+    `converted` has by path the dtype that an argument gets once it is gathered, `looked_up` by line the table of rows.
     """
     sizes = Counter[str]()
     for x in held:

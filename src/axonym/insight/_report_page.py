@@ -227,7 +227,7 @@ def _memory(report: Report, words: Words) -> Html:
         parts.append(element("p", element("b", describe_bytes(held)), f"{of}{least}: ", each, "."))
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
-        known = {"if results take no place of arguments": memory.total}
+        known = {"if no result takes the place of an argument": memory.total}
         if timeline is not None and timeline.held:
             known["at the peak of the step, where each array is from when it is made until it is last used"] = (
                 timeline.peak
@@ -331,11 +331,7 @@ def _arguments(report: Report, words: Words) -> Html:
 
 
 class _Transfers:
-    """The transfers of a report, the ones of repeated layers together, and the lines of code around them.
-
-    Arguments:
-        source: whether there are lines of code.
-    """
+    """The transfers of a report, the ones of repeated layers together, and on request the lines of code around them."""
 
     def __init__(self, report: Report, words: Words, source: bool):
         self._report, self._words = report, words
@@ -402,7 +398,7 @@ class _Transfers:
             code(str(c.source)) if c.source else element("span", "no line", class_="small"),
             class_="row",
         )
-        details = {
+        details: dict[str, str] = {
             "why": self._words.said(c.reason or "not known"),
             "array": joined([self._words.array(c.array), " on each device"]),
             "sent": joined([size, self._time(found), f"among {c.devices} devices"], ", "),
@@ -412,7 +408,7 @@ class _Transfers:
             hidden = "no: computing hides it" if c.beside else overlapped
             seconds = sum(map(waited, found))
             details["exposed"] = f"{overlapped}, about {described_seconds(seconds)}" if seconds else hidden
-        details["operation"] = code(c.operation) if c.operation else html("no named operation")
+        details["operation"] = code(c.operation) if c.operation else "no named operation"
         listed = element("dl", *(part for k, v in details.items() for part in (element("dt", k), element("dd", v))))
         return folded(row, listed, self._code(found))
 
@@ -422,7 +418,7 @@ class _Transfers:
         known = [c for c in self._report.collectives if c.axes == axes and c.total_sent is not None]
         # The bound has the branches that send least.
         whole = total_sent(known, least=True)
-        if bounds is None or axes not in bounds.links or found[0].in_branch or not whole:
+        if bounds is None or axes not in bounds.links or found[0].branches or not whole:
             return None
         return described_seconds(bounds.links[axes] * known_sent(found) / whole)
 

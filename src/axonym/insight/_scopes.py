@@ -105,15 +105,9 @@ def array(
     mesh: Mapping[str, int],
     exchanged: Mapping[int, Collection[str]],
 ) -> Array | None:
-    """Find the operand or result of which an array on one device is a shard.
+    """Find the operand or result of which an array on one device is a shard, of one or several with the same axes.
 
-    Returns None if there is none, or if there are several with different axes.
-
-    Arguments:
-        kind: the kind of the collective that carries it.
-        when: its phase.
-        sizes: the sizes of the array on each device.
-        exchanged: by position, the mesh axes over which the array is gathered, and so not sharded.
+    A collective of this kind carries it. `exchanged` has, by position, the mesh axes over which it is gathered.
     """
     matched = {term: _match(term, sizes, mesh, exchanged) for term in (*op.operands, *op.results)}
     found = None

@@ -100,16 +100,6 @@ class Collective:
         return None if self.sent is None or self.times is None else self.sent * self.times
 
     @property
-    def in_branch(self) -> bool:
-        """Return whether it runs only if a condition has a certain value.
-
-        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-        >>> [c.in_branch for c in report.collectives]
-        []
-        """
-        return bool(self.branches)
-
-    @property
     def mean_sent(self) -> int | None:
         """Return the bytes that each device sends in a call if each branch of a conditional runs equally often.
 
@@ -302,7 +292,7 @@ def alike(found: Sequence[Collective], total: int) -> tuple[list[list[Collective
     groups: dict[Any, list[Collective]] = {}
     for c in found:
         sent = None if c.sent is None else describe_bytes(c.sent)
-        how = c.axes, c.devices, c.along_all, c.times is None, c.in_branch
+        how = c.axes, c.devices, c.along_all, c.times is None, bool(c.branches)
         of = c.array, c.phase, c.operation, str(c.source), c.reason, path_of(c)
         groups.setdefault((c.kind, sent, how, of), []).append(c)
     # In a loop of unknown length, the bytes of one iteration decide the order.

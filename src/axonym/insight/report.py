@@ -208,7 +208,7 @@ def _lines(found: Sequence[Collective], total: int) -> list[str]:
     large, small = alike(found, total)
     rows, reasons = list[Sequence[str]](), list[str]()
     for c, *more in large:
-        times = "not known" if c.times is None else f"{'at most ' * c.in_branch}{_times([c, *more])}"
+        times = "not known" if c.times is None else f"{'at most ' * bool(c.branches)}{_times([c, *more])}"
         sent = "not known" if c.sent is None else describe_bytes(c.sent)
         kind = c.kind if c.along_all else f"{c.kind} among {c.devices}"
         rows.append((f"{times} x {sent}", kind, phase_of(c.phase), c.array, path_of(c) or "-", str(c.source or "-")))
