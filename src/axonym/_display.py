@@ -120,12 +120,7 @@ def array_picture(
     size: tuple[int, int] = _SMALL,
     held: bool = True,
 ) -> Html:
-    """Draw an array: the columns are its last sharded axis, or its last axis, and the rows are the others.
-
-    Arguments:
-        size: the width and the height.
-        held: whether a device holds anything of it.
-    """
+    """Draw an array: the columns are its last sharded axis, or its last axis, and the rows are the others."""
     sharded = [i for i, axes in enumerate(over) if axes]
     columns = sharded[-1] if len(sharded) > 1 or sharded == [len(sizes) - 1] else len(sizes) - 1
     rows = tuple(a for i, axes in enumerate(over) for a in axes if i != columns)
@@ -232,10 +227,8 @@ class _TreePart:
 def array_tree(placed: Iterable[Any], described: Callable[[Any], Html], more: str) -> Html:
     """Write arrays as a tree, as the model is, with the bytes of each part. A part that is sharded as another says so.
 
-    Arguments:
-        placed: the arrays: `ShownArray`, or others with a path and what else that has.
-        described: writes the end of an array's line.
-        more: where the arrays are that are not written, if there are too many.
+    They are a `ShownArray` each, or have the same fields; `described` writes the end of a line, and `more` says where
+    the arrays are that are not written, if there are too many.
     """
     root, known, written, left = _TreePart(""), dict[object, str](), 0, 0
     for x in placed:

@@ -229,9 +229,7 @@ def _memory(report: Report, words: Words) -> Html:
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
         known = {"if no result takes the place of an argument": memory.total}
         if timeline is not None and timeline.held:
-            known["at the peak of the step, where each array is from when it is made until it is last used"] = (
-                timeline.peak
-            )
+            known["at the peak of the step, with each array from when it is made to its last use"] = timeline.peak
         for what, n in known.items():
             if n != held:
                 by = f", {describe_bytes(abs(n - held))} {'more' if n > held else 'less'}"

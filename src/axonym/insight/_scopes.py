@@ -33,10 +33,8 @@ def _in_model(found: ScopedOperation) -> ScopedOperation:
     if found.name != "MoELinear":
         return found
     last = {a.axis: dataclasses.replace(a, name=a.axis) for term in (*found.operands, *found.results) for a in term}
-    operands, results = (
-        tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results)
-    )
-    return ScopedOperation(found.name, operands, results)
+    both = (tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results))
+    return ScopedOperation(found.name, *both)
 
 
 def names_in(operations: Iterable[ScopedOperation]) -> set[str]:
@@ -183,11 +181,7 @@ def groups(scope: str) -> int:
 
 
 def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
-    """Explain by name why an operation needs a collective over some mesh axes; return None if it is not known.
-
-    Arguments:
-        gathered: the named axes that an all-gather completes, if known.
-    """
+    """Explain by name why an operation needs a collective over some mesh axes; return None if it is not known."""
     if op.name == "shard" and when == "optimizer" and "matrix" in op.axes:
         return "gives devices whole matrices, or back what each stores of them"
     own = _EXCHANGED.get((op.name, kind))
@@ -206,8 +200,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     stored = stored_over(op.operands, over)
     if kind == "all-gather" and gathered:
         if set(gathered) <= {a.name for a in stored}:
-            where = f"stored sharded over {described_axes(over)}, and all-gathered where it is used"
-            return f"{' and '.join(gathered)} is {where}"
+            used = "and all-gathered where it is used"
+            return f"{' and '.join(gathered)} is stored sharded over {described_axes(over)}, {used}"
         if op.name == "index" and stored:
             table = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
             return f"looks up all of {described_axes(gathered)} in each shard of {table}"
@@ -280,19 +274,16 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
     return op.name in {"dot", *BY_INDEX} and {a.name for term in terms for a in term}.issuperset(axes)
 
 
-def _exchanged(kind: str, reason: str, names: str) -> dict[tuple[str, str], str]:
-    return dict.fromkeys(((name, kind) for name in names.split()), reason)
-
-
+_BY_HALOS = "halo boundary neighbors diff gradient interp regrid"
 _EXCHANGED = {
-    **_exchanged(
-        "collective-permute",
-        "passes the halo of {}, to neighbors",
-        "halo boundary neighbors diff gradient interp regrid",
-    ),
-    **_exchanged("all-gather", "gathers the totals of shards of {}", "cumsum cumprod nancumsum nancumprod"),
-    **_exchanged("all-gather", "needs all of {}", "interp regrid linalg.tridiagonal_solve"),
-    **_exchanged("reduce-scatter", "adds up the gradients of elements of {}", "interp regrid"),
+    (name, kind): reason
+    for names, kind, reason in (
+        (_BY_HALOS, "collective-permute", "passes the halo of {}, to neighbors"),
+        ("cumsum cumprod nancumsum nancumprod", "all-gather", "gathers the totals of shards of {}"),
+        ("interp regrid linalg.tridiagonal_solve", "all-gather", "needs all of {}"),
+        ("interp regrid", "reduce-scatter", "adds up the gradients of elements of {}"),
+    )
+    for name in names.split()
 }
 """Why an operation that exchanges blocks itself needs a collective, by its name and the kind of the collective."""
 
