@@ -50,39 +50,43 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new, state = mapped(tx.update, updates, state, params)
-        arranged = jax.tree.map(
-            lambda old, x: x if _is_masked(old) else x.rearrange(old.names), updates, new, is_leaf=is_named_array
-        )
-        return arranged, state
+
+        def ordered(old: Any, x: Any) -> Any:
+            return x if is_masked(old) else x.rearrange(old.names)
+
+        return jax.tree.map(ordered, updates, new, is_leaf=is_named_array), state
 
     def mapped(fn: Callable[..., Any], *trees: Any) -> Any:
         """Call a function for each layer. Its results have the axis of layers in front.
 
         Not by `axonym.vmap`: states, such as Adafactor's, have arrays of other ranks under the names of a parameter.
         """
-        layers = jax.tree.map(without_axis, trees, is_leaf=is_named_array)
-        arrays = jax.tree.leaves(layers)
-        over = next(filter(None, (entries_of(x)[0] for x in arrays)), None)
+
+        def without_axis(x: Any) -> Any:
+            if not isinstance(x, NamedArray):
+                return x
+            array = x.array if is_masked(x) else jnp.moveaxis(x.array, x.names.index(name), 0)
+            return wrap(array, tuple(n for n in x.names if n != name))
 
         def placed(x: jax.Array) -> jax.Array:
             # On Explicit mesh axes, JAX maps over arrays that are sharded alike; a count of steps has no sharding yet.
             return x if over is None else reshard(x, (over, *entries_of(x)[1:]), mesh_around(arrays))
 
+        def with_axis(x: Any) -> Any:
+            return wrap(x.array, (name, *x.names)) if isinstance(x, NamedArray) and not is_masked(x) else x
+
+        layers = jax.tree.map(without_axis, trees, is_leaf=is_named_array)
+        arrays = jax.tree.leaves(layers)
+        over = next(filter(None, (entries_of(x)[0] for x in arrays)), None)
         spmd = spmd_axes("optim.per_layer", name, arrays[0].shape[0])
         results = jax.vmap(fn, spmd_axis_name=spmd)(*jax.tree.map(placed, layers))
         return jax.tree.map(with_axis, jax.tree.map(placed, results), is_leaf=is_named_array)
 
-    def without_axis(x: Any) -> Any:
-        if not isinstance(x, NamedArray):
-            return x
-        names = tuple(n for n in x.names if n != name)
-        return wrap(x.array if _is_masked(x) else jnp.moveaxis(x.array, x.names.index(name), 0), names)
+    def is_masked(x: Any) -> bool:
+        """Return whether Optax has taken the array out of a named array."""
+        return isinstance(x, NamedArray) and not jax.tree.leaves(x.array)
 
-    def with_axis(x: Any) -> Any:
-        return wrap(x.array, (name, *x.names)) if isinstance(x, NamedArray) and not _is_masked(x) else x
-
-    layers = optax.GradientTransformation(init, update)
-    return optax.partition({"layers": layers, "others": tx}, labels)
+    return optax.partition({"layers": optax.GradientTransformation(init, update), "others": tx}, labels)
 
 
 def check(tx: optax.GradientTransformation, params: Any, *, seed: int = 0) -> dict[str, float]:
@@ -100,25 +104,18 @@ def check(tx: optax.GradientTransformation, params: Any, *, seed: int = 0) -> di
     ['stacked/weight']
     """
     leaves, structure = leaves_of(params)
-    axes = axes_of_stacks([node for leaf in leaves for node in parent_nodes(leaf.keys, params)])
     random = np.random.default_rng(seed)
-    gradients = [
-        jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), leaf.value) for leaf in leaves
-    ]
+    drawn = [jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), leaf.value) for leaf in leaves]
     found: dict[str, float] = {}
-    for axis in axes:  # layers of unlike sizes show more
-        grown = [
-            g * arange(g.resolve_axis(axis), start=1, dtype=g.dtype)
-            if isinstance(g, NamedArray) and axis in g.names
-            else g
-            for g in gradients
-        ]
-        tree = jax.tree.unflatten(structure, grown)
+    for axis in axes_of_stacks([node for leaf in leaves for node in parent_nodes(leaf.keys, params)]):
+        # Layers of unlike sizes show more.
+        sizes = [x.resolve_axis(axis) if isinstance(x, NamedArray) and axis in x.names else None for x in drawn]
+        grown = [x if n is None else x * arange(n, start=1, dtype=x.dtype) for x, n in zip(drawn, sizes, strict=True)]
+        gradients = jax.tree.unflatten(structure, grown)
         results = []
         for each in (tx, per_layer(tx, axis)):
-            state = each.init(params)
-            _, state = each.update(tree, state, params)
-            results.append(leaves_of(each.update(tree, state, params)[0])[0])
+            _, state = each.update(gradients, each.init(params), params)
+            results.append(leaves_of(each.update(gradients, state, params)[0])[0])
         for leaf, whole, alone in zip(leaves, *results, strict=True):
             if leaf.shape is not None and axis in (leaf.names or ()):
                 a, b = (np.asarray(x.value.array, np.float64) for x in (whole, alone))
@@ -126,8 +123,3 @@ def check(tx: optax.GradientTransformation, params: Any, *, seed: int = 0) -> di
                 if difference > 1e-4:
                     found[leaf.path] = max(difference, found.get(leaf.path, 0.0))
     return found
-
-
-def _is_masked(x: Any) -> bool:
-    """Return whether Optax has taken the array out of a named array."""
-    return isinstance(x, NamedArray) and not jax.tree.leaves(x.array)

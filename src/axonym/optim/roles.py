@@ -51,9 +51,10 @@ class Role:
     def __str__(self) -> str:
         if self.no_matrix:
             return f"no matrix: {self.no_matrix}"
-        shown = {part: " ".join(f"{n}={self.sizes[n]}" for n in getattr(self, part)) for part in ("rows", "columns")}
-        each = " ".join(f"{n}={self.sizes[n]}" for n in self.batch)
-        return f"{shown['rows']} x {shown['columns']}" + (f"   each of {each}" if each else "")
+        rows, columns, each = (
+            " ".join(f"{n}={self.sizes[n]}" for n in part) for part in (self.rows, self.columns, self.batch)
+        )
+        return f"{rows} x {columns}" + (f"   each of {each}" if each else "")
 
 
 class Roles(tuple[Role, ...]):
@@ -92,8 +93,7 @@ def roles(model: Any, *, batch: AxisSelection = (), matrix: Mapping[str, Matrix]
     """
     leaves, _ = leaves_of(model)
     found = roles_of_leaves(leaves, model, batch, matrix)
-    unused = [p for p in matrix or {} if not any(re.search(p, leaf.path) for leaf in leaves)]
-    if unused:
+    if unused := [p for p in matrix or {} if not any(re.search(p, leaf.path) for leaf in leaves)]:
         hint = errors.suggestions(unused, [leaf.path for leaf in leaves])
         raise ValueError(f"optim.roles: no path of the parameters contains {errors.quoted(unused)}.{hint}")
     named = {n for role in found if role is not None for n in role.sizes}
@@ -115,22 +115,18 @@ def dimension_numbers(params: Any, *, batch: AxisSelection = (), matrix: Mapping
     """
     from optax.contrib import MuonDimensionNumbers
 
-    leaves, _ = leaves_of(params)
-    found: list[Any] = []
-    for role in roles_of_leaves(leaves, params, batch, matrix):
-        if role is None or role.no_matrix:
-            found.append(None)
-            continue
-        at = {n: i for i, n in enumerate(role.sizes)}
-        found.append(MuonDimensionNumbers(*(tuple([at[n] for n in own]) for own in (role.rows, role.columns))))
-    return with_values(params, found)
+    def numbers(role: Role | None) -> Any:
+        if role is not None and not role.no_matrix:
+            at = [*role.sizes]
+            return MuonDimensionNumbers(*(tuple([at.index(n) for n in own]) for own in (role.rows, role.columns)))
+
+    return with_values(params, map(numbers, roles_of_leaves(leaves_of(params)[0], params, batch, matrix)))
 
 
 def with_values(tree: Any, values: Iterable[Any]) -> Any:
     """Return a tree of the same structure, whose leaves have these values in place of their arrays."""
     leaves, structure = leaves_of(tree)
-    pairs = zip(leaves, values, strict=True)
-    found = [jax.tree.map(lambda _, value=value: value, leaf.value) for leaf, value in pairs]
+    found = [jax.tree.map(lambda _, v=value: v, leaf.value) for leaf, value in zip(leaves, values, strict=True)]
     return jax.tree.unflatten(structure, found)
 
 
@@ -140,58 +136,52 @@ def roles_of_leaves(
     """Return the role of each leaf; None for a leaf that is not an array, such as one that Optax has masked."""
     parents = [parent_nodes(leaf.keys, tree) for leaf in leaves]
     looked_up = {node.Vocab.name for nodes in parents for node in nodes if isinstance(node, Embedding)}
+    told_batch = {name_of(n) for n in selectors(batch)}
     found: list[Role | None] = []
     for leaf, nodes in zip(leaves, parents, strict=True):
         if leaf.shape is None:
             found.append(None)
             continue
         names = leaf.names or tuple(f"dimension {i}" for i in range(len(leaf.shape)))
-        role = Role(leaf.path, dict(zip(names, leaf.shape, strict=True)))
+        layer, field = (nodes[-1] if nodes else None), str(getattr(leaf.keys[-1], "name", "")) if leaf.keys else ""
         told = next((m for pattern, m in (matrix or {}).items() if re.search(pattern, leaf.path)), ...)
+        rows, columns, why = (), (), ""
         if told is None:
-            found.append(dataclasses.replace(role, no_matrix="matrix= says so"))
+            why = "matrix= says so"
         elif told is not ...:
             rows, columns = (tuple(map(name_of, selectors(axes))) for axes in told)
-            what = f"optim.roles: {role.path}"
-            if missing := [n for n in (*rows, *columns) if n not in role.sizes]:
+            what = f"optim.roles: {leaf.path}"
+            if missing := [n for n in (*rows, *columns) if n not in names]:
                 raise ValueError(errors.missing_axes(what, missing, names, leaf.shape))
             errors.distinct(what, (*rows, *columns))
-            found.append(dataclasses.replace(role, rows=rows, columns=columns))
+        elif field == "weight" and hasattr(layer, "In") and hasattr(layer, "Out"):
+            ins, outs = axes_of_spec(layer.In), axes_of_spec(layer.Out)
+            # A convolution sums over its window, too.
+            inputs = {a.name for a in stored_inputs(ins, outs)} | set(map(name_of, getattr(layer, "Spatial", ())))
+            outputs = {a.name for a in outs}
+            # In the order of the array, so that renamed or reordered axes give the same matrices.
+            rows, columns = (tuple(n for n in names if n in part - told_batch) for part in (inputs, outputs))
+            if getattr(layer, "groups", 1) > 1:
+                why = f"{type(layer).__name__}.weight has groups, whose outputs see different inputs"
+            elif predicted := looked_up & outputs:
+                why = f"predicts {', '.join(sorted(predicted))}"
+            elif not rows or not columns:
+                why = f"{type(layer).__name__}.weight has no {'columns' if rows else 'rows'}"
         else:
-            found.append(_role_in_layer(role, leaf, nodes, looked_up, {name_of(n) for n in selectors(batch)}))
+            own = [n for n in names if n not in axes_of_stacks(nodes)]
+            is_bias = field == "bias" and hasattr(layer, "Out")
+            why = f"{type(layer).__name__}.{field}" if field else "a vector"
+            if len(own) >= 2 and not is_bias and not isinstance(layer, (Embedding, LayerNormBase, BatchNorm)):
+                described = errors.describe_axes(leaf.names, leaf.shape) if leaf.names else f"of shape {leaf.shape}"
+                pair = f"({own[0]!r}, {own[1]!r})" if leaf.names else "None"
+                raise ValueError(
+                    f"optim.roles: {leaf.path} {described} is in no layer with axes `In` and `Out`, so it is not known "
+                    "which axes are the rows and the columns of matrices. Say it with "
+                    f"`matrix={{{re.escape(leaf.path)!r}: {pair}}}`, or that it is no matrix, with None."
+                )
+        sizes = dict(zip(names, leaf.shape, strict=True))
+        found.append(Role(leaf.path, sizes, no_matrix=why) if why else Role(leaf.path, sizes, rows, columns))
     return found
-
-
-def _role_in_layer(role: Role, leaf: Leaf, nodes: Sequence[Any], looked_up: set[str], batch: set[str]) -> Role:
-    """Return the role of a parameter by the layer that it belongs to."""
-    layer, field = (nodes[-1] if nodes else None), str(getattr(leaf.keys[-1], "name", "")) if leaf.keys else ""
-    called = f"{type(layer).__name__}.{field}" if field else "a vector"
-    stacks = axes_of_stacks(nodes)
-    own = [n for n in role.sizes if n not in stacks]
-    if layer is not None and hasattr(layer, "In") and hasattr(layer, "Out") and field == "weight":
-        ins, outs = axes_of_spec(layer.In), axes_of_spec(layer.Out)
-        if getattr(layer, "groups", 1) > 1:
-            return dataclasses.replace(role, no_matrix=f"{called} has groups, whose outputs see different inputs")
-        spatial = tuple(map(name_of, getattr(layer, "Spatial", ())))  # a convolution sums over its window, too
-        rows = (*(a.name for a in stored_inputs(ins, outs)), *spatial)
-        columns = tuple(a.name for a in outs)
-        if predicted := looked_up.intersection(columns):
-            return dataclasses.replace(role, no_matrix=f"predicts {', '.join(sorted(predicted))}")
-        # In the order of the array, so that renamed or reordered axes give the same matrices.
-        rows, columns = (tuple(n for n in role.sizes if n in part and n not in batch) for part in (rows, columns))
-        if rows and columns:
-            return dataclasses.replace(role, rows=rows, columns=columns)
-        return dataclasses.replace(role, no_matrix=f"{called} has no {'columns' if rows else 'rows'}")
-    is_bias = field == "bias" and hasattr(layer, "Out")
-    if is_bias or isinstance(layer, (Embedding, LayerNormBase, BatchNorm)) or len(own) < 2:
-        return dataclasses.replace(role, no_matrix=called)
-    described = errors.describe_axes(leaf.names, leaf.shape or ()) if leaf.names else f"of shape {leaf.shape}"
-    pair = f"({own[0]!r}, {own[1]!r})" if leaf.names else "None"
-    raise ValueError(
-        f"optim.roles: {role.path} {described} is in no layer with axes `In` and `Out`, so it is not known which axes "
-        f"are the rows and the columns of matrices. Say it with `matrix={{{re.escape(role.path)!r}: {pair}}}`, or that "
-        "it is no matrix, with None."
-    )
 
 
 def axes_of_stacks(nodes: Sequence[Any]) -> dict[str, None]:
