@@ -72,7 +72,8 @@ def on_matrices(
 
     given = mesh_axes(over if over is None or isinstance(over, str) else tuple(over))
     stateful = isinstance(fn, optax.GradientTransformation)
-    inner: Any = fn if stateful else optax.stateless(lambda x, _: jax.tree.map(fn, x, is_leaf=is_named_array))
+    call: Any = fn
+    inner = fn if stateful else optax.stateless(lambda x, _: jax.tree.map(call, x, is_leaf=is_named_array))
 
     def apply(tree: Any, function: Callable[[dict[str, NamedArray]], Any]) -> tuple[Any, Any]:
         """Apply a function from matrices to matrices and a state."""
@@ -99,12 +100,12 @@ def on_matrices(
                     x = matrices[groups[0].name]
                     known = functools.partial(_exchanges, leaves, found, None if storage is None else kept)
                     array = exchanged(x.array, "matrices", _MATRIX, None if over is None else given, known)
-                    matrices[groups[0].name] = wrap(*marked([array], [x.names]), x.names)
+                    matrices[groups[0].name] = wrap(marked([array], [x.names])[0], x.names)
             matrices, state = function(matrices)
             with hidden():
                 for group in groups:
                     for i, x in zip(group.members, group.returned(matrices[group.name]), strict=True):
-                        x = wrap(*marked([x.array], [x.names]), x.names) if followed else x
+                        x = wrap(marked([x.array], [x.names])[0], x.names) if followed else x
                         values[i] = x if isinstance(values[i], NamedArray) else x.array
         return jax.tree.unflatten(structure, values), state
 

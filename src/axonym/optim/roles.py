@@ -143,7 +143,8 @@ def roles_of_leaves(
             found.append(None)
             continue
         names = leaf.names or tuple(f"dimension {i}" for i in range(len(leaf.shape)))
-        layer, field = (nodes[-1] if nodes else None), str(getattr(leaf.keys[-1], "name", "")) if leaf.keys else ""
+        layer: Any = nodes[-1] if nodes else None
+        field = str(getattr(leaf.keys[-1], "name", "")) if leaf.keys else ""
         told = next((m for pattern, m in (matrix or {}).items() if re.search(pattern, leaf.path)), ...)
         rows, columns, why = (), (), ""
         if told is None:
