@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -36,7 +36,7 @@ Positions = dict[str, Any]
 
 @jax.tree_util.register_static
 class Coordinates(Mapping[str, Any]):
-    """The coordinates of xarray data, as static metadata: hashable, compared by value, and a tree without leaves.
+    """Coordinates, of xarray or of what it takes for them, as static metadata: hashable, and a tree without leaves.
 
     `sel`, `flip`, `sort` and `align` return positions, which both `x[...]` and `isel` take, so that an array and its
     coordinates stay in step; positions at equal distances are a slice, which is cheap on sharded arrays. A function of
@@ -50,9 +50,6 @@ class Coordinates(Mapping[str, Any]):
     """
 
     def __init__(self, coords: Any):
-        """Arguments:
-        coords: the `coords` of an xarray object, or anything that xarray takes for coordinates.
-        """
         import xarray
 
         # Variables of a dataset hold the attributes of arrays.
@@ -292,6 +289,12 @@ class Labelled:
     def __repr__(self) -> str:
         return f"Labelled({self.array!r}, {self.coords!r})"
 
+    if not TYPE_CHECKING:  # so that type checkers refuse an attribute that does not exist
+
+        def __getattr__(self, name: str) -> Any:
+            way_out = "Operations are called by `map`, as in `x.map(axonym.mean, 'lat')`; the array is `x.array`."
+            raise AttributeError(f"'Labelled' object has no attribute {name!r}. {way_out}", name=name, obj=self)
+
     def isel(self, positions: Mapping[str, Any] | None = None, /, **more: Any) -> Labelled:
         """Select by position, as `x[...]` does: also by the positions that verbs of `Coordinates` return.
 
@@ -337,15 +340,31 @@ class Labelled:
         ValueError: map: the coordinates 'x' are not the same: at position 0 the values are 0 (int64) and 1 (int64). ...
         """
         args = (self, *others)
-        together = merged("map", *(a.coords for a in args if isinstance(a, Labelled)))
-        result = f(*(a.array if isinstance(a, Labelled) else a for a in args))
+        data = merged("map", *(a.coords for a in args if isinstance(a, Labelled)))._data
+        new = Coordinates({} if coords is None else coords)._data.coords
+        at = {i: a.array if isinstance(a, Labelled) else a for i, a in enumerate(args)}
+        result = f(*at.values())
         if not all(map(is_named_array, jax.tree.leaves(result, is_leaf=is_named_array))):
             raise TypeError(
                 f"map: the function must return a named array, or a tree of them, got {type(result).__name__}."
             )
-        data, new = together._data, Coordinates({} if coords is None else coords)._data.coords
-        kept = _kept_axes(f, args, result) - {*new.dims}
-        lost = [n for n, c in data.coords.items() if n in new or not kept.issuperset(c.dims)]
+        traced = {i: x for i, x in at.items() if isinstance(args[i], Labelled | NamedArray)}
+        trace = jax.make_jaxpr(lambda arrays: f(*(at | arrays).values()))
+        with errors.handling_warnings(lambda _: True):  # of arrays that cannot be placed
+            try:  # without a mesh, so that the answer does not depend on how arrays are sharded
+                with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
+                    program = trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced))
+            except (RuntimeError, ValueError):  # the function needs a mesh, or has arrays whose types do
+                program = trace(traced)
+        given = [(x, isinstance(args[i], Labelled)) for i, tree in traced.items() for x in _named_arrays_in(tree)]
+        found = unmoved_axes(program.jaxpr, [x.names if labelled else [""] * x.ndim for x, labelled in given])
+        moved, kept = {*new.dims}, set[Any]()
+        for x, own in zip(_named_arrays_in(result), found, strict=True):
+            for name, axis in zip(x.names, own, strict=True):
+                # An axis of one element has only one place.
+                single = x.shape[name] == 1 and any(y.shape.get(name) == 1 for y, _ in given)
+                (kept if axis == name or single else moved).add(name)
+        lost = [n for n, c in data.coords.items() if n in new or not (kept - moved).issuperset(c.dims)]
         return Labelled(result, data.drop_vars(lost).assign_coords(new))
 
     def tree_flatten_with_keys(self) -> Any:
@@ -356,35 +375,6 @@ class Labelled:
         found = object.__new__(cls)  # without checks, since trees are also made of what is no array
         (found.array,), found.coords = children, coords
         return found
-
-
-def _kept_axes(f: Callable[..., Any], args: Sequence[Any], result: Any) -> set[str]:
-    """Return the axes of a result whose elements are where they were in labelled arguments.
-
-    An axis of one element has only one place. The function is traced without a mesh, so the answer does not depend on
-    how arrays are sharded.
-    """
-    at = {
-        i: a.array if isinstance(a, Labelled) else a for i, a in enumerate(args) if isinstance(a, Labelled | NamedArray)
-    }
-
-    def call(arrays: Mapping[int, Any]) -> Any:
-        return f(*(arrays.get(i, a) for i, a in enumerate(args)))
-
-    with errors.handling_warnings(lambda _: True):  # of arrays that cannot be placed
-        try:
-            with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
-                program = jax.make_jaxpr(call)(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), at))
-        except (RuntimeError, ValueError):  # the function needs a mesh, or has arrays whose types do
-            program = jax.make_jaxpr(call)(at)
-    given = [(x, isinstance(args[i], Labelled)) for i, tree in at.items() for x in _named_arrays_in(tree)]
-    found = unmoved_axes(program.jaxpr, [x.names if labelled else [""] * x.ndim for x, labelled in given])
-    moved, kept = set[str](), set[str]()
-    for x, own in zip(_named_arrays_in(result), found, strict=True):
-        for name, axis in zip(x.names, own, strict=True):
-            single = x.shape[name] == 1 and any(y.shape.get(name) == 1 for y, _ in given)
-            (kept if axis == name or single else moved).add(name)
-    return kept - moved
 
 
 def _named_arrays_in(tree: Any) -> list[NamedArray]:

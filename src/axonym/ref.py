@@ -205,8 +205,17 @@ class NamedRef:
         index: dict[str, Any] = {}
         for name, entry, length in zip(self.memory, self.view, self.ref.shape, strict=True):
             start = next(starts) if entry.start is None else entry.start
-            if entry != _Range(0, length):
-                index[name] = _axis_index(name, start, entry)
+            size, step = entry.size, entry.step
+            if size is None:
+                index[name] = start
+            elif isinstance(start, int):
+                stop = start + size * step
+                if entry != _Range(0, length):
+                    index[name] = slice(start, stop if stop >= 0 else None, step)
+            elif step == 1:
+                index[name] = ds(start, size)
+            else:
+                index[name] = wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
         return index
 
     def _block(self) -> tuple[Any, Names, dict[str, Any]]:
@@ -214,7 +223,8 @@ class NamedRef:
         by_name = self._index()
         # JAX reads and writes a reference on Explicit axes, or one without elements, only as a whole.
         whole = explicit_mesh([self.ref]) is not None or 0 in self.ref.shape
-        in_jax = {} if whole else {n: i for n, i in by_name.items() if _is_ref_index(i)}
+        in_jax = {} if whole else {n: i for n, i in by_name.items() if not isinstance(i, (ds, NamedArray))}
+        in_jax = {n: i for n, i in in_jax.items() if not isinstance(i, slice) or i.step > 0}
         if any(not isinstance(i, slice) for i in in_jax.values()):  # inside jit JAX takes no stride next to a position
             in_jax = {n: i for n, i in in_jax.items() if not isinstance(i, slice) or i.step == 1}
         left = {n: i for n, i in by_name.items() if n not in in_jax}
@@ -231,34 +241,13 @@ class NamedRef:
         value = broadcast_to(value, self.axes).astype(self.dtype)
         block, names, left = self._block()
         if left:
-            value = _replaced_elements(wrap(self.ref[block], names), left, value)
+            old, slices = wrap(self.ref[block], names), all(isinstance(i, ds) for i in left.values())
+            starts = {n: getattr(i, "start", None) for n, i in left.items()}
+            value = updated_slice(old, starts, value) if slices else old.at[left].set(value)
         self.ref[block] = value.array
 
 
 register_dataclass(NamedRef, data_fields=["ref", "starts"], meta_fields=["memory", "view"])
-
-
-def _axis_index(name: str, start: Any, entry: _Range) -> Any:
-    """Return a view's index into one axis of the memory."""
-    size, step = entry.size, entry.step
-    if size is None:
-        return start
-    if isinstance(start, int):
-        stop = start + size * step
-        return slice(start, stop if stop >= 0 else None, step)
-    return ds(start, size) if step == 1 else wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
-
-
-def _is_ref_index(index: Any) -> bool:
-    """Return whether JAX accepts this index of a reference."""
-    return index.step > 0 if isinstance(index, slice) else not isinstance(index, (ds, NamedArray))
-
-
-def _replaced_elements(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
-    """Replace the elements of an array at an index."""
-    if all(isinstance(i, ds) for i in index.values()):
-        return updated_slice(array, {n: i.start for n, i in index.items()}, value)
-    return array.at[index].set(value)
 
 
 def _composed_index(start: Any, entry: _Range, item: Item, operand: Any) -> tuple[Any, _Range]:

@@ -66,8 +66,8 @@ def interp(
     known = known_values(points[0]) if period is None else None  # read after the work has started
     if known is not None and known.ndim == 1 and (known[1:] < known[:-1]).any():
         raise ValueError(
-            f"interp: the points have to rise along {along!r}, and they go from {known[0]} to {known[-1]}. Flip or sort "
-            "them, and the values alike: `axonym.flip` does the one, and the positions of `coords.sort` both."
+            f"interp: the points have to rise along {along!r}, and they go from {known[0]} to {known[-1]}. Flip or "
+            "sort them, and the values alike: by `axonym.flip`, or by the positions that `coords.sort` returns."
         )
     return found
 
