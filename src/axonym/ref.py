@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from .axis import Axis, AxisSelector, Names
+from .axis import Names
 from .core import errors
 from .distribution.mesh_axes import explicit_mesh
-from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
+from .named_array import NamedArray, NamedOrNumeric, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan, require_in_range
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
@@ -78,40 +78,11 @@ class NamedRef:
         """
         return self.ref.dtype
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Return the axes of the array or view.
+    axes, shape, ndim = NamedArray.axes, NamedArray.shape, NamedArray.ndim
+    resolve_axis = NamedArray.resolve_axis
 
-        >>> axn.new_ref(axn.zeros({"x": 3})).axes
-        (Axis(name='x', size=3),)
-        """
-        return tuple(Axis(n, e.size) for n, e in zip(self.memory, self.view, strict=True) if e.size is not None)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Return the sizes by name, in order.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).shape
-        {'x': 3}
-        """
-        return {a.name: a.size for a in self.axes}
-
-    @property
-    def ndim(self) -> int:
-        """Return the number of axes.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).ndim
-        1
-        """
-        return len(self.names)
-
-    def resolve_axis(self, axis: AxisSelector) -> Axis:
-        """Return the axis with a given name, including its size.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
-        Axis(name='x', size=3)
-        """
-        return resolve_axes(self.names, tuple(a.size for a in self.axes), axis, "resolve_axis")[0]
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(e.size for e in self.view if e.size is not None)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{a.name}={a.size}" for a in self.axes)
@@ -178,7 +149,7 @@ class NamedRef:
 
     def _narrowed(self, index: SliceSpec) -> NamedRef | None:
         """Return the view that an index selects; None if the index contains index arrays."""
-        shown = wrap(jax.ShapeDtypeStruct(tuple(a.size for a in self.axes), self.dtype), self.names)
+        shown = wrap(jax.ShapeDtypeStruct(self._sizes(), self.dtype), self.names)
         items, operands, checked = make_plan(shown, index, for_view=True)
         if any(item.kind == "gather" for item in items):
             return None
