@@ -280,19 +280,16 @@ _CONVERT = (
 )
 
 
-def _use_instead(called: str, name: str | None) -> str:
+def _use_instead(called: str, name: str) -> str:
     from . import fft, linalg, ops, poly  # loads everything, but only for programs that are about to stop
     from .core import foreign_names
 
     # The public path of the function with that name, if there is one.
     files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
-    homes = [
-        m
-        for m in (*files, linalg, fft, poly)
-        if name and getattr(getattr(m, name, None), "__module__", 0) == m.__name__
-    ]
-    found = homes and (f"axonym.{name}" if homes[0] in files else f"{homes[0].__name__}.{name}")
+    modules = (*files, linalg, fft, poly)
+    home = next((m for m in modules if getattr(getattr(m, name, None), "__module__", None) == m.__name__), None)
+    found = home and (f"axonym.{name}" if home in files else f"{home.__name__}.{name}")
     way_out = f"use `{found}`" if found else "axonym has none of that name; use `axonym.lift`"
-    if name and not found and (hint := foreign_names.in_package("axonym", name)):
+    if not found and (hint := foreign_names.in_package("axonym", name)):
         return f"{called} works by position and does not take a NamedArray.{hint} Or pass the raw array, `x.array`."
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."
