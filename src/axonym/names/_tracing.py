@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,25 +46,18 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
     own_marks = activate_here(marked=not is_marking())  # a report marks the program that it traces itself
-    with activate(None), own_marks, jax.sharding.use_abstract_mesh(_mesh_of_constraints()):
+    # Constraints by a `PartitionSpec` need the active mesh; its axes are Auto here, so that no type has a sharding.
+    active = jax.sharding.get_abstract_mesh()
+    types = (AxisType.Auto,) * len(active.axis_names)
+    without = active.empty or has_manual(active)
+    mesh = NO_MESH if without else AbstractMesh(active.axis_sizes, active.axis_names, axis_types=types)
+    with activate(None), own_marks, jax.sharding.use_abstract_mesh(mesh):
         closed = jax.make_jaxpr(flat)(*abstract)
-    return Traced(closed, static, returned[0], tuple(_paths_of_arguments(fn, args, kwargs)))
-
-
-def _mesh_of_constraints() -> AbstractMesh:
-    """Return the active mesh, which constraints by a `PartitionSpec` need, with Auto axes, so that types have none."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or has_manual(mesh):
-        return NO_MESH
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-def _paths_of_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
     parameters = {root.keys: root.path for root in roots_of(fn, args, kwargs)}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
-        if isinstance(leaf, PROGRAM_ARRAYS):
-            below = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-            yield "/".join(filter(None, (parameters[keys[:2]], below)))
+    leaves = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    paths = [(parameters[keys[:2]], keys[2:]) for keys, leaf in leaves if isinstance(leaf, PROGRAM_ARRAYS)]
+    parts = [(path, jax.tree_util.keystr(keys, simple=True, separator="/")) for path, keys in paths]
+    return Traced(closed, static, returned[0], tuple("/".join(filter(None, own)) for own in parts))
 
 
 def source_of(step: AxisStep) -> Source | None:

@@ -111,7 +111,14 @@ class NamedProgram:
         self.given_names = walk.given
         """The names of each argument's axes, also of those of size 1."""
         self._names = NameReader()
-        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
+        found = dict[MixUp, None]()
+        for m in met:
+            two, pair = m.kind == "sizes", (m.left, m.right)
+            a, b = (self._names.axis((f,)) or "?" for f in pair)
+            left, right = (f"size {f.size} by {f.source}" if two else f.source for f in pair)
+            operation, line = ("", None) if two else (m.at.name, source_of(m.at))
+            found[MixUp((a, b), (left, right), m.kind, operation, line)] = None
+        self._mix_ups = tuple(found)
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known.
@@ -140,12 +147,6 @@ class NamedProgram:
         {'sum': ('batch',)}
         """
         return self._tree(self.traced.returned, self.body.results)
-
-    def _mix_up(self, m: Meeting) -> MixUp:
-        two, pair = m.kind == "sizes", (m.left, m.right)
-        a, b = (self._names.axis((f,)) or "?" for f in pair)
-        left, right = (f"size {f.size} by {f.source}" if two else f.source for f in pair)
-        return MixUp((a, b), (left, right), m.kind, "" if two else m.at.name, None if two else source_of(m.at))
 
     def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
@@ -227,7 +228,11 @@ class NamedProgram:
         lines += self._lines(self.body, "", known, count)
         returned: Sequence[Any] = self.body.jaxpr.outvars
         lines.append(f"return {' '.join(_written_literal(v) or known[v] for v in returned)}")
-        return "\n".join((*lines, *self._summary()))
+        lines += [f"mix-up: {mix_up}" for mix_up in self.mix_ups]
+        lines += self._asked()
+        lines += [said_of_closed_over(self.closed_over)] if self.closed_over else []
+        unknown = self._walk.unknown_primitives.items()
+        return "\n".join([*lines, *(f"{name} has no rule ({counted(n, 'time')})" for name, n in unknown)])
 
     def _lines(self, body: Body, indent: str, known: dict[Any, str], count: Iterator[int]) -> Iterator[str]:
         for step in body.steps:
@@ -254,15 +259,6 @@ class NamedProgram:
         return (
             f"{variable}:{_written_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
         )
-
-    def _summary(self) -> Iterator[str]:
-        for mix_up in self.mix_ups:
-            yield f"mix-up: {mix_up}"
-        yield from self._asked()
-        if self.closed_over:
-            yield said_of_closed_over(self.closed_over)
-        for name, count in self._walk.unknown_primitives.items():
-            yield f"{name} has no rule ({counted(count, 'time')})"
 
     def _asked(self) -> Iterator[str]:
         """Yield what the user completes to name the remaining axes of arguments."""
@@ -299,7 +295,20 @@ def infer(
     >>> program.results
     ('embed',)
     """
-    _check_parameters(fn, args, kwargs)
+    try:
+        signature = inspect.signature(fn)
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # it has no signature, or does not take these, as its call will say
+        return inferred(fn, args, kwargs, names, allow)
+    for name in ("names", "allow"):
+        own = signature.parameters.get(name)
+        if own is None or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
+            continue
+        if own.default is own.empty and name not in given:
+            raise TypeError(
+                f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
+                "position, or infer a function in which it has another name, and which calls this one."
+            )
     return inferred(fn, args, kwargs, names, allow)
 
 
@@ -311,24 +320,6 @@ def inferred(
     names_of_arrays = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
     # In a derivative, an axis that the function renames has its later name, up to the argument that has the first one.
     return follow(trace(fn, args, kwargs), names_of_arrays, allow, renames=False)
-
-
-def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that the function needs no argument that is called like an argument of `infer`."""
-    try:
-        signature = inspect.signature(fn)
-        given = signature.bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # it has no signature, or does not take these, as its call will say
-        return
-    for name in ("names", "allow"):
-        own = signature.parameters.get(name)
-        if own is None or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
-            continue
-        if own.default is own.empty and name not in given:
-            raise TypeError(
-                f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
-                "position, or infer a function in which it has another name, and which calls this one."
-            )
 
 
 def follow(
@@ -359,7 +350,13 @@ def _walked_program(
 ) -> tuple[AxisWalk, Body]:
     walk, jaxpr = AxisWalk(separate, renames), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
-    arguments = [_axed_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    arguments: list[Axed] = []
+    for var, own in zip(jaxpr.invars, names, strict=True):
+        shape: Any = var.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        pairs = zip(own.names or (None,) * len(shape), shape, strict=True)
+        dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
+        points = (Pointer(),) if dtype_kind(var) in ("i", "u") else None
+        arguments.append(Axed(walk.axes.distinct(dims), points=points))
     owners = [path.partition("/")[0] for path in traced.paths]  # none in a report, whose named arrays may have any size
     walk.axes.check_given((of, [f for axis in x.dims for f in axis]) for of, x in zip(owners, arguments, strict=False))
     # A walk makes many objects and drops none, so to look for garbage would double its time.
@@ -371,14 +368,6 @@ def _walked_program(
         if collects:
             gc.enable()
     return walk, body
-
-
-def _axed_argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
-    aval = var.aval
-    names = own.names or (None,) * len(aval.shape)
-    pairs = zip(names, aval.shape, strict=True)
-    dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
-    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
 
 
 def _class_of(axis: Axis) -> tuple[int, ...]:
