@@ -9,9 +9,9 @@ from ..core.source_lines import source
 from ..distribution.active_settings import Entry
 from . import _scopes
 from ._arguments import GivenArray
-from ._branches import NOTE, mean
 from ._counted_exchanges import Account, Layout
 from ._figures import Memory
+from ._flops import NOTE, mean
 from ._named_events import NamedTrace, Sum, Use
 from ._parameters import HeldArgument, kind_of, report_of
 from ._text import array_said

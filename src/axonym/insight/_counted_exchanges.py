@@ -19,7 +19,7 @@ from ..names.distributing import PRODUCTS
 from ..ops._blockwise import pivot_of
 from ..ops._kernels import GATHERING
 from . import _scopes
-from ._branches import Computed
+from ._flops import Computed
 from ._named_events import (
     Dims,
     Exchanged,

@@ -12,12 +12,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.source_lines import Frame
 from ..distribution.operation_scope import RECORD
 from . import _scopes
-from ._branches import Branches
+
+if TYPE_CHECKING:
+    from ._flops import Branches
 
 COLLECTIVES = frozenset(
     {

@@ -28,11 +28,10 @@ from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
 from ..names._axes import fresh
 from ..names._sources import LeafNames
-from ..names._tracing import Traced
 from ..names._values import Axed, AxisStep
 from ..names._walk import AxisWalk, Body, steps_of
 from ..names.distributing import DistributedFunction
-from ..names.inferring import follow
+from ..names.inferring import Traced, follow
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import step_name

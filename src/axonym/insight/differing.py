@@ -13,8 +13,7 @@ from ..core.differences import Likeness, find_likeness, fingerprint, first_wrong
 from ..core.source_lines import Source, source
 from . import _scopes
 from ._hlo import COLLECTIVES, HloProgram, Instruction
-from ._hlo_devices import along, groups
-from ._hlo_shardings import NOTHING, PlacedArray, close, far_from, placed
+from ._hlo_devices import NOTHING, PlacedArray, along, close, far_from, groups, placed
 from ._hlo_values import Machine, listed
 
 

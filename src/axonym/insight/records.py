@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
-from ._branches import Branches, mean
+from ._flops import Branches, mean
 from ._text import Section, aligned, described_axes, phase_of
 
 _SHOWN = 8

@@ -22,8 +22,8 @@ from ..sharding.meshes import current_mesh
 from . import _compiling
 from ._arguments import step_name
 from ._hlo import HloProgram, OwnPartitioning, UnknownForm
+from ._hlo_devices import placed
 from ._hlo_elements import value_dtype
-from ._hlo_shardings import placed
 from ._hlo_values import IllFormed, Machine, listed
 from .differing import FirstDifference, Trace, described, first_difference
 from .explaining import active, distributed, mesh_of, meshes_in, on_devices

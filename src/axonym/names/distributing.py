@@ -42,10 +42,9 @@ from ..sharding.jit import misspelled
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve
 from ..sharding.shard import shard_quietly, warn_without_mesh
-from ._tracing import source_of
 from ._values import Axed, AxisStep
 from ._walk import Body, steps_of
-from .inferring import NamedProgram, inferred, said_of_closed_over
+from .inferring import NamedProgram, inferred, said_of_closed_over, source_of
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
