@@ -15,9 +15,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ._hlo import UnknownForm
-
 Sizes = Sequence[int]
+
+
+class UnknownForm(ValueError):
+    """The text of a program has a form that is not known here."""
 
 
 def of_product(result: Sizes, summed: Sizes) -> int:

@@ -12,14 +12,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..core.source_lines import Frame
 from ..distribution.operation_scope import RECORD
 from . import _scopes
-
-if TYPE_CHECKING:
-    from ._flops import Branches
+from ._flops import Branches, UnknownForm
 
 COLLECTIVES = frozenset(
     {
@@ -56,10 +54,6 @@ CALLED = {
     "custom-call-start": ("called_computations",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
-
-
-class UnknownForm(ValueError):
-    """The text of a program has a form that this module does not know."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,10 @@ import numpy as np
 from ..core.source_lines import Frame, frames_of
 from ..distribution.mesh_axes import Axes
 from . import _scopes
+from ._flops import Branches
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
-
-    from ._flops import Branches
 
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""
