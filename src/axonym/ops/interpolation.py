@@ -14,8 +14,7 @@ from ..core import errors
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
-from ._blocks import Blocks, blocks_of
-from ._blockwise import Reach, look_up, looked_up
+from ._blocks import Blocks, Reach, blocks_of, look_up, looked_up
 from ._operands import known_values, operand, private, replaced, require_named, require_subset, scalar, vectors
 from .selection import where
 
