@@ -112,9 +112,30 @@ def _dot_plan(
     preferred_element_type: Any,
 ) -> Plan:
     union = tuple(dict.fromkeys(n for names in all_names for n in names))
-    summed = union if axis is None else _summed_axes(union, axis, all_names)
-    kept = tuple(n for n in union if n not in summed)
-    out_names = kept if out_axes is None else _ordered_axes(kept, out_axes)
+    summed = union if axis is None else tuple(map(name_of, selectors(axis)))
+    if missing := [n for n in summed if n not in union]:
+        operands = " and ".join(errors.describe_axes(n) for n in all_names)
+        hints = errors.suggestions(missing, union)
+        raise ValueError(f"dot: no operand has axis {errors.quoted(missing)}; the operands are {operands}.{hints}")
+    for n in () if axis is None else summed:
+        if alone := _found_in_one_operand(n, all_names):
+            raise ValueError(f"dot: {alone}")
+    kept = out_names = tuple(n for n in union if n not in summed)
+    if out_axes is not None:
+        wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
+        named = [n for n in wanted if isinstance(n, str)]
+        if unknown := [n for n in named if n not in kept]:
+            raise ValueError(
+                f"dot: out_axes names {errors.quoted(unknown)}, which the result does not have: summing leaves "
+                f"{errors.describe_axes(kept)}."
+            )
+        left_out = [n for n in kept if n not in wanted]
+        if left_out and ... not in wanted:
+            listed = errors.quoted(left_out)
+            raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
+        if len({*named}) < len(named):
+            raise ValueError(f"dot: out_axes names an axis twice: {errors.describe_axes(map(str, wanted))}.")
+        out_names = rearrange_for_partial_order(wanted, kept)
     sized = tuple(s for s in (*selectors(axis), *(out_axes or ())) if isinstance(s, Axis))
     return Plan("dot", all_names, out_names, precision, preferred_element_type, sized)
 
@@ -139,19 +160,6 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
     return tuple(operands), axis
 
 
-def _summed_axes(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Names:
-    chosen = tuple(name_of(s) for s in selectors(axis))
-    missing = [n for n in chosen if n not in union]
-    if missing:
-        operands = " and ".join(errors.describe_axes(n) for n in all_names)
-        hints = errors.suggestions(missing, union)
-        raise ValueError(f"dot: no operand has axis {errors.quoted(missing)}; the operands are {operands}.{hints}")
-    for n in chosen:
-        if alone := _found_in_one_operand(n, all_names):
-            raise ValueError(f"dot: {alone}")
-    return chosen
-
-
 def _found_in_one_operand(name: str, all_names: Sequence[Names]) -> str:
     """Say that only one of several operands has an axis to sum over; return an empty text if that is not so."""
     having = [i for i, names in enumerate(all_names) if name in names]
@@ -164,24 +172,6 @@ def _found_in_one_operand(name: str, all_names: Sequence[Names]) -> str:
         f"only operand {having[0]} has axis {name!r}; the operands are {operands}.{hint} To sum it in that operand "
         f"alone, write `x.sum({name!r})` there."
     )
-
-
-def _ordered_axes(kept: Names, out_axes: tuple[Any, ...]) -> Names:
-    wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
-    unknown = [n for n in wanted if isinstance(n, str) and n not in kept]
-    if unknown:
-        raise ValueError(
-            f"dot: out_axes names {errors.quoted(unknown)}, which the result does not have: summing leaves "
-            f"{errors.describe_axes(kept)}."
-        )
-    left_out = [n for n in kept if n not in wanted]
-    if left_out and ... not in wanted:
-        listed = errors.quoted(left_out)
-        raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
-    named = [n for n in wanted if isinstance(n, str)]
-    if len({*named}) < len(named):
-        raise ValueError(f"dot: out_axes names an axis twice: {errors.describe_axes(map(str, wanted))}.")
-    return rearrange_for_partial_order(wanted, kept)
 
 
 # --- einsum ---

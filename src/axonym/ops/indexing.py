@@ -91,7 +91,24 @@ def slice(
     >>> axn.slice(x, {"x": 1}, {"x": axn.Axis("window", 2)})
     NamedArray(int32[window=2], [1 2])
     """
-    starts, lengths = _starts_and_lengths(array, axis, new_axis, start, length)
+    # `slice(x, "pos", start=2, length=3)`, `slice(x, {"pos": 2}, {"pos": 3})`, and the latter by keyword.
+    starts: Any = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
+    lengths: Any = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
+    if starts is None and isinstance(axis, (str, Axis)):
+        starts = {axis: 0 if start is None else start}
+        if lengths is None:
+            new, size = new_axis, length.size if isinstance(length, Axis) else length
+            if isinstance(new, Axis) and size not in (None, new.size):
+                raise ValueError(f"slice: the new axis {new} does not have the length {size}.")
+            if isinstance(new, str) and isinstance(size, (int, np.integer)):
+                new = Axis(new, size)
+            lengths = {axis: new if isinstance(new, (str, Axis)) or length is None else length}
+    if starts is None or lengths is None:
+        raise TypeError(
+            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
+            "lengths."
+        )
+    starts, lengths = ({name_of(k): v for k, v in given.items()} for given in (starts, lengths))
     if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
         raise ValueError(
             f"slice of {describe_array(array)}: each axis needs a start and a size; got starts for {sorted(starts)} "
@@ -102,35 +119,6 @@ def slice(
     if not renames:
         return result
     return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
-
-
-def _starts_and_lengths(
-    array: NamedArray, axis: Any, new_axis: Any, start: Any, length: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return where each slice starts, and how long it is or its axis, from the arguments of `slice`."""
-    # `slice(x, "pos", start=2, length=3)`, `slice(x, {"pos": 2}, {"pos": 3})`, and the latter by keyword.
-    starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
-    lengths = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
-    if starts is None and isinstance(axis, (str, Axis)):
-        starts = {axis: 0 if start is None else start}
-        if lengths is None:
-            lengths = {axis: new_axis if length is None else _sized_axis(new_axis, length)}
-    if starts is None or lengths is None:
-        raise TypeError(
-            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
-            "lengths."
-        )
-    return {name_of(k): v for k, v in starts.items()}, {name_of(k): v for k, v in lengths.items()}
-
-
-def _sized_axis(axis: Any, length: Any) -> Any:
-    """Return the axis of a slice with size `length`, or only the length if there is no axis."""
-    if not isinstance(axis, (str, Axis)):
-        return length
-    size = length.size if isinstance(length, Axis) else length
-    if isinstance(axis, Axis) and axis.size != size:
-        raise ValueError(f"slice: the new axis {axis} does not have the length {size}.")
-    return Axis(name_of(axis), size)
 
 
 @_kernels.shared("names", "items")
