@@ -44,8 +44,19 @@ from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
 from ..ops._kernels import transpose_to
 from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, per_device
-from ._terms import NamedShape, by_names, by_string, parse, words
-from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
+from .rule import (
+    Infer,
+    NamedShape,
+    PartitioningRule,
+    Shardings,
+    by_names,
+    by_string,
+    derived_shardings,
+    inferred_shardings,
+    make_rule,
+    parse,
+    words,
+)
 
 
 @overload

@@ -24,7 +24,7 @@ from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, raw
 from . import _kernels
 from ._operands import as_positions, at_least_int32, require_positions
-from ._strided_slices import strided_slice
+from ._prefixes import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
 """The index of one axis: `docs/indexing.md` lists what it can be."""
