@@ -278,7 +278,7 @@ OTHERS = {
     "axonym.core.*": "processes/*.py",
     "axonym.custom_partitioning.*": "custom_partitioning/*.py",
     "axonym._display": "test_display.py",
-    "axonym.debug.*": "test_debug.py",
+    "axonym.debug": "test_debug.py",
     "axonym.distribution.*": "sharding/*.py",
     "axonym.insight.*": "insight/*.py",
     "axonym.named_array": "test_named_array.py",
