@@ -16,7 +16,7 @@ from ..distribution.active_settings import Entry
 from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes, mapped_axes
 from ..names.distributing import PRODUCTS
-from ..ops._blockwise import pivot_of
+from ..ops._blocks import pivot_of
 from ..ops._kernels import GATHERING
 from . import _scopes
 from ._flops import Computed
