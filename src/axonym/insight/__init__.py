@@ -10,16 +10,15 @@ keep with the tests. From the command line, `python -m axonym.insight` explains 
 from ..core.source_lines import Source as Source
 from ._arguments import PlacedArgument as PlacedArgument
 from ._figures import Memory as Memory
-from ._planned_mapping import PlannedMapping as PlannedMapping
+from ._searching import PlannedMapping as PlannedMapping
 from ._suspicions import Suspicion as Suspicion
 from .blaming import Blame as Blame, blame as blame
-from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
+from .chips import CHIPS as CHIPS, Chip as Chip, Islands as Islands, Reached as Reached
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract, never as never
 from .cost_model import Bounds as Bounds, Estimate as Estimate
 from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
-from .linked_chips import Islands as Islands
 from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, plan as plan
 from .records import (
