@@ -265,19 +265,14 @@ def _mean_of_windows(x: jax.Array, windows: _Windows, count_padding: bool) -> ja
     total = jax.lax.reduce_window(wide, np.zeros((), wide.dtype), jax.lax.add, *windows)
     count = np.ones((1,) * x.ndim, wide.dtype)
     for axis, (size, window, stride, pads) in enumerate(zip(x.shape, *windows, strict=True)):
-        here = np.full(total.shape[axis], window) if count_padding else _counts_of_windows(size, window, stride, pads)
+        starts = np.arange(-pads[0], size + pads[1] - window + 1, stride)
+        here = np.minimum(starts + window, size) - np.maximum(starts, 0)
+        here = np.full(total.shape[axis], window) if count_padding else here
         # A count that is the same everywhere is stored once.
         count = count * np.expand_dims(
             here[:1] if (here == here[:1]).all() else here, [i for i in range(x.ndim) if i != axis]
         )
     return (total / count.astype(wide.dtype)).astype(dtype)
-
-
-def _counts_of_windows(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
-    """Return the number of elements along an axis in each window, without padding."""
-    before, after = padding
-    starts = np.arange(-before, size + after - window + 1, stride)
-    return np.minimum(starts + window, size) - np.maximum(starts, 0)
 
 
 def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:

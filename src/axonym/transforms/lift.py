@@ -258,24 +258,21 @@ class _Signature:
             return _Arguments(operands, tuple(names), [], _NOTHING)
         arrays, static = flatten_arrays((handed_on, dict(call.kwargs)))
         if not is_hashable(static):
-            raise TypeError(self._unhashable(what, call))
+            passed = {
+                call.argument(i): x for i, x in enumerate(call.args) if (*self.inputs, *[None] * (i + 1))[i] is None
+            }
+            passed |= {f"`{k}`": x for k, x in call.kwargs.items()}
+            kinds = [
+                (path, type(leaf).__name__)
+                for path, x in passed.items()
+                for leaf in jax.tree.leaves(x)
+                if not isinstance(leaf, _ARRAYS) and type(leaf).__hash__ is None
+            ]
+            path, which = (kinds[0][0], f", which this {kinds[0][1]} is not") if kinds else (", ".join(passed), "")
+            raise TypeError(
+                f"{what}: {path} is passed on unchanged, as part of the program, so it must be hashable{which}."
+            )
         return _Arguments(operands, tuple(names), arrays, static)
-
-    def _unhashable(self, what: str, call: _LiftedCall) -> str:
-        handed_on = {
-            call.argument(i): x for i, x in enumerate(call.args) if (*self.inputs, *[None] * (i + 1))[i] is None
-        }
-        handed_on |= {f"`{k}`": x for k, x in call.kwargs.items()}
-        for path, x in handed_on.items():
-            for leaf in jax.tree.leaves(x):
-                if not isinstance(leaf, _ARRAYS) and type(leaf).__hash__ is None:
-                    return (
-                        f"{what}: {path} is passed on unchanged, as part of the program, so it must be hashable, which "
-                        f"this {type(leaf).__name__} is not."
-                    )
-        return (
-            f"{what}: {', '.join(handed_on)} must be hashable: arguments passed on unchanged are part of the program."
-        )
 
     def arguments(self, operands: Sequence[Any], handed_on: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments, by position and by keyword."""
@@ -386,16 +383,36 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
     what, signature, in_names, aliases = plan.what, plan.signature, plan.in_names, plan.aliases
     count = len(plan.ranks)
     axes = {word: word for word in signature.words} | dict(aliases)
-    own = [_names_of_words(axes, term) for term in signature.terms]
+    own, out_own = (
+        [tuple(name_of(axes[w]) for w in term) for term in terms] for terms in (signature.terms, signature.outputs)
+    )
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
         # A kernel that raises: the message shows sizes, and only a call has arrays.
         return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
     rest = [names_without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
-    _check_one_meaning(what, signature, axes, rest, all_own)
-    layout = _layout_of_results(what, in_names, rest, bool(all_own))
+    word_of: dict[str, str] = {}
+    for word in dict.fromkeys(w for term in signature.terms for w in term):
+        name = name_of(axes[word])
+        if name in word_of:
+            raise ValueError(
+                f"{what}: {word_of[name]!r} and {word!r} both stand for axis {name!r}; use one word for it."
+            )
+        word_of[name] = word
+    for i, names in enumerate(rest):
+        if both := [n for n in names if n in all_own]:
+            raise ValueError(
+                f"{what}: the spec lists axis {both[0]!r} for one operand, but operand {i} also has it, where the spec "
+                "does not list it, so it would be mapped over. Rename it in one of them."
+            )
+    # Results keep the order of axes of the first operand that has all axes that are mapped over.
+    every = set().union(*rest)
+    layout = next((names for names, mapped in zip(in_names, rest, strict=True) if len(mapped) == len(every)), None)
+    if layout is None and all_own:
+        layout = tuple(dict.fromkeys(n for names in in_names for n in names))
+    elif layout is None:  # as in elementwise operations, an outer product must be explicit
+        layout = _kernels.broadcast_names(what, in_names)
     mapped = tuple(n for n in layout if any(n in names for names in rest))
-    out_own = [_names_of_words(axes, term) for term in signature.outputs]
     out_names = tuple(_out_names(what, layout, mapped, names) for names in out_own)
 
     def one(sizes, held, *arrays):
@@ -415,7 +432,8 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
             e.add_note(f"{what}: raised by the function on {listed}{over}.")
             raise
         results = _checked_results(what, signature, axes, operands, results)
-        _mapped_axis.check_placed_elsewhere(what, sizes, _named_arrays(operands, own), _named_arrays(results, out_own))
+        taken, returned = ([*map(wrap, xs, names)] for xs, names in ((operands, own), (results, out_own)))
+        _mapped_axis.check_placed_elsewhere(what, sizes, taken, returned)
         return tuple(
             _kernels.transpose_to(r, names, names_without(out, *mapped))
             for r, names, out in zip(results, out_own, out_names, strict=True)
@@ -451,25 +469,6 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
     )
 
 
-def _named_arrays(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
-    return [wrap(x, n) for x, n in zip(arrays, names, strict=True)]
-
-
-def _names_of_words(axes: Mapping[str, AxisSelector], words: Names) -> Names:
-    return tuple(name_of(axes[w]) for w in words)
-
-
-def _layout_of_results(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
-    """Return the axes whose order the results keep: the axes of the first operand that has all mapped axes."""
-    every = set().union(*rest)
-    for names, mapped in zip(in_names, rest, strict=True):
-        if len(mapped) == len(every):
-            return names
-    if not takes_axes:  # as in elementwise operations, an outer product must be explicit
-        return _kernels.broadcast_names(what, in_names)
-    return tuple(dict.fromkeys(n for names in in_names for n in names))
-
-
 def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
     """Return the axes of a result: in the order of the layout, with new axes where the first one is missing."""
     twice = [n for n in own if n in mapped or own.count(n) > 1]
@@ -482,27 +481,6 @@ def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
 
 
 # --- checks ---
-
-
-def _check_one_meaning(
-    what: str, signature: _Signature, axes: Mapping[str, AxisSelector], rest: Sequence[Names], own: set[str]
-) -> None:
-    """Check that each axis has one word, and is either an axis of the function or mapped over."""
-    word_of: dict[str, str] = {}
-    for word in dict.fromkeys(w for term in signature.terms for w in term):
-        name = name_of(axes[word])
-        if name in word_of:
-            raise ValueError(
-                f"{what}: {word_of[name]!r} and {word!r} both stand for axis {name!r}; use one word for it."
-            )
-        word_of[name] = word
-    for i, names in enumerate(rest):
-        both = [n for n in names if n in own]
-        if both:
-            raise ValueError(
-                f"{what}: the spec lists axis {both[0]!r} for one operand, but operand {i} also has it, where the spec "
-                "does not list it, so it would be mapped over. Rename it in one of them."
-            )
 
 
 def _checked_results(

@@ -279,7 +279,21 @@ def checkpointed_scan(
     with _record_names() as given:
         result = run(carry, xs)
     wanted = () if policy.disable else (*policy._saved, *policy.offload_block_internals)
-    _warn_of_unknown(label, wanted, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
+    if not given.issuperset(wanted):  # JAX ignores names that the body gives to no array
+        found = given | set(
+            _names_in(jax.make_jaxpr(lambda *xs: jax.lax.scan(step, *xs, length=length))(carry, xs).jaxpr)
+        )
+        unknown = [n for n in wanted if n not in found]
+        left = sorted(found.difference(wanted))
+        hints = "".join(dict.fromkeys(errors.suggestion(n, left) for n in unknown))
+        # A policy can serve several bodies, each with some of its names. So an unused name is fine if another one is
+        # used, unless it is similar to a name that the policy lacks.
+        if unknown and (hints or len(unknown) == len(wanted)):
+            listed, named = errors.quoted(unknown), errors.quoted(sorted(found))
+            errors.warn(
+                f"{label}: the checkpoint policy has {listed}, but the body gives no array such a name. "
+                + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
+            )
     return result
 
 
@@ -332,7 +346,7 @@ def _nested_policies(
     return of_groups, of_steps
 
 
-# --- unknown names in a policy, which JAX ignores ---
+# --- the names given to arrays ---
 
 _GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names given to arrays", default=None)
 
@@ -348,31 +362,6 @@ def _record_names() -> Iterator[set[str]]:
         _GIVEN.reset(token)
         if outer is not None:
             outer |= given
-
-
-def _warn_of_unknown(
-    label: str, wanted: Sequence[str], recorded: set[str], body: Callable[..., Any], *args: Any
-) -> None:
-    """Warn about names in a policy that a body gives to no array.
-
-    A policy can serve several bodies, each with some of its names. So an unused name is ignored if another name of the
-    policy is used, unless it is similar to a name that the policy lacks.
-
-    Arguments:
-        recorded: names that are known to be given; if they include all wanted ones, the body is not inspected.
-    """
-    if recorded.issuperset(wanted):
-        return
-    found = recorded | set(_names_in(jax.make_jaxpr(body)(*args).jaxpr))
-    unknown = [n for n in wanted if n not in found]
-    left = sorted(found.difference(wanted))
-    hints = "".join(dict.fromkeys(errors.suggestion(n, left) for n in unknown))
-    if unknown and (hints or len(unknown) == len(wanted)):
-        listed, named = errors.quoted(unknown), errors.quoted(sorted(found))
-        errors.warn(
-            f"{label}: the checkpoint policy has {listed}, but the body gives no array such a name. "
-            + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
-        )
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:

@@ -115,8 +115,9 @@ def attend_along_sequence(
     Without a `context`, the one that moves fewer bytes is chosen. Then the result is None, for the caller to compute
     it, if the positions of queries and keys are not sharded alike, or the operands do not allow it.
     """
-    if context is None and not _may_be_sharded(KPos, key):
-        return None
+    entries = dict(zip(key.names, jax.typeof(key.array).sharding.spec, strict=False))
+    if context is None and not any(mapped_axes(n) or entries.get(n) is not None for n in KPos):
+        return None  # a quick check
     what = "dot_product_attention" + ("" if context is None else f" by context={context!r}")
     if context is not None and context not in _CONTEXTS:
         words = [c for c in _CONTEXTS if isinstance(c, str)]
@@ -141,7 +142,16 @@ def attend_along_sequence(
             problems.append(f"positions of queries and keys are not sharded alike, as {found}")
     if placed is None or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
-    terms = _terms_of_scores(what, roles, mask, bias)
+    # What scores depend on besides queries and keys, as the fields of `ScoreTerms`.
+    causal = mask if isinstance(mask, Causal) else None
+    given = {
+        "bias": (bias, roles.of_scores),
+        "mask": (mask.also if isinstance(mask, Causal) else mask, roles.of_scores),
+        "segments": (causal and causal.segments, (*roles.batch, *roles.heads, *roles.positions)),
+    }
+    terms = {label: x for label, (x, _) in given.items() if x is not None}
+    for label, x in terms.items():
+        require_subset(what, label, x.names, given[label][1])
     if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
@@ -205,14 +215,6 @@ def _needed_whole(way: _Way, roles: AxisRoles) -> dict[str, Names]:
 # --- the roles and shardings of axes ---
 
 
-def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
-    """Return whether the positions of keys may be sharded: a quick check."""
-    entries = jax.typeof(key.array).sharding.spec
-    return any(mapped_axes(n) for n in KPos) or any(
-        e is not None for n, e in zip(key.names, entries, strict=False) if n in KPos
-    )
-
-
 def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
     """Return the mesh axes over which each axis is sharded: from the arrays if Explicit, from the mapping if not.
 
@@ -250,20 +252,6 @@ def _sharding_of_sequence(
     if not problems and not all(fits(placed.spec(x.names), tuple(x.shape.values()), mesh) for x in operands):
         problems.append("two axes of one operand would be sharded over the same mesh axis")
     return placed
-
-
-def _terms_of_scores(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
-    """Return the terms that scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
-    causal = mask if isinstance(mask, Causal) else None
-    found = {
-        "bias": (bias, roles.of_scores),
-        "mask": (mask.also if isinstance(mask, Causal) else mask, roles.of_scores),
-        "segments": (causal and causal.segments, (*roles.batch, *roles.heads, *roles.positions)),
-    }
-    for label, (x, known) in found.items():
-        if x is not None:
-            require_subset(what, label, x.names, known)
-    return {label: x for label, (x, _) in found.items() if x is not None}
 
 
 # --- the choice of context ---

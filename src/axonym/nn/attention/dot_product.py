@@ -113,9 +113,14 @@ def dot_product_attention(
     """
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
-    mask = _checked_mask(what, mask, bias)
+    if bias is not None:
+        require_named(what, bias, "bias")
+    mask = as_truth_values(what, mask)
     dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
-    if implementation in (None, "named") and not dropping and _is_along_kept(query, key, features, positions):
+    # In code that is traced for all of a sequence, along which queries and keys are sharded alike?
+    over = mapped_axes(positions[0]) if len(positions) == 1 and is_kept(positions[0]) else ()
+    alike = over and any(is_kept(n) and mapped_axes(n) == over for n in query.names if n not in (*key.names, features))
+    if implementation in (None, "named") and not dropping and alike:
         options: Any = {"attention_dtype": attention_dtype, "precision": precision, "context": context}
         options["implementation"] = implementation
 
@@ -165,14 +170,6 @@ def dot_product_attention(
     return dot(weights, value, axis=positions, precision=precision, out_axes=(*kept, *dict.fromkeys(own)))
 
 
-def _is_along_kept(query: NamedArray, key: NamedArray, features: str, positions: Names) -> bool:
-    """Return whether queries and keys are sharded alike along a sequence, in code that is traced for all of it."""
-    over = mapped_axes(positions[0]) if len(positions) == 1 and is_kept(positions[0]) else ()
-    return bool(over) and any(
-        is_kept(n) and mapped_axes(n) == over for n in query.names if n not in (*key.names, features)
-    )
-
-
 def dot_product_attention_weights(
     query: NamedArray,
     key: NamedArray,
@@ -194,7 +191,9 @@ def dot_product_attention_weights(
     """
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
-    mask = _checked_mask(what, mask, bias)
+    if bias is not None:
+        require_named(what, bias, "bias")
+    mask = as_truth_values(what, mask)
     key = _gather_shared_positions(key, positions, query)
     weights = _attention_weights(
         what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
@@ -290,13 +289,6 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions
-
-
-def _checked_mask(what: str, mask: Mask, bias: NamedArray | None) -> Mask:
-    """Return a mask of truth values; raise an error if the mask or the bias is no named array."""
-    if bias is not None:
-        require_named(what, bias, "bias")
-    return as_truth_values(what, mask)
 
 
 def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:
