@@ -1,18 +1,10 @@
 """Compute convolutions with right values and gradients on meshes.
 
-XLA partitions products rightly, but not all convolutions. Where it would be wrong, a convolution is computed as a sum
-of products, one for each position in the kernel:
-
-- Along a sharded axis, XLA adds up the parts of all devices, also along mesh axes along which they have equal shards
-  or other channels. With one mesh axis, XLA fails for second derivatives if the kernel or the input is dilated.
-- The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
-- A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
-  axes.
-- XLA takes some gradients of strided and dilated convolutions for products, and fails to partition them.
-- XLA ends the process if channels are sharded over a number of devices that does not divide the number of groups, or
-  if the channels of the input and of the result are sharded over different mesh axes.
-
-Values are wrong, too, if the kernel is sharded along an axis of the convolution, so there it is always replicated.
+XLA partitions products rightly, but not all convolutions (see `docs/compiler_bugs.md`). Where it would be wrong, a
+convolution is computed as a sum of products, one for each position in the kernel: along sharded axes; with groups,
+unless all mesh axes shard the batch and the shards of channels are whole groups; where it is mapped over, which makes
+it a grouped one with other axes; and where XLA would take the gradient of a strided and dilated one for a product. A
+kernel that is sharded along an axis of the convolution gives wrong values too, so there it is always replicated.
 
 Shardings over Explicit mesh axes are in the types of the arrays. Shardings over Auto axes come from the active mapping,
 and outside of jit from the arrays: see `known_shardings`. Inside jit, on Auto mesh axes that the mapping says nothing

@@ -17,13 +17,7 @@ from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate_here, pads_uneven
-from ..distribution.kept_shards import (
-    KeptShards,
-    exchange as exchange_shards,
-    is_kept,
-    kept_over,
-    refuse_gathered,
-)
+from ..distribution.kept_shards import KeptShards, exchange as exchange_shards, is_kept, kept_over, refuse_gathered
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,

@@ -1,27 +1,7 @@
 """Repeated layers: `Stacked` stacks their arrays and scans over them, `BlockSeq` keeps them in a sequence.
 
-A transformer repeats one block with different parameters. `Stacked` keeps the parameters of all blocks in one module,
-whose arrays have a layer axis, and loops over them with `axonym.scan`, so only one block is compiled. `BlockSeq` keeps
-the blocks in a sequence and calls them in turn, so they can differ. Both have the same methods, make the same layers
-from the same keys, and give the same results and gradients.
-
-A block is any Equinox module with an `init` that makes a block and a `__call__` from a carry to the next carry:
-
->>> import equinox as eqx
->>> class Shift(eqx.Module):
-...     by: axn.NamedArray
-...     @staticmethod
-...     def init(Embed, *, key):
-...         return Shift(axn.random.normal(key, Embed))
-...     def __call__(self, x):
-...         return x + self.by
->>> Layers, Embed = axn.make_axes(layers=3, embed=2)
->>> layers = axn.nn.Stacked.init(Layers, Shift)(Embed, key=jax.random.key(0))
->>> layers.stacked.by.shape
-{'layers': 3, 'embed': 2}
->>> y = layers.fold(axn.zeros(Embed))
->>> axn.allclose(y, layers.stacked.by.sum(Layers))
-True
+A block is any Equinox module with an `init` that makes a block and a `__call__` from a carry to the next carry. Both
+kinds have the same methods, make the same layers from the same keys, and give the same results and gradients.
 
 The methods slice their arguments other than the carry for each layer: named arrays with the layer axis are sliced along
 that axis, and raw arrays along their first axis. Every layer gets the same scalars and other values. A single random

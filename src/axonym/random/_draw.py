@@ -94,7 +94,7 @@ def draw(
         **options: static arguments of `fn`.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"
-    key = one_key(what, key)
+    random_key: Any = one_key(what, key)
     axes = new_axes(what, shape)
     operands = [operand(x) for x in parameters.values()]
     if dtype is not None:
@@ -103,13 +103,14 @@ def draw(
     # Numbers from threefry keys depend on their linear index alone. XLA takes several times as long to compile them
     # over several axes as over one, so axes are merged if that changes neither the values nor the sharding. Inside of
     # jit, without a mapping, XLA shards the numbers according to their use.
-    threefry = jax.random.key_impl(key) == "threefry2x32" if key.ndim == 0 else key.shape == (2,)
+    words = random_key.shape  # an old-style key is an array of numbers
+    threefry = jax.random.key_impl(random_key) == "threefry2x32" if random_key.ndim == 0 else words == (2,)
     is_placed = (
         not isinstance(key, Tracer) or jax.device_count() == 1 or (active_mapping() and current_mesh() is not None)
     )
     merges = not along and threefry and bool(is_placed)
     kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, tuple(options.items()), merges)
-    return kernel.apply(key, *(x for x, _ in operands))
+    return kernel.apply(random_key, *(x for x, _ in operands))
 
 
 @_kernels.shared("axes", "along", "in_names")

@@ -1,14 +1,11 @@
 """Draw tokens with temperature, top-k, top-p and min-p, over a vocabulary that can be sharded.
 
-A token is the largest of its logit and noise, by the Gumbel-max trick: noise of the right kind, added to the logits,
-makes the position of the largest one a draw from the softmax. Noise is a function of the key, the number of the example
-and the number of the token. So each device makes the noise of its own shard, the noise does not depend on the sharding,
-and a filter that keeps a token does not change whether it is drawn among the kept ones.
+By the Gumbel-max trick, noise is added to the logits, and the position of the largest sum is a draw from the softmax.
+Noise is a function of the key, the number of the example and the number of the token, so each device makes the noise of
+its own shard, and the draws do not depend on the sharding.
 
-Filters need to know how likely a token is compared to the likeliest one, which takes one number for each example, the
-largest logit. For top-p the sum over more likely tokens is needed, too. Instead of sorting, bisection finds the least
-likely token that is kept: devices sum the probability above a threshold. The sums are of integers. Sums of floating
-point numbers would depend on which device adds which; so only single elements are rounded.
+For top-p, bisection finds the least likely token that is kept, instead of sorting: devices sum the probability above a
+threshold. The sums are of integers, since sums of floating point numbers would depend on which device adds which.
 """
 
 from __future__ import annotations
@@ -64,8 +61,8 @@ def categorical(
     The likeliest is always kept. An example without a finite logit gives the first of the largest; one with a
     NaN gives the position of the first NaN.
 
-    With `top_k`, each device finds candidates in its shard of the axis, and only these move between devices. Without
-    it, a few numbers for each example move, and for `top_p` three in each of thirty steps.
+    With `top_k`, only the candidates of each shard move between devices. Without it, a few numbers for each example
+    move, and for `top_p` three in each of thirty steps.
 
     Inside a `shard_map` a device draws for its own examples, as if there were no others. Give each device its own key
     there, by `jax.random.fold_in(key, axonym.axis_index("batch"))`.

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
@@ -137,7 +138,7 @@ def lift(
     def lifted(*args: Any, **kwargs: Any) -> Any:
         here = {word: kwargs.pop(word) for word in signature.words if word in kwargs}
         _check_aliases(what, signature, here)
-        given = signature.separated(what, _LiftedCall(fn, args, kwargs))
+        given = signature.separated(what, fn, args, kwargs)
         functions = functions_of()
         held = [*functions.arrays, *given.handed_on]
         aliases = tuple({**known, **here}.items())
@@ -218,25 +219,30 @@ class _Signature:
         inputs = ("_" if term is None else " ".join(term) for term in self.inputs)
         return f"{', '.join(inputs)} -> {', '.join(' '.join(term) for term in self.outputs)}"
 
-    def separated(self, what: str, call: _LiftedCall) -> _Arguments:
+    def separated(self, what: str, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
         """Return the arguments of a call, with the arrays separated."""
-        by_keyword = [f"`{k}`" for k, x in call.kwargs.items() if isinstance(x, _ARRAYS)]
+
+        def argument(i: int) -> str:
+            name = parameter_names(fn, i + 1)[i]
+            return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
+
+        by_keyword = [f"`{k}`" for k, x in kwargs.items() if isinstance(x, _ARRAYS)]
         if by_keyword:
             raise TypeError(
                 f"{what}: got array {', '.join(by_keyword)} by keyword. Arrays are operands, given by position, one "
                 f"for each term of {self.text!r}."
             )
-        if len(call.args) < len(self.inputs):
+        if len(args) < len(self.inputs):
             raise TypeError(
                 f"{what}: the spec {self.text!r} has {errors.counted(len(self.inputs), 'argument')}, but the call has "
-                f"{len(call.args)} by position."
+                f"{len(args)} by position."
             )
         operands, names, handed_on = [], [], []
-        for i, x in enumerate(call.args):
+        for i, x in enumerate(args):
             if i >= len(self.inputs) or self.inputs[i] is None:
                 if isinstance(x, _ARRAYS):
                     raise TypeError(
-                        f"{what}: {call.argument(i)} is an array for which {self.text!r} has no term. Arrays are "
+                        f"{what}: {argument(i)} is an array for which {self.text!r} has no term. Arrays are "
                         "operands, one for each term."
                     )
                 handed_on.append(x)
@@ -245,23 +251,21 @@ class _Signature:
             elif isinstance(x, _NUMERIC):
                 if np.ndim(x):
                     raise TypeError(
-                        f"{what}: {call.argument(i)} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
+                        f"{what}: {argument(i)} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
                         "without names: name its axes with axonym.named(array, axes)."
                     )
                 operands.append(x), names.append(())
             else:
                 raise TypeError(
-                    f"{what}: {call.argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. Pass "
+                    f"{what}: {argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. Pass "
                     "other arguments after the operands, or by keyword."
                 )
-        if not handed_on and not call.kwargs:
+        if not handed_on and not kwargs:
             return _Arguments(operands, tuple(names), [], _NOTHING)
-        arrays, static = flatten_arrays((handed_on, dict(call.kwargs)))
+        arrays, static = flatten_arrays((handed_on, dict(kwargs)))
         if not is_hashable(static):
-            passed = {
-                call.argument(i): x for i, x in enumerate(call.args) if (*self.inputs, *[None] * (i + 1))[i] is None
-            }
-            passed |= {f"`{k}`": x for k, x in call.kwargs.items()}
+            passed = {argument(i): x for i, x in enumerate(args) if (*self.inputs, *[None] * (i + 1))[i] is None}
+            passed |= {f"`{k}`": x for k, x in kwargs.items()}
             kinds = [
                 (path, type(leaf).__name__)
                 for path, x in passed.items()
@@ -292,19 +296,6 @@ class _Arguments(NamedTuple):
     """The arrays in the arguments that are passed on, in a module, say."""
     static: TreeSpec
     """The static rest of these arguments."""
-
-
-class _LiftedCall(NamedTuple):
-    """A call of a lifted function."""
-
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def argument(self, i: int) -> str:
-        """Return the name of an argument, for messages."""
-        name = parameter_names(self.fn, i + 1)[i]
-        return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
 
 
 _, _NOTHING = flatten_arrays(([], {}))
@@ -413,7 +404,14 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
     elif layout is None:  # as in elementwise operations, an outer product must be explicit
         layout = _kernels.broadcast_names(what, in_names)
     mapped = tuple(n for n in layout if any(n in names for names in rest))
-    out_names = tuple(_out_names(what, layout, mapped, names) for names in out_own)
+    out_names: list[Names] = []
+    for names in out_own:  # in the order of the layout, with new axes where the first one is missing
+        if any(n in mapped or names.count(n) > 1 for n in names):
+            raise ValueError(errors.duplicate_names(what, (*mapped, *names)))
+        kept = [n in mapped or n in names for n in layout]
+        place = kept.index(False) if False in kept else len(layout)
+        new = [n for n in names if n not in layout]
+        out_names.append((*layout[:place], *new, *itertools.compress(layout[place:], kept[place:])))
 
     def one(sizes, held, *arrays):
         """Call the function on arrays without the axes that are mapped over."""
@@ -463,21 +461,10 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
         what,
         positional,
         (*held_names, *in_names),
-        out_names if signature.several else out_names[0],
+        tuple(out_names) if signature.several else out_names[0],
         selection=sized,
         keep_unused=False,
     )
-
-
-def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
-    """Return the axes of a result: in the order of the layout, with new axes where the first one is missing."""
-    twice = [n for n in own if n in mapped or own.count(n) > 1]
-    if twice:
-        raise ValueError(errors.duplicate_names(what, (*mapped, *own)))
-    kept = [n in mapped or n in own for n in layout]
-    place = kept.index(False) if False in kept else len(layout)
-    new = tuple(n for n in own if n not in layout)
-    return (*layout[:place], *new, *(n for n, keep in zip(layout[place:], kept[place:], strict=True) if keep))
 
 
 # --- checks ---

@@ -7,9 +7,7 @@
 | `"all_gather"` | keys and values, all at once, and they are stored      | as the ring                                |
 
 `("all_to_all", "ring")` and `("all_to_all", "all_gather")` exchange heads over the last mesh axis of the positions, and
-do the other over the mesh axes before it, where heads do not suffice for all devices. With `a` and `b` devices along
-these, `(b - 1) / b` of each shard is exchanged, and `a - 1` times `1 / b` of the heads of `b` shards of keys and values
-go around.
+do the other over the mesh axes before it, where heads do not suffice for all devices.
 
 All compute block by block (see `_blockwise`), in one `shard_map` over all mesh axes. Under a causal mask, devices with
 later positions would have more work, so the ring and the all-gather first exchange halves of shards for zig-zag order,
