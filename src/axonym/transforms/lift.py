@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
+from ..axis import Axis, AxisSelector, Names, name_of, names_without
 from ..core import errors, parsing
 from ..core.function_cache import FunctionCache, Functions, WithArrays
 from ..core.parameter_names import parameter_names
@@ -45,55 +45,28 @@ class _Decorator(Protocol):
     def __call__(self, fn: Callable[..., _Returned], /) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
 
 
-InAxes: TypeAlias = AxisSelection | Sequence[AxisSelection | None] | None
-OutAxes: TypeAlias = AxisSelection | Sequence[AxisSelection] | None
-
-
+@overload
+def lift(fn: str, **axes: AxisSelector) -> _Decorator: ...
+@overload
+def lift(fn: Callable[..., jax.Array], spec: str, **axes: AxisSelector) -> Callable[..., NamedArray]: ...
 @overload
 def lift(
-    fn: str, spec: None = None, *, in_axes: None = None, out_axes: None = None, **axes: AxisSelector
-) -> _Decorator: ...
-@overload
-def lift(
-    fn: Callable[..., jax.Array],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
-) -> Callable[..., NamedArray]: ...
-@overload
-def lift(
-    fn: Callable[..., Sequence[jax.Array]],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
+    fn: Callable[..., Sequence[jax.Array]], spec: str, **axes: AxisSelector
 ) -> Callable[..., tuple[NamedArray, ...]]: ...
 @overload
 def lift(
-    fn: Callable[..., _Returned],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
+    fn: Callable[..., _Returned], spec: str, **axes: AxisSelector
 ) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
 def lift(
-    fn: str | Callable[..., _Returned],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
+    fn: str | Callable[..., _Returned], spec: str | None = None, **axes: AxisSelector
 ) -> _Decorator | Callable[..., NamedArray | tuple[NamedArray, ...]]:
     """Make a named function of a positional one.
 
     The spec lists the axes that the function takes and returns, as in `"i j, i -> j"`: a term for each array, with its
-    axes in order of position, `->`, and a term for each result. An empty term is a scalar. The words are axis names, or
-    stand for axes that keywords give, here or in the call. All other axes of the operands are mapped over, matched by
-    name; an operand that lacks one is the same along it. Operands are named arrays and scalars.
+    axes in order of position, `->`, and a term for each result. An empty term is a scalar, and `_` an argument that is
+    passed on unchanged. The words are axis names, or stand for axes that keywords give, here or in the call. All other
+    axes of the operands are mapped over, matched by name; an operand that lacks one is the same along it. Operands are
+    named arrays and scalars.
 
     Words that only the results have are new axes. A result keeps the layout of the first operand that has all axes that
     are mapped over; its new axes take the place of the first axis that was removed, or come last.
@@ -111,8 +84,6 @@ def lift(
     Arguments:
         fn: the positional function. It returns an array, or a tuple of them where the spec has several results.
         spec: the axes it takes and gives.
-        in_axes: instead of a spec, the axes that each operand has. None is an argument that is passed on unchanged.
-        out_axes: the axes of the result, given together with `in_axes`; a sequence of selections for several results.
         **axes: the axis that a word stands for. Where an `Axis` is given, its size is checked.
 
     >>> solve = axn.lift(jnp.linalg.solve, "row col, row -> col")
@@ -124,15 +95,19 @@ def lift(
     (NamedArray(int32[k=2], [3 2]), NamedArray(int32[k=2], [0 2]))
     """
     if isinstance(fn, str):
-        if spec is not None or in_axes is not None or out_axes is not None:
+        if spec is not None:
             raise TypeError("lift: expected a function, got a string. As a decorator, lift takes the spec alone.")
         return lambda decorated: lift(decorated, fn, **axes)
     if not callable(fn):
         raise TypeError(f"lift: expected a function, got {type(fn).__name__}.")
     what = f"lift({_function_name(fn)})"
-    signature = _make_signature(what, spec, in_axes, out_axes)
+    if spec is None:
+        raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j'.")
+    expression = parsing.parse(what, spec, comma="terms")
+    inputs = tuple(_words_of(expression, term) for term in expression.lhs)
+    outputs = tuple(_words_of(expression, term) for term in expression.rhs)
+    signature = _Signature(tuple(None if words == ("_",) else words for words in inputs), outputs)
     _check_aliases(what, signature, axes)
-    known = {**dict(signature.axes), **axes}
     functions_of = Functions(fn, own=FunctionCache()).now
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +116,7 @@ def lift(
         given = signature.separated(what, fn, args, kwargs)
         functions = functions_of()
         held = [*functions.arrays, *given.handed_on]
-        aliases = tuple({**known, **here}.items())
+        aliases = tuple({**axes, **here}.items())
         plan = _LiftPlan(what, signature, len(functions.arrays), tuple(map(jnp.ndim, held)), given.names, aliases)
         kernel = functions.compiled(_build_lifted_kernel, plan, given.static)
         try:
@@ -195,8 +170,6 @@ class _Signature:
     inputs: tuple[Names | None, ...]
     """The axes of each operand; None for an argument that is passed on unchanged."""
     outputs: tuple[Names, ...]
-    axes: tuple[tuple[str, Axis], ...]
-    """The axes that were given with sizes."""
 
     @functools.cached_property
     def words(self) -> Names:
@@ -299,31 +272,6 @@ class _Arguments(NamedTuple):
 
 
 _, _NOTHING = flatten_arrays(([], {}))
-
-
-def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> _Signature:
-    """Make the signature from a spec, or from the axes given instead."""
-    if spec is not None:
-        if in_axes is not None or out_axes is not None:
-            raise TypeError(f"{what}: the axes are given by a spec or by in_axes and out_axes, not both.")
-        expression = parsing.parse(what, spec, comma="terms")
-        inputs, outputs = (
-            tuple(_words_of(expression, term) for term in side) for side in (expression.lhs, expression.rhs)
-        )
-        return _Signature(inputs, outputs, ())
-    if in_axes is None or out_axes is None:
-        raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j', or both in_axes and out_axes.")
-    given = [in_axes] if isinstance(in_axes, (str, Axis, Mapping)) else list(in_axes)
-    results: list[Any] = [out_axes]
-    if not isinstance(out_axes, (str, Axis, Mapping)) and not all(isinstance(a, (str, Axis)) for a in out_axes):
-        results = list(out_axes)  # selections for several results
-    chosen = [None if a is None else selectors(a) for a in (*given, *results)]
-    terms = [None if c is None else tuple(map(name_of, c)) for c in chosen]
-    for term in terms:
-        errors.distinct(what, term or ())
-    sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
-    outputs = tuple(term for term in terms[len(given) :] if term is not None)
-    return _Signature(tuple(terms[: len(given)]), outputs, tuple(sized.items()))
 
 
 def _words_of(expression: parsing.Expression, term: parsing.Term) -> Names:
