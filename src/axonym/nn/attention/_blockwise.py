@@ -142,6 +142,11 @@ def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array,
     return (sums / jnp.where(none, 1, total)[..., None]).astype(query.dtype), log_total
 
 
+def _forward(plan: Blockwise, *operands: Any) -> Any:
+    found: Any = _attend(plan, *operands)
+    return found, (*operands, *found)
+
+
 def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     query, key, value, terms, result, log_total = saved
     given = cotangents[0].astype(query.dtype)
@@ -178,7 +183,7 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     return of_query, of_key, of_value, ScoreTerms(of_bias)
 
 
-_attend.defvjp(lambda plan, *operands: (found := _attend(plan, *operands), (*operands, *found)), _backward)
+_attend.defvjp(_forward, _backward)
 
 
 # --- blocks ---
