@@ -84,14 +84,8 @@ def draw(
 ) -> NamedArray:
     """Draw with a positional sampler of the same name as the operation.
 
-    Arguments:
-        fn: called as `fn(key, **parameters, shape=sizes, **options)`.
-        key: the random key.
-        shape: the axes of the result, one draw for each position.
-        parameters: the parameters by the name of the argument, in the order of the arguments.
-        dtype: the dtype; None for the default of `fn`.
-        along: the axes of a single draw, which come after `shape` in the result.
-        **options: static arguments of `fn`.
+    It is called as `fn(key, **parameters, shape=sizes, **options)`. `along` are the axes of a single draw, which come
+    after `shape` in the result.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"
     random_key: Any = one_key(what, key)

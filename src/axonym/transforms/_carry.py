@@ -54,12 +54,7 @@ CARRY = MismatchMessages(
 
 
 class CarryShardingChanged(Exception):
-    """Raised while tracing a loop if its carry comes out sharded, or device-varying, over more mesh axes than before.
-
-    Arguments:
-        specs: the sharding of each array as it comes out.
-        varying: the mesh axes over which each becomes device-varying.
-    """
+    """Raised while tracing a loop whose carry comes out sharded, or device-varying, over more mesh axes than before."""
 
     def __init__(self, specs: Sequence[Sequence[Entry]], varying: Sequence[Sequence[str]]):
         super().__init__(specs, varying)
@@ -73,10 +68,8 @@ def run_settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) 
     On Explicit mesh axes the sharding is part of the type, and inside `shard_map` so is whether a value is
     device-varying. So a carry made by `zeros` has another type after the first step. Sharding a replicated array costs
     no communication, nor does making it device-varying. Every attempt adds at least one mesh axis, so there are few
-    attempts; a step that replicates an axis again raises an error.
-
-    Arguments:
-        run: a function that traces the loop, with a body that calls `conform_to_spec` with `settles`.
+    attempts; a step that replicates an axis again raises an error. `run` traces the loop, with a body that calls
+    `conform_to_spec` with `settles`.
     """
     start = list(carry)
     attempted = False
