@@ -45,7 +45,7 @@ from ...distribution.per_device import gather_axes, run_per_device
 from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
-from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
+from ._axis_roles import AttentionOperands, AxisRoles, find_roles, merge_axes, split_axes
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, to_zigzag
 from .masks import Causal, Mask
 
@@ -96,23 +96,14 @@ class _Way(NamedTuple):
 
 
 def attend_along_sequence(
-    context: Context | None,
-    KPos: Names,
-    Key: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: Mask,
-    bias: NamedArray | None,
-    precision: jax.lax.PrecisionLike,
-    scaling_factor: float | None,
-    refused: Sequence[str],
+    context: Context | None, of: AttentionOperands, precision: jax.lax.PrecisionLike, refused: Sequence[str]
 ) -> NamedArray | None:
     """Compute `dot_product_attention` along a sharded sequence; `refused` are given arguments that this does not take.
 
     Without a `context`, the one that moves fewer bytes is chosen. Then the result is None, for the caller to compute
     it, if the positions of queries and keys are not sharded alike, or the operands do not allow it.
     """
+    query, key, value, KPos, _, mask, bias, _ = of
     entries = dict(zip(key.names, jax.typeof(key.array).sharding.spec, strict=False))
     if context is None and not any(mapped_axes(n) or entries.get(n) is not None for n in KPos):
         return None  # a quick check
@@ -124,7 +115,7 @@ def attend_along_sequence(
     problems, operands = [f"it takes no {argument}" for argument in refused], (query, key, value)
     mesh = mesh_around([x.array for x in operands])
     found = _sharded_over(what, mesh, operands)
-    roles = find_roles(*operands, KPos, Key, mask, problems, found)
+    roles = find_roles(of, problems, found)
     if len(KPos) != 1 and not roles.causal:
         problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
     if not roles.positions:
@@ -173,9 +164,7 @@ def attend_along_sequence(
             f"{way.devices} devices. They must divide a shard of the key's heads or batch, and divide none of "
             f"{errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
         )
-    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
-    if not isinstance(scale, (int, float)):  # a traced scale
-        query, scale = query * scale, 1.0
+    query, scale = of.scaled()
     kept = way.kept, shard_count(placed.mesh, way.kept)
     plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))

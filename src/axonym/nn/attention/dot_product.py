@@ -48,6 +48,7 @@ from ...ops.selection import where
 from ...ops.shaping import unflatten_axis
 from ..dropout import dropout
 from ..normalization import softmax
+from ._axis_roles import AttentionOperands
 from .context import Context, attend_along_sequence
 from .fused import BY_DEFAULT, Implementation, default_attention, fused_attention, why_named
 from .masks import Causal, Mask, as_truth_values
@@ -132,24 +133,20 @@ def dot_product_attention(
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
     given = {"dropout": dropping, "attention_dtype": not float32}
     refused = [argument for argument, is_given in given.items() if is_given]
+    operands = AttentionOperands(query, key, value, positions, features, mask, bias, scaling_factor)
     if implementation not in (None, "named"):
         refused += ["precision"] * (precision is not None) + ["context"] * (context is not None)
-        return fused_attention(
-            implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
-        )
-    operands = query, key, value, mask, bias
-    attended = attend_along_sequence(context, positions, features, *operands, precision, scaling_factor, refused)
+        return fused_attention(implementation, operands, refused)
+    attended = attend_along_sequence(context, operands, precision, refused)
     if attended is not None:
         return attended
     if implementation is None and active_platform() == "gpu":
         refused += ["precision"] * (precision is not None) + ["bias"] * (bias is not None)
-        why = why_named(positions, features, query, key, value, mask, refused)
+        why = why_named(operands, refused)
         what_runs = CHOICE + (f"named operations: {why}" if why else BY_DEFAULT)
         with jax.named_scope(operation_scope(what_runs, (query.names,), (), (query.array,))):
             if not why:
-                return default_attention(
-                    positions, features, query, key, value, mask, scaling_factor, dot_product_attention
-                )
+                return default_attention(operands, dot_product_attention)
             return dot_product_attention(
                 query, key, value, KPos, Key, mask, bias, attention_dtype, precision, pdrop,
                 scaling_factor=scaling_factor, inference=inference, prng=prng, implementation="named",

@@ -23,8 +23,8 @@ from ...distribution.mesh_axes import axes_of_type, current_mesh
 from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
-from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
-from .masks import Causal, Mask
+from ._axis_roles import AttentionOperands, AxisRoles, find_roles, merge_axes, split_axes
+from .masks import Causal
 
 Implementation: TypeAlias = Literal["named", "xla", "cudnn", "splash", "fused"]
 """Named operations, and the fused kernels: see `dot_product_attention`."""
@@ -41,18 +41,7 @@ KINDS = ("A100", "H100", "H200", "B200")
 LARGEST_HEAD = 128
 
 
-def fused_attention(
-    implementation: str,
-    KPos: Names,
-    Key: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: Mask,
-    bias: NamedArray | None,
-    scaling_factor: float | None,
-    refused: Sequence[str],
-) -> NamedArray:
+def fused_attention(implementation: str, of: AttentionOperands, refused: Sequence[str]) -> NamedArray:
     """Compute `dot_product_attention` with a fused kernel; `refused` are given arguments that no kernel takes."""
     what = f"dot_product_attention by implementation={implementation!r}"
     if refused:
@@ -60,6 +49,7 @@ def fused_attention(
             f"{what}: a fused kernel takes no {' and no '.join(refused)}. Omit these, or use implementation='named', "
             "which takes every argument."
         )
+    query, key, value, KPos, Key, mask, bias, _ = of
     platform, chosen = active_platform(), implementation
     needed = PLATFORMS.get(implementation, platform)
     if implementation == "fused":
@@ -80,7 +70,7 @@ def fused_attention(
             "then computes by XLA, or cast the arrays."
         )
     problems: list[str] = []
-    roles = find_roles(query, key, value, KPos, Key, mask, problems)
+    roles = find_roles(of, problems)
     sizes = [value.axis_size(n) for n in roles.values]
     if sizes != [key.axis_size(Key)]:
         problems.append(
@@ -97,7 +87,7 @@ def fused_attention(
     extra = {label: x for label, x in extra.items() if x is not None}
     for label, x in extra.items():
         require_subset(what, label, x.names, roles.of_scores)
-    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
+    query, scale = of.scaled()
     if chosen == "splash":
         if bias is not None:
             raise ValueError(f"{what}: splash attention takes no bias. Use implementation='named', which does.")
@@ -112,8 +102,6 @@ def fused_attention(
         # sharded over batch axes and heads and, without a causal mask, over the positions of queries.
         operation = _splash_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
         return operation(query * scale, key, value, *extra.values(), roles=roles)
-    if not isinstance(scale, (int, float)):  # a traced scale: cuDNN needs a static one
-        query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
     names = tuple(x.names for x in operands)
     return _jax_kernel(what, chosen, names, tuple(extra), roles, scale).apply(*(x.array for x in operands))
@@ -122,18 +110,16 @@ def fused_attention(
 # --- the kernel that is the default ---
 
 
-def why_named(
-    KPos: Names, Key: str, query: NamedArray, key: NamedArray, value: NamedArray, mask: Mask, given: Sequence[str]
-) -> str:
+def why_named(of: AttentionOperands, given: Sequence[str]) -> str:
     """Return why named operations compute attention by default on a GPU; empty if a fused kernel does.
 
-    Arguments:
-        given: the arguments that are given and that no kernel takes.
+    `given` are the arguments that are given and that no kernel takes.
     """
+    query, key, value, _, Key, mask, *_ = of
     kind, size = active_device_kind(), key.axis_size(Key)
     dtypes = dict.fromkeys(str(x.dtype) for x in (query, key, value))
     problems: list[str] = []
-    roles = find_roles(query, key, value, KPos, Key, mask if isinstance(mask, Causal) else None, problems)
+    roles = find_roles(of._replace(mask=mask if isinstance(mask, Causal) else None), problems)
     around = current_mesh()
     manual = {*jax.sharding.get_abstract_mesh().manual_axes}
     is_auto = around is not None and any(around.shape[a] > 1 for a in axes_of_type(around, AxisType.Auto))
@@ -152,23 +138,12 @@ def why_named(
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def default_attention(
-    KPos: Names,
-    Key: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: Mask,
-    scaling_factor: Any,
-    named: Callable[..., NamedArray],
-) -> NamedArray:
+def default_attention(of: AttentionOperands, named: Callable[..., NamedArray]) -> NamedArray:
     """Compute attention by the kernel of the platform on shards; derivatives of its gradient are those of `named`."""
-    roles = find_roles(query, key, value, KPos, Key, mask, [])
-    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
-    if not isinstance(scale, (int, float)):
-        query, scale = query * scale, 1.0
+    roles = find_roles(of, [])
+    query, scale = of.scaled()
     operation = _default_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
-    return operation(query, key, value, roles=roles, scale=scale, kernel=BY_DEFAULT, named=named)
+    return operation(query, of.key, of.value, roles=roles, scale=scale, kernel=BY_DEFAULT, named=named)
 
 
 @functools.lru_cache(maxsize=512)
