@@ -1,4 +1,4 @@
-"""The named array: a JAX array and the names of its axes.
+"""The named array: a JAX array and the names of its axes. May change before 1.0.
 
 A `NamedArray` stores two things, the array and a tuple of names. Sizes come from the array, so `axes` is derived.
 Therefore an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body needs no
@@ -239,7 +239,7 @@ class NamedArray(_Base):
         >>> axn.ones({"batch": 2}).resolve_axis("batch")
         Axis(name='batch', size=2)
         """
-        found = resolve_axes(self.names, jnp.shape(self.array), axes, "resolve_axis")
+        found = resolve_axes(self.names, self._sizes(), axes, "resolve_axis")
         if isinstance(axes, (Axis, str)):
             return found[0]
         return {a.name: a.size for a in found} if isinstance(axes, Mapping) else found

@@ -109,6 +109,9 @@ CASES: dict[str, Case] = {
     "running sums": Case(lambda x: jnp.cumsum(x, 1), S, kept=["a,"], refused=[",a"]),
     "running logs": Case(lambda x: lax.cumlogsumexp(x, axis=1), S, kept=["a,"], refused=[",a"]),
     "sorted": Case(lambda x: jnp.sort(x, 1), S, refused=[",a"]),
+    "sorted along one element": Case(
+        lambda x, y: lax.sort((x[..., None], y[..., None]), dimension=2, num_keys=1)[1], S, S, kept=["a,|,", "a,|,b"]
+    ),
     "reversed": Case(lambda x: x * lax.rev(x, (1,)), S, kept=["a,"], refused=[",a"]),
     "argmax": Case(lambda x: jnp.argmax(x, 1), S, kept=["a,"], refused=[",a"]),
     "top": Case(lambda x: lax.top_k(x, 2), S, refused=[",a"]),

@@ -123,9 +123,8 @@ def check_code_on_shards(program: Program, seed: int) -> None:
     """
     rng = random.Random(seed)
     kind = rng.choice(["kept", "kept", "dispatch in a pipeline", "dispatch", "dispatch"])
-    for last in sorted({len(program.steps) - 1, len(program.steps) // 2, rng.randrange(len(program.steps)), 1, 0})[
-        ::-1
-    ]:
+    steps = len(program.steps)
+    for last in sorted({steps - 1, steps // 2, rng.randrange(steps), min(1, steps - 1), 0})[::-1]:
         shorter, before = program.up_to(last), accepted.get(kind, 0)
         _check_on_shards(shorter, random.Random(seed), kind)
         if accepted.get(kind, 0) > before:

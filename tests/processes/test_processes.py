@@ -36,8 +36,14 @@ def test_checks(count: int, tmp_path: Path) -> None:
     checks.restored(tmp_path / "check_checkpoint_for_other_processes" / "of-several")
 
 
+MOVED = ("shard", "local_data", "uneven_local_data", "remap", "transfer", "pictures", "state_dicts", "bytes_read",
+         "checkpoint_for_other_processes", "data_that_differ", "rows_that_are_misread")  # fmt: skip
+"""The checks of what the page *On several hosts* says of moving, reading and saving arrays."""
+
+
 def test_two_machines(tmp_path: Path) -> None:
-    found = outcomes(*names(machines), count=2, folder=tmp_path, prefixes=[(), of_another_machine(tmp_path)])
+    chosen = [*names(machines), *(f"{checks.__name__}.check_{name}" for name in MOVED)]
+    found = outcomes(*chosen, count=2, folder=tmp_path, prefixes=[(), of_another_machine(tmp_path)])
     assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)
 
 

@@ -234,16 +234,11 @@ class OnShards:
         kept = _sums_kept(eqn, rule, xs)
         xs = [self.moved(eqn, x, x.over, own)._replace(sums=frozenset()) for x, own in zip(xs, kept, strict=True)]
         cut = any(any(x.over) for x in xs)
+        factors = [] if rule is None else [f for term in rule.operands for dim in term for f in dim]
         if cut and name in _AT_PLACES:
             found = _AT_PLACES[name](self, eqn, xs)
-        elif (
-            rule is not None
-            and rule.values == "moved"
-            and len(xs) > 1
-            and rule.operands == rule.results
-            and not rule.uses
-        ):
-            found = self._bound(eqn, xs, [x.over for x in xs])
+        elif rule is not None and len(xs) > 1 and rule.results == rule.operands and len({*factors}) == len(factors):
+            found = self._bound(eqn, xs, [x.over for x in xs])  # no operand has to do with another
         elif rule is not None and (cut or name in _MAKES_ALIKE or any(x.alike for x in xs)):
             found = self._by_factors(eqn, rule, xs)
         elif name in _CALLBACKS and cut:

@@ -81,7 +81,8 @@ class Islands:
     def rate(self, mesh: Mapping[str, int], kind: str, axes: Sequence[str]) -> Rate:
         """Return what an exchange takes over some axes of a mesh. Links and network work at the same time.
 
-        A torus lets a few chips in a row use the links of one dimension; bounds take all links of a chip.
+        On a torus, gathers and scatters are rings, on the links of one dimension, but where the compiler makes sums of
+        them; bounds take all links of a chip.
 
         >>> islands = axn.insight.Islands("h100", 64)
         >>> sorted(islands.rate({"data": 4, "model": 16}, "all-gather", ["model"]).busy)
@@ -89,12 +90,14 @@ class Islands:
         """
         chip, reached, within = self.chip, self.chip.reached, self._within(mesh)
         inside, count = (math.prod(sizes[a] for a in axes) for sizes in (within, mesh))
+        made = made_on_torus(kind, chip.torus, inside) if inside == self.size == self.chips else kind
         links, hops = 1.0, inside - 1.0
         if chip.torus:
             side = max(2.0, self.size ** (1 / chip.torus))
             hops = inside ** (1 / chip.torus)
-            links = min(1.0, max(1, math.ceil(math.log(inside, side) - 1e-9)) / chip.torus)
-        passes, longest, hides, launch = 2 if kind == "all-reduce" else 1, 0.0, 1.0, reached.launch
+            dimensions = 1 if made in ("all-gather", "reduce-scatter") else math.ceil(math.log(inside, side) - 1e-9)
+            links = min(1.0, max(1, dimensions) / chip.torus)
+        passes, longest, hides, launch = 2 if made == "all-reduce" else 1, 0.0, 1.0, reached.launch
         busy: dict[Resource, float] = {}
         for resource, n, before, bandwidth, link, used, share, hop, hidden in (
             ("links", inside, 1, chip.link_bandwidth, chip.link, links, reached.links, reached.hop * hops, 1.0),
@@ -155,3 +158,13 @@ def islands_of(chips: int | str | Islands, chip: Chip | str) -> Islands:
 def least_passes(kind: str, chip: Chip) -> int:
     """Return how often a device sends an array at least: switches of islands may add up what chips send."""
     return 2 if kind == "all-reduce" and chip.torus else 1
+
+
+def made_on_torus(kind: str, torus: int, chips: int) -> str:
+    """Return what the compiler for TPUs makes of a collective over all chips of a torus, and of no other slice.
+
+    It may be an all-reduce, which sends more over the links of all dimensions. Dimensions of a square have 4 or more.
+    """
+    filled = chips >= 8 if torus == 3 else torus == 2 and chips >= 16 and math.isqrt(chips) ** 2 == chips
+    summed = (kind == "reduce-scatter" and filled) or (kind == "all-gather" and torus == 3 and chips >= 64)
+    return "all-reduce" if summed else kind
