@@ -89,15 +89,7 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
             result = fn(*argument.filled(arrays), **kwargs)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"grad: with `has_aux`, the function returns a pair, got {type(result).__name__}.")
-            value: Any = result[0] if has_aux else result
-            shape = () if isinstance(value, (int, float, complex)) else getattr(value, "shape", None)
-            if shape is None or len(shape):
-                found = type(value).__name__ if shape is None else jax.typeof(value)
-                raise TypeError(
-                    f"grad: the function returns one number, got {value if isinstance(value, NamedArray) else found}. "
-                    "Reduce it, as in `.mean()` or `.sum()`."
-                )
-            return raw(value), result
+            return _raw_result(result[0] if has_aux else result), result
 
         # The result is auxiliary, so that it comes back as the function gave it: named, or in a pair.
         (_, result), gradients = jax.value_and_grad(scalar, has_aux=True)(argument.arrays)
@@ -207,6 +199,15 @@ class _Argument:
             found.append(next(given) if changed else wrap(None, slot) if isinstance(slot, tuple) else None)
         tree = jax.tree.unflatten(self._spec.structure, found)
         return tree[0] if self._single else tuple(tree)
+
+
+def _raw_result(value: Any) -> Any:
+    """Convert the result of a function to differentiate to a raw scalar."""
+    shape = getattr(value, "shape", None) if not isinstance(value, (int, float, complex)) else ()
+    if shape is None or len(shape):
+        found = value if isinstance(value, NamedArray) else type(value).__name__ if shape is None else jax.typeof(value)
+        raise TypeError(f"grad: the function returns one number, got {found}. Reduce it, as in `.mean()` or `.sum()`.")
+    return raw(value)
 
 
 def _jacobian_entry(x: Any, of: Names | None, by: Names | None, prefix: str) -> Any:
