@@ -1,4 +1,4 @@
-"""Show the shardings of a tree's arrays in words and pictures, draw arrays, and find common mistakes in models."""
+"""Show the shardings of a tree in words and pictures, draw arrays, and find common mistakes. May change before 1.0."""
 
 from __future__ import annotations
 

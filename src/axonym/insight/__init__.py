@@ -1,5 +1,7 @@
 """Report how much a step sends between devices, keeps in memory and computes, in the names of its model.
 
+May change before 1.0.
+
 `explain` reads the compiled program of a step, without running it, or works it out by name; it reports numbers that it
 cannot know as not known. `compare` explains a step under several mappings, `contract` checks limits on a step, and
 `blame` finds where an axis stops being sharded. `verify` checks that the compiler kept a step the same when it

@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not name.strip() or not size.strip().isdecimal() or int(size) < 1 or name.strip() in sizes:
                 raise ValueError(f"--mesh is the size of each mesh axis, as in data=64,model=8; got {options.mesh!r}.")
             sizes[name.strip()] = int(size)
+        print(f"Explaining {options.case} on {options.mesh}.", file=sys.stderr, flush=True)  # it may take minutes
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
         module, (step, *args) = _case(options.case)
