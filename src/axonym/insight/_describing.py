@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..core.source_lines import Frame, source
 from . import _scopes
-from ._branches import Branches
+from ._flops import Branches
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
 from ._lowered import Constraint, Constraints

@@ -10,7 +10,7 @@ from ..core.source_lines import Source
 from ..distribution.active_settings import Entry
 from . import cost_model
 from ._arguments import PlacedArgument
-from ._branches import least as fewest
+from ._flops import least as fewest
 from ._text import in_order
 from .chips import Chip
 from .cost_model import Bounds, Multiplication, Part, Sent

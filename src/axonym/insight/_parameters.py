@@ -15,8 +15,8 @@ from ..distribution.active_settings import Entry
 from ..distribution.operation_scope import ScopedOperation
 from . import _scopes
 from ._arguments import GivenArray
-from ._branches import Computed
 from ._figures import Memory, bounds_on
+from ._flops import Computed
 from ._text import Said, described_axes
 from .chips import Chip
 from .records import Collective, carried_axes, without_numbers

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
-from ._branches import Branches, mean
+from ._flops import Branches, mean
 from ._text import Said, described_axes
 
 SMALL = 0.01

@@ -32,9 +32,8 @@ from ..sharding.meshes import current_mesh
 from . import _compiling, _scopes
 from ._arguments import step_name
 from ._hlo import COLLECTIVES, HloProgram, Instruction, OwnPartitioning, UnknownForm
-from ._hlo_devices import along, groups
+from ._hlo_devices import NOTHING, PlacedArray, along, close, far_from, groups, placed
 from ._hlo_elements import value_dtype
-from ._hlo_shardings import NOTHING, PlacedArray, close, far_from, placed
 from ._hlo_values import IllFormed, Machine, listed
 from .explaining import active, distributed, mesh_of, meshes_in, on_devices
 
