@@ -139,7 +139,25 @@ class Report(Figures, Page):
             which = f"across slices ({', '.join(self.between)}), from each device: {'; '.join(each) or 'nothing'}"
             yield f"{which}; within slices: {describe_bytes(within)}"
         if any(c.beside is not None for c in self.collectives):
-            yield self._exposed()
+            # What nothing is computed beside is certain; how long devices wait is estimated.
+            whole = None if self.computing is None else self.computing + sum(map(waited, self.collectives))
+            rows, small = list[tuple[float, str]](), list[Collective]()
+            for alone in (True, False):
+                exposed = [c for c in self.collectives if (c.beside == 0 if alone else c.beside and c.waits)]
+                for what, cs in _by_content(exposed).items():
+                    if known_sent(cs) < SMALL * known_sent(self.collectives):
+                        small += cs
+                        continue
+                    seconds = sum(map(waited, cs))
+                    overlapped = "not overlapped" if alone else "partly overlapped"
+                    about = "" if whole is None else f": about {described_seconds(seconds)}"
+                    rows.append((seconds, f"{describe_bytes(known_sent(cs))} of {what}, {overlapped}{about}"))
+            each = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+            each += [f"{describe_bytes(known_sent(small))} in smaller ones"] * bool(small)
+            unknown = [c for c in self.collectives if c.beside is None]
+            each += [f"{describe_bytes(known_sent(unknown))} that end in another turn of a loop"] * bool(unknown)
+            of = "" if whole is None else f", by estimates of {described_seconds(whole)} in all"
+            yield f"exposed{of}: {'; '.join(each) or 'nothing'}"
         if self.memory is not None:
             m = self.memory
             aliased = f", of which {describe_bytes(m.aliased)} in place of arguments" if m.aliased else ""
@@ -170,27 +188,6 @@ class Report(Figures, Page):
         if self.bounds is not None and self.bounds.named():
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
-
-    def _exposed(self) -> str:
-        """Say what nothing is computed beside, which is certain, and how long devices wait, which is estimated."""
-        whole = None if self.computing is None else self.computing + sum(map(waited, self.collectives))
-        rows, small = [], list[Collective]()
-        for alone in (True, False):
-            exposed = [c for c in self.collectives if (c.beside == 0 if alone else c.beside and c.waits)]
-            for what, cs in _by_content(exposed).items():
-                if known_sent(cs) < SMALL * known_sent(self.collectives):
-                    small += cs
-                    continue
-                seconds = sum(map(waited, cs))
-                overlapped = "not overlapped" if alone else "partly overlapped"
-                about = "" if whole is None else f": about {described_seconds(seconds)}"
-                rows.append((seconds, f"{describe_bytes(known_sent(cs))} of {what}, {overlapped}{about}"))
-        each = [row for _, row in sorted(rows, key=lambda row: -row[0])]
-        each += [f"{describe_bytes(known_sent(small))} in smaller ones"] * bool(small)
-        unknown = [c for c in self.collectives if c.beside is None]
-        each += [f"{describe_bytes(known_sent(unknown))} that end in another turn of a loop"] * bool(unknown)
-        of = "" if whole is None else f", by estimates of {described_seconds(whole)} in all"
-        return f"exposed{of}: {'; '.join(each) or 'nothing'}"
 
 
 def _by_content(found: Iterable[Collective]) -> dict[str, list[Collective]]:
