@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from ..axis import Names
 from ..distribution import policy
-from ..distribution.decisions import PlacedAxes
 from ..distribution.fsdp_ops import active_mappings, mesh_to_run_on, possible, run_with_auto_axes, varying_alike
 from ..distribution.mesh_axes import axes_in, spec_of
+from ..distribution.policy import PlacedAxes
 from . import _kernels
 from ._operands import extreme
 
