@@ -272,8 +272,7 @@ def test_every_member_is_exported_tested_and_documented(family: str) -> None:
 
 
 OTHERS = {
-    "axonym._coordinates": "interop/test_labelled.py",
-    "axonym._xarray": "interop/test_xarray.py",
+    "axonym._xarray": "interop/*.py",
     "axonym.axis": "test_axis.py",
     "axonym.core.module_field": "test_named_array.py",
     "axonym.core.*": "processes/*.py",
@@ -296,7 +295,6 @@ OTHERS = {
 }
 """Modules whose functions belong to no family, and the tests that use each of them."""
 USED_BY_OTHERS = {
-    "axonym._coordinates": "interop/test_labelled.py",
     "axonym.debug.describe_array": "writes the arrays in messages",
     "axonym.debug.describe_devices": "tests/processes/checks.py calls it",
     "axonym.state.lazy_loading": "decorates the methods that load layers",

@@ -30,8 +30,7 @@ random
 _methods custom_partitioning
 _treescope
 _xarray
-_labelled
-_coordinates _display fft linalg manual poly ref transforms
+_display fft linalg manual poly ref transforms
 tree
 ops
 sharding

@@ -39,7 +39,7 @@ def test_strings(text: str, expected: tuple[Any, Any, Any]) -> None:
 def test_keywords() -> None:
     assert get_policy(params=F32, compute="bf16", output=np.float32) == Policy.parse(MIXED)
     assert get_policy(compute=BF16) == Policy.parse("c=bf16")
-    assert get_policy(MIXED, output=F16) == Policy.parse(MIXED).with_output_dtype("f16") == Policy(F32, BF16, F16)
+    assert get_policy(MIXED, output=F16) == get_policy(MIXED, output="f16") == Policy(F32, BF16, F16)
     assert get_policy(Policy.parse(MIXED)) == Policy(F32, BF16, F32)
 
 

@@ -15,7 +15,7 @@ from models import llama
 
 import axonym as axn
 from axonym import Axis, NamedArray
-from axonym.precision import Policy, mixed_precision
+from axonym.precision import Policy, get_policy, mixed_precision
 
 from . import config as settings, data
 from .strategies import Strategy
@@ -156,7 +156,7 @@ def loss(
     The model computes as the policy says, the loss in float32.
     """
     of_model = functools.partial(llama.Llama.loss, schedule=schedule, penalties=penalties)
-    return mixed_precision(policy.with_output_dtype("float32"), of_model)(model, tokens)
+    return mixed_precision(get_policy(policy, output="float32"), of_model)(model, tokens)
 
 
 def make_optimizer(config: settings.Optimizer) -> optax.GradientTransformation:

@@ -4,9 +4,13 @@ The modules imported here need more than named arrays and operations on them. Su
 imported here: each of them loads by itself.
 """
 
-from ._coordinates import Coordinates as Coordinates, groups as groups
-from ._labelled import Labelled as Labelled
-from ._xarray import from_xarray as from_xarray, to_xarray as to_xarray
+from ._xarray import (
+    Coordinates as Coordinates,
+    Labelled as Labelled,
+    from_xarray as from_xarray,
+    groups as groups,
+    to_xarray as to_xarray,
+)
 from .core.module_field import field as field
 from .custom_partitioning._top_k import top_k as top_k
 from .custom_partitioning.decorator import partitioned as partitioned

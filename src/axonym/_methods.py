@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Never, Protocol, TypeVar
+from typing import Any, Never, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -63,18 +63,19 @@ def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
     return operation
 
 
-def _as_operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
+_Operator: TypeAlias = Callable[[NamedArray, NamedOrNumeric], R]
+
+
+def _operators(operation: Callable[..., R]) -> tuple[_Operator[R], _Operator[R]]:
+    """Return an operation as an operator, and as the one that Python calls on the second operand."""
+
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(self, other) if _is_operand(other) else NotImplemented
 
-    return operator
-
-
-def _as_reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
-    def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
+    def reflected(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(other, self) if _is_operand(other) else NotImplemented
 
-    return operator
+    return operator, reflected
 
 
 def _refuse_matmul(self: NamedArray, other: Never) -> Any:
@@ -145,36 +146,23 @@ class Methods:
     __pos__ = _unary(elementwise.positive)
     __abs__ = _unary(elementwise.abs)
     __invert__ = _unary(elementwise.invert)
-    __add__ = _as_operator(elementwise.add)
-    __radd__ = _as_reflected(elementwise.add)
-    __sub__ = _as_operator(elementwise.subtract)
-    __rsub__ = _as_reflected(elementwise.subtract)
-    __mul__ = _as_operator(elementwise.multiply)
-    __rmul__ = _as_reflected(elementwise.multiply)
-    __truediv__ = _as_operator(elementwise.divide)
-    __rtruediv__ = _as_reflected(elementwise.divide)
-    __floordiv__ = _as_operator(elementwise.floor_divide)
-    __rfloordiv__ = _as_reflected(elementwise.floor_divide)
-    __divmod__ = _as_operator(elementwise.divmod)
-    __rdivmod__ = _as_reflected(elementwise.divmod)
-    __mod__ = _as_operator(elementwise.mod)
-    __rmod__ = _as_reflected(elementwise.mod)
-    __pow__ = _as_operator(elementwise.power)
-    __rpow__ = _as_reflected(elementwise.power)
-    __and__ = _as_operator(elementwise.bitwise_and)
-    __rand__ = _as_reflected(elementwise.bitwise_and)
-    __or__ = _as_operator(elementwise.bitwise_or)
-    __ror__ = _as_reflected(elementwise.bitwise_or)
-    __xor__ = _as_operator(elementwise.bitwise_xor)
-    __rxor__ = _as_reflected(elementwise.bitwise_xor)
-    __lshift__ = _as_operator(elementwise.left_shift)
-    __rlshift__ = _as_reflected(elementwise.left_shift)
-    __rshift__ = _as_operator(elementwise.right_shift)
-    __rrshift__ = _as_reflected(elementwise.right_shift)
-    __lt__ = _as_operator(elementwise.less)
-    __le__ = _as_operator(elementwise.less_equal)
-    __gt__ = _as_operator(elementwise.greater)
-    __ge__ = _as_operator(elementwise.greater_equal)
+    __add__, __radd__ = _operators(elementwise.add)
+    __sub__, __rsub__ = _operators(elementwise.subtract)
+    __mul__, __rmul__ = _operators(elementwise.multiply)
+    __truediv__, __rtruediv__ = _operators(elementwise.divide)
+    __floordiv__, __rfloordiv__ = _operators(elementwise.floor_divide)
+    __divmod__, __rdivmod__ = _operators(elementwise.divmod)
+    __mod__, __rmod__ = _operators(elementwise.mod)
+    __pow__, __rpow__ = _operators(elementwise.power)
+    __and__, __rand__ = _operators(elementwise.bitwise_and)
+    __or__, __ror__ = _operators(elementwise.bitwise_or)
+    __xor__, __rxor__ = _operators(elementwise.bitwise_xor)
+    __lshift__, __rlshift__ = _operators(elementwise.left_shift)
+    __rshift__, __rrshift__ = _operators(elementwise.right_shift)
+    __lt__ = _operators(elementwise.less)[0]
+    __le__ = _operators(elementwise.less_equal)[0]
+    __gt__ = _operators(elementwise.greater)[0]
+    __ge__ = _operators(elementwise.greater_equal)[0]
     __matmul__ = __rmatmul__ = _refuse_matmul
 
     # Methods rather than assignments: type checkers would give these names the types that they have on `object`.
@@ -292,22 +280,16 @@ _CONVERT = (
 )
 
 
-def _use_instead(called: str, name: str | None) -> str:
-    from .core import foreign_names  # as the modules below, only for programs that are about to stop
+def _use_instead(called: str, name: str) -> str:
+    from . import fft, linalg, ops, poly  # loads everything, but only for programs that are about to stop
+    from .core import foreign_names
 
-    found = _named_function(name) if name else None
+    # The public path of the function with that name, if there is one.
+    files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
+    modules = (*files, linalg, fft, poly)
+    home = next((m for m in modules if getattr(getattr(m, name, None), "__module__", None) == m.__name__), None)
+    found = home and (f"axonym.{name}" if home in files else f"{home.__name__}.{name}")
     way_out = f"use `{found}`" if found else "axonym has none of that name; use `axonym.lift`"
-    if name and not found and (hint := foreign_names.in_package("axonym", name)):
+    if not found and (hint := foreign_names.in_package("axonym", name)):
         return f"{called} works by position and does not take a NamedArray.{hint} Or pass the raw array, `x.array`."
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."
-
-
-def _named_function(name: str) -> str | None:
-    """Return the public path of the function with that name, if there is one."""
-    from . import fft, linalg, ops, poly  # loads everything, but only for programs that are about to stop
-
-    files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
-    for module in (*files, linalg, fft, poly):
-        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
-            return f"axonym.{name}" if module in files else f"{module.__name__}.{name}"
-    return None

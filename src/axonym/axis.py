@@ -78,7 +78,22 @@ class Axis:
     def __new__(cls, name: str, size: int) -> Axis:
         # Exactly an int: 8.0 is equal to 8 as a key, but must be refused.
         found = _INTERNED.get((name, size)) if type(size) is int else None
-        return found if found is not None else _intern(cls, name, size)
+        if found is not None:
+            return found
+        if not isinstance(name, str):
+            raise TypeError(f"Axis: a name is a string, got {name!r} of type {type(name).__name__}.")
+        if not jax.export.is_symbolic_dim(size):
+            try:
+                size = operator.index(size)
+            except TypeError:
+                raise TypeError(f"Axis {name!r}: a size is an integer, got {type(size).__name__}.") from None
+            if size < 0:
+                raise ValueError(f"Axis {name!r}: a size cannot be negative, got {size}.")
+        axis = object.__new__(cls)
+        object.__setattr__(axis, "name", name)
+        object.__setattr__(axis, "size", size)
+        with _INTERNING:  # two threads must not create two axes of the same name and size
+            return _INTERNED.setdefault((name, size), axis)
 
     def alias(self, new_name: str) -> Axis:
         """Return an axis of the same size with another name.
@@ -105,23 +120,6 @@ class Axis:
 
 _INTERNED: weakref.WeakValueDictionary[tuple[str, Any], Axis] = weakref.WeakValueDictionary()
 _INTERNING = threading.Lock()
-
-
-def _intern(cls: type[Axis], name: str, size: Any) -> Axis:
-    if not isinstance(name, str):
-        raise TypeError(f"Axis: a name is a string, got {name!r} of type {type(name).__name__}.")
-    if not jax.export.is_symbolic_dim(size):
-        try:
-            size = operator.index(size)
-        except TypeError:
-            raise TypeError(f"Axis {name!r}: a size is an integer, got {type(size).__name__}.") from None
-        if size < 0:
-            raise ValueError(f"Axis {name!r}: a size cannot be negative, got {size}.")
-    axis = object.__new__(cls)
-    object.__setattr__(axis, "name", name)
-    object.__setattr__(axis, "size", size)
-    with _INTERNING:  # two threads must not create two axes of the same name and size
-        return _INTERNED.setdefault((name, size), axis)
 
 
 AxisSelector: TypeAlias = Axis | str
@@ -153,10 +151,8 @@ def selectors(
 def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
     """Return a spec of any form as a tuple of axes; an axis without a size is an error."""
     found = selectors(spec, errors.not_an_axis)
-    unsized = [s for s in found if isinstance(s, str)]
-    if unsized:
-        listed = errors.quoted(unsized)
-        raise ValueError(f"{what} needs axes with sizes, got only the name {listed}: pass Axis(name, size).")
+    if unsized := errors.quoted([s for s in found if isinstance(s, str)]):
+        raise ValueError(f"{what} needs axes with sizes, got only the name {unsized}: pass Axis(name, size).")
     return found  # pyright: ignore[reportReturnType]  # no str is left
 
 

@@ -239,7 +239,7 @@ class NamedArray(_Base):
         >>> axn.ones({"batch": 2}).resolve_axis("batch")
         Axis(name='batch', size=2)
         """
-        found = resolve_axes(self.names, jnp.shape(self.array), axes, "resolve_axis")
+        found = resolve_axes(self.names, self._sizes(), axes, "resolve_axis")
         if isinstance(axes, (Axis, str)):
             return found[0]
         return {a.name: a.size for a in found} if isinstance(axes, Mapping) else found

@@ -31,8 +31,7 @@ __all__ = ["Policy", "get_policy", "mixed_precision"]
 T = TypeVar("T")
 
 _SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "full": "float32"}
-_PARTS = {"params": "params", "param": "params", "p": "params"}
-_PARTS |= {"compute": "compute", "c": "compute", "output": "output", "o": "output"}
+_PARTS = {"param": "params"} | {name: part for part in ("params", "compute", "output") for name in (part, part[0])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Policy:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             given = getattr(self, field.name)
-            dtype = jnp.dtype(_parsed_dtype(given, given) if isinstance(given, str) else given)
+            dtype = _parsed_dtype(given, given) if isinstance(given, str) else jnp.dtype(given)
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(f"precision: `{field.name}` must be a floating-point dtype, got {dtype}.")
             object.__setattr__(self, field.name, dtype)
@@ -80,9 +79,7 @@ class Policy:
             if _PARTS[key] in given:
                 raise ValueError(f"precision: {_PARTS[key]!r} is given twice in {text!r}.")
             given[_PARTS[key]] = _parsed_dtype(value, text)
-        params = given.get("params", jnp.float32)
-        compute = given.get("compute", params)
-        return cls(params, compute, given.get("output", compute))
+        return get_policy(**given)
 
     def cast_to_param(self, tree: T) -> T:
         """Cast the floating-point arrays of a tree to the dtype of parameters.
@@ -108,14 +105,6 @@ class Policy:
         dtype('float32')
         """
         return _cast_tree(tree, self.output_dtype)
-
-    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
-        """Return the policy with another dtype of results.
-
-        >>> print(axn.precision.Policy.parse("c=bf16").with_output_dtype("float32"))
-        params=float32,compute=bfloat16,output=float32
-        """
-        return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
         return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
@@ -172,23 +161,19 @@ def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) 
 
 
 def _parsed_dtype(name: str, text: str) -> Any:
-    if name == "half":
-        return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
+    half = "bfloat16" if jax.default_backend() == "tpu" else "float16"
     try:
-        return jnp.dtype(_SHORT.get(name, name))
+        return jnp.dtype(half if name == "half" else _SHORT.get(name, name))
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
         known = (*_SHORT.values(), *_SHORT, "half")
         raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
 
 
 def _cast_tree(tree: Any, dtype: np.dtype) -> Any:
-    def of_leaf(x: Any) -> Any:
-        if not isinstance(x, PROGRAM_ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+    def cast(x: Any) -> Any:
+        # 8-bit floats are stored with a scale, which is cast.
+        if not isinstance(x, PROGRAM_ARRAYS) or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
             return x
-        if x.dtype.itemsize == 1:  # stored in few bits, with a scale that is cast
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x.update(dtype=dtype)
-        return x.astype(dtype)
+        return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
-    return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, OverwriteWithGradient))
+    return jax.tree.map(cast, tree, is_leaf=lambda x: isinstance(x, OverwriteWithGradient))

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from .axis import Axis, AxisSelector, Names
+from .axis import Names
 from .core import errors
 from .distribution.mesh_axes import explicit_mesh
-from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
+from .named_array import NamedArray, NamedOrNumeric, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan, require_in_range
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
@@ -78,40 +78,11 @@ class NamedRef:
         """
         return self.ref.dtype
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Return the axes of the array or view.
+    axes, shape, ndim = NamedArray.axes, NamedArray.shape, NamedArray.ndim
+    resolve_axis = NamedArray.resolve_axis
 
-        >>> axn.new_ref(axn.zeros({"x": 3})).axes
-        (Axis(name='x', size=3),)
-        """
-        return tuple(Axis(n, e.size) for n, e in zip(self.memory, self.view, strict=True) if e.size is not None)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Return the sizes by name, in order.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).shape
-        {'x': 3}
-        """
-        return {a.name: a.size for a in self.axes}
-
-    @property
-    def ndim(self) -> int:
-        """Return the number of axes.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).ndim
-        1
-        """
-        return len(self.names)
-
-    def resolve_axis(self, axis: AxisSelector) -> Axis:
-        """Return the axis with a given name, including its size.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
-        Axis(name='x', size=3)
-        """
-        return resolve_axes(self.names, tuple(a.size for a in self.axes), axis, "resolve_axis")[0]
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(e.size for e in self.view if e.size is not None)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{a.name}={a.size}" for a in self.axes)
@@ -178,7 +149,7 @@ class NamedRef:
 
     def _narrowed(self, index: SliceSpec) -> NamedRef | None:
         """Return the view that an index selects; None if the index contains index arrays."""
-        shown = wrap(jax.ShapeDtypeStruct(tuple(a.size for a in self.axes), self.dtype), self.names)
+        shown = wrap(jax.ShapeDtypeStruct(self._sizes(), self.dtype), self.names)
         items, operands, checked = make_plan(shown, index, for_view=True)
         if any(item.kind == "gather" for item in items):
             return None
@@ -205,8 +176,17 @@ class NamedRef:
         index: dict[str, Any] = {}
         for name, entry, length in zip(self.memory, self.view, self.ref.shape, strict=True):
             start = next(starts) if entry.start is None else entry.start
-            if entry != _Range(0, length):
-                index[name] = _axis_index(name, start, entry)
+            size, step = entry.size, entry.step
+            if size is None:
+                index[name] = start
+            elif isinstance(start, int):
+                stop = start + size * step
+                if entry != _Range(0, length):
+                    index[name] = slice(start, stop if stop >= 0 else None, step)
+            elif step == 1:
+                index[name] = ds(start, size)
+            else:
+                index[name] = wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
         return index
 
     def _block(self) -> tuple[Any, Names, dict[str, Any]]:
@@ -214,7 +194,8 @@ class NamedRef:
         by_name = self._index()
         # JAX reads and writes a reference on Explicit axes, or one without elements, only as a whole.
         whole = explicit_mesh([self.ref]) is not None or 0 in self.ref.shape
-        in_jax = {} if whole else {n: i for n, i in by_name.items() if _is_ref_index(i)}
+        in_jax = {} if whole else {n: i for n, i in by_name.items() if not isinstance(i, (ds, NamedArray))}
+        in_jax = {n: i for n, i in in_jax.items() if not isinstance(i, slice) or i.step > 0}
         if any(not isinstance(i, slice) for i in in_jax.values()):  # inside jit JAX takes no stride next to a position
             in_jax = {n: i for n, i in in_jax.items() if not isinstance(i, slice) or i.step == 1}
         left = {n: i for n, i in by_name.items() if n not in in_jax}
@@ -231,34 +212,13 @@ class NamedRef:
         value = broadcast_to(value, self.axes).astype(self.dtype)
         block, names, left = self._block()
         if left:
-            value = _replaced_elements(wrap(self.ref[block], names), left, value)
+            old, slices = wrap(self.ref[block], names), all(isinstance(i, ds) for i in left.values())
+            starts = {n: getattr(i, "start", None) for n, i in left.items()}
+            value = updated_slice(old, starts, value) if slices else old.at[left].set(value)
         self.ref[block] = value.array
 
 
 register_dataclass(NamedRef, data_fields=["ref", "starts"], meta_fields=["memory", "view"])
-
-
-def _axis_index(name: str, start: Any, entry: _Range) -> Any:
-    """Return a view's index into one axis of the memory."""
-    size, step = entry.size, entry.step
-    if size is None:
-        return start
-    if isinstance(start, int):
-        stop = start + size * step
-        return slice(start, stop if stop >= 0 else None, step)
-    return ds(start, size) if step == 1 else wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
-
-
-def _is_ref_index(index: Any) -> bool:
-    """Return whether JAX accepts this index of a reference."""
-    return index.step > 0 if isinstance(index, slice) else not isinstance(index, (ds, NamedArray))
-
-
-def _replaced_elements(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
-    """Replace the elements of an array at an index."""
-    if all(isinstance(i, ds) for i in index.values()):
-        return updated_slice(array, {n: i.start for n, i in index.items()}, value)
-    return array.at[index].set(value)
 
 
 def _composed_index(start: Any, entry: _Range, item: Item, operand: Any) -> tuple[Any, _Range]:

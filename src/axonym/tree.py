@@ -192,15 +192,12 @@ def scan_aware_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLea
     [NamedArray(float32[in=2], [2. 2.])]
     """
 
-    def is_given_leaf(x: Any) -> bool:
-        return is_leaf is not None and is_leaf(x)
-
     def at(x: Any, *others: Any) -> Any:
-        if isinstance(x, LayerStack) and not is_given_leaf(x):
+        if isinstance(x, LayerStack) and not (is_leaf and is_leaf(x)):
             return x.map_layers(functools.partial(scan_aware_map, fn, is_leaf=is_leaf), *others)
         return fn(x, *others)
 
-    return map(at, tree, *rest, is_leaf=lambda x: isinstance(x, LayerStack) or is_given_leaf(x))
+    return map(at, tree, *rest, is_leaf=lambda x: isinstance(x, LayerStack) or bool(is_leaf and is_leaf(x)))
 
 
 # --- resizing an axis ---
@@ -252,20 +249,16 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
                 f"resize_axis: axis {name!r} of {_path_of(path)} {describe_array(x)} has no elements, whose mean the "
                 "new ones would be. Make the array anew."
             )
-        resized[i] = _resized_array(x, axis, axis.resize(new_size), k)
+        if new_size <= axis.size:
+            resized[i] = x if new_size == axis.size else index(x, {name: slice(new_size)})
+            continue
+        filled = broadcast_axis(mean(x, axis), axis.resize(new_size - axis.size))
+        if k is not None:
+            shape = tuple(a.size for a in filled.axes)
+            noise = wrap(jax.random.truncated_normal(k, -2, 2, shape, x.dtype), filled.names)
+            filled = filled + noise * (std(x, axis) / _STD_OF_TRUNCATED)
+        resized[i] = concatenate([x, filled], name)
     return unflatten(treedef, resized)
-
-
-def _resized_array(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> NamedArray:
-    if new.size <= old.size:
-        return x if new is old else index(x, {old.name: slice(new.size)})
-    added = new.resize(new.size - old.size)
-    filled = broadcast_axis(mean(x, old), added)
-    if key is not None:
-        shape = tuple(a.size for a in filled.axes)
-        noise = wrap(jax.random.truncated_normal(key, -2, 2, shape, x.dtype), filled.names)
-        filled = filled + noise * (std(x, old) / _STD_OF_TRUNCATED)
-    return concatenate([x, filled], old.name)
 
 
 # --- static and dynamic parts ---

@@ -317,3 +317,23 @@ def test_names_of_axes_have_any_characters() -> None:
     x = axn.Labelled(axn.arange({"~lat": 3, "#x": 2}), {"~lat": [1, 2, 3], "#x": [0, 1]})
     assert [*x.map(lambda x: x + 1).coords] == ["~lat", "#x"]
     assert [*x.map(axn.flip, "~lat").coords] == ["#x"]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_interpolation_between_points_that_fall_is_refused(explicit: bool) -> None:
+    """Latitudes from north to south gave values at the ends, without a word."""
+    x = labelled(field(north_first=True))
+    from_lat = axn.from_xarray(x.coords["lat"])
+    with axn.set_mesh(axn.make_mesh({"data": 8}, explicit=explicit)), axn.axis_mapping({"lat": "data"}):
+        for array in (x.array, axn.shard(x.array)):
+            with pytest.raises(ValueError, match=r"rise along 'lat', and they go from 70\.0 to -70\.0"):
+                axn.interp(axn.named(FINE, "lat"), from_lat, array, axis="lat")
+    up = x.isel(x.coords.sort("lat"))
+    found = up.map(interpolated, coords={"lat": FINE})
+    xr.testing.assert_allclose(axn.to_xarray(found), field(north_first=True).interp(lat=FINE), rtol=1e-4)
+
+
+def test_operations_are_no_methods() -> None:
+    x: Any = labelled(field())
+    with pytest.raises(AttributeError, match=r"no attribute 'groupby'\. Operations are called by `map`"):
+        x.groupby("time.month")

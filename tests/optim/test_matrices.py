@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -166,7 +167,7 @@ def test_in_a_step_of_fsdp(mesh: Mesh) -> None:
     assert_same(stored, expected)
 
 
-def test_resumes_on_another_mesh(auto_mesh: Mesh) -> None:
+def test_resumes_from_a_checkpoint_on_another_mesh(auto_mesh: Mesh, tmp_path: Path) -> None:
     params = matrices(3)
     grads = gradients(params)
     tx = axn.optim.muon(2e-2, over=("data", "model"), storage=STORAGE)
@@ -174,9 +175,10 @@ def test_resumes_on_another_mesh(auto_mesh: Mesh) -> None:
         placed = axn.shard((params, grads), STORAGE)
         _, state = jax.jit(tx.update)(placed[1], axn.shard(tx.init(placed[0]), STORAGE), placed[0])
         straight = jax.jit(tx.update)(placed[1], state, placed[0])[0]
-        kept = jax.tree.map(np.asarray, state)
+        axn.state.save_checkpoint(tmp_path / "kept", state)
     with axn.set_mesh(axn.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])):
-        params, grads, state = axn.shard((params, grads, kept), STORAGE)
+        params, grads = axn.shard((params, grads), STORAGE)
+        state = axn.state.restore_checkpoint(tmp_path / "kept", jax.eval_shape(tx.init, params), STORAGE)
         assert_same(jax.jit(tx.update)(grads, state, params)[0], jax.tree.map(np.asarray, straight))
 
 

@@ -26,18 +26,16 @@ def unmoved_axes(jaxpr: Any, given: Sequence[Sequence[str]]) -> list[tuple[str |
         jaxpr: a program.
         given: the names of the axes of its arguments; an empty string for one that is not followed.
     """
+
+    def only_axis(label: Label) -> str | None:
+        unmoved = [n for n, moved in label if not moved]
+        return unmoved[0] if len(unmoved) == 1 and (unmoved[0], True) not in label else None
+
     followed = [tuple(frozenset([(n, False)] if n else []) for n in names) for names in given]
-    return [tuple(map(_only_axis, labels)) for labels in _labels_of_results(jaxpr, followed)]
-
-
-def _only_axis(label: Label) -> str | None:
-    """Return the axis that a dimension is, if it is one axis, and no element has moved along it."""
-    unmoved = [n for n, moved in label if not moved]
-    return unmoved[0] if len(unmoved) == 1 and (unmoved[0], True) not in label else None
+    return [tuple(map(only_axis, labels)) for labels in _labels_of_results(jaxpr, followed)]
 
 
 def _labels_of_results(jaxpr: Any, given: Sequence[Labels]) -> list[Labels]:
-    """Return the labels of the results of a program."""
     known = dict(zip(jaxpr.invars, given, strict=True))
 
     def read(v: Any) -> Labels:
@@ -49,7 +47,6 @@ def _labels_of_results(jaxpr: Any, given: Sequence[Labels]) -> list[Labels]:
 
 
 def _labels_of_operation(eqn: Any, xs: Sequence[Labels]) -> Sequence[Labels]:
-    """Return the labels of the results of an operation."""
     if (rule := rule_of(eqn)) is None:
         bodies = [f for f in inside(eqn) if f.how != "test"]
         if not bodies or bodies[0].how == "device":

@@ -56,14 +56,20 @@ def interp(
     extra = {"left": left, "right": right, "period": period}
     static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
     given = {k: scalar("interp", k, v) for k, v in extra.items() if v is not None and not isinstance(v, str)}
+    found = None
     if isinstance(fp, NamedArray) and (over := blocks_of("interp", fp)):
         found = _interp_by_shards(fp, x, names, points[0], layouts, along, over, static, given)
-        if found is not None:
-            return found
-    # With few positions, values for them are less than all values of the function.
-    many = 8 * np.size(x) > np.shape(points[1])[layouts[1].index(along)]
-    kernel = _interp_kernel(names, *layouts, along, tuple(given), static, many)
-    return kernel.apply(x, *points, *given.values())
+    if found is None:
+        # With few positions, values for them are less than all values of the function.
+        many = 8 * np.size(x) > np.shape(points[1])[layouts[1].index(along)]
+        found = _interp_kernel(names, *layouts, along, tuple(given), static, many).apply(x, *points, *given.values())
+    known = known_values(points[0]) if period is None else None  # read after the work has started
+    if known is not None and known.ndim == 1 and (known[1:] < known[:-1]).any():
+        raise ValueError(
+            f"interp: the points have to rise along {along!r}, and they go from {known[0]} to {known[-1]}. Flip or "
+            "sort them, and the values alike: by `axonym.flip`, or by the positions that `coords.sort` returns."
+        )
+    return found
 
 
 def _points_and_values(
