@@ -251,9 +251,7 @@ def settle(
             if sizes[name] % by.count(chosen[name]):
                 problem = errors.indivisible(f"axis {name!r}", sizes[name], {a: by.mesh[a] for a in chosen[name]})
                 raise Undecided(f"{what}: by the active mapping, {problem} Resize the axis, or map it to None.")
-    for (
-        axis
-    ) in by.mesh:  # each mesh axis is left to one axis: to the one that is mapped to it, if several would have it
+    for axis in by.mesh:  # if several axes would have a mesh axis, it is left to the one that is mapped to it
         users = [n for n, axes in chosen.items() if axis in axes]
         if len(users) > 1:
             entitled = [n for n in users if axis in mapping.get(n, ())]
