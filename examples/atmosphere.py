@@ -171,13 +171,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for the last state and its map")
     args = parser.parse_args()
 
+    mesh = axn.make_mesh({"members": 1, "rows": 4, "cols": 2})
+    print(f"what a device sends in a step, on {mesh.size} devices:")
     start = axn.Labelled(*axn.from_xarray(analysis(*args.size), coords=True))
     rows = along_latitude(start.coords["lat"].values)
-    mesh = axn.make_mesh({"members": 1, "rows": 4, "cols": 2})
     with jax.set_mesh(mesh), axn.axis_mapping(GRID):
         state = axn.shard(ensemble(start, args.members))
         rows = axn.shard(rows)
-        print(f"what a device sends in a step, on {mesh.size} devices:")
         say(axn.insight.explain(step, state.array, rows, mesh=mesh, mapping=GRID, by="partitioner"))
         before = mass(state.array, rows)
         advance = jax.jit(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -128,6 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     mesh = axn.make_mesh({"slice": 2, "data": -1})
     replicas = mesh.shape["slice"]
+    print(f"compiling an inner and an outer step for the mesh {dict(mesh.shape)}", file=sys.stderr)
     outer = axn.fsdp(functools.partial(agree, int8=options.int8), STORAGE, COMPUTE)
     with jax.set_mesh(mesh):
         anchor, momentum, models, states = start(replicas)

@@ -7,6 +7,8 @@ The first compares the mappings on eight simulated devices. The second explains 
 which are simulated too: nothing runs, so it takes seconds on a laptop.
 """
 
+import sys
+
 import jax
 
 import axonym as axn
@@ -43,4 +45,5 @@ if __name__ == "__main__":
     step, *arguments = case()
     mappings = {"data": data, "fsdp": fsdp, "tensor": tensor}
     mesh = axn.make_mesh({"data": 4, "model": 2})
+    print(f"comparing the mappings {', '.join(mappings)} on the mesh {dict(mesh.shape)}", file=sys.stderr)
     print(insight.compare(step, arguments, mappings, mesh=mesh, by="partitioner"))

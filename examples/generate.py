@@ -183,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mesh = axn.make_mesh(sizes)
     except ValueError as e:
         parser.error(f"--mesh: {e}; or use --simulated-devices")
+    print(f"Loading {args.checkpoint}.", file=sys.stderr, flush=True)
     with jax.set_mesh(mesh), axn.axis_mapping({n: axis for n, axis in MAPPING.items() if axis in sizes}):
         model = load(args.checkpoint, args.dtype)
         if args.weights:

@@ -128,13 +128,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    mapping = MAPPINGS[args.mapping]
+    mesh = axn.make_mesh({"data": -1, "rows": 2 if jax.device_count() % 2 == 0 else 1})
+    print(f"mesh {dict(mesh.shape)}, mapping {mapping}")
     images, labels = digits()
     test = batch_of(images[:TEST_IMAGES], labels[:TEST_IMAGES])
     images, labels = images[TEST_IMAGES:], labels[TEST_IMAGES:]
     optimizer = optax.adam(args.rate)
 
-    mapping = MAPPINGS[args.mapping]
-    mesh = axn.make_mesh({"data": -1, "rows": 2 if jax.device_count() % 2 == 0 else 1})
     # The mapping shards images and labels, and is active inside, for the convolutions. Parameters are replicated: the
     # weight of a convolution has axes of the same names as an image, and is too small to shard.
     placements = {"images": mapping, "labels": mapping}
@@ -143,7 +144,6 @@ def main() -> None:
 
     with jax.set_mesh(mesh):
         test_images, test_labels = axn.shard(test, mapping)
-        print(f"mesh {dict(mesh.shape)}, mapping {mapping}")
         print(f"of {test_images}, each device has {test_images.array.addressable_shards[0].data.shape}")
 
         model = Classifier.init(key=jax.random.key(0))

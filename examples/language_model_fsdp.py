@@ -4,6 +4,8 @@ The batch is sharded over all devices, and so is every large array of the parame
 compiler all-gathers a weight where it is used.
 """
 
+import sys
+
 import jax
 from jax.sharding import PartitionSpec as P
 from language_model import batches, report, start, step
@@ -18,6 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def main() -> None:
     jax.set_mesh(axn.make_mesh({"data": -1}))
+    print(f"compiling for {jax.device_count()} devices", file=sys.stderr)
     # One dimension of each array is sharded; arrays of fewer than 1024 elements stay replicated.
     rule = FSDPShardingRule("data", min_fsdp_size=1024)
 

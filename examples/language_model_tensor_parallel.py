@@ -4,6 +4,8 @@ The batch, and the parameters in storage, are sharded over the mesh axis "data".
 hidden features are sharded over "model", so the devices along it compute different heads and features of a layer.
 """
 
+import sys
+
 import jax
 from jax.sharding import PartitionSpec as P
 from language_model import batches, init, report, start, step
@@ -34,6 +36,7 @@ ACTIVATIONS = {
 
 def main() -> None:
     jax.set_mesh(axn.make_mesh({"data": -1, "model": 2}))
+    print(f"compiling for {jax.device_count()} devices", file=sys.stderr)
     params, state = axn.named_jit(start, out_placement=PARAMETERS)(jax.random.key(0))
 
     train = axn.named_jit(

@@ -144,10 +144,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="how often to print the loss (default: 100)")
     args = parser.parse_args()
 
-    key = jax.random.key(0)
-    mixture = Mixture.init(key=key)
     mesh = axn.make_mesh({"data": -1, "expert": 4 if jax.device_count() % 4 == 0 else 1})
     print(f"mesh {dict(mesh.shape)}\n\na dense layer, for comparison")
+    key = jax.random.key(0)
+    mixture = Mixture.init(key=key)
     with jax.set_mesh(mesh), axn.axis_mapping(MAPPINGS["tokens"]):
         train(Dense.init(key=key), args.steps, args.every)
     losses = []

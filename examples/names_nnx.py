@@ -5,6 +5,7 @@ value in the step from the names of a few parameters, and runs it under a mappin
 each device computes on its own examples and heads. Without an accelerator, there are eight simulated devices.
 """
 
+import sys
 from typing import Any
 
 import jax
@@ -78,6 +79,7 @@ stored = {"embed": "data", "heads": "model", "mlp": "model"}
 
 
 def main() -> None:
+    print("compiling a step of training", file=sys.stderr)
     distributed = axn.names.distribute(step, compute, stored, names=names)
     tokens = (jnp.arange(POS)[None] + 7 * jnp.arange(16)[:, None]) % VOCAB
     trained: Any = params

@@ -9,6 +9,7 @@ beyond the last cells, which are the boundary of `v`. With `--report`, it only p
 from __future__ import annotations
 
 import argparse
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--report", action="store_true", help="only say what a step sends")
     args = parser.parse_args()
+    print(f"calculating {args.steps} steps", file=sys.stderr)
     mesh = axn.make_mesh({"cols": 4, "rows": 2})
     if args.report:
         print(axn.insight.explain(step, *start(*args.size), mesh=mesh, mapping=MAPPING, by="names"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, help="where to keep the model")
     args = parser.parse_args()
+    print(f"training for {args.steps} steps", file=sys.stderr)
     tokens = axn.named(np.array([[LETTERS.index(c) for c in RHYME]], np.int32), ("batch", "pos"))
     model = trained(tokens, args.steps)
     if args.out:

@@ -8,6 +8,7 @@ program says what a step sends, and checks that the energy falls only as fast as
 from __future__ import annotations
 
 import argparse
+import sys
 
 import jax
 
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
+    print(f"calculating {args.steps} steps", file=sys.stderr)
 
     with jax.set_mesh(axn.make_mesh({"devices": 8})), axn.axis_mapping(MAPPING):
         w = axn.shard(jax.jit(start, static_argnums=0)(args.size))

@@ -23,6 +23,8 @@ from training import at_once, hosts, pace
 
 if __name__ == "__main__":
     at_once.install()  # before the imports that take seconds
+    if sys.stderr.isatty():
+        print("Loading JAX.", file=sys.stderr, flush=True)
     hosts.supervise_if_distributed(sys.argv[1:])
 
 import jax

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
+    print(f"training for {args.steps} steps", file=sys.stderr)
     jax.config.update("jax_num_cpu_devices", 8)
     train = axn.make_mesh({"fsdp": 4}, devices=jax.devices()[:4])
     sample = axn.make_mesh({"model": 4}, devices=jax.devices()[4:8])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 import axonym as axn
@@ -41,6 +42,12 @@ X: Any = axn.ones({"batch": 2, "pos": 3})
 def test_attributes_of_an_array(name: str, advice: str) -> None:
     with pytest.raises(AttributeError, match=f"(?i)no attribute '{name}'.*{re.escape(advice)}.*\\.$"):
         getattr(X, name)
+
+
+@pytest.mark.parametrize("labels", [X, X.array])
+def test_sigmoid_cross_entropy_of_optax(labels: Any) -> None:
+    with pytest.raises(TypeError, match=r"in a loss of Optax,? .*`axonym\.nn\.binary_cross_entropy_loss`"):
+        optax.sigmoid_binary_cross_entropy(X, labels)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import jax as _jax  # noqa: F401  # first: from deeper in the stack, JAX's impor
 
 from ._methods import attach as _attach
 from .axis import Axis as Axis, make_axes as make_axes
-from .core import lazy_loading as _lazy_loading
+from .core import lazy_loading as _lazy_loading, stability as _stability
 from .named_array import NamedArray as NamedArray, is_named_array as is_named_array, named as named
 from .ops._index_plan import ds as ds
 from .ops.broadcasting import (
@@ -222,6 +222,7 @@ from .typing import Named as Named
 __version__ = "0.1.0"
 
 _attach()
+_stability.note_changes(globals())
 
 if _typing.TYPE_CHECKING:
     from . import (

@@ -29,7 +29,6 @@ from .core.html import (
     cuts,
     element,
     folded,
-    html,
     joined,
     light_dark,
     table,
@@ -121,12 +120,7 @@ def array_picture(
     size: tuple[int, int] = _SMALL,
     held: bool = True,
 ) -> Html:
-    """Draw an array: the columns are its last sharded axis, or its last axis, and the rows are the others.
-
-    Arguments:
-        size: the width and the height.
-        held: whether a device holds anything of it.
-    """
+    """Draw an array: the columns are its last sharded axis, or its last axis, and the rows are the others."""
     sharded = [i for i, axes in enumerate(over) if axes]
     columns = sharded[-1] if len(sharded) > 1 or sharded == [len(sizes) - 1] else len(sizes) - 1
     rows = tuple(a for i, axes in enumerate(over) for a in axes if i != columns)
@@ -169,20 +163,23 @@ def placed_array(leaf: Leaf, sharding: Sharding | None, otherwise: str) -> Shown
         held = math.prod(sharding.shard_shape(shape)) * itemsize
         of_them = total // (held or 1)
     copies, held_by = max(1, count // max(1, of_them)), devices_of(sharding)
-    where, known = describe_each_of(held_by) + _memory_of(sharding), not isinstance(held_by, range)
+    where, known = describe_where(held_by, "each of ") + memory_of(sharding), not isinstance(held_by, range)
     devices = frozenset(held_by) if known else frozenset[Any]()
     return ShownArray(leaf.path, str(array.dtype), names, shape, over, mesh, total, held, copies, where, devices)
 
 
 def array_html(x: NamedArray) -> str:
     """Return a named array of any kind in HTML; its values are folded, and only there if they are at hand."""
-    shape = getattr(x.array, "shape", None)
-    if shape is None or isinstance(x.array, NamedArray) or not hasattr(x.array, "dtype") or len(shape) != len(x.names):
+    array, shape = x.array, getattr(x.array, "shape", None)
+    if shape is None or isinstance(array, NamedArray) or not hasattr(array, "dtype") or len(shape) != len(x.names):
         return styled(code(describe_array(x)))
-    shown = shown_array(Leaf((), x, x.names, tuple(shape)))
-    return styled(
-        element("div", shown.line(Words(shown.mesh), shown.lies(), _LARGE), class_="leaf"), _listed_values(x.array)
-    )
+    shown, values = shown_array(Leaf((), x, x.names, tuple(shape))), None
+    is_there = isinstance(array, jax.Array) and not isinstance(array, Tracer) and not array.is_deleted()
+    if not is_there or getattr(array, "is_ready", lambda: True)():  # which arrays of keys lack
+        values = small_values(array, _VALUES)
+    folded_values = None if values is None else folded("values", element("pre", values))
+    line = shown.line(Words(shown.mesh), shown.lies(), _LARGE)
+    return styled(element("div", line, class_="leaf"), folded_values)
 
 
 def styled(*parts: str | None) -> str:
@@ -195,14 +192,6 @@ def _notebook_style() -> Html:
     used = sorted({name for name in re.findall(r"var\(--(\w+)\)", _STYLE) if name in COLORS})
     style = f".axn {{ color-scheme: light; {light_dark(*used)} }} {_SCHEMES} .axn {{ {_STYLE} }}"
     return Html(" ".join(style.split()))
-
-
-def _listed_values(array: Any) -> Html | None:
-    is_there = isinstance(array, jax.Array) and not isinstance(array, Tracer) and not array.is_deleted()
-    if is_there and not getattr(array, "is_ready", lambda: True)():  # which arrays of keys lack
-        return None
-    values = small_values(array, _VALUES)
-    return None if values is None else element("details", element("summary", "values"), element("pre", values))
 
 
 # --- trees ---
@@ -238,10 +227,8 @@ class _TreePart:
 def array_tree(placed: Iterable[Any], described: Callable[[Any], Html], more: str) -> Html:
     """Write arrays as a tree, as the model is, with the bytes of each part. A part that is sharded as another says so.
 
-    Arguments:
-        placed: the arrays: `ShownArray`, or others with a path and what else that has.
-        described: writes the end of an array's line.
-        more: where the arrays are that are not written, if there are too many.
+    They are a `ShownArray` each, or have the same fields; `described` writes the end of a line, and `more` says where
+    the arrays are that are not written, if there are too many.
     """
     root, known, written, left = _TreePart(""), dict[object, str](), 0, 0
     for x in placed:
@@ -326,7 +313,10 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     mesh = current_mesh() if mesh is None else mesh
     sizes = {} if mesh is None else dict(mesh.shape)
     if mapping is None and isinstance(tree, Mapping) and tree and is_resource_mapping(tree):
-        return _mapping_alone(tree, sizes)
+        entries = _entries_of_axes([normalize_mapping(tree, "debug.show")], None)
+        unknown = {a for over, _ in entries.values() for axes in over for a in axes if sizes and a not in sizes}
+        problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, sizes)}" for a in sorted(unknown))
+        return Shown("", (), sizes, entries, problems, False)
     title = type(tree).__name__
     if mapping is None:
         arrays = tuple(shown_array(leaf) for leaf in leaves_of(tree)[0] if leaf.shape is not None)
@@ -346,13 +336,6 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     )
     entries = _entries_of_axes(mappings, [set(leaf.names or ()) for leaf in leaves])
     return Shown(title, arrays, sizes, entries, tuple(dict.fromkeys(wrong.values())), True)
-
-
-def _mapping_alone(mapping: Mapping[Any, Any], mesh: Mapping[str, int]) -> Shown:
-    entries = _entries_of_axes([normalize_mapping(mapping, "debug.show")], None)
-    unknown = {a for over, _ in entries.values() for axes in over for a in axes if mesh and a not in mesh}
-    problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, mesh)}" for a in sorted(unknown))
-    return Shown("", (), mesh, entries, problems, False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -384,53 +367,38 @@ class Shown:
             places = [f"over {self._over(axes)}" if axes else "replicated" for axes in over]
             how = places[0] if len(set(places)) == 1 else f"computed {places[0]}, stored {places[1]}"
             lines.append(f"{name}: {how}{', ' if has else ''}{has}")
-        lines += self.problems
-        if left := self._unreached():
-            lines.append(left)
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.problems, *filter(None, [self._unreached()])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         meshes = [self.mesh, *(x.mesh for x in self.arrays)]
-        words = Words(dict.fromkeys(axis for mesh in meshes for axis in mesh))
-        parts = list[Html]()
+        words, parts = Words(dict.fromkeys(axis for mesh in meshes for axis in mesh)), list[Html]()
         if self.title:
-            tree = array_tree(
-                self.arrays, lambda x: x.line(words, x.replicated(), _SMALL), "axonym.debug.describe_shardings has them"
-            )
+            more = "axonym.debug.describe_shardings has them"
+            tree = array_tree(self.arrays, lambda x: x.line(words, x.replicated(), _SMALL), more)
             parts += [element("p", element("b", self.title), " ", self._sum()), tree]
         if self.entries:
-            parts.append(self._table(words))
-        parts += [element("p", words.said(problem)) for problem in self.problems]
-        if left := self._unreached():
-            parts.append(element("p", left))
+            columns = max(len(over) for over, _ in self.entries.values())
+            header = ["axis", *(["over"] if columns == 1 else ["computed over", "stored over"]), ""]
+            rows = list[Sequence[str]]()
+            for name, (over, has) in self.entries.items():
+                cells = (joined([words.axis(a, self._over([a])) for a in axes], " and ") for axes in over)
+                rows.append([code(name), *(cell or "replicated" for cell in cells), has])
+            parts += [element("p", "mesh: ", words.mesh(self.mesh))] * bool(self.mesh)
+            parts.append(table("the mapping", header, rows))
+        parts += [element("p", said) for said in (*map(words.said, self.problems), self._unreached()) if said]
         return styled(*parts)
 
     def _sum(self) -> str:
         total, held = sum(x.total for x in self.arrays), sum(x.bytes for x in self.arrays if x.copies)
         places = {(x.where, x.devices) for x in self.arrays}
-        each = (
-            f"; {describe_bytes(held)} on {self.arrays[0].where}" if len(places) == 1 and self.arrays[0].copies else ""
-        )
+        at_one = len(places) == 1 and self.arrays[0].copies
+        each = f"; {describe_bytes(held)} on {self.arrays[0].where}" if at_one else ""
         return f"{counted(len(self.arrays), 'array')}, {describe_bytes(total)}{each}"
 
     def _over(self, axes: Sequence[str]) -> str:
         return " and ".join(f"{a}={self.mesh[a]}" if a in self.mesh else a for a in axes)
-
-    def _table(self, words: Words) -> Html:
-        """Write the mapping as a table."""
-        columns = max(len(over) for over, _ in self.entries.values())
-        header = ["axis", *(["over"] if columns == 1 else ["computed over", "stored over"]), ""]
-        rows = [
-            [code(name), *(self._cell(axes, words) for axes in over), html(has)]
-            for name, (over, has) in self.entries.items()
-        ]
-        mesh = element("p", "mesh: ", words.mesh(self.mesh)) if self.mesh else None
-        return joined([mesh, table("the mapping", header, rows)])
-
-    def _cell(self, axes: Sequence[str], words: Words) -> Html:
-        return joined([words.axis(a, self._over([a])) for a in axes], " and ") if axes else html("replicated")
 
     def _unreached(self) -> str:
         """Name the arrays without an axis of the mapping."""
@@ -470,33 +438,27 @@ def describe_devices(devices: Iterable[Any]) -> str:
     >>> axn.debug.describe_devices(jax.devices()[:3])
     '0-2'
     """
-    devices = list(devices)
-    if jax.process_count() == 1 or any(isinstance(device, int) for device in devices):
-        return _written_runs(device if isinstance(device, int) else device.id for device in devices)
-    by_host: dict[int, list[int]] = {}
+    devices, by_host = list(devices), dict[int, list[int]]()
     for device in devices:
-        ids = sorted(d.id for d in jax.local_devices(device.process_index, device.platform))
-        by_host.setdefault(device.process_index, []).append(ids.index(device.id))
-    return " ".join(f"{host}:{_written_runs(numbers)}" for host, numbers in sorted(by_host.items()))
-
-
-def _written_runs(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for i in sorted(numbers):
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def describe_device(device: Any) -> str:
-    """Return the platform and the number of a device: `CPU 0`."""
-    return f"{_kind_of(device)} {describe_devices([device])}"
-
-
-def _kind_of(device: Any) -> str:
-    return "device" if isinstance(device, int) else device.platform.upper()
+        number, host = device, 0
+        if not isinstance(device, int):
+            number = device.id
+            if jax.process_count() > 1:
+                host = device.process_index
+                number = sorted(d.id for d in jax.local_devices(host, device.platform)).index(number)
+        by_host.setdefault(host, []).append(number)
+    written = dict[int, str]()
+    for host, numbers in sorted(by_host.items()):
+        runs: list[list[int]] = []
+        for i in sorted(numbers):
+            if runs and i == runs[-1][-1] + 1:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        written[host] = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    if jax.process_count() == 1 or any(isinstance(device, int) for device in devices):
+        return "".join(written.values())
+    return " ".join(f"{host}:{text}" for host, text in written.items())
 
 
 def devices_of(sharding: Sharding) -> Collection[Any]:
@@ -506,22 +468,14 @@ def devices_of(sharding: Sharding) -> Collection[Any]:
     return sharding.device_set
 
 
-def describe_devices_of(sharding: Sharding) -> str:
-    """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` for a single one."""
-    return _counted_devices(devices_of(sharding)) + _memory_of(sharding)
-
-
-def describe_each_of(devices: Collection[Any]) -> str:
-    """Describe where each of some devices holds as much: `each of 8 CPU devices`, or `CPU 0` for a single one."""
-    return ("each of " if len(devices) > 1 else "") + _counted_devices(devices)
-
-
-def _counted_devices(devices: Collection[Any]) -> str:
+def describe_where(devices: Collection[Any], each: str = "") -> str:
+    """Describe some devices, after `each` if there are several: `8 CPU devices`, or `CPU 0` for a single one."""
+    kinds = sorted({"device" if isinstance(x, int) else x.platform.upper() for x in devices})
     if len(devices) == 1:
-        return describe_device(*devices)
-    kinds = sorted({*map(_kind_of, devices)} - {"device"})
-    return " ".join([str(len(devices)), *([" and ".join(kinds)] if kinds else []), "devices"])
+        return f"{kinds[0]} {describe_devices(devices)}"
+    return each + " ".join([str(len(devices)), *([] if kinds == ["device"] else [" and ".join(kinds)]), "devices"])
 
 
-def _memory_of(sharding: Sharding) -> str:
+def memory_of(sharding: Sharding) -> str:
+    """Say where the arrays of a sharding are, if they are not in the memory of devices."""
     return ", in pinned host memory" if sharding.memory_kind == "pinned_host" else ""

@@ -11,6 +11,7 @@ from ._xarray import (
     groups as groups,
     to_xarray as to_xarray,
 )
+from .core import stability as _stability
 from .core.module_field import field as field
 from .custom_partitioning._top_k import top_k as top_k
 from .custom_partitioning.decorator import partitioned as partitioned
@@ -52,3 +53,5 @@ from .transforms.rematerialization import (
 )
 from .transforms.scan import associative_scan as associative_scan, fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap
+
+_stability.note_changes(globals())

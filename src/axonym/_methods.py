@@ -289,7 +289,8 @@ def _use_instead(called: str, name: str) -> str:
     modules = (*files, linalg, fft, poly)
     home = next((m for m in modules if getattr(getattr(m, name, None), "__module__", None) == m.__name__), None)
     found = home and (f"axonym.{name}" if home in files else f"{home.__name__}.{name}")
-    way_out = f"use `{found}`" if found else "axonym has none of that name; use `axonym.lift`"
+    more = f", in a loss of Optax `{foreign_names.LOSSES[name]}`" if name in foreign_names.LOSSES else ""
+    way_out = f"use `{found}`{more}" if found else "axonym has none of that name; use `axonym.lift`"
     if not found and (hint := foreign_names.in_package("axonym", name)):
         return f"{called} works by position and does not take a NamedArray.{hint} Or pass the raw array, `x.array`."
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."

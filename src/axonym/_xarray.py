@@ -27,10 +27,6 @@ from .sharding.shard import shard, to_host
 if TYPE_CHECKING:
     import xarray
 
-Positions = dict[str, Any]
-"""The positions that `x[...]` takes: for each axis a slice, a number, or an array of numbers."""
-
-
 # --- coordinates ---
 
 
@@ -97,7 +93,7 @@ class Coordinates(Mapping[str, Any]):
         arrays = {n: (a.names, np.asarray(a.array)) for n, a in asked.items() if isinstance(a, NamedArray)}
         return Coordinates(self._data.isel(asked | {n: xarray.Variable(*a) for n, a in arrays.items()}))
 
-    def sel(self, *, method: Any = None, tolerance: Any = None, **values: Any) -> Positions:
+    def sel(self, *, method: Any = None, tolerance: Any = None, **values: Any) -> dict[str, Any]:
         """Return the positions of values: one, several, or a slice from one to another, which is included.
 
         Arguments:
@@ -122,7 +118,7 @@ class Coordinates(Mapping[str, Any]):
                 )
         return found
 
-    def flip(self, axis: str) -> Positions:
+    def flip(self, axis: str) -> dict[str, Any]:
         """Return the positions along an axis in reverse order.
 
         >>> axn.Coordinates({"lat": [-60., 0., 60.]}).flip("lat")
@@ -130,7 +126,7 @@ class Coordinates(Mapping[str, Any]):
         """
         return {axis: slice(None, None, -1)}
 
-    def sort(self, name: str, *, descending: bool = False) -> Positions:
+    def sort(self, name: str, *, descending: bool = False) -> dict[str, Any]:
         """Return the positions that sort the values of a coordinate.
 
         >>> axn.Coordinates({"lat": [60., -60., 0.]}).sort("lat")
@@ -138,13 +134,11 @@ class Coordinates(Mapping[str, Any]):
         """
         return self._changed_positions(self._positions_as_data().sortby(name, ascending=not descending))
 
-    def align(self, *others: Coordinates, join: Literal["exact", "inner"] = "exact") -> tuple[Positions, ...]:
+    def align(self, *others: Coordinates, join: Literal["exact", "inner"] = "exact") -> tuple[dict[str, Any], ...]:
         """Return positions at which these and other coordinates are equal along all axes that they share.
 
-        Arguments:
-            others: the other coordinates.
-            join: with `exact`, they must be equal, so there is nothing to select; the error shows the first difference.
-                With `inner`, the positions of the values that all have.
+        With `join="exact"`, they must be equal, so there is nothing to select; the error shows the first difference.
+        With `"inner"`, these are the positions of the values that all have.
 
         >>> a, b = axn.Coordinates({"x": [0, 1, 2, 3]}), axn.Coordinates({"x": [2, 3, 4]})
         >>> a.align(b, join="inner")
@@ -177,9 +171,9 @@ class Coordinates(Mapping[str, Any]):
         """Return a dataset with the positions along each axis."""
         return self._data.coords.to_dataset().assign({f"#{n}": (n, np.arange(m)) for n, m in self._data.sizes.items()})
 
-    def _changed_positions(self, places: Any) -> Positions:
+    def _changed_positions(self, places: Any) -> dict[str, Any]:
         """Return the positions along the axes that have others than before."""
-        found: Positions = {}
+        found: dict[str, Any] = {}
         for axis, size in self._data.sizes.items():
             place = places.get(f"#{axis}")
             if place is None or (place.dims == (axis,) and np.array_equal(place, np.arange(size))):
@@ -406,8 +400,7 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
 
     Arguments:
         data: a `DataArray`, a `Variable`, or a `Dataset` or other mapping of them.
-        coords: return a pair, the arrays and their `Coordinates`, which also keep names and attributes, for
-            `to_xarray`; `axonym.Labelled(*pair)` keeps the two together.
+        coords: return a pair, the arrays and their `Coordinates`, which also keep names and attributes.
         placement: how to shard the arrays, as in `axonym.shard`. Each device gets only its shard.
 
     >>> import xarray

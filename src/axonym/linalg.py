@@ -24,8 +24,7 @@ from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from .core import errors
 from .named_array import NamedArray
 from .ops import _kernels
-from .ops._blocks import blocks_of
-from .ops._blockwise import pencils
+from .ops._blocks import blocks_of, pencils
 from .ops._op_types import publish
 from .ops._operands import (
     as_float,

@@ -1,4 +1,4 @@
-"""The named array: a JAX array and the names of its axes.
+"""The named array: a JAX array and the names of its axes. May change before 1.0.
 
 A `NamedArray` stores two things, the array and a tuple of names. Sizes come from the array, so `axes` is derived.
 Therefore an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body needs no

@@ -1,4 +1,4 @@
-"""Polynomials in one variable.
+"""Polynomials in one variable. May change before 1.0.
 
 A polynomial is a named array with one axis for its coefficients, the highest power first. This axis can have another
 name in each operand; the result has the name and, if it fits, the sharding of the first operand with a name.

@@ -1,4 +1,4 @@
-"""Mixed precision: policies that give the dtypes of parameters, of computations and of results.
+"""Mixed precision: policies that give the dtypes of parameters, of computations and of results. May change before 1.0.
 
 >>> policy = axn.precision.Policy.parse("params=float32,compute=bfloat16,output=float32")
 >>> loss = axn.precision.mixed_precision(policy, lambda model, x: axn.dot(model["w"], x, axis="embed"))

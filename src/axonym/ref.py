@@ -1,4 +1,4 @@
-"""Named mutable references: `jax.Ref` with axis names.
+"""Named mutable references: `jax.Ref` with axis names. May change before 1.0.
 
 A `NamedRef` is a mutable array whose axes have names. Reading an index of a reference gives a named array; assigning to
 an index writes in place, also inside `jax.jit`. `ref.slice` gives a view: another `NamedRef` to a slice of the same

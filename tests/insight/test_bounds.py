@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from axonym.insight._branches import least, mean
+from axonym.insight._flops import least, mean
 from tests.insight.fuzzed_bounds import PARTS, drawn, wrong
 
 SEEDS = range(8)

@@ -6,7 +6,7 @@ import pytest
 
 from axonym.insight._hlo import HloProgram, HloShape, Instruction, UnknownForm
 from axonym.insight._hlo_devices import groups
-from axonym.insight._of_programs import _exchange_of_slices
+from axonym.insight._of_programs import _exchange
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 
@@ -144,14 +144,14 @@ def test_what_slices_of_tpus_send_each_other() -> None:
     program = HloProgram(OF_SLICES, 32)
     assert program.devices_of_text == 16
     (visit,) = [v for v in program.visits() if v.instruction.opcode == "send"]
-    found = _exchange_of_slices(program, visit, {"replica": 2})
+    found = _exchange(program, visit, None, {"replica": 2})
     ((producer, operand, result),) = found.carried
     assert (found.kind, found.axes, found.devices, found.slices, found.times) == ("all-gather", ("replica",), 2, 2, 1)
     assert (producer.scope, str(operand), str(result)) == ("w", "f32[16,4]", "f32[32,4]")
     other = HloProgram(OF_SLICES.replace("ALL_GATHER", "SOMEHOW"), 32)
     (visit,) = [v for v in other.visits() if v.instruction.opcode == "send"]
     with pytest.raises(UnknownForm, match="slices exchange data in the way 'somehow'"):
-        _exchange_of_slices(other, visit, {})
+        _exchange(other, visit, None, {})
 
 
 LOOP = HEAD + (

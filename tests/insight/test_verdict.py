@@ -53,7 +53,7 @@ def test_all_forms_say_the_same_words() -> None:
     text, page = str(report), html.unescape(re.sub("<[^>]*>", "", report.to_html()))
     words = [report.verdict.binds, report.verdict.explanation]
     words += [str(finding) for finding in report.verdict.suspicious]
-    words += [line for _, lines in report.verdict.sections() for line in lines]
+    words += [*report.verdict.costliest, ", ".join(report.verdict.fine)]
     assert len(words) >= 7 and text.splitlines()[2].startswith("- fix: The mapping shards kv_heads over model")
     for word in words:
         assert word in text, word
@@ -292,7 +292,10 @@ def test_results_are_the_arguments_of_the_next_step() -> None:
     state = {"bounds": bounds, "memory": Memory(arguments=50, results=45, aliased=0, temporaries=5)}
     fits = dataclasses.replace(replicated(), **state)
     assert not fits.verdict.binds.startswith("This does not fit") and "The step needs" not in of_report(fits)
-    assert "55 B of 60 B" in fits.to_html() and "if results take the place of arguments" in fits.to_html()
+    assert (
+        "55 B of 60 B" in fits.to_html()
+        and "100 B if no result takes the place of an argument, 45 B more" in fits.to_html()
+    )
     too_large = dataclasses.replace(fits, undonated=("w",))
     assert too_large.verdict.binds == "This does not fit: 100 B of 60 B." and "fix: The step needs" in of_report(
         too_large

@@ -20,7 +20,7 @@ from axonym.custom_partitioning import partitioned
 from axonym.insight import verify
 from axonym.insight._compiling import around_partitioning
 from axonym.insight._hlo import HloProgram
-from axonym.insight._hlo_shardings import tiling
+from axonym.insight._hlo_devices import tiling
 from axonym.insight._hlo_values import Machine, listed
 from axonym.insight.verifying import compare_programs
 from tests.insight import verified

@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 from axonym.insight import Verification, verify
 from axonym.insight._compiling import around_partitioning
 from axonym.insight._hlo import HloProgram
-from axonym.insight._hlo_shardings import placed
+from axonym.insight._hlo_devices import placed
 from axonym.insight._hlo_values import Machine, listed
 from axonym.insight.verifying import SCALES, _Inputs, compare_programs
 from tests.insight import cases, mutants

@@ -13,8 +13,7 @@ import pytest
 
 import axonym as axn
 from axonym.names._sources import LeafNames
-from axonym.names._tracing import trace
-from axonym.names.inferring import follow
+from axonym.names.inferring import follow, trace
 from tests.names.models import DISTINCT, EQUAL, MODELS, Case, by_path
 
 pytestmark = pytest.mark.usefixtures("promotes_ranks")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import axonym as axn
 from axonym import NamedArray, fft
-from axonym.ops import _blocks, _blockwise
+from axonym.ops import _blocks
 from benchmarks.communication import bytes_moved
 from tests.helpers import spec
 
@@ -321,7 +321,6 @@ def test_without_shards_no_mesh_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
     for call in (lambda: fft.fft(X, "x"), lambda: axn.cumsum(X, "x"), lambda: axn.gradient(X, "x"), lambda: solve(X)):
         call()
         monkeypatch.setattr(_blocks, "mesh_around", fail)
-        monkeypatch.setattr(_blockwise, "mesh_around", fail)
         call()
         monkeypatch.undo()
 

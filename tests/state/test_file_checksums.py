@@ -208,7 +208,10 @@ def test_command(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed, said = capsys.readouterr()
     assert printed == f"{good} is as it was written.\n"
     assert said.splitlines() == [
+        f"Reading {bad}.",
         f"{bad} is damaged: about/metadata differs from what was written.",
+        f"Reading {good}.",
+        f"Reading {copied / 'step-3'}.",
         f"{copied / 'step-3'} is not a complete checkpoint.",
     ]
 

@@ -255,12 +255,22 @@ class _Reception:
         self.said.put((connection, None))
 
     def _decide(self) -> None:
+        """Answer all processes. If there is a problem, answer latecomers for a while too, until all have closed."""
         try:
             answer, missing = self._compare()
         except Exception as e:  # nobody would hear of it in this thread
             problem = f"connect_processes failed in process 0: {e!r}"
             answer, missing = {"waiting": "", "problem": problem, "missing": ""}, []
-        self._answer(answer, missing)
+        _send_answer(self.present, answer)
+        known = list(self.present.values())
+        late = set(missing) if answer["problem"] else set()
+        stop = time.monotonic() + 5
+        while (self.present or late) and time.monotonic() < stop:
+            if (hello := self._listen()) is not None:
+                late.discard(str(hello["process"]))
+                known.append(hello)
+                problem = answer["problem"] or self._twice(known)  # also with one that has its answer
+                _send_answer({c: h for c, h in self.present.items() if h is hello}, {**answer, "problem": problem})
 
     def _compare(self) -> tuple[dict[str, str], list[str]]:
         """Wait for all processes; return the answer to them, and which are missing."""
@@ -292,19 +302,6 @@ class _Reception:
             else:
                 self.present[connection] = hello
             return hello
-
-    def _answer(self, answer: Mapping[str, str], missing: list[str]) -> None:
-        """Answer all processes. If there is a problem, answer latecomers for a while too, until all have closed."""
-        _send_answer(self.present, answer)
-        known = list(self.present.values())
-        late = set(missing) if answer["problem"] else set()
-        stop = time.monotonic() + 5
-        while (self.present or late) and time.monotonic() < stop:
-            if (hello := self._listen()) is not None:
-                late.discard(str(hello["process"]))
-                known.append(hello)
-                problem = answer["problem"] or self._twice(known)  # also with one that has its answer
-                _send_answer({c: h for c, h in self.present.items() if h is hello}, {**answer, "problem": problem})
 
     def _twice(self, present: list[Any]) -> str:
         for index in sorted({hello["process"] for hello in present}):

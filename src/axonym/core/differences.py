@@ -31,13 +31,7 @@ def asymmetric(x: np.ndarray) -> np.ndarray:
 def moved_by_rounding(
     args: Sequence[np.ndarray], results: Sequence[np.ndarray], run: Callable[[list[np.ndarray]], Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Return how far elements of a function's results may be, since the arguments are known but for a rounding.
-
-    Arguments:
-        args: the arguments; those that are not floats stay.
-        results: what the function gives for them.
-        run: the function.
-    """
+    """Return how far elements of a function's results may be, since its arguments are known but for a rounding."""
     moved = [np.zeros(x.shape) for x in results]
     for seed in range(3):  # one change may by luck leave an element where it was
         choice = np.random.default_rng(seed).choice
@@ -98,11 +92,7 @@ def find_likeness(
 ) -> Likeness | None:
     """Return how a value is like one of those with known fingerprints; None if it is not.
 
-    Arguments:
-        value: what devices have; its first axis or axes are for devices.
-        devices: the mesh axes along which they are, and the sizes.
-        sizes: the sizes of all mesh axes.
-        known: the fingerprints.
+    Its first axis or axes are for devices, along the mesh axes in `devices`; `sizes` has all mesh axes.
     """
     one, varying = _distinct_values(value, devices)
     for factor, inverse in itertools.product(_subsets_of_names(sizes), (False, True)):

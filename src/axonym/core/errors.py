@@ -20,14 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=type)
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the user's line that called the library, however deep the calls inside it."""
     if (handle := _HANDLER.get()) is not None and handle(message):
         return
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, stacklevel=depth)
+    warnings.warn(message, category, stacklevel=depth)
 
 
 _HANDLER: ContextVar[Callable[[str], bool] | None] = ContextVar("handler of warnings", default=None)

@@ -24,6 +24,8 @@ def _advice_of(*tables: str) -> dict[str, str]:
 
 
 ARRAY, PACKAGE, NETWORKS = _advice_of("both", "array"), _advice_of("both", "package"), _advice_of("nn")
+LOSSES: dict[str, str] = _TABLES["losses"]
+"""By function that a loss of Optax calls first, the loss to use; `both` has those that the package lacks."""
 CALLS, KEYWORDS, _ARGUMENTS = _advice_of("calls"), _advice_of("keywords"), _advice_of("arguments")
 
 

@@ -42,34 +42,29 @@ class FunctionCache(dict[Any, Any]):
     __slots__ = ("__weakref__",)
 
     def find(self, key: Any, specs: Iterable[TreeSpec], make: Callable[[], R]) -> R:
-        """Return the value for a key, and build it first if there is none.
+        """Return the value for a key, and build it first if there is none; without a hash, nothing is kept.
 
-        Arguments:
-            key: everything static that the value depends on. If it has no hash, nothing is kept.
-            specs: the specs in the key. The value is dropped when any of their weak leaves dies.
+        The value is dropped when any weak leaf of `specs`, which the key has, dies.
         """
         try:
             found = self.get(key)
         except TypeError:  # something has no hash
             return make()
         if found is None:
+            known = weakref.ref(self)
+
+            def forget(_: Any) -> None:
+                cache = known()
+                if cache is not None:
+                    cache.pop(key, None)
+
+            weak = [leaf.value for spec in specs for leaf in spec.static_leaves if isinstance(leaf, WeakLeaf)]
             # The references are kept with the value: one that is collected itself calls nothing.
-            found = make(), self._forgotten_with(key, specs)
+            found = make(), [weakref.ref(value, forget) for value in weak]
             for oldest in list(self)[: max(0, len(self) - _LIMIT + 1)]:
                 self.pop(oldest, None)
             self[key] = found
         return found[0]
-
-    def _forgotten_with(self, key: Any, specs: Iterable[TreeSpec]) -> list[weakref.ref[Any]]:
-        """Return references that drop the value for a key when any of the weak leaves dies."""
-        known = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            cache = known()
-            if cache is not None:
-                cache.pop(key, None)
-
-        return [weakref.ref(s.value, forget) for spec in specs for s in spec.static_leaves if isinstance(s, WeakLeaf)]
 
 
 _CACHES: weakref.WeakKeyDictionary[Any, FunctionCache] = weakref.WeakKeyDictionary()
@@ -92,20 +87,24 @@ class Functions:
             self.arrays, spec = flatten_arrays(opened(functions))
             self._spec = spec.weak()
         self._own = own
-        self._cache, self._key = self._where_kept()
+        # The cache for the functions, and their part of the key. As in JAX, a method of a mutable object is not the
+        # same function later on.
+        self._cache, self._key = FunctionCache() if own is None else own, None
+        if not any(isinstance(s, StaticLeaf) and isinstance(s.value, types.MethodType) for s in self._spec.slots):
+            with contextlib.suppress(TypeError):  # something has no hash
+                hash(self._spec)
+                anchor = functions[0] if self._plain else _cache_anchor(functions[0])
+                self._cache, self._key = _CACHES.setdefault(anchor, FunctionCache()), self._spec
 
     def now(self) -> Functions:
         """Return the same functions with the arrays that they currently hold."""
         return self if self._plain else Functions(*self._functions, own=self._own)
 
     def compiled(self, build: Callable[..., R], plan: Any, *specs: TreeSpec) -> R:
-        """Return the result of `build` for these functions, from the cache if possible.
+        """Return the result of `build(functions, plan, *specs)`, from the cache if possible.
 
-        Arguments:
-            build: called as `build(functions, plan, *specs)`. Its result keeps neither the functions nor the arrays
-                alive.
-            plan: everything static that the result depends on. If it has no hash, nothing is kept.
-            *specs: further static data: the specs of the caller's arguments. Their leaves are not kept alive.
+        It keeps neither the functions nor the arrays alive, nor the leaves of the specs of the caller's arguments. The
+        plan is everything else that is static; if it has no hash, nothing is kept.
         """
         weak = tuple([spec.weak() for spec in specs])
         key, spec = (build, plan, self._key, *weak), self._spec
@@ -114,17 +113,6 @@ class Functions:
             return closed(spec.unflatten(held))
 
         return self._cache.find(key, (spec, *weak), lambda: build(with_arrays, plan, *weak))
-
-    def _where_kept(self) -> tuple[FunctionCache, TreeSpec | None]:
-        """Return the cache for the functions, and their part of the key."""
-        if self._plain:
-            return _CACHES.setdefault(self._functions[0], FunctionCache()), self._spec
-        # As in JAX, a method of a mutable object is not the same function later on.
-        if not any(isinstance(s, StaticLeaf) and isinstance(s.value, types.MethodType) for s in self._spec.slots):
-            with contextlib.suppress(TypeError):  # something has no hash
-                hash(self._spec)
-                return _CACHES.setdefault(_cache_anchor(self._functions[0]), FunctionCache()), self._spec
-        return FunctionCache() if self._own is None else self._own, None
 
 
 def _cache_anchor(function: Any) -> Any:
@@ -170,7 +158,11 @@ def opened(tree: Any, closures: bool = False, _within: tuple[Any, ...] = ()) -> 
     def open_leaf(x: Any) -> Any:
         if isinstance(x, functools.partial):
             return _OpenedFunction(type(x), opened((x.func, x.args, x.keywords), closures, _within))
-        if isinstance(x, types.MethodType) and _is_immutable(x.__self__):
+        # An object without mutable state: a tree, or a value with a hash.
+        if isinstance(x, types.MethodType) and (
+            not jax.tree_util.treedef_is_leaf(jax.tree.structure(x.__self__))
+            or type(x.__self__).__eq__ is not object.__eq__
+        ):
             return _OpenedFunction(types.MethodType, (x.__func__, opened(x.__self__, closures, _within)))
         if closures and type(x) is types.FunctionType and x.__closure__ and x not in _within:
             with contextlib.suppress(ValueError):  # a variable without a value yet
@@ -179,11 +171,6 @@ def opened(tree: Any, closures: bool = False, _within: tuple[Any, ...] = ()) -> 
         return x
 
     return jax.tree.map(open_leaf, tree, is_leaf=is_made)
-
-
-def _is_immutable(x: Any) -> bool:
-    """Return whether an object has no mutable state: a tree, or a value with a hash."""
-    return not jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) or type(x).__eq__ is not object.__eq__
 
 
 def _same_leaves(a: Any, b: Any) -> bool:

@@ -79,9 +79,9 @@ class Html(str):
 
 def visible(text: str) -> str:
     """Return text with its control characters, and the ones that turn text around, as Python writes them in strings."""
-    return (
-        text if text.isprintable() else "".join(c if c.isprintable() or c in "\t\n" else ascii(c)[1:-1] for c in text)
-    )
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\t\n" else ascii(c)[1:-1] for c in text)
 
 
 def html(text: str) -> Html:
@@ -158,11 +158,7 @@ def cuts(
 ) -> list[Html]:
     """Draw an array of two axes: the shard of the first device is filled, and there is a cut between any two shards.
 
-    Arguments:
-        corner: from the left, and from the top.
-        size: the width and the height.
-        over: the mesh axes that the rows are sharded over, and those for the columns.
-        mesh: the sizes of the mesh axes. An axis has the color of its place here.
+    `over` has the mesh axes of the rows and of the columns. A mesh axis has the color of its place in `mesh`.
     """
     (left, top), (width, height) = corner, size
     rows, columns = (math.prod(mesh[a] for a in axes) for axes in over)
@@ -176,12 +172,10 @@ def cuts(
             before, after = (np.unravel_index(j, [mesh[a] for a in axes]) for j in (i - step, i))
             axis = next(a for a, m, n in zip(axes, before, after, strict=True) if m != n)
             number = [*mesh].index(axis) + 1
-            at = (
-                f"M{left:g} {top + height * i / count:g}h{width:g}"
-                if horizontal
-                else f"M{left + width * i / count:g} {top:g}v{height:g}"
-            )
-            parts.append(f'<path d="{at}" class="cut{number if number <= _COLORS else 0}"/>')
+            color = number if number <= _COLORS else 0
+            row, column = top + height * i / count, left + width * i / count
+            at = f"M{left:g} {row:g}h{width:g}" if horizontal else f"M{column:g} {top:g}v{height:g}"
+            parts.append(f'<path d="{at}" class="cut{color}"/>')
     parts.append(f'<path d="M{left:g} {top:g}h{width:g}v{height:g}h{-width:g}z" class="line"/>')
     return [Html(part) for part in parts]
 
@@ -195,9 +189,7 @@ def copyable(title: str, text: str) -> Html:
 class Words:
     """The words of a report, in which mesh axes have their colors, and code looks like code.
 
-    Arguments:
-        mesh: the mesh axes, in order.
-        mapping: the mesh axes that logical axes are sharded over, which arrays show.
+    Arrays show the mesh axes that the mapping shards their axes over.
     """
 
     def __init__(self, mesh: Collection[str], mapping: Mapping[str, Any] | None = None):
@@ -228,14 +220,8 @@ class Words:
 
     def entries(self, mapping: Mapping[str, Any]) -> Html:
         """Write a mapping: `batch/data mlp/model`."""
-        return joined(
-            [
-                code(joined([n, "/", joined([self.axis(a) for a in over_of(over)], "+")]))
-                for n, over in mapping.items()
-                if over
-            ],
-            " ",
-        )
+        shown = ((n, over_of(over)) for n, over in mapping.items() if over)
+        return joined([code(joined([n, "/", joined(map(self.axis, over), "+")])) for n, over in shown], " ")
 
     def array(self, text: str) -> Html:
         """Write an array on a device, in which the axes that a mapping shards are underlined with their colors."""
@@ -253,16 +239,10 @@ class Words:
         self, axes: Sequence[str | None], sizes: Sequence[int], over: Sequence[Sequence[str]], kind: str = ""
     ) -> Html:
         """Write the axes of an array, with the mesh axes that they are sharded over, after its dtype if it is given."""
-        cells = [
-            joined(
-                [
-                    joined([self._underlined(n, by), "="]) if n else None,
-                    str(size),
-                    joined(["/", joined([self.axis(a) for a in by], "+")]) if by else None,
-                ]
-            )
-            for n, size, by in zip(axes, sizes, over, strict=True)
-        ]
+        cells = list[Html]()
+        for n, size, by in zip(axes, sizes, over, strict=True):
+            name = joined([self._underlined(n, by), "="]) if n else None
+            cells.append(joined([name, str(size), joined(["/", joined(map(self.axis, by), "+")]) if by else None]))
         return code(joined([kind, "[", joined(cells, ", "), "]"]))
 
     def _underlined(self, name: str, over: Sequence[str]) -> Html:

@@ -145,20 +145,20 @@ def _rule_of_same_arrays(e: _Equation) -> OperationRule:
 # --- layout ---
 
 
-def _rule_of_transposes(e: _Equation) -> OperationRule:
-    dims = e.all_new(e.ins[0])
-    return e.rule([dims], tuple(dims[i] for i in e.params["permutation"]), values="moved")
+def _rule_of_layouts(dims_of: Callable[[_Equation, Term], Iterable[Dimension]]) -> _Maker:
+    """Make the rule of what only moves elements, from the dimensions of the result, given those of the operands."""
+
+    def make(e: _Equation) -> OperationRule:
+        dims = e.all_new(e.ins[0])
+        return e.rule([dims] * len(e.ins), tuple(dims_of(e, dims)), values="moved")
+
+    return make
 
 
-def _rule_of_broadcasts(e: _Equation) -> OperationRule:
-    dims, at = e.all_new(e.ins[0]), e.params["broadcast_dimensions"]
-    found = {j: d for j, d, n in zip(at, dims, e.ins[0], strict=True) if n == e.outs[0][j]}
-    return e.rule([dims], tuple([found.get(j) or e.new(n) for j, n in enumerate(e.outs[0])]), values="moved")
-
-
-def _rule_of_squeezes(e: _Equation) -> OperationRule:
-    dims, gone = e.all_new(e.ins[0]), e.params["dimensions"]
-    return e.rule([dims], tuple([d for i, d in enumerate(dims) if i not in gone]), values="moved")
+def _dims_of_broadcast(e: _Equation, dims: Term) -> Term:
+    kept = zip(e.params["broadcast_dimensions"], dims, e.ins[0], strict=True)
+    found = {j: d for j, d, n in kept if n == e.outs[0][j]}
+    return tuple([found.get(j) or e.new(n) for j, n in enumerate(e.outs[0])])
 
 
 def _rule_of_reshapes(e: _Equation) -> OperationRule:
@@ -192,12 +192,6 @@ def _rule_of_reshapes(e: _Equation) -> OperationRule:
                 e.use("torn", [f])
     operand = tuple([d for _, d in sorted(zip(order, found[0], strict=True))])
     return e.rule([operand], tuple(found[1]), values="moved")
-
-
-def _rule_of_tiles(e: _Equation) -> OperationRule:
-    dims = e.all_new(e.ins[0])
-    result = tuple([d if r == 1 else (*e.new(r), *d) for r, d in zip(e.params["reps"], dims, strict=True)])
-    return e.rule([dims], result, values="moved")
 
 
 def _rule_of_slices(e: _Equation) -> OperationRule:
@@ -246,11 +240,6 @@ def _rule_of_concatenations(e: _Equation) -> OperationRule:
         e.part(own, dims[at], start)
         start += shape[at]
     return e.rule(operands, dims, values="moved")
-
-
-def _rule_of_stacks(e: _Equation) -> OperationRule:
-    at, dims = e.params["axis"], e.all_new(e.ins[0])
-    return e.rule([dims] * len(e.ins), (*dims[:at], e.new(len(e.ins)), *dims[at:]), values="moved")
 
 
 def _rule_of_unstacks(e: _Equation) -> OperationRule:
@@ -485,21 +474,25 @@ PRIMITIVES: dict[str, _Maker] = {
     **_makers_of("cumsum cumprod cummax cummin cumlogsumexp", _rule_of_each_position("", "axis", "scan")),
     "sort": _rule_of_each_position("moved", "dimension", "sort"),
     "rev": _rule_of_each_position("moved", "dimensions", "near"),
-    **_makers_of("cholesky", _rule_of_each_position("", last=2)),
-    **_makers_of("lu_pivots_to_permutation", _rule_of_each_position("", last=1)),
+    "cholesky": _rule_of_each_position("", last=2),
+    "lu_pivots_to_permutation": _rule_of_each_position("", last=1),
     **{f"reduce_{how}": _rule_of_reductions(how) for how in REDUCED},
     **_makers_of("argmax argmin", _rule_of_reductions("sort")),
     "reduce": _rule_of_reductions("whole", "dimensions"),
-    "transpose": _rule_of_transposes,
-    "broadcast_in_dim": _rule_of_broadcasts,
-    "squeeze": _rule_of_squeezes,
+    "transpose": _rule_of_layouts(lambda e, dims: [dims[i] for i in e.params["permutation"]]),
+    "broadcast_in_dim": _rule_of_layouts(_dims_of_broadcast),
+    "squeeze": _rule_of_layouts(lambda e, dims: [d for i, d in enumerate(dims) if i not in e.params["dimensions"]]),
+    "tile": _rule_of_layouts(
+        lambda e, dims: [d if r == 1 else (*e.new(r), *d) for r, d in zip(e.params["reps"], dims, strict=True)]
+    ),
+    "stack": _rule_of_layouts(
+        lambda e, dims: [*dims[: e.params["axis"]], e.new(len(e.ins)), *dims[e.params["axis"] :]]
+    ),
     "reshape": _rule_of_reshapes,
-    "tile": _rule_of_tiles,
     **_makers_of("slice dynamic_slice", _rule_of_slices),
     "split": _rule_of_splits,
     "pad": _rule_of_pads,
     "concatenate": _rule_of_concatenations,
-    "stack": _rule_of_stacks,
     "unstack": _rule_of_unstacks,
     "dynamic_update_slice": _rule_of_slice_updates,
     "dot_general": lambda e: _rule_of_products(e, e.params["dimension_numbers"]),

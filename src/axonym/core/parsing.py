@@ -174,8 +174,16 @@ def _tokenize(what: str, text: str) -> list[_Token]:
     while position < len(text):
         found = _TOKEN.match(text, position)
         if found is None:
-            wrong = _Token(position, position + 1, "bad", text[position])
-            fail(what, text, wrong, f"unexpected {text[position]!r}.{_hint_at(text, position)}")
+            sign = text[position]
+            if sign == ".":
+                hint = "An ellipsis is three dots, `...`."
+            elif sign in "->=→":
+                hint = "The arrow is written `->`."
+            elif sign.isdigit():
+                hint = "A name does not start with a digit; sizes are given by keyword."
+            else:
+                hint = "Names are made of letters, digits and underscores."
+            fail(what, text, Place(position, position + 1), f"unexpected {sign!r}. {hint}")
         if found["name"]:
             size = None if found["size"] is None else int(found["size"])
             tokens.append(_Token(found.start(), found.end(), "name", sys.intern(found["name"]), size))
@@ -184,18 +192,6 @@ def _tokenize(what: str, text: str) -> list[_Token]:
         position = found.end()
     tokens.append(_Token(len(text), len(text), "end", "the end"))
     return tokens
-
-
-def _hint_at(text: str, position: int) -> str:
-    match text[position]:
-        case ".":
-            return " An ellipsis is three dots, `...`."
-        case "-" | ">" | "=" | "→":
-            return " The arrow is written `->`."
-        case character if character.isdigit():
-            return " A name does not start with a digit; sizes are given by keyword."
-        case _:
-            return " Names are made of letters, digits and underscores."
 
 
 # --- from tokens to terms ---
@@ -314,12 +310,7 @@ class _Parser:
         dots = [e for e in term.elements if isinstance(e, Dots)]
         if len(dots) > 1:
             self.fail(dots[1], "a second `...`; one takes all the axes that are not named.")
-        self.check_names(term.variables)
-        self.check_names([g.name for g in term.groups if g.name is not None])
-
-    def check_names(self, names: tuple[Name, ...] | list[Name]) -> None:
-        seen: set[str] = set()
-        for name in names:
-            if name.name in seen:
-                self.fail(name, f"{name.name!r} occurs a second time here.")
-            seen.add(name.name)
+        for names in (term.variables, [g.name for g in term.groups if g.name is not None]):
+            for i, name in enumerate(names):
+                if any(name.name == before.name for before in names[:i]):
+                    self.fail(name, f"{name.name!r} occurs a second time here.")

@@ -115,7 +115,15 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
     def partition(mesh: Any, operands: Arrays, results: Arrays) -> Any:
         everything = (*operands, *results)
         if mesh.empty:
-            mesh = _mesh_by_arrays(operation.what, known, everything)
+            # The partitioner forgets the mesh if no argument of the program is on it.
+            if known is None:
+                raise ValueError(
+                    f"{operation.what}: the partitioner does not know of a mesh. Activate one with `jax.set_mesh`."
+                )
+            sharding = everything[0].sharding
+            # Only a shape that the shards divide has indices of devices: see `_partitioner_entries`.
+            devices = list(sharding.devices_indices_map((sharding.num_devices,) * len(everything[0].shape)))
+            mesh = Mesh(np.array(devices).reshape(tuple(known.shape.values())), known.axis_names)
         # Where operands disagree, the largest keeps its sharding.
         order = sorted(range(len(operands)), key=lambda i: -operands[i].size)
         terms = (*rule.operands, *rule.results)
@@ -180,16 +188,6 @@ def _made_invariant(x: Any, kept: set[str]) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return jax.lax.pmean(x, axes)
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype) if x.dtype == bool else jax.lax.pmax(x, axes)
-
-
-def _mesh_by_arrays(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> Mesh:
-    """Return the active mesh with devices. The partitioner forgets it if no argument of the program is on it."""
-    if mesh is None:
-        raise ValueError(f"{what}: the partitioner does not know of a mesh. Activate one with `jax.set_mesh`.")
-    sharding = arrays[0].sharding
-    # Only a shape that the shards divide has indices of devices: see `_entries`.
-    devices = list(sharding.devices_indices_map((sharding.num_devices,) * len(arrays[0].shape)))
-    return Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names)
 
 
 def _partitioner_entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:

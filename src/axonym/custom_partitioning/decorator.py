@@ -44,8 +44,19 @@ from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
 from ..ops._kernels import transpose_to
 from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, per_device
-from ._terms import NamedShape, by_names, by_string, parse, words
-from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
+from .rule import (
+    Infer,
+    NamedShape,
+    PartitioningRule,
+    Shardings,
+    by_names,
+    by_string,
+    derived_shardings,
+    inferred_shardings,
+    make_rule,
+    parse,
+    words,
+)
 
 
 @overload
@@ -345,7 +356,12 @@ def _run_operation(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes and set(around.manual_axes) == set(around.axis_names):
         return operation.call_unsharded(*arrays)
-    mesh = around if not around.empty else _mesh_of_types(arrays)
+    mesh: AnyMesh | None = around
+    if around.empty:  # then that of the types of the operands, with its devices if they are known
+        mesh = explicit_mesh(arrays)
+        if mesh is not None and not any(isinstance(x, Tracer) for x in arrays):
+            meshes = (x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding))
+            mesh = next(m for m in meshes if has_explicit(m))
     if mesh is None or not {AxisType.Explicit, AxisType.Manual} & set(mesh.axis_types):
         return plan.by_partitioner(*arrays)
     shardings = _known_shardings(operation, mesh, arrays)
@@ -366,15 +382,6 @@ def _run_operation(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
         jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
     ):
         return per_device(operation, mesh, shardings, *arrays)
-
-
-def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
-    """Return the mesh of the types of the operands, with its devices if they are known."""
-    abstract = explicit_mesh(arrays)
-    if abstract is None or any(isinstance(x, Tracer) for x in arrays):
-        return abstract
-    meshes = (x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding))
-    return next(m for m in meshes if has_explicit(m))
 
 
 def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Arrays:

@@ -51,7 +51,7 @@ def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
         what: "halo", "totals" or "shards"; or for look-ups at places along another axis, "elements", and "parts" for
             an operand that devices have alike, of whose gradient each has a part.
         details: for look-ups, the axis of the places, as an `Axis`, and how far they reach, if known: see
-            `axonym.ops._blockwise`; for "parts", the axes that the operand lacks; for "matrices", the mesh axes that
+            `axonym.ops._blocks`; for "parts", the axes that the operand lacks; for "matrices", the mesh axes that
             share them out (None for all), and a function that yields their exchanges: see `axonym.optim.matrices`.
     """
     return _exchange(x, (what, axis, *details))

@@ -10,7 +10,7 @@ before it is scattered. And all mesh axes must be manual: if some are left to th
 necessary.
 
 Products and elementwise operations run like this. A look-up in a table does not gather the table: see
-`ops/_sharded_tables`. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that
+`ops/indexing`. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that
 its function uses (`gathered_for_each_shard`).
 
 Names determine which operands are parameters, over which mesh axes they are gathered, and which sums are added up:

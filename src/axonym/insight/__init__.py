@@ -1,5 +1,7 @@
 """Report how much a step sends between devices, keeps in memory and computes, in the names of its model.
 
+May change before 1.0.
+
 `explain` reads the compiled program of a step, without running it, or works it out by name; it reports numbers that it
 cannot know as not known. `compare` explains a step under several mappings, `contract` checks limits on a step, and
 `blame` finds where an axis stops being sharded. `verify` checks that the compiler kept a step the same when it
@@ -11,13 +13,17 @@ from ..core.source_lines import Source as Source
 from ._arguments import PlacedArgument as PlacedArgument
 from ._figures import Memory as Memory
 from ._planned_mapping import PlannedMapping as PlannedMapping
-from ._suspicions import Suspicion as Suspicion
 from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
 from .comparing import Comparison as Comparison, compare as compare
-from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract, never as never
+from .contracts import (
+    BrokenContract as BrokenContract,
+    Contract as Contract,
+    contract as contract,
+    never as never,
+    snapshot as snapshot,
+)
 from .cost_model import Bounds as Bounds, Estimate as Estimate
-from .differing import FirstDifference as FirstDifference
 from .explaining import explain as explain
 from .linked_chips import Islands as Islands
 from .page import Page as Page
@@ -30,6 +36,5 @@ from .records import (
     RepeatedWork as RepeatedWork,
 )
 from .report import Report as Report
-from .snapshots import snapshot as snapshot
-from .verdict import Verdict as Verdict
-from .verifying import Verification as Verification, verify as verify
+from .verdict import Suspicion as Suspicion, Verdict as Verdict
+from .verifying import FirstDifference as FirstDifference, Verification as Verification, verify as verify

@@ -25,9 +25,32 @@ from .explaining import TIERS, explain
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report of the case that the command line names, or the comparison of several mappings."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m axonym.insight", description="Report the cost of a step.")
+    parser.add_argument(
+        "case", metavar="FILE:CASE", help="a function without parameters that returns the step and its arguments"
+    )
+    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="the mesh, as in data=64,model=8")
+    several = (
+        "a mapping, or a parameter and a compute mapping: the name of one in the file or JSON; several are compared"
+    )
+    parser.add_argument("--mapping", action="append", metavar="MAPPING", help=several)
+    how = "how the report is made; %(default)s by default"
+    parser.add_argument("--by", choices=TIERS, default="partitioner", help=how)
+    parser.add_argument("--topology", help="TPUs to compile for with their own compiler, as in v5e:4x4")
+    parser.add_argument("--between", metavar="AXIS,...", help="the mesh axes that cross slices")
+    parser.add_argument("--chip", choices=CHIPS, help="the chip to give lower bounds on time for")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--html", action="store_true", help="write a page for a browser")
+    form.add_argument("--json", action="store_true", help="write JSON")
+    options = parser.parse_args(arguments)
     try:
-        sizes = _mesh_sizes(options.mesh)
+        sizes: dict[str, int] = {}
+        for part in options.mesh.split(","):
+            name, _, size = part.partition("=")
+            if not name.strip() or not size.strip().isdecimal() or int(size) < 1 or name.strip() in sizes:
+                raise ValueError(f"--mesh is the size of each mesh axis, as in data=64,model=8; got {options.mesh!r}.")
+            sizes[name.strip()] = int(size)
+        print(f"Explaining {options.case} on {options.mesh}.", file=sys.stderr, flush=True)  # it may take minutes
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
         module, (step, *args) = _case(options.case)
@@ -43,45 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as e:
         print(e, file=sys.stderr)
         return 2
-    written = {"html": "to_html", "json": "to_json"}
-    form = next((method for name, method in written.items() if getattr(options, name)), "__str__")
-    print(getattr(found, form)())
+    print(found.to_html() if options.html else found.to_json() if options.json else found)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m axonym.insight", description="Report the cost of a step.")
-    parser.add_argument(
-        "case", metavar="FILE:CASE", help="a function without parameters that returns the step and its arguments"
-    )
-    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="the mesh, as in data=64,model=8")
-    parser.add_argument(
-        "--mapping",
-        action="append",
-        metavar="MAPPING",
-        help="a mapping, or a parameter and a compute mapping: the name of one in the file, or JSON. Several "
-        "are compared",
-    )
-    parser.add_argument(
-        "--by", choices=TIERS, default="partitioner", help="how the report is made; %(default)s by default"
-    )
-    parser.add_argument("--topology", help="TPUs to compile for with their own compiler, as in v5e:4x4")
-    parser.add_argument("--between", metavar="AXIS,...", help="the mesh axes that cross slices")
-    parser.add_argument("--chip", choices=CHIPS, help="the chip to give lower bounds on time for")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--html", action="store_true", help="write a page for a browser")
-    form.add_argument("--json", action="store_true", help="write JSON")
-    return parser
-
-
-def _mesh_sizes(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if not name.strip() or not size.strip().isdecimal() or int(size) < 1 or name.strip() in sizes:
-            raise ValueError(f"--mesh is the size of each mesh axis, as in data=64,model=8; got {text!r}.")
-        sizes[name.strip()] = int(size)
-    return sizes
 
 
 def _case(text: str) -> tuple[ModuleType, tuple[Any, ...]]:

@@ -18,8 +18,8 @@ import numpy as np
 from ..distribution.mesh_axes import Axes
 from ..distribution.policy import distinct
 from . import cost_model
-from ._branches import Branches, ways
 from ._counted_exchanges import CountedExchange, Layout
+from ._flops import Branches, ways
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
 from .cost_model import Multiplication, Part, Sent
 from .linked_chips import Amount, Islands

@@ -9,9 +9,9 @@ from ..core.source_lines import source
 from ..distribution.active_settings import Entry
 from . import _scopes
 from ._arguments import GivenArray
-from ._branches import NOTE, mean
 from ._counted_exchanges import Account, Layout
 from ._figures import Memory
+from ._flops import NOTE, mean
 from ._named_events import NamedTrace, Sum, Use
 from ._parameters import HeldArgument, kind_of, report_of
 from ._text import array_said
@@ -41,6 +41,21 @@ def by_names(
         [(layout.local(x.dims, layout.over(x.dims)), layout.bytes(x, layout.over(x.base))) for x in arrays]
         for arrays in (trace.arguments, trace.results)
     )
+    # The operations that use an argument, or a slice of one.
+    known, uses = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}, list[Any]()
+    for event in trace.events:
+        if isinstance(event, Use):
+            origin = event.operand.origin
+            while origin not in known and origin in trace.slices:  # in a loop over layers
+                origin = trace.slices[origin]
+            if origin in known:
+                uses.append((event.place.operation, event.place.frames, [known[origin]]))
+    # Products that the mapping makes devices repeat, in the order of the step.
+    repeated: dict[Any, int] = {}
+    for place, used, flops in account.products:
+        idle = tuple(a for a, n in mesh.items() if n > 1 and a not in used)
+        key = _scopes.said_of(place.operation), place.phase, source(place.frames), idle
+        repeated[key] = repeated.get(key, 0) + mean(flops, place.branches)
     # A lower bound: all arguments and results, and some of the temporaries.
     own, made, more = sum(n for _, n in held), sum(n for _, n in results), sum(x.bytes for x in temporaries)
     names = {n for x in (*trace.arguments, *trace.results) for n, _ in x.dims}
@@ -52,7 +67,7 @@ def by_names(
         "names",
         chip=chip,
         collectives=[account.described(x) for x in account.exchanges],
-        uses=_uses(trace, given),
+        uses=uses,
         given=given,
         held=[HeldArgument(x.argument, x, *found) for x, found in zip(given, held, strict=True)],
         kinds={kind_of([n for n, _ in x.dims], [size for _, size in x.dims]) for x in trace.results},
@@ -61,34 +76,14 @@ def by_names(
         computed=account.computed,
         notes=tuple(_notes(account)),
         uncertain=account.uncertain,
-        repeated=tuple(_repeated_work(account)),
+        repeated=tuple(
+            RepeatedWork(operation, phase, line, flops, layout.count(idle), idle)
+            for (operation, phase, line, idle), flops in repeated.items()
+            if idle
+        ),
         axes=tuple(sorted(n for n in names if n is not None)),
         temporaries=temporaries,
     )
-
-
-def _uses(trace: NamedTrace, given: Sequence[GivenArray]) -> Iterator[Any]:
-    """Yield each operation that uses an argument, or a slice of one, with its lines."""
-    known = {value.origin: x for value, x in zip(trace.arguments, given, strict=True)}
-    for event in trace.events:
-        if isinstance(event, Use):
-            origin = event.operand.origin
-            while origin not in known and origin in trace.slices:  # in a loop over layers
-                origin = trace.slices[origin]
-            if origin in known:
-                yield event.place.operation, event.place.frames, [known[origin]]
-
-
-def _repeated_work(account: Account) -> Iterator[RepeatedWork]:
-    """Find the products that a mapping makes devices repeat, in the order of the step."""
-    found: dict[Any, int] = {}
-    for place, used, flops in account.products:
-        idle = tuple(a for a, n in account.layout.mesh.items() if n > 1 and a not in used)
-        key = _scopes.said_of(place.operation), place.phase, source(place.frames), idle
-        found[key] = found.get(key, 0) + mean(flops, place.branches)
-    for (operation, phase, line, idle), flops in found.items():
-        if idle:
-            yield RepeatedWork(operation, phase, line, flops, account.layout.count(idle), idle)
 
 
 def _notes(account: Account) -> Iterator[str]:

@@ -16,10 +16,10 @@ from ..distribution.active_settings import Entry
 from ..distribution.mesh_axes import Axes, mapped_axes
 from ..distribution.policy import Mappings, PlacedAxes, Undecided, distinct
 from ..names.distributing import PRODUCTS
-from ..ops._blockwise import pivot_of
+from ..ops._blocks import pivot_of
 from ..ops._kernels import GATHERING
 from . import _scopes
-from ._branches import Computed
+from ._flops import Computed
 from ._named_events import (
     Dims,
     Exchanged,
@@ -35,7 +35,7 @@ from ._named_events import (
     Together,
     Use,
     Value,
-)
+)  # fmt: skip
 from ._text import array_said
 from .records import Collective, sent_by
 
@@ -245,8 +245,15 @@ class Account:
             return self._leave_open(f"{along}, over mesh axes in another order than the mesh has", event.place)
         if event.what == "shards":
             self._traded(event, axes, count)
-        elif event.what == "elements":
-            self._found_along(event, axes, count)
+        elif event.what == "elements":  # look-ups along the axis need a halo from each side, or all elements
+            places, reach = event.details
+            if layout.used(places.name) != axes or places.size % count:
+                self._leave_open(f"places that are not sharded like {along}", event.place)
+            elif reach is None or (widths := reach.widths(count)) is None:
+                self._all_elements(event, axes)
+            else:
+                for width in filter(None, widths):
+                    self._sent(event, "collective-permute", axes, (*rest, (None, width)))
         elif event.what == "totals":
             self._sent(event, "all-gather", axes, (*rest, (None, count)))
         else:
@@ -280,18 +287,6 @@ class Account:
         else:
             why = "no axis to trade for it" if pivot is None else f"an operand without {pivot}"
             self._leave_open(f"{event.along}, with {why}", place)
-
-    def _found_along(self, event: Exchanged, axes: Axes, count: int) -> None:
-        """Count what look-ups along an axis need: a halo from each side, or all elements."""
-        places, reach = event.details
-        if self.layout.used(places.name) != axes or places.size % count:
-            self._leave_open(f"places that are not sharded like {event.along}", event.place)
-        elif reach is None or (widths := reach.widths(count)) is None:
-            self._all_elements(event, axes)
-        else:
-            rest = [d for d in event.value.dims if d[0] != event.along]
-            for width in filter(None, widths):
-                self._sent(event, "collective-permute", axes, (*rest, (None, width)))
 
     def _together(self, event: Together) -> None:
         # A parameter lies as it is stored, so its axes share a mesh axis if their storage shardings do.
@@ -497,7 +492,16 @@ class Account:
     def described(self, found: CountedExchange) -> Collective:
         """Describe a collective."""
         layout, place, x, axes = self.layout, found.place, found.value, found.axes
-        operation = place.operation and _located(place.operation, layout)
+        operation = place.operation
+        if operation is not None:  # it says where its axes lie
+            operands, results = (
+                tuple(
+                    tuple(dataclasses.replace(a, compute=layout.used(a.name), stored=layout.stored(a.name)) for a in t)
+                    for t in own
+                )
+                for own in (operation.operands, operation.results)
+            )
+            operation = dataclasses.replace(operation, operands=operands, results=results)
         local = {n: s for (n, _), s in zip(x.base, layout.local(x.base, found.over), strict=True) if n is not None}
         terms = () if operation is None else (*operation.operands, *operation.results)
         # In the order of the matching operand or result: transposes are part of products.
@@ -528,16 +532,6 @@ class Account:
             source=source(place.frames),
             scope=place.scope,
         )
-
-
-def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.ScopedOperation:
-    """Add to an operation the mesh axes that a mapping shards its axes over."""
-
-    def term(axes: _scopes.Term) -> _scopes.Term:
-        return tuple(dataclasses.replace(a, compute=layout.used(a.name), stored=layout.stored(a.name)) for a in axes)
-
-    operands, results = (tuple(map(term, terms)) for terms in (operation.operands, operation.results))
-    return dataclasses.replace(operation, operands=operands, results=results)
 
 
 def _within(place: Occurrence) -> str:

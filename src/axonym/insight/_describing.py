@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..core.source_lines import Frame, source
 from . import _scopes
-from ._branches import Branches
+from ._flops import Branches
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
 from ._lowered import Constraint, Constraints
@@ -67,18 +67,58 @@ class Exchange:
 
 def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, int]) -> Iterator[Collective]:
     """Describe a collective, once for each array that it carries."""
-    kind, pieces = exchange.kind, exchange.pieces
+    kind, pieces, axes = exchange.kind, exchange.pieces, exchange.axes or ()
+    # XLA combines collectives: one that carries several arrays has the scope of only one of them.
+    own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
     for i, (producer, operand, result) in enumerate(exchange.carried):
-        found = _carried(exchange, producer, operand, result, mesh)
-        origin, operation, array = found.origin, found.operation, found.array
-        said = _described(found.shape, array)
-        cause = _cause(exchange, found, constraints, mesh)
+        origin = exchange.origin if own else producer
+        operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or exchange.origin.scope)
+        shape = result if kind in ("all-gather", "all-to-all") else operand
+        # The dimensions that the collective makes longer, and their new sizes.
+        longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
+        array, gathered, moved, stored = None, (), (), ()
+        if operation is not None:
+            array = _scopes.array(operation, kind, phase, shape.sizes, mesh, dict.fromkeys(longer, axes))
+            if not own and array is None:  # the origin of the producer says nothing about this array
+                operation = None
+        if array is not None:
+            stored = tuple(a.name for a in _scopes.stored_over([array.term], axes))
+            if kind == "all-gather":
+                gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
+        # What makes it necessary is its operation, a placement, or a user of the result: the compiler writes the scope
+        # of the producer of an array, even if another operation causes the gather.
+        reason, cause = None, origin
+        if operation is not None and axes:
+            moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
+            after: Iterable[Constraint] = ()
+            if gathered and not stored:
+                after = (c for c in constraints.after(origin.scope) if c.gathers(longer, axes, mesh))
+            elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
+                after = (c for c in constraints.after(origin.scope) if c.moves(names.index(moved[0]), axes))
+            along = gathered or moved
+            if (constraint := next(iter(after), None)) is not None:
+                cause, reason = constraint, _scopes.reason_of_placement(gathered, moved, axes)
+            elif along and not stored and _passes_on(operation, origin.scope, along, constraints):
+                # The first user that does not compute the shards along these axes independently.
+                user = next(
+                    (
+                        u
+                        for u in exchange.users()
+                        if u.scope and not _passes_on(_scopes.operation(u.scope), u.scope, along, constraints)
+                    ),
+                    None,
+                )
+                by = operation if user is None else _scopes.operation(user.scope)
+                cause, reason = user or origin, _scopes.reason_of_use(operation, by, gathered, moved)
+            else:
+                reason = _scopes.reason(operation, kind, axes, phase, gathered)
+        frames = cause.frames if isinstance(cause, Constraint) else cause.frames()
+        pipeline = _scopes.around(exchange.origin.scope or origin.scope, "pipeline")
+        if reason is None and pipeline is not None and axes:
+            reason = _scopes.reason_in_pipeline(pipeline, kind, axes)
+        said = _described(shape, array)
         given = operand if exchange.made is None else max(operand, result, key=lambda shape: shape.bytes)
         sent = sent_by(exchange.made or kind, pieces * given.bytes, exchange.devices)
-        pipeline = _scopes.around(exchange.origin.scope or origin.scope, "pipeline")
-        reason = cause.reason
-        if reason is None and pipeline is not None and exchange.axes:
-            reason = _scopes.reason_in_pipeline(pipeline, kind, exchange.axes)
         yield Collective(
             kind=kind,
             axes=exchange.axes,
@@ -91,91 +131,20 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             place=(i, len(exchange.carried)),
             size=pieces * result.bytes,
             sent=sent,
-            phase=found.phase,
+            phase=phase,
             operation=_scopes.said_of(operation),
             named_axes=() if operation is None else operation.axes,
-            gathered=found.gathered,
-            moved=cause.moved,
-            stored=found.stored,
+            gathered=gathered,
+            moved=moved,
+            stored=stored,
             of_indices=operation is not None and array is not None and operation.looks_up(array.term),
             reason=reason,
-            source=source(cause.frames) or source(exchange.origin.frames()),
+            source=source(frames) or source(exchange.origin.frames()),
             scope=origin.scope or exchange.origin.scope,
             made=exchange.made,
             beside=exchange.beside,
             waits=exchange.waits(sent),
         )
-
-
-class _Carried(NamedTuple):
-    """An array that a collective carries, as the model knows it."""
-
-    origin: Origin
-    operation: _scopes.ScopedOperation | None
-    phase: str
-    array: _scopes.Array | None
-    shape: HloShape
-    longer: Mapping[int, int]
-    """The dimensions that the collective makes longer, and their new sizes."""
-    gathered: tuple[str, ...]
-    """The named axes that the collective completes."""
-    stored: tuple[str, ...]
-    """The named axes that are stored sharded over its mesh axes."""
-
-
-def _carried(
-    exchange: Exchange, producer: Origin, operand: HloShape, result: HloShape, mesh: Mapping[str, int]
-) -> _Carried:
-    kind, axes = exchange.kind, exchange.axes or ()
-    # XLA combines collectives: one that carries several arrays has the scope of only one of them.
-    own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
-    origin = exchange.origin if own else producer
-    operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or exchange.origin.scope)
-    shape = result if kind in ("all-gather", "all-to-all") else operand
-    longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
-    array, gathered = None, ()
-    if operation is not None:
-        array = _scopes.array(operation, kind, phase, shape.sizes, mesh, dict.fromkeys(longer, axes))
-        if not own and array is None:  # the origin of the producer says nothing about this array
-            operation = None
-    if kind == "all-gather" and array is not None:
-        gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
-    stored = () if array is None else tuple(a.name for a in _scopes.stored_over([array.term], axes))
-    return _Carried(origin, operation, phase, array, shape, longer, gathered, stored)
-
-
-class _Cause(NamedTuple):
-    """The cause of a collective."""
-
-    frames: tuple[Frame, ...]
-    reason: str | None = None
-    moved: tuple[str, ...] = ()
-    """The named axes that an all-to-all moves from its mesh axes."""
-
-
-def _cause(exchange: Exchange, found: _Carried, constraints: Constraints, mesh: Mapping[str, int]) -> _Cause:
-    """Find what makes a collective necessary: its operation, a placement, or a user of the result.
-
-    The compiler writes the scope of the producer of an array, even if another operation causes the gather.
-    """
-    origin, operation, axes, gathered = found.origin, found.operation, exchange.axes, found.gathered
-    if operation is None or not axes:
-        return _Cause(origin.frames())
-    moved = _scopes.moved(operation, axes) if exchange.kind == "all-to-all" else ()
-    after: Iterable[Constraint] = ()
-    if gathered and not found.stored:
-        after = (c for c in constraints.after(origin.scope) if c.gathers(found.longer, axes, mesh))
-    elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
-        after = (c for c in constraints.after(origin.scope) if c.moves(names.index(moved[0]), axes))
-    if (constraint := next(iter(after), None)) is not None:
-        return _Cause(constraint.frames, _scopes.reason_of_placement(gathered, moved, axes), moved)
-    along = gathered or moved
-    if along and not found.stored and _passes_on(operation, origin.scope, along, constraints):
-        user = _user(exchange, along, constraints)
-        by = operation if user is None else _scopes.operation(user.scope)
-        reason = _scopes.reason_of_use(operation, by, gathered, moved)
-        return _Cause((user or origin).frames(), reason, moved)
-    return _Cause(origin.frames(), _scopes.reason(operation, exchange.kind, axes, found.phase, gathered), moved)
 
 
 def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
@@ -186,16 +155,8 @@ def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
     held = tuple(m.held for m in moments)
     at_peak = found.held_at(held.index(max(held)))
     backward = {m.at for m, phase in zip(moments, phases, strict=True) if phase in ("backward", "recomputed")}
-    kept = _kept(program, found, backward, mesh)
-    return MemoryTimeline(held, phases, together(_held(program, b, mesh) for b in at_peak), together(kept))
-
-
-def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mapping[str, int]) -> list[HeldArray]:
-    """Describe the arrays kept from the forward to the backward pass, at the moment when they take most memory.
-
-    The compiler runs some instructions of the forward pass late, and some of the backward pass early, so there is no
-    single moment at which one ends and the other begins.
-    """
+    # The compiler runs some instructions of the forward pass late, and some of the backward pass early, so there is no
+    # single moment at which one ends and the other begins: arrays kept are those of the moment when they take most.
     kept: list[tuple[int, int, HeldArray]] = []
     for buffer in found.buffers:
         until = max(backward & set(buffer.uses), default=0)
@@ -203,11 +164,9 @@ def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mappi
             described = _held(program, buffer, mesh)
             if described.phase == "forward":
                 kept.append((buffer.first, until, described))
-
-    def held_at(moment: int) -> list[HeldArray]:
-        return [described for first, last, described in kept if first <= moment <= last]
-
-    return max((held_at(first) for first, _, _ in kept), key=lambda held: sum(h.bytes for h in held), default=[])
+    at_once = ([x for first, last, x in kept if first <= moment <= last] for moment, _, _ in kept)
+    most = max(at_once, key=lambda arrays: sum(h.bytes for h in arrays), default=[])
+    return MemoryTimeline(held, phases, together(_held(program, b, mesh) for b in at_peak), together(most))
 
 
 def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldArray:
@@ -252,14 +211,6 @@ def _passes_on(
         return False
     placed = operation.name == "shard" and bool(constraints.after(scope))
     return placed or _scopes.keeps(operation, axes, _scopes.phase(scope))
-
-
-def _user(exchange: Exchange, axes: Sequence[str], constraints: Constraints) -> Origin | None:
-    """Return the first user of a result that does not compute the shards along some axes independently."""
-    for user in exchange.users():
-        if user.scope and not _passes_on(_scopes.operation(user.scope), user.scope, axes, constraints):
-            return user
-    return None
 
 
 def _described(shape: HloShape, array: _scopes.Array | None) -> Said:

@@ -10,7 +10,7 @@ from ..core.source_lines import Source
 from ..distribution.active_settings import Entry
 from . import cost_model
 from ._arguments import PlacedArgument
-from ._branches import least as fewest
+from ._flops import least as fewest
 from ._text import in_order
 from .chips import Chip
 from .cost_model import Bounds, Multiplication, Part, Sent
@@ -155,7 +155,8 @@ class Figures:
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").count("all-gather")
         0
         """
-        return _sum([c.times for c in self.collectives if kind in (None, c.kind) and c.place[0] == 0])
+        times = [c.times for c in self.collectives if kind in (None, c.kind) and c.place[0] == 0]
+        return None if None in times else sum(n or 0 for n in times)
 
     def by_axes(self) -> dict[tuple[str, ...] | None, tuple[Collective, ...]]:
         """Return the collectives by the mesh axes that they run over.
@@ -206,8 +207,3 @@ def total_sent(found: Sequence[Collective], least: bool = False) -> int | None:
     if least:
         return fewest((c.branches, "sent", c.total_sent or 0) for c in found)["sent"]
     return sum(c.mean_sent or 0 for c in found)
-
-
-def _sum(values: Sequence[int | None]) -> int | None:
-    known = [v for v in values if v is not None]
-    return sum(known) if len(known) == len(values) else None

@@ -1,16 +1,25 @@
-"""Count the flops of products and convolutions: a multiplication and an addition for each pair of numbers."""
+"""Count flops: of products and convolutions, and of the branches of conditionals, of which one runs.
+
+A product takes a multiplication and an addition for each pair of numbers. Of amounts in branches, the least is a bound,
+the mean an estimate.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ._hlo import HloShape, Instruction, UnknownForm
-
 Sizes = Sequence[int]
+
+
+class UnknownForm(ValueError):
+    """The text of a program has a form that is not known here."""
 
 
 def of_product(result: Sizes, summed: Sizes) -> int:
@@ -53,13 +62,85 @@ def of_convolution(labels: str, shapes: Sequence[Sizes], *windows: Sizes) -> int
     return 2 * out["b"] * out["f"] * kernel["i"] * math.prod(places)
 
 
-def of_instruction(instruction: Instruction, operands: Sequence[HloShape]) -> int:
-    """Return the flops of a product or convolution in a compiled program."""
-    result, (left, right) = instruction.shapes[0], operands[:2]
-    if instruction.opcode == "dot":
-        summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
-        return of_product(result.sizes, [left.sizes[int(i)] for i in summed])
-    # Compilers for TPUs write products as convolutions.
-    labels, window = instruction.attribute("dim_labels") or "", instruction.window()
-    windows = ([n for n, *_ in window.get(name, ())] for name in ("stride", "pad", "lhs_dilate", "rhs_dilate"))
-    return of_convolution(labels, [left.sizes, right.sizes, result.sizes], *windows)
+# --- branches ---
+
+Branches: TypeAlias = tuple[tuple[int, int, int], ...]
+"""The branches around an operation, each by the number of its conditional, of how many it is one, and which."""
+
+Thing = TypeVar("Thing", bound=Hashable)
+
+NOTE = (
+    "collectives and flops in a branch run only if it is taken: each branch is taken to run equally often, and bounds "
+    "count the one that takes least"
+)
+
+
+def ways(branches: Branches) -> int:
+    """Return how many ways conditionals may go, of which one runs an operation: as if each were taken equally often."""
+    return math.prod(of for _, of, _ in branches)
+
+
+def mean(amount: int, branches: Branches) -> int:
+    """Return the mean of an amount over the branches that may run."""
+    return amount // ways(branches)
+
+
+def least(amounts: Iterable[tuple[Branches, Thing, Any]]) -> defaultdict[Thing, Any]:
+    """Add up amounts of several things; of the branches of a conditional, add the least amount of each thing.
+
+    Each amount comes with the branches around the operation that takes it, and the thing, such as flops. Amounts are
+    numbers, or arrays of one for each of several meshes. A thing of which nothing is taken has the amount 0.
+    """
+    total = defaultdict[Thing, Any](int)
+    conditionals: dict[tuple[int, int], dict[int, list[tuple[Branches, Thing, Any]]]] = {}
+    for branches, what, amount in amounts:
+        if branches:
+            (number, of, i), *inside = branches
+            conditionals.setdefault((number, of), {}).setdefault(i, []).append((tuple(inside), what, amount))
+        else:
+            total[what] = total[what] + amount
+    for (_, of), found in conditionals.items():
+        if len(found) == of:  # otherwise a branch takes nothing
+            first, *others = map(least, found.values())
+            for what, amount in first.items():
+                if all(what in other for other in others):
+                    total[what] = total[what] + functools.reduce(_smaller, (other[what] for other in others), amount)
+    return total
+
+
+class Computed:
+    """The flops of the products that each device computes."""
+
+    def __init__(self) -> None:
+        self.flops: int | None = 0
+        """The flops, with the mean of the branches of conditionals; None if they are not known."""
+        self.phases: dict[str, int] = {}
+        """The flops in each phase."""
+        self._needed: list[tuple[Branches, str, int]] = []
+
+    def add(self, phase: str, flops: int, branches: Branches, narrow: bool, needed: int | None = None) -> None:
+        """Add a product.
+
+        Arguments:
+            narrow: whether its operands have at most 8 bits, of which chips multiply more in a second.
+            needed: the flops that a chip has to compute, if these are less.
+        """
+        done = mean(flops, branches)
+        self.flops = None if self.flops is None else self.flops + done
+        self.phases[phase] = self.phases.get(phase, 0) + done
+        needed = flops if needed is None else needed
+        self._needed += [(branches, kind, needed) for kind in (("flops",) if narrow else ("flops", "wide"))]
+
+    @property
+    def least(self) -> int | None:
+        """Return the needed flops if each conditional takes the branch with the fewest."""
+        return None if self.flops is None else least(self._needed)["flops"]
+
+    @property
+    def wide(self) -> int | None:
+        """Return these flops without narrow products, by which bounds are computed."""
+        return None if self.flops is None else least(self._needed)["wide"]
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return np.minimum(a, b) if np.ndim(a) or np.ndim(b) else min(a, b)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..core.source_lines import Frame
 from ..distribution.operation_scope import RECORD
 from . import _scopes
-from ._branches import Branches
+from ._flops import Branches, UnknownForm
 
 COLLECTIVES = frozenset(
     {
@@ -54,10 +54,6 @@ CALLED = {
     "custom-call-start": ("called_computations",),
 }
 """The attributes of instructions that name computations, which run whenever the instruction does."""
-
-
-class UnknownForm(ValueError):
-    """The text of a program has a form that this module does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +143,6 @@ class HloProgram:
         self.bodies: list[OwnPartitioning] = []
         """The operations with their own partitioning, which may be added: the text has only their names."""
         self._read()
-        self._frames = _Frames(text)
 
     def visits(self) -> Iterator[Visit]:
         """Yield all instructions that run, in the order in which they run.
@@ -230,20 +225,6 @@ class HloProgram:
                     found |= dict.fromkeys(called, (name, i.operands[1:]))
         return found
 
-    def _end(self, visit: Visit) -> tuple[str, str]:
-        """Return where the result of a collective is: of one within a call or several fusions, what ends these."""
-        computation, name = visit.computation, visit.instruction.name
-        if computation not in self._given:
-            return computation, name
-        outside, operands = self._given[computation]
-        chain = re.search(r'chain_id="\d+"', visit.instruction.attributes)
-        for i in self.computations[outside].values():
-            called = self.computations.get(i.computation("calls") or "", {}).values()
-            in_chain = chain is not None and any(chain[0] in j.attributes for j in called)
-            if in_chain or (i.opcode.endswith("call-update") and i.operands[1:] == operands):
-                name = i.name
-        return outside, name
-
     def asked_for(self, visit: Visit, count: int) -> tuple[str, Instruction, HloShape] | None:
         """Return what a step asks for in place of an all-reduce: compilers for TPUs make other collectives one.
 
@@ -260,7 +241,17 @@ class HloProgram:
                 called = at[0] if maker is update else maker.computation("calls") or ""
                 return "all-gather", self._named(called, part.name), part.shapes[0]
             at = self._before(*at)
-        used = {*self._used(*self._end(visit))}
+        # Of a collective within a call or several fusions, what ends these has the result.
+        computation, name = visit.computation, visit.instruction.name
+        if computation in self._given:
+            computation, operands = self._given[computation]
+            chain = re.search(r'chain_id="\d+"', visit.instruction.attributes)
+            for i in self.computations[computation].values():
+                called = self.computations.get(i.computation("calls") or "", {}).values()
+                in_chain = chain is not None and any(chain[0] in j.attributes for j in called)
+                if in_chain or (i.opcode.endswith("call-update") and i.operands[1:] == operands):
+                    name = i.name
+        used = {*self._used(computation, name)}
         part = used.pop() if len(used) == 1 else None
         if part is None or part.bytes * count != size:
             return None
@@ -361,7 +352,31 @@ class HloProgram:
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Return the lines that an instruction comes from, the innermost first."""
-        return self._frames.of(instruction.metadata)
+        files, functions, places, stacks = self._tables
+        found = re.search(r"stack_frame_id=(\d+)", instruction.metadata)
+        if found is None or not stacks:
+            told = re.search(r'source_file="([^"]*)".*?source_line=(\d+)', instruction.metadata)
+            return (Frame(told[1], int(told[2]), ""),) if told else ()
+        # XLA writes parents one too high. A frame is listed after its parent, so the first one shows whether it does.
+        shift = _numbers(stacks.get(1, "")).get("parent_frame_id", 0)
+        frames, at = [], int(found[1])
+        while at in stacks and len(frames) < len(stacks):
+            stack = _numbers(stacks[at])
+            place = _numbers(places[stack["file_location_id"]])
+            frames.append(Frame(files[place["file_name_id"]], place["line"], functions[place["function_name_id"]]))
+            at = stack.get("parent_frame_id", 0) - shift
+        return tuple(frames)
+
+    @functools.cached_property
+    def _tables(self) -> list[dict[int, str]]:
+        """Return the tables of files, functions, places and stacks."""
+        head = "\n".join(itertools.takewhile(lambda line: not line.endswith("{"), self.text.splitlines()[1:]))
+        tables: list[dict[int, str]] = []
+        for title in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            listed = head.partition(f"{title}\n")[2].splitlines()
+            lines = (re.fullmatch(r'(\d+) ["{](.*)["}]', line.strip()) for line in listed)
+            tables.append({int(found[1]): found[2] for found in itertools.takewhile(bool, lines) if found})
+        return tables
 
     def _visits(self, name: str, times: int | None, around: Branches, numbers: Iterator[int]) -> Iterator[Visit]:
         """Yield the instructions of a computation; `numbers` tell conditionals apart."""
@@ -448,7 +463,13 @@ class HloProgram:
                     self._roots[name] = instruction
         if not self.entry:
             raise UnknownForm("the text of the program has no entry computation")
-        self._unfuse_scatters()
+        # A reduce-scatter stands for each fusion that is one: an all-reduce of a padded array, and a slice.
+        for around in [*self.computations.values()]:
+            for i in [*around.values()]:
+                called = i.computation("calls") if i.opcode == "fusion" else None
+                if called and called.startswith("all-reduce-scatter"):
+                    (sums,) = (j for j in self.computations.pop(called).values() if j.opcode == "all-reduce")
+                    around[i.name] = dataclasses.replace(i, opcode="reduce-scatter", attributes=sums.attributes)
         # A report must not miss a collective, so the text is also searched for anything that looks like one.
         every = [i for c in self.computations.values() for i in c.values()]
         crossing = {i.opcode for i in every if i.opcode in ("send", "recv") and _MEGASCALE in i.attributes}
@@ -460,33 +481,17 @@ class HloProgram:
             raise UnknownForm(f"the program has {unknown[0]!r}, which is not known here")
         if len(looks) != seen:
             raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
-        reached = self._reached()
+        waiting = reached = {self.entry: None}  # the computations that the entry runs
+        while waiting:
+            inside = [i for name in waiting for i in self.computations.get(name, {}).values()]
+            called = [c for i in inside for a in CALLED.get(i.opcode, ()) if (c := i.computation(a)) is not None]
+            called += [branch for i in inside if i.opcode == "conditional" for branch in branches(i)]
+            waiting = dict.fromkeys(c for c in called if c not in reached)
+            reached = {**reached, **waiting}
         for name, inside in self.computations.items():
             missed = [i.opcode for i in inside.values() if i.opcode.removesuffix("-start") in known]
             if missed and name not in reached:
                 raise UnknownForm(f"the program has {missed[0]!r} in {name!r}, and what runs that is not known here")
-
-    def _unfuse_scatters(self) -> None:
-        """Put a reduce-scatter in place of each fusion that is one: an all-reduce of a padded array, and a slice."""
-        for around in [*self.computations.values()]:
-            for i in [*around.values()]:
-                called = i.computation("calls") if i.opcode == "fusion" else None
-                if called and called.startswith("all-reduce-scatter"):
-                    (sums,) = (j for j in self.computations.pop(called).values() if j.opcode == "all-reduce")
-                    around[i.name] = dataclasses.replace(i, opcode="reduce-scatter", attributes=sums.attributes)
-
-    def _reached(self) -> set[str]:
-        """Return the computations that the entry runs."""
-        waiting = [self.entry]
-        reached = set(waiting)
-        for name in waiting:
-            for i in self.computations.get(name, {}).values():
-                called = [i.computation(attribute) for attribute in CALLED.get(i.opcode, ())]
-                called += branches(i) if i.opcode == "conditional" else []
-                new = [c for c in called if c is not None and c not in reached]
-                waiting += new
-                reached |= {*new}
-        return reached
 
 
 class OwnPartitioning(NamedTuple):
@@ -531,7 +536,8 @@ def _instruction(line: str) -> Instruction:
     opcode = rest[end:opening].strip()
     closing = _closing(rest, opening)
     inside = rest[opening + 1 : closing]
-    operands = () if opcode in ("constant", "parameter", "iota") else tuple(_operand_names(inside))
+    words = () if opcode in ("constant", "parameter", "iota") else split(inside)
+    operands = tuple(word for part in words if (word := part.strip().split(" ")[-1].lstrip("%")))
     value = inside if opcode in ("constant", "parameter") else ""
     attributes, metadata = rest[closing + 1 :].removeprefix(", "), ""
     at = attributes.find("metadata={")
@@ -540,13 +546,6 @@ def _instruction(line: str) -> Instruction:
         metadata = attributes[at : last + 1]
         attributes = attributes[:at] + attributes[last + 1 :].removeprefix(", ")
     return Instruction(found[1], opcode, shapes, operands, attributes.strip().removesuffix(","), metadata, value)
-
-
-def _operand_names(text: str) -> Iterator[str]:
-    for part in split(text):
-        word = part.strip().split(" ")[-1].lstrip("%")
-        if word:
-            yield word
 
 
 def ints(text: str) -> tuple[int, ...]:
@@ -597,41 +596,6 @@ def branches(instruction: Instruction) -> Sequence[str]:
         return [name.strip().lstrip("%") for name in listed.strip("{}").split(",")]
     both = [instruction.computation(f"{which}_computation") for which in ("true", "false")]
     return [name for name in both if name]
-
-
-# --- lines of Python ---
-
-
-class _Frames:
-    """The tables of files, functions, places and stacks in the text of a program."""
-
-    def __init__(self, text: str):
-        head = "\n".join(itertools.takewhile(lambda line: not line.endswith("{"), text.splitlines()[1:]))
-        self._files = self._table(head, "FileNames", r'(\d+) "(.*)"')
-        self._functions = self._table(head, "FunctionNames", r'(\d+) "(.*)"')
-        self._places = self._table(head, "FileLocations", r"(\d+) \{(.*)\}")
-        self._stacks = self._table(head, "StackFrames", r"(\d+) \{(.*)\}")
-        # XLA writes parents one too high. A frame is listed after its parent, so the first one shows whether it does.
-        self._shift = _numbers(self._stacks.get(1, "")).get("parent_frame_id", 0)
-
-    def of(self, metadata: str) -> tuple[Frame, ...]:
-        found = re.search(r"stack_frame_id=(\d+)", metadata)
-        if found is None or not self._stacks:
-            file, line = re.search(r'source_file="([^"]*)"', metadata), re.search(r"source_line=(\d+)", metadata)
-            return (Frame(file[1], int(line[1]), ""),) if file and line else ()
-        frames, at = [], int(found[1])
-        while at in self._stacks and len(frames) < len(self._stacks):
-            stack = _numbers(self._stacks[at])
-            place = _numbers(self._places[stack["file_location_id"]])
-            file, function = self._files[place["file_name_id"]], self._functions[place["function_name_id"]]
-            frames.append(Frame(file, place["line"], function))
-            at = stack.get("parent_frame_id", 0) - self._shift
-        return tuple(frames)
-
-    @staticmethod
-    def _table(head: str, title: str, row: str) -> dict[int, str]:
-        lines = (re.fullmatch(row, line.strip()) for line in head.partition(f"{title}\n")[2].splitlines())
-        return {int(found[1]): found[2] for found in itertools.takewhile(bool, lines) if found}
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -16,22 +16,26 @@ from typing import Any
 import numpy as np
 
 from ._hlo import HloProgram, Instruction, UnknownForm, branches
-from ._hlo_devices import groups
+from ._hlo_devices import Tiling, groups, tiling
 from ._hlo_elements import (
     COMBINING,
     ELEMENTWISE,
     Array,
+    axes_of,
     converted,
     in_order,
+    indices,
     literal,
+    numbers,
+    padded,
     same_devices,
     stored_dtype,
     value_dtype,
     widened,
+    window_at,
+    windows_of,
     wrapped,
-)
-from ._hlo_shardings import Tiling, tiling
-from ._hlo_windows import axes_of, indices, numbers, padded, window_at, windows_of
+)  # fmt: skip
 
 Value = Any
 """An array, or a tuple of values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ._hlo import HloProgram, HloShape, Instruction, UnknownForm, branches
 from ._hlo_elements import ELEMENTWISE
@@ -75,7 +75,17 @@ class Lifetimes:
                 array.itself.first = 0
                 if number not in program.donated:
                     array.itself.last = self._now + 1  # owned by the caller, so no result takes its place
-        self._take_places()
+        taking: set[int] = set()
+        for at, operand, results in self._shared:  # results reuse the memory of operands of the same size
+            old = operand.itself
+            # An operand that is used later keeps its memory, and one that was made by this instruction is a result.
+            if old.last != at or old.first == at:
+                continue
+            for new in (r.itself for r in results):
+                if new is not old and new.first == at and new.shape.bytes == old.shape.bytes and id(new) not in taking:
+                    taking.add(id(new))
+                    old.last = at - 1
+                    break
         self.buffers = tuple(b for b in self._made if b.itself is b)
 
     def moments(self) -> tuple[Moment, ...]:
@@ -167,38 +177,18 @@ class Lifetimes:
         name = instruction.computation("calls") or ""
         inside, root = self._program.computations[name], self._program.root(name)
         given = [i.name for i in inside.values() if i.opcode == "parameter" and int(i.value) == place]
+
+        def past_bitcasts(found: Instruction) -> Instruction:
+            return past_bitcasts(inside[found.operands[0]]) if found.opcode == "bitcast" else found
+
         for result in [inside[n] for n in root.operands] if root.opcode == "tuple" else [root]:
-            updated = self._past_bitcasts(inside, result)
-            if updated.opcode in _UPDATING:
-                if self._past_bitcasts(inside, inside[updated.operands[0]]).name in given:
-                    return True
-        return all(user.opcode in _ELEMENTWISE for user in self._users(inside, given))
-
-    @staticmethod
-    def _past_bitcasts(inside: Mapping[str, Instruction], found: Instruction) -> Instruction:
-        while found.opcode == "bitcast":
-            found = inside[found.operands[0]]
-        return found
-
-    @staticmethod
-    def _users(inside: Mapping[str, Instruction], names: Sequence[str]) -> Iterator[Instruction]:
-        """Yield the direct and indirect users of some values, operands first."""
-        used = set(names)
-        for user in inside.values():
+            updated = past_bitcasts(result)
+            if updated.opcode in _UPDATING and past_bitcasts(inside[updated.operands[0]]).name in given:
+                return True
+        used = set(given)
+        for user in inside.values():  # operands come first
             if used.intersection(user.operands):
+                if user.opcode not in _ELEMENTWISE:
+                    return False
                 used.add(user.name)
-                yield user
-
-    def _take_places(self) -> None:
-        """Let results reuse the memory of operands of the same size that are not used again."""
-        taking: set[int] = set()
-        for at, operand, results in self._shared:
-            old = operand.itself
-            # An operand that is used later keeps its memory, and one that was made by this instruction is a result.
-            if old.last != at or old.first == at:
-                continue
-            for new in (r.itself for r in results):
-                if new is not old and new.first == at and new.shape.bytes == old.shape.bytes and id(new) not in taking:
-                    taking.add(id(new))
-                    old.last = at - 1
-                    break
+        return True

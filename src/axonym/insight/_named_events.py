@@ -13,7 +13,7 @@ import numpy as np
 from ..core.source_lines import Frame, frames_of
 from ..distribution.mesh_axes import Axes
 from . import _scopes
-from ._branches import Branches
+from ._flops import Branches
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn

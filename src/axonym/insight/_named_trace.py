@@ -7,7 +7,6 @@ from the names: see `_counted_exchanges`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -28,11 +27,10 @@ from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
 from ..names._axes import fresh
 from ..names._sources import LeafNames
-from ..names._tracing import Traced
 from ..names._values import Axed, AxisStep
 from ..names._walk import AxisWalk, Body, steps_of
 from ..names.distributing import DistributedFunction
-from ..names.inferring import follow
+from ..names.inferring import Traced, follow
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import step_name
@@ -71,13 +69,33 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         returned[:] = [names for _, names in found]
         return [x for x, _ in found]
 
-    with _without_mesh():
-        with marking():
-            closed = jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given))
-        named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
+    asks = "explain: by='names' traces a step without a mesh, which it asks for: "
+
+    def handle(warning: str) -> bool:
+        if re.match(r"(named_jit|distribute)\(.*no mesh is active", warning):
+            return True  # they compute all the same
+        if re.search("nothing was placed|no mesh is active", warning):
+            raise NotKnown(asks + warning)
+        return False
+
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), errors.handling_warnings(handle):
+        try:
+            with marking():
+                closed = jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given))
+            named = step.named(args, kwargs) if isinstance(step, DistributedFunction) else (args, dict(kwargs))
+        except RuntimeError as e:
+            if "mesh" not in str(e):
+                raise
+            raise NotKnown(f"{asks}{e}") from e
     # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
     jaxpr = without_unused(closed.jaxpr)
-    names = _names_of_arguments(named)
+    names: list[tuple[str | None, ...]] = []
+    for leaf in leaves_of(named)[0]:
+        if isinstance(getattr(leaf.value, "array", leaf.value), PROGRAM_ARRAYS):
+            spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
+            if leaf.names is None and any(entry is not None for entry in spec):
+                raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
+            names.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())))
     said = [LeafNames(own, "an argument") for own in names]
     whole, needed = (
         follow(Traced(program, static, static, ()), said) for program in (closed, closed.replace(jaxpr=jaxpr))
@@ -100,40 +118,6 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         frozenset(n for e in exchanges for n in e.names), isinstance(step, DistributedFunction), events.rows.joined,
         {e.along: e.details[0] for e in events.found if isinstance(e, Exchanged) and e.what == "matrices"},
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _without_mesh() -> Iterator[None]:
-    """Trace without a mesh or mapping; a step that asks for a mesh is refused."""
-    asks = "explain: by='names' traces a step without a mesh, which it asks for: "
-
-    def handle(warning: str) -> bool:
-        if re.match(r"(named_jit|distribute)\(.*no mesh is active", warning):
-            return True  # they compute all the same
-        if re.search("nothing was placed|no mesh is active", warning):
-            raise NotKnown(asks + warning)
-        return False
-
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), errors.handling_warnings(handle):
-        try:
-            yield
-        except RuntimeError as e:
-            if "mesh" not in str(e):
-                raise
-            raise NotKnown(f"{asks}{e}") from e
-
-
-def _names_of_arguments(named: Any) -> list[tuple[str | None, ...]]:
-    """Return the names of each array in the arguments, given a tree of them."""
-    found = []
-    for leaf in leaves_of(named)[0]:
-        if not isinstance(getattr(leaf.value, "array", leaf.value), PROGRAM_ARRAYS):
-            continue
-        spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
-        if leaf.names is None and any(entry is not None for entry in spec):
-            raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
-        found.append(tuple(None if n == "_" else n for n in leaf.names or (None,) * len(leaf.shape or ())))
-    return found
 
 
 class _Events:
@@ -218,7 +202,15 @@ class _Events:
         if functions and functions[0].how in ("loop", "test", "branch"):
             self._inside(step, functions, xs, ys, around)
         elif step.name == "custom_linear_solve":
-            self._solution(step, xs, around)
+            # The names of its solver are followed apart: it takes rows for columns, and the result has the names that
+            # solve the system.
+            counts, solver = step.params["const_lengths"], step.params["jaxprs"].solve
+            first, walk = counts.matvec + counts.vecmat, AxisWalk()
+            given, arguments = [*xs[first : first + counts.solve], *xs[sum(counts) :]], list[Axed]()
+            for x in given:
+                dims = [fresh(n) if name is None else walk.axes.axis(name, n, "") for name, n in x.dims]
+                arguments.append(Axed(tuple(dims)))
+            self.run(walk.run(solver.jaxpr, arguments, step, solver.consts), given, around)
         elif _scopes.exchanges(around.scope) and step.name != MARK:  # all other steps of it are local
             if step.name == EXCHANGE:
                 what, along, *details = step.params["names"]
@@ -264,20 +256,6 @@ class _Events:
                         seen.add(own.origin)
                         self.kept.append((y, around))
 
-    def _solution(self, step: AxisStep, xs: list[Value], around: Occurrence) -> None:
-        """Record the events of the function that solves a linear system.
-
-        Its names are followed apart: it takes rows for columns, and the result has the names that solve the system.
-        """
-        counts, solver = step.params["const_lengths"], step.params["jaxprs"].solve
-        first = counts.matvec + counts.vecmat
-        given = [*xs[first : first + counts.solve], *xs[sum(counts) :]]
-        walk = AxisWalk()
-        arguments = [
-            Axed(tuple(fresh(n) if name is None else walk.axes.axis(name, n, "") for name, n in x.dims)) for x in given
-        ]
-        self.run(walk.run(solver.jaxpr, arguments, step, solver.consts), given, around)
-
     def _again(self, around: Occurrence, before: Sequence[Value], after: Sequence[Value]) -> None:
         """Compare the names of the results of a loop or branch with the expected names."""
         for x, y in zip(before, after, strict=False):
@@ -316,20 +294,16 @@ class _Events:
                 whole = place.operation is not None and not changed.isdisjoint(place.operation.axes)
                 self.differ(place, before, after, whole)
 
-    def _marked(self, step: AxisStep, x: Value, y: Value) -> Value:
-        """Return an array with the names that a named operation gives its axes."""
-        names = [a if a is not None else b for (a, _), b in zip(y.dims, step.params["names"], strict=True)]
-        dims = tuple(zip(names, step.shape, strict=True))
-        new = {a: b for (a, _), (b, _) in zip(x.dims, dims, strict=True) if a is not None}
-        base = dims if x.base == x.dims else tuple((new.get(n, n) if n else n, size) for n, size in x.base)
-        return dataclasses.replace(x, dims=dims, base=base)
-
     # --- rules for primitives ---
 
     def _relaid(self, step: AxisStep, x: Value, y: Value, place: Occurrence) -> Value:
         """Return an array in another layout: it is the same one, unless a reshape joins or splits axes."""
-        if step.name == MARK:
-            return self._marked(step, x, y)
+        if step.name == MARK:  # a named operation names its axes
+            names = [a if a is not None else b for (a, _), b in zip(y.dims, step.params["names"], strict=True)]
+            dims = tuple(zip(names, step.shape, strict=True))
+            new = {a: b for (a, _), (b, _) in zip(x.dims, dims, strict=True) if a is not None}
+            base = dims if x.base == x.dims else tuple((new.get(n, n) if n else n, size) for n, size in x.base)
+            return dataclasses.replace(x, dims=dims, base=base)
         if step.name == "reshape" and [n for _, n in x.dims if n != 1] != [n for _, n in y.dims if n != 1]:
             if not self.rows.are_moved(step, [x], place):
                 self._open(place, step.name, _torn(x.dims, y.dims, place.operation is not None))
@@ -348,12 +322,21 @@ class _Events:
         if step.name == "ragged_dot_general":
             y = ys[0] = self._grouped(step, rule, xs, y, place)
         else:
-            self._open(place, step.name, _having(rule.needed, rule, xs, ys))
+            known = [*zip(xs, rule.operands, strict=False), *zip(ys, rule.results, strict=False)]
+            pairs = [pair for x, term in known for pair in zip(x.dims, term, strict=True)]
+            self._open(place, step.name, [d for d, own in pairs if not rule.needed.isdisjoint(own)])
         if rule.product or (rule.values in ("each", "linear") and not rule.uses):
             for own in ys:
-                self._meet(rule, xs, own, place)
+                # Axes that are one may have several names.
+                known = {f: d for f, d in zip(rule.results[0], own.dims, strict=True) if f}
+                for x, term in zip(reversed(xs[: len(rule.operands)]), reversed(rule.operands), strict=True):
+                    pairs = [(d, known.setdefault(f, d)) for f, d in zip(term, x.dims, strict=False) if f]
+                    if any(a != b for a, b in pairs):
+                        self.differ(place, tuple([a for a, _ in pairs]), tuple([b for _, b in pairs]))
                 self._noted(place, xs[:2] if rule.product else xs, own, rule.product)
-        summed = tuple(_axis_of(f, rule, xs) for f in rule.summed)
+        pairs = [pair for x, term in zip(xs, rule.operands, strict=False) for pair in zip(x.dims, term, strict=True)]
+        alone = [[d for d, own in pairs if own == (f,)] for f in rule.summed]
+        summed = tuple(next((d for d in dims if d[0] is not None), dims[0]) for dims in alone)
         if not rule.product:
             if not summed:
                 return
@@ -407,14 +390,6 @@ class _Events:
         self._open(place, step.name, dims)
         if batch and step.name == "scatter-add" and place.operation is not None and place.operation.name == "top_k":
             self.found.append(PerDevice(place, y))
-
-    def _meet(self, rule: OperationRule, xs: list[Value], y: Value, place: Occurrence) -> None:
-        """Record that axes that are one have several names."""
-        known = {own: d for own, d in zip(rule.results[0], y.dims, strict=True) if own}
-        for x, term in zip(reversed(xs[: len(rule.operands)]), reversed(rule.operands), strict=True):
-            pairs = [(d, known.setdefault(own, d)) for own, d in zip(term, x.dims, strict=False) if own]
-            if any(a != b for a, b in pairs):
-                self.differ(place, tuple([own for own, _ in pairs]), tuple([other for _, other in pairs]))
 
     def _without_rule(self, step: AxisStep, xs: list[Value], ys: list[Value], place: Occurrence) -> None:
         """Record what is not known along any axis."""
@@ -532,19 +507,6 @@ def _changed_alike(xs: Sequence[Value], some: Sequence[Value] | None = None) -> 
 
 def _around(step: AxisStep) -> Occurrence:
     return (Occurrence() if step.outer is None else _around(step.outer)).inside(step.eqn)
-
-
-def _axis_of(factor: int, rule: OperationRule, xs: Sequence[Value]) -> tuple[str | None, int]:
-    """Return a dimension of operands that is this factor, one with a name if there is one."""
-    pairs = [pair for x, term in zip(xs, rule.operands, strict=False) for pair in zip(x.dims, term, strict=True)]
-    alone = [d for d, own in pairs if own == (factor,)]
-    return next((d for d in alone if d[0] is not None), alone[0])
-
-
-def _having(factors: Collection[int], rule: OperationRule, xs: Sequence[Value], ys: Sequence[Value]) -> list[Any]:
-    """Return the dimensions of operands and results that have some factors."""
-    pairs = [*zip(xs, rule.operands, strict=False), *zip(ys, rule.results, strict=False)]
-    return [d for x, term in pairs for d, own in zip(x.dims, term, strict=True) if not set(own).isdisjoint(factors)]
 
 
 def _flops_of(step: AxisStep, axes: Dims) -> int:

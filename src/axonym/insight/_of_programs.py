@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -21,10 +20,10 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import ArgumentNames, GivenArray, only_axes
-from ._branches import NOTE, Branches, Computed, mean
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory
-from ._hlo import COLLECTIVES, HloProgram, Instruction, UnknownForm, Visit
+from ._flops import NOTE, Branches, Computed, mean
+from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
 from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
@@ -169,35 +168,36 @@ class _Visited:
             instruction = visit.instruction
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES or kind == "send":
-                crossing = kind == "send"
-                found = (
-                    _exchange_of_slices(program, visit, between)
-                    if crossing
-                    else _exchange(program, visit, kind, mesh, between)
-                )
-                if schedule is not None:
-                    found = _scheduled(found, program, visit, schedule, timed_on)
-                if crossing or found.axes != ():  # in a ring, devices may permute what they keep
+                found = _exchange(program, visit, mesh, between, schedule, timed_on)
+                if kind == "send" or found.axes != ():  # in a ring, devices may permute what they keep
                     self.collectives += describe(found, constraints, mesh or {})
             elif kind in ("dot", "convolution"):
-                self._add(program, visit, platform)
+                given = [s for _, shapes in program.operands(visit) for s in shapes]
+                each = _flops_of(instruction, given)
+                own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
+                self.grouped += (each - own) * (visit.times or 1)
+                if visit.times is None:
+                    self.computed.flops = None
+                    continue
+                phase, narrow = _scopes.phase(instruction.scope), all(s.bits <= 8 for s in given)
+                done, needed = each * visit.times, own * visit.times
+                self.products.append((instruction.scope, program.frames(instruction), needed, visit.branches))
+                self.computed.add(phase, done, visit.branches, narrow, needed)
             elif instruction.opcode == "custom-call":
                 self.custom_calls.add(called_target(instruction))
         self.custom_calls.difference_update(SILENT)
 
-    def _add(self, program: HloProgram, visit: Visit, platform: str) -> None:
-        """Add a product or convolution."""
-        instruction, times = visit.instruction, visit.times
-        given = [s for _, shapes in program.operands(visit) for s in shapes]
-        each = _flops.of_instruction(instruction, given)
-        own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
-        self.grouped += (each - own) * (times or 1)
-        if times is None:
-            self.computed.flops = None
-            return
-        phase, narrow = _scopes.phase(instruction.scope), all(s.bits <= 8 for s in given)
-        self.products.append((instruction.scope, program.frames(instruction), own * times, visit.branches))
-        self.computed.add(phase, each * times, visit.branches, narrow, own * times)
+
+def _flops_of(instruction: Instruction, operands: Sequence[HloShape]) -> int:
+    """Return the flops of a product or convolution in a compiled program."""
+    result, (left, right) = instruction.shapes[0], operands[:2]
+    if instruction.opcode == "dot":
+        summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
+        return _flops.of_product(result.sizes, [left.sizes[int(i)] for i in summed])
+    # Compilers for TPUs write products as convolutions.
+    labels, window = instruction.attribute("dim_labels") or "", instruction.window()
+    windows = ([n for n, *_ in window.get(name, ())] for name in ("stride", "pad", "lhs_dilate", "rhs_dilate"))
+    return _flops.of_convolution(labels, [left.sizes, right.sizes, result.sizes], *windows)
 
 
 def _undonated(kept: Sequence[GivenArray | None], donated: Collection[int], results: Any) -> tuple[str, ...]:
@@ -317,83 +317,67 @@ def _call(scope: str, frames: Sequence[Frame]) -> tuple[bool, tuple[Frame, ...]]
     return _scopes.phase(scope) != "", tuple(mine)
 
 
-def _exchange_of_slices(program: HloProgram, visit: Visit, between: Mapping[str, int]) -> Exchange:
-    """Read what a slice sends to others, each device to those at its place in other slices."""
-    found = re.search(r'_transfer_type="([A-Z_]*)"', visit.instruction.attributes)
-    kind = "" if found is None else found[1].lower().replace("_", "-")
-    if kind not in COLLECTIVES:
-        raise UnknownForm(f"slices exchange data in the way {kind!r}")
-    received = program.received(visit)
-    origin = functools.partial(_origin, program)
-    return Exchange(
-        kind=kind,
-        axes=tuple(between),
-        devices=math.prod(between.values()),
-        slices=math.prod(between.values()),
-        along_all=False,
-        times=visit.times,
-        branches=visit.branches,
-        origin=origin(visit.instruction),
-        carried=[(origin(program.operands(visit)[0][0]), visit.instruction.shapes[0], received.instruction.shapes[0])],
-        pieces=1,
-        users=lambda: map(origin, program.users(received)),
-    )
-
-
-def _scheduled(
-    exchange: Exchange, program: HloProgram, visit: Visit, schedule: Schedule, chip: Chip | None
-) -> Exchange:
-    """Add to a collective what the schedule of a program for TPUs says of it."""
-    is_sum = visit.instruction.opcode.startswith("all-reduce") and len(exchange.carried) == 1
-    if is_sum and (asked := program.asked_for(visit, exchange.devices)) is not None:
-        (kind, producer, part), ((_, _, whole),) = asked, exchange.carried
-        shapes = (part, whole) if kind == "all-gather" else (whole, part)
-        carried = [(_origin(program, producer), *shapes)]
-        exchange = dataclasses.replace(exchange, kind=kind, made=exchange.kind, carried=carried)
-    return dataclasses.replace(
-        exchange,
-        beside=schedule.beside.get(visit.instruction.name),
-        links=0 if visit.instruction.opcode == "send" else links_used(visit.instruction),
-        chip=chip,
-    )
-
-
-def _origin(program: HloProgram, of: Instruction) -> Origin:
-    return Origin(of.scope, functools.partial(program.frames, of))
-
-
 def _exchange(
-    program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None, between: Mapping[str, int]
+    program: HloProgram,
+    visit: Visit,
+    mesh: dict[str, int] | None,
+    between: Mapping[str, int],
+    schedule: Schedule | None = None,
+    chip: Chip | None = None,
 ) -> Exchange:
-    """Read the arrays that a collective carries."""
-    instruction = visit.instruction
-    found = groups(instruction, program.devices_of_text)
-    pairs = kind == "collective-permute"
-    count = 2 if pairs else max(map(len, found))
-    of_a_slice = program.devices_of_text < program.devices
-    within = {a: n // between.get(a, 1) for a, n in (mesh or {}).items()} if of_a_slice else mesh
-    axes, along_all = (None, True) if mesh is None or within is None else along(found, within, pairs)
-    along_all = along_all and not (of_a_slice and axes is not None and any(a in between for a in axes))
-    origin = functools.partial(_origin, program)
-    carried = [(origin(producer), shape) for producer, shapes in program.operands(visit) for shape in shapes]
-    results = instruction.shapes
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":  # it lists its operands before them
-        results = results[len(carried) : 2 * len(carried)]
-    pieces = 1
-    if kind == "ragged-all-to-all":  # the operand comes with its destination, offsets and sizes
-        carried, results = carried[:1], results[:1]
-    if kind == "all-to-all" and len(carried) == count > 1:  # the pieces of one array, one for each device
-        pieces, carried, results = count, carried[:1], results[:1]
+    """Read the arrays that a collective carries, and what the schedule of a program for TPUs says of it."""
+
+    def origin(of: Instruction) -> Origin:
+        return Origin(of.scope, functools.partial(program.frames, of))
+
+    instruction, operands, end = visit.instruction, program.operands(visit), visit
+    kind, opcode = instruction.opcode.removesuffix("-start"), instruction.opcode
+    carried = [(origin(producer), shape) for producer, shapes in operands for shape in shapes]
+    results, made, pieces = instruction.shapes, None, 1
+    axes: tuple[str, ...] | None
+    slices: int | None
+    if kind == "send":  # of a slice, each device sends to those at its place in other slices
+        found = re.search(r'_transfer_type="([A-Z_]*)"', instruction.attributes)
+        kind = "" if found is None else found[1].lower().replace("_", "-")
+        if kind not in COLLECTIVES:
+            raise UnknownForm(f"slices exchange data in the way {kind!r}")
+        end = program.received(visit)
+        carried, results = [(origin(operands[0][0]), results[0])], end.instruction.shapes[:1]
+        axes, along_all, count, slices = tuple(between), False, math.prod(between.values()), math.prod(between.values())
+    else:
+        listed = groups(instruction, program.devices_of_text)
+        pairs = kind == "collective-permute"
+        count = 2 if pairs else max(map(len, listed))
+        of_a_slice = program.devices_of_text < program.devices
+        within = {a: n // between.get(a, 1) for a, n in (mesh or {}).items()} if of_a_slice else mesh
+        axes, along_all = (None, True) if mesh is None or within is None else along(listed, within, pairs)
+        along_all = along_all and not (of_a_slice and axes is not None and any(a in between for a in axes))
+        slices = 1 if of_a_slice else None
+        if opcode.endswith("-start") and kind != "all-reduce":  # it lists its operands before them
+            results = results[len(carried) : 2 * len(carried)]
+        if kind == "ragged-all-to-all":  # the operand comes with its destination, offsets and sizes
+            carried, results = carried[:1], results[:1]
+        if kind == "all-to-all" and len(carried) == count > 1:  # the pieces of one array, one for each device
+            pieces, carried, results = count, carried[:1], results[:1]
+        if schedule is not None and kind == "all-reduce" and len(carried) == 1:
+            if (asked := program.asked_for(visit, count)) is not None:
+                (kind, producer, part), made, (whole,) = asked, kind, results
+                operand, result = (part, whole) if kind == "all-gather" else (whole, part)
+                carried, results = [(origin(producer), operand)], (result,)
     return Exchange(
         kind=kind,
         axes=axes,
         devices=count,
-        slices=1 if of_a_slice else None,
+        slices=slices,
         along_all=along_all,
         times=visit.times,
         branches=visit.branches,
         origin=origin(instruction),
         carried=[(producer, operand, result) for (producer, operand), result in zip(carried, results, strict=True)],
         pieces=pieces,
-        users=lambda: map(origin, program.users(visit)),
+        users=lambda: map(origin, program.users(end)),
+        made=made,
+        beside=None if schedule is None else schedule.beside.get(instruction.name),
+        links=0 if schedule is None or opcode == "send" else links_used(instruction),
+        chip=chip,
     )

@@ -15,12 +15,11 @@ from ..distribution.active_settings import Entry
 from ..distribution.operation_scope import ScopedOperation
 from . import _scopes
 from ._arguments import GivenArray
-from ._branches import Computed
 from ._figures import Memory, bounds_on
+from ._flops import Computed
 from ._text import Said, described_axes
-from ._transfer_groups import carried_axes, without_numbers
 from .chips import Chip
-from .records import Collective
+from .records import Collective, carried_axes, without_numbers
 from .report import Report
 
 Place = tuple[str | None, Source | None]
@@ -71,15 +70,8 @@ def report_of(
 ) -> Report:
     """Report on a step, from what was read of a program, or worked out by names.
 
-    Arguments:
-        given: all arrays in the arguments.
-        held: what devices hold of them.
-        kinds: the kinds of the results of the step. An argument of another kind is no parameter: the step does not
-            return its gradient, nor an update.
-        mappings: the compute and the parameter mapping.
-        converted: by path, the dtype to which the step converts an argument once it is gathered.
-        looked_up: by line, the table of which it looks rows up.
-        **more: other fields of the report.
+    `kinds` are those of the results: an argument of another one is no parameter, as the step returns no update of it.
+    `converted` has by path the dtype that an argument gets once it is gathered, `looked_up` by line the table of rows.
     """
     sizes = Counter[str]()
     for x in held:
@@ -117,9 +109,10 @@ def _with_parameters(
 ) -> Iterator[Collective]:
     """Add to collectives the paths of the parameters that they carry, as far as known."""
     uses: dict[Place, list[GivenArray]] = {}
-    for operation, frames, arrays in operations:
-        uses.setdefault((_scopes.said_of(operation), source(frames)), []).extend(x for x in arrays if x is not None)
     by_line: dict[Source | None, list[GivenArray]] = {}
+    for operation, frames, arrays in operations:
+        known, line = [x for x in arrays if x is not None], source(frames)
+        uses.setdefault((_scopes.said_of(operation), line), []).extend(known)
     for (_, line), known in uses.items():
         by_line.setdefault(line, []).extend(known)
     for c in collectives:
@@ -127,23 +120,26 @@ def _with_parameters(
         around = (uses.get((c.operation, c.source), ()), by_line.get(c.source, ()), parameters_of_step)
         # An activation may have the axes of an argument; only parameters are stored sharded.
         any_of = c.stored and c.kind not in ("all-reduce", "reduce-scatter")
-        carried = (
-            [
-                x
-                for x in arrays
-                if (any_of or x in parameters_of_step) and _is_carried(c, x, shards.get(x.path, x.sizes))
-            ]
-            for arrays in around
-        )
-        exact = _exact(c, next(filter(None, carried), []), shards)
-        paths = tuple(dict.fromkeys(x.path for x in exact))
-        few = paths if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
-        reason = _reason(c, exact[0], few, shards) if few else c.reason
-        array = (
-            Said(re.sub(r"\d+ of held array \d+=", "", c.array), ((), _sizes_of(c)))
-            if few and "held array" in c.array
-            else c.array
-        )
+        possible = ([x for x in arrays if any_of or x in parameters_of_step] for arrays in around)
+        carried = ([x for x in arrays if _is_carried(c, x, shards.get(x.path, x.sizes))] for arrays in possible)
+        found, sizes = next(filter(None, carried), []), sorted(_sizes_of(c))
+        # Those with the sizes of the collective, or else all.
+        own = [x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sizes]
+        exact = own or [x for x in found if sorted(x.sizes) == sizes] or found
+        paths = dict.fromkeys(x.path for x in exact)
+        few = tuple(paths) if len(set(map(without_numbers, paths))) <= _AT_MOST else ()
+        reason, array, over = c.reason, c.array, described_axes(c.axes)
+        if few and "reduce" in c.kind and (reason is None or "held array" in reason):
+            reason = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, few)))} is summed"
+            reason += f" over {over}" if c.axes else ""
+        elif few and c.kind == "all-gather" and reason is None:  # the axes that it completes, by sizes
+            x = exact[0]
+            both = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
+            names = [n for n, size, held in both if n is not None and held < size and size in sizes]
+            reason = f"{' and '.join(names)} is stored sharded over {over}, and all of it is used" if names else None
+        if few and "held array" in array:
+            array = Said(re.sub(r"\d+ of held array \d+=", "", array), ((), _sizes_of(c)))
+        cause = reason.of if isinstance(reason, Said) else ""
         if c.made is not None:
             also = f"an {c.made} over all axes of the torus: twice the bytes, over all links"
             reason = f"{reason or 'why is not known'}; the compiler for TPUs makes of it {also}"
@@ -152,28 +148,9 @@ def _with_parameters(
         table = looked_up.get(c.source) if c.operation is None and c.source is not None else None
         if table is not None and (reason is None or table.path in few):
             reason = f"rows of {without_numbers(table.path)} are looked up without names"
-            reason += ", for which all of it is gathered" if c.kind == "all-gather" and table.path in few else ""
-        yield dataclasses.replace(c, array=array, parameters=few, reason=reason, converted=late)
-
-
-def _exact(c: Collective, found: Sequence[GivenArray], shards: Mapping[str, Sequence[int]]) -> Sequence[GivenArray]:
-    """Return the candidates whose sizes are the ones of a collective, or else all of them."""
-    sizes = sorted(_sizes_of(c))
-    own = [x for x in found if "reduce" in c.kind and sorted(shards.get(x.path, ())) == sizes]
-    return own or [x for x in found if sorted(x.sizes) == sizes] or found
-
-
-def _reason(c: Collective, x: GivenArray, paths: Sequence[str], shards: Mapping[str, Sequence[int]]) -> str | None:
-    """Return the reason of a collective that carries parameters; of a gather, by sizes, the axes that it completes."""
-    over = described_axes(c.axes)
-    if "reduce" in c.kind and (c.reason is None or "held array" in c.reason):
-        gradient = f"the gradient of {' or '.join(dict.fromkeys(map(without_numbers, paths)))} is summed"
-        return f"{gradient} over {over}" if c.axes else gradient
-    if c.kind != "all-gather" or c.reason is not None:
-        return c.reason
-    sizes = zip(x.axes, x.sizes, shards.get(x.path, x.sizes), strict=True)
-    names = [n for n, size, own in sizes if n is not None and own < size and size in _sizes_of(c)]
-    return f"{' and '.join(names)} is stored sharded over {over}, and all of it is used" if names else None
+            if c.kind == "all-gather" and table.path in few:
+                reason, cause = f"{reason}, for which all of it is gathered", "look-up"
+        yield dataclasses.replace(c, array=array, parameters=few, reason=reason, converted=late, cause=cause)
 
 
 _AT_MOST = 3

@@ -1,22 +1,35 @@
-"""The page of a report: its verdict, then the phases, the memory, the arguments and all transfers."""
+"""The page of a report: its verdict, the costliest transfers, passes, memory, arguments, and transfers as rows."""
 
 from __future__ import annotations
 
 import itertools
+import linecache
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .._display import array_picture, array_tree
 from ..core.errors import counted, describe_bytes
-from ..core.html import Html, Words, bar, code, element, html, joined, listed, picture, stacked, table
+from ..core.html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked, table
+from ..core.source_lines import Source
 from ._arguments import PlacedArgument
-from ._figures import needed_memory
-from ._suspicions import Suspicion, repeated_share
+from ._figures import needed_memory, total_sent
 from ._text import described_axes, described_seconds, phase_of, short_operation, written_number
-from ._transfer_groups import SMALL, known_sent
-from ._transfer_rows import Transfers, percent
-from .records import HeldArray, MemoryTimeline, arguments_and_others
+from .records import (
+    SMALL,
+    Collective,
+    HeldArray,
+    MemoryTimeline,
+    alike,
+    grouped,
+    held_beside_arguments,
+    known_sent,
+    path_of,
+    waited,
+    why,
+)  # fmt: skip
+from .verdict import repeated_share
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""
@@ -30,12 +43,16 @@ _AT_PEAK = 6
 _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "var(--fill)"}
 _BINS = 240
 """How many steps the picture of the memory has."""
+_SMALLER = 60
+"""How many rows of less than 1% are written."""
+_AROUND = 3
+"""How many lines of code are shown before and after a line."""
 
 
 def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:
     """Return the title and the body of the page of a report; `figures` are the lines at the end of its text."""
-    words = Words(report.mesh, report.mapping)
-    transfers = Transfers(report, words, source)
+    words, verdict = Words(report.mesh, report.mapping), report.verdict
+    transfers = _Transfers(report, words, source)
     sections = {
         "phases": ("Passes", _phases(report, words)),
         "memory": ("Memory", _memory(report, words)),
@@ -45,17 +62,29 @@ def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[s
         "lines": ("Lines", transfers.lines()),
     }
     shown = {name: section for name, section in sections.items() if section[1]}
+    wrong, findings = sum(found.severity == "fix" for found in verdict.suspicious), list[Html]()
+    for found in verdict.suspicious:
+        parts = [element("p", element("b", words.said(found.cause)))]
+        if found.consequences:
+            parts.append(element("p", element("b", "So: "), words.said(" ".join(found.consequences))))
+        if found.advice:
+            parts.append(element("p", element("b", "Try: "), words.said(found.advice)))
+        severity = element("b", found.severity, class_=found.severity)
+        findings.append(element("div", severity, element("div", *parts), class_="item finding"))
+    title = "Suspicious" + (f": {wrong} to fix" if wrong else "" if findings else ": nothing")
+    fine = f"Checked, and fine: {', '.join(verdict.fine)}." if verdict.fine else "Nothing else could be checked."
+    suspicious = section(title, *findings, element("p", words.said(fine), class_="small item"))
     body = joined(
         [
             crumb(report, words),
             verdict_card(report, words),
             mapping_line(report, words),
-            element("div", transfers.costliest(), _suspicious(report, words), class_="two"),
+            element("div", transfers.costliest(), suspicious, class_="two"),
             navigation({name: title for name, (title, _) in shown.items()}),
             *(section(title, inside, name=name) for name, (title, inside) in shown.items()),
         ]
     )
-    return f"{report.verdict.binds} {report.step}", body
+    return f"{verdict.binds} {report.step}", body
 
 
 # --- what other pages show too ---
@@ -85,72 +114,56 @@ def verdict_card(report: Report, words: Words, heading: str = "h1") -> Html:
     verdict, bounds = report.verdict, report.bounds
     fix = any(found.severity == "fix" for found in verdict.suspicious)
     good = not verdict.suspicious and bounds is not None and bool(bounds.named()) and bounds.bottleneck == "compute"
+    said = "Bytes that each device sends in a call." if report.collectives else ""
+    if bounds is not None and bounds.named():
+        total = described_seconds(sum(t for _, t in bounds.named()))
+        said = (
+            f"Lower bounds at the published rates of {bounds.chip}: a step takes at least the longest, which binds, "
+            f"and their sum, {total}, if nothing overlaps. Compute counts products and convolutions."
+        )
     return element(
         "section",
         element(heading, words.said(verdict.binds)),
         element("p", words.said(verdict.explanation), class_="lead"),
         element("ul", *_bars(report, words), class_="bars"),
-        element("p", _said_of_bars(report), class_="small"),
+        element("p", said, class_="small"),
         class_=f"card{' fix' if fix else ' good' if good else ''}",
         aria_label="the verdict",
     )
 
 
-def _bound(name: str, report: Report, words: Words) -> tuple[Html, str]:
-    """Return the name of a bound, and the kind of its bar."""
-    axes = {f"sending over {described_axes(a)}": a for a in report.bounds.links}
-    if name in axes:
-        return joined(["sending over ", words.axes(axes[name])]), words.color(axes[name])
-    return (html("reading arguments, writing results"), "mid") if name == "memory" else (html(name), "")
-
-
 def _bars(report: Report, words: Words) -> Iterator[Html]:
-    bounds, memory = report.bounds, report.memory
+    bounds = report.bounds
+
+    def row(name: str, number: str, filled: Html, kind: str | None = None) -> Html:
+        return element("li", element("span", name), element("span", number, class_="num"), filled, class_=kind)
+
     if bounds is not None and bounds.named():
+        axes = {f"sending over {described_axes(a)}": a for a in bounds.links}
         for name, t in bounds.named():
             badge = element("span", "binds", class_="badge") if name == bounds.bottleneck else None
-            title, kind = _bound(name, report, words)
-            filled = bar(t / (bounds.longest or 1), kind)
-            if name == "compute" and (wasted := repeated_share(report)) >= SMALL:
-                filled = _partly_repeated(t, wasted, bounds.longest)
-            yield _bar_row(joined([title, badge]), described_seconds(t), filled)
+            title, kind = html(name), ""
+            if name in axes:
+                title, kind = joined(["sending over ", words.axes(axes[name])]), words.color(axes[name])
+            elif name == "memory":
+                title, kind = html("reading arguments, writing results"), "mid"
+            share = t / (bounds.longest or 1)
+            filled = bar(share, kind)
+            if name == "compute" and (wasted := repeated_share(report)) >= SMALL:  # a part of it is hatched
+                once = element("i", style=f"width:{100 * share * (1 - wasted):.3g}%")
+                said = element("b", f"{described_seconds(t * wasted)} repeated")
+                again = element("i", said, class_="again", style=f"width:{100 * share * wasted:.3g}%")
+                filled = element("span", once, again, class_="bar")
+            yield row(joined([title, badge]), described_seconds(t), filled)
     else:
         sums = {axes: known_sent(found) for axes, found in report.by_axes().items()}
         for axes, sent in sums.items():
             filled = bar(sent / max(1, *sums.values()), words.color(axes))
-            yield _bar_row(joined(["sent over ", words.axes(axes)]), describe_bytes(sent), filled)
-    if memory is not None:
-        capacity = None if bounds is None else bounds.capacity
-        least = " at least" if report.by == "names" else ""
-        of = f" of {describe_bytes(capacity)}" if capacity else ""
-        held = needed_memory(report) or 0
-        name = joined([f"memory{least} ", element("small", f"{describe_bytes(held)}{of}")])
-        if capacity:
-            yield _bar_row(name, percent(held / capacity), bar(held / capacity), "of")
-
-
-def _bar_row(name: str, number: str, filled: Html, kind: str | None = None) -> Html:
-    return element("li", element("span", name), element("span", number, class_="num"), filled, class_=kind)
-
-
-def _partly_repeated(t: float, wasted: float, longest: float) -> Html:
-    """Return a bar of which a part is hatched."""
-    share = t / (longest or 1)
-    once = element("i", style=f"width:{100 * share * (1 - wasted):.3g}%")
-    said = element("b", f"{described_seconds(t * wasted)} repeated")
-    again = element("i", said, class_="again", style=f"width:{100 * share * wasted:.3g}%")
-    return element("span", once, again, class_="bar")
-
-
-def _said_of_bars(report: Report) -> str:
-    bounds = report.bounds
-    if bounds is None or not bounds.named():
-        return "Bytes that each device sends in a call." if report.collectives else ""
-    total = described_seconds(sum(t for _, t in bounds.named()))
-    return (
-        f"Lower bounds at the published rates of {bounds.chip}: a step takes at least the longest, which binds, "
-        f"and their sum, {total}, if nothing overlaps. Compute counts products and convolutions."
-    )
+            yield row(joined(["sent over ", words.axes(axes)]), describe_bytes(sent), filled)
+    if report.memory is not None and (capacity := None if bounds is None else bounds.capacity):
+        least, held = " at least" if report.by == "names" else "", needed_memory(report) or 0
+        of = element("small", f"{describe_bytes(held)} of {describe_bytes(capacity)}")
+        yield row(joined([f"memory{least} ", of]), percent(held / capacity), bar(held / capacity), "of")
 
 
 def mapping_line(report: Report, words: Words) -> Html:
@@ -164,30 +177,8 @@ def mapping_line(report: Report, words: Words) -> Html:
     return element("p", joined(parts, " and "), class_="mapping small") if parts else html("")
 
 
-# --- suspicions ---
-
-
-def _suspicious(report: Report, words: Words) -> Html:
-    verdict = report.verdict
-    wrong = sum(found.severity == "fix" for found in verdict.suspicious)
-    title = "Suspicious" + (f": {wrong} to fix" if wrong else "" if verdict.suspicious else ": nothing")
-    fine = f"Checked, and fine: {', '.join(verdict.fine)}." if verdict.fine else "Nothing else could be checked."
-    return element(
-        "section",
-        element("h2", title),
-        *(_finding(found, words) for found in verdict.suspicious),
-        element("p", words.said(fine), class_="small item"),
-    )
-
-
-def _finding(found: Suspicion, words: Words) -> Html:
-    parts = [element("p", element("b", words.said(found.cause)))]
-    if found.consequences:
-        parts.append(element("p", element("b", "So: "), words.said(" ".join(found.consequences))))
-    if found.advice:
-        parts.append(element("p", element("b", "Try: "), words.said(found.advice)))
-    severity = element("b", found.severity, class_=found.severity)
-    return element("div", severity, element("div", *parts), class_="item finding")
+def percent(share: float) -> str:
+    return "<1%" if 0 < share < 0.0095 else f"{100 * share:.0f}%"
 
 
 # --- the passes ---
@@ -230,15 +221,22 @@ def _memory(report: Report, words: Words) -> Html:
         held = needed_memory(report) or 0
         of = f" of {describe_bytes(capacity)} ({percent(held / capacity)})" if capacity else ""
         least = " at least, by names" if report.by == "names" else ""
-        replace = ", if results take the place of arguments" if held != memory.total else ""
         kinds = (("arguments", ""), ("results", "mid"), ("temporaries", "temporary"))
         sizes = (memory.arguments, held - memory.arguments - memory.temporaries, memory.temporaries)
         each = listed([f"{describe_bytes(n)} of {kind}" for (kind, _), n in zip(kinds, sizes, strict=True)])
-        parts.append(element("p", element("b", describe_bytes(held)), f"{of}{least}: ", each, f"{replace}."))
+        parts.append(element("p", element("b", describe_bytes(held)), f"{of}{least}: ", each, "."))
         whole = max(capacity or 0, held, 1)
         parts.append(stacked((n / whole, kind) for (_, kind), n in zip(kinds, sizes, strict=True)))
+        known = {"if no result takes the place of an argument": memory.total}
+        if timeline is not None and timeline.held:
+            known["at the peak of the step, with each array from when it is made to its last use"] = timeline.peak
+        for what, n in known.items():
+            if n != held:
+                by = f", {describe_bytes(abs(n - held))} {'more' if n > held else 'less'}"
+                parts.append(element("p", f"{describe_bytes(n)} {what}{by}.", class_="small"))
     if timeline is not None and timeline.held:
-        arguments, others = arguments_and_others(timeline)
+        others = held_beside_arguments(timeline)
+        arguments = sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others)
         title = f"Held at the peak, beside {describe_bytes(arguments)} of arguments"
         parts += [_over_the_step(timeline, arguments), *_held(title, others, timeline.peak, words)]
     elif memory is not None:
@@ -325,3 +323,131 @@ def _arguments(report: Report, words: Words) -> Html:
 
     tree = array_tree(report.placed, described, "report.to_json() has them")
     return joined([tree, element("p", said, class_="small")])
+
+
+# --- transfers ---
+
+
+class _Transfers:
+    """The transfers of a report, the ones of repeated layers together, and on request the lines of code around them."""
+
+    def __init__(self, report: Report, words: Words, source: bool):
+        self._report, self._words = report, words
+        self._total = known_sent(report.collectives)
+        self._large, self._small = alike(report.collectives, self._total)
+        self._found = [*self._large, *self._small]
+        places = dict.fromkeys(x.source for x, *_ in self._found if source and x.source is not None)
+        self._lines = {place: f"line-{i}" for i, place in enumerate(places) if _around(place)}
+
+    def costliest(self) -> Html:
+        """Write the lines of the verdict, each with a bar, its bytes and its time."""
+        items = list[Html]()
+        # The verdict has a line for each of the first groups.
+        for line, found in zip(self._report.verdict.costliest, grouped(self._report.collectives), strict=False):
+            share, _, rest = line.partition(": ")
+            reason, sent = why(found), known_sent(found)
+            what = rest.removesuffix(f": {reason}")
+            number = joined([describe_bytes(sent), self._time(found)], " · ")
+            top = [element("b", share), bar(sent / max(1, self._total), self._words.color(found[0].axes))]
+            said = [
+                element("p", *top, element("span", number, class_="num soft"), class_="top"),
+                element("p", self._words.said(what), ":" if what != rest else None),
+                element("p", self._words.said(reason), class_="soft") if what != rest else None,
+            ]
+            items.append(element("div", *said, self._code(found), class_="item"))
+        link = element("a", f"All {counted(len(self._found), 'transfer')}", href="#transfers")
+        after = joined([f"{describe_bytes(self._total)} are sent by each device in a call. ", link])
+        after = after if self._found else "Nothing is sent."
+        return section("The costliest transfers", *items, element("p", after, class_="small"))
+
+    def all(self) -> Html:
+        """Write all transfers as rows that open, the ones of less than 1% folded together."""
+        if not self._found:
+            return html("")
+        rows, small = [self._row(x) for x in self._large], self._small
+        if small:
+            inside = [self._row(x) for x in small[:_SMALLER]]
+            if rest := small[_SMALLER:]:
+                inside.append(element("p", f"and {len(rest)} smaller: report.to_json() has them", class_="small flat"))
+            title = f"{len(small)} of less than 1% each: {describe_bytes(sum(map(known_sent, small)))} in all"
+            rows.append(folded(title, *inside, class_="rest"))
+        label = element("label", "Filter ", element("input", id="filter", type="search", placeholder="all-gather mlp"))
+        return joined([element("p", label, hidden=True, data_scripted=True), element("div", *rows, class_="rows")])
+
+    def _row(self, found: Sequence[Collective]) -> Html:
+        c, sent = found[0], known_sent(found)
+        known = all(c.total_sent is not None for c in found)
+        share = sent / max(1, self._total)
+        times = [c.times for c in found if c.times is not None]
+        often = str(sum(times)) if len(times) == len(found) else "some"
+        each = "some bytes" if c.sent is None else describe_bytes(c.sent)
+        size = f"{often} × {each} = {describe_bytes(sent) if known else 'depends on values'}"
+        name = short_operation(c.operation or "")
+        what = joined([" in the backward pass of " if c.phase == "backward" else " in ", code(name)]) if name else None
+        if c.parameters:
+            gradient = "the gradient of " if c.kind in ("all-reduce", "reduce-scatter") else ""
+            what = joined([f" of {gradient}", code(path_of(c))])
+        row = element(
+            "span",
+            element("b", percent(share) if known else "?"),
+            bar(share, self._words.color(c.axes)),
+            element("span", element("b", c.kind), " over ", self._words.axes(c.axes), what),
+            element("span", phase_of(c.phase), class_="small"),
+            code(str(c.source)) if c.source else element("span", "no line", class_="small"),
+            class_="row",
+        )
+        details: dict[str, str] = {
+            "why": self._words.said(c.reason or "not known"),
+            "array": joined([self._words.array(c.array), " on each device"]),
+            "sent": joined([size, self._time(found), f"among {c.devices} devices"], ", "),
+        }
+        if c.beside is not None:
+            overlapped = "partly overlapped" if c.beside else "not overlapped"
+            hidden = "no: computing hides it" if c.beside else overlapped
+            seconds = sum(map(waited, found))
+            details["exposed"] = f"{overlapped}, about {described_seconds(seconds)}" if seconds else hidden
+        details["operation"] = code(c.operation) if c.operation else "no named operation"
+        listed = element("dl", *(part for k, v in details.items() for part in (element("dt", k), element("dd", v))))
+        return folded(row, listed, self._code(found))
+
+    def _time(self, found: Sequence[Collective]) -> str | None:
+        """Return the time of a transfer: its share of the time of all over its mesh axes."""
+        bounds, axes = self._report.bounds, found[0].axes
+        known = [c for c in self._report.collectives if c.axes == axes and c.total_sent is not None]
+        # The bound has the branches that send least.
+        whole = total_sent(known, least=True)
+        if bounds is None or axes not in bounds.links or found[0].branches or not whole:
+            return None
+        return described_seconds(bounds.links[axes] * known_sent(found) / whole)
+
+    # --- lines of code ---
+
+    def _code(self, found: Sequence[Collective]) -> Html | None:
+        """Return the place of the code of a transfer, which the script fills."""
+        name = self._lines.get(source) if (source := found[0].source) is not None else None
+        return element("div", data_line=name) if name is not None else None
+
+    def lines(self) -> Html:
+        """Write the lines of code around each transfer, of which one is marked, each place once."""
+        parts = list[Html]()
+        for source, name in self._lines.items():
+            path = os.path.relpath(source.file)
+            path = str(source).rpartition(":")[0] if path.startswith("..") else path.replace(os.sep, "/")
+            lines = [
+                element("mark", f"{n:5}  {text}") if n == source.line else html(f"{n:5}  {text}")
+                for n, text in _around(source).items()
+            ]
+            title = element("p", f"{source.function} in {path}:{source.line}")
+            listing = element("div", title, element("pre", joined(lines, "\n"), tabindex="0"), class_="code")
+            parts.append(element("div", listing, id=name))
+        return joined(parts)
+
+
+def _around(source: Source) -> dict[int, str]:
+    """Return the lines around a line by their numbers; none if the file cannot be read."""
+    try:
+        found = linecache.getlines(source.file)
+    except ValueError:  # no file can have such a name
+        return {}
+    numbers = range(max(1, source.line - _AROUND), min(len(found), source.line + _AROUND) + 1)
+    return {n: found[n - 1].rstrip() for n in numbers}

@@ -33,10 +33,8 @@ def _in_model(found: ScopedOperation) -> ScopedOperation:
     if found.name != "MoELinear":
         return found
     last = {a.axis: dataclasses.replace(a, name=a.axis) for term in (*found.operands, *found.results) for a in term}
-    operands, results = (
-        tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results)
-    )
-    return ScopedOperation(found.name, operands, results)
+    both = (tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results))
+    return ScopedOperation(found.name, *both)
 
 
 def names_in(operations: Iterable[ScopedOperation]) -> set[str]:
@@ -105,15 +103,9 @@ def array(
     mesh: Mapping[str, int],
     exchanged: Mapping[int, Collection[str]],
 ) -> Array | None:
-    """Find the operand or result of which an array on one device is a shard.
+    """Find the operand or result of which an array on one device is a shard, of one or several with the same axes.
 
-    Returns None if there is none, or if there are several with different axes.
-
-    Arguments:
-        kind: the kind of the collective that carries it.
-        when: its phase.
-        sizes: the sizes of the array on each device.
-        exchanged: by position, the mesh axes over which the array is gathered, and so not sharded.
+    A collective of this kind carries it. `exchanged` has, by position, the mesh axes over which it is gathered.
     """
     matched = {term: _match(term, sizes, mesh, exchanged) for term in (*op.operands, *op.results)}
     found = None
@@ -189,11 +181,7 @@ def groups(scope: str) -> int:
 
 
 def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
-    """Explain by name why an operation needs a collective over some mesh axes; return None if it is not known.
-
-    Arguments:
-        gathered: the named axes that an all-gather completes, if known.
-    """
+    """Explain by name why an operation needs a collective over some mesh axes; return None if it is not known."""
     if op.name == "shard" and when == "optimizer" and "matrix" in op.axes:
         return "gives devices whole matrices, or back what each stores of them"
     own = _EXCHANGED.get((op.name, kind))
@@ -201,17 +189,43 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         return own.format(_said(found))
     rows = {a.name for term in op.results for a in term}
     if kind in ("all-reduce", "reduce-scatter"):
-        of_gradient = _reason_of_gradient(op, over) if _is_of_gradient(op, when) else None
-        return of_gradient or _reason_of_sum(op, over, rows)
+        if _is_of_gradient(op, when):
+            # The sizes of groups have no gradient.
+            terms = [[a.name for a in term] for term in (op.operands[:2] if op.name == "MoELinear" else op.operands)]
+            sums = [(own, _reason_of_sum(op, over, own)) for own in terms]
+            causes = dict.fromkeys(f"the gradient of [{', '.join(own)}] {why}" for own, why in sums if why)
+            if causes:
+                return "; or ".join(causes)
+        return _reason_of_sum(op, over, rows)
     stored = stored_over(op.operands, over)
     if kind == "all-gather" and gathered:
-        return _reason_of_gather(op, over, gathered, stored)
+        if set(gathered) <= {a.name for a in stored}:
+            used = "and all-gathered where it is used"
+            return f"{' and '.join(gathered)} is stored sharded over {described_axes(over)}, {used}"
+        if op.name == "index" and stored:
+            table = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
+            return f"looks up all of {described_axes(gathered)} in each shard of {table}"
+        if op.name == "shard":
+            return reason_of_placement(gathered, (), over)
+        found = [a for a in _sharded(op, over) if a.name in gathered]
+        if len(found) == len(gathered):
+            return f"needs all of {_said(found)}"
+        came = f"{described_axes(gathered)} came sharded over {described_axes(over)}, by no active mapping"
+        return f"{came}, and is all-gathered where it is used"
     if op.name == "dispatch" and kind.endswith("all-to-all"):
         found = [a for a in _sharded(op, over) if a.name not in rows]
         if _covers(found, over):
             return f"sends rows to {_said(found)}, or results back"
     if kind in ("collective-permute", "all-to-all"):
-        return _reason_of_move(op, kind, over, stored)
+        found = _sharded(op, over)
+        # The collective moves shards along an axis that the operation has over these mesh axes.
+        if not stored and (names := " or ".join(a.name for a in found if _covers([a], over))):
+            which = f"{names}, which is sharded over {described_axes(over)}"
+            trade = f"trades shards along {which}, for shards along another axis, or back"
+            return f"moves shards along {which}" if kind == "collective-permute" else trade
+        if kind == "all-to-all" and len(stored) == len(found) == 1:
+            where = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
+            return f"exchanges shards of {where}, for shards of {found[0].name}"
     return None
 
 
@@ -226,61 +240,20 @@ def _reason_of_sum(op: ScopedOperation, over: Collection[str], kept: Collection[
     return f"sums over {_said(found)}" if _covers(found, over) else None
 
 
-def _reason_of_gradient(op: ScopedOperation, over: Collection[str]) -> str | None:
-    # The sizes of groups have no gradient.
-    terms = [[a.name for a in term] for term in (op.operands[:2] if op.name == "MoELinear" else op.operands)]
-    sums = [(own, _reason_of_sum(op, over, own)) for own in terms]
-    causes = dict.fromkeys(f"the gradient of [{', '.join(own)}] {why}" for own, why in sums if why)
-    return "; or ".join(causes) or None
-
-
-def _reason_of_gather(
-    op: ScopedOperation, over: Collection[str], gathered: Collection[str], stored: Sequence[NamedAxis]
-) -> str:
-    if set(gathered) <= {a.name for a in stored}:
-        return (
-            f"{' and '.join(gathered)} is stored sharded over {described_axes(over)}, and all-gathered where it is used"
-        )
-    if op.name == "index" and stored:
-        table = f"{stored[0].name}, which is stored sharded over {described_axes(over)}"
-        return f"looks up all of {described_axes(gathered)} in each shard of {table}"
-    if op.name == "shard":
-        return reason_of_placement(gathered, (), over)
-    found = [a for a in _sharded(op, over) if a.name in gathered]
-    if len(found) == len(gathered):
-        return f"needs all of {_said(found)}"
-    came = f"{described_axes(gathered)} came sharded over {described_axes(over)}, by no active mapping"
-    return f"{came}, and is all-gathered where it is used"
-
-
-def _reason_of_move(op: ScopedOperation, kind: str, over: Collection[str], stored: Sequence[NamedAxis]) -> str | None:
-    found = _sharded(op, over)
-    # The collective moves shards along an axis that the operation has over these mesh axes.
-    if not stored and (names := " or ".join(a.name for a in found if _covers([a], over))):
-        which = f"{names}, which is sharded over {described_axes(over)}"
-        trade = f"trades shards along {which}, for shards along another axis, or back"
-        return f"moves shards along {which}" if kind == "collective-permute" else trade
-    if kind == "all-to-all" and len(stored) == len(found) == 1:
-        name = stored[0].name
-        where = f"{name}, which is stored sharded over {described_axes(over)}"
-        return f"exchanges shards of {where}, for shards of {found[0].name}"
-    return None
-
-
-def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> str:
+def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> Said:
     """Explain that a placement needs all of some axes, or shards along others."""
     does = f"replicates {described_axes(gathered)}" if gathered else f"shards another axis than {described_axes(moved)}"
-    return f"a placement {does}, which came sharded over {described_axes(over)}"
+    return Said(f"a placement {does}, which came sharded over {described_axes(over)}", "placement")
 
 
 def reason_of_use(
     op: ScopedOperation, user: ScopedOperation | None, gathered: Collection[str], moved: Collection[str]
-) -> str:
+) -> Said:
     """Explain that a user of an array needs all of some axes, or shards along others. It may be code without names."""
     axes = dict.fromkeys(a for term in (*op.results, *op.operands) for a in term)
     said = _said([a for a in axes if a.name in (*gathered, *moved)])
     who = "code without names" if user is None else user.name
-    return f"{who} needs {'all of' if gathered else 'shards along another axis than'} {said}"
+    return Said(f"{who} needs {'all of' if gathered else 'shards along another axis than'} {said}", "" if user else who)
 
 
 def stored_over(terms: Sequence[Term], over: Collection[str]) -> list[NamedAxis]:
@@ -301,19 +274,16 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
     return op.name in {"dot", *BY_INDEX} and {a.name for term in terms for a in term}.issuperset(axes)
 
 
-def _exchanged(kind: str, reason: str, names: str) -> dict[tuple[str, str], str]:
-    return dict.fromkeys(((name, kind) for name in names.split()), reason)
-
-
+_BY_HALOS = "halo boundary neighbors diff gradient interp regrid"
 _EXCHANGED = {
-    **_exchanged(
-        "collective-permute",
-        "passes the halo of {}, to neighbors",
-        "halo boundary neighbors diff gradient interp regrid",
-    ),
-    **_exchanged("all-gather", "gathers the totals of shards of {}", "cumsum cumprod nancumsum nancumprod"),
-    **_exchanged("all-gather", "needs all of {}", "interp regrid linalg.tridiagonal_solve"),
-    **_exchanged("reduce-scatter", "adds up the gradients of elements of {}", "interp regrid"),
+    (name, kind): reason
+    for names, kind, reason in (
+        (_BY_HALOS, "collective-permute", "passes the halo of {}, to neighbors"),
+        ("cumsum cumprod nancumsum nancumprod", "all-gather", "gathers the totals of shards of {}"),
+        ("interp regrid linalg.tridiagonal_solve", "all-gather", "needs all of {}"),
+        ("interp regrid", "reduce-scatter", "adds up the gradients of elements of {}"),
+    )
+    for name in names.split()
 }
 """Why an operation that exchanges blocks itself needs a collective, by its name and the kind of the collective."""
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..core.errors import counted
-
-Section: TypeAlias = tuple[str, Sequence[str]]
-"""A title, and the lines below it."""
 
 
 class Said(str):

@@ -13,11 +13,10 @@ from ..sharding.meshes import Between
 from ._figures import needed_memory
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
 from ._text import described_axes, described_seconds, in_order, markdown_table, written_number
-from ._transfer_groups import known_sent
 from .chips import Chip
 from .explaining import explain
 from .page import Page
-from .records import Collective
+from .records import Collective, known_sent
 from .report import Report
 
 _CHANGES = 8

@@ -1,25 +1,34 @@
-"""`contract`: limit the communication and the memory of a step, by checks of its compiled program."""
+"""`contract` and `snapshot`: hold a step to limits on what it sends and keeps, or to a text kept with the tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from ..core import errors
 from ..core.errors import describe_bytes
 from ..core.function_cache import FunctionCache
+from ..core.parameter_names import parameter_names
 from ..core.tree_spec import flatten_arrays
 from ..distribution import active_settings
-from ..distribution.mesh_axes import AnyMesh
+from ..distribution.mesh_axes import AnyMesh, mesh_axes, padded
+from ..distribution.padded_array import stored
+from ..named_array import raw
+from ..names.distributing import DistributedFunction
+from ..sharding._compiled_function import CompiledFunction
+from ..sharding.leaves import leaves_of
 from ..sharding.meshes import Between, current_mesh
-from ._figures import Memory
-from ._text import parsed_bytes
-from .explaining import Mappings, explain, quickest_exact
+from ..sharding.placement import present_sharding
+from ._text import aligned, described_mesh, parsed_bytes
+from .comparing import counted
+from .explaining import Mappings, active, distributed, explain, quickest_exact
 from .records import Collective
 from .report import Report
 
@@ -151,17 +160,60 @@ class Contract:
         >>> print(line.partition(" Either")[0])
         <lambda>: a device holds 64 B, but may hold 8 B: 32 B of arguments, 32 B of results and 0 B of temporaries.
         """
-        found = [*self._too_much_sent(report), *self._gathers(report), *self._unscattered(report)]
-        found += [] if self.never is None else self._sent_nevertheless(report, *self.never)
+        found, m = list[str](), report.memory
+        for axis in (*self.max_sent, *([] if self.never is None or self.never[0] == "slices" else self.never[:1])):
+            if axis not in report.mesh:
+                raise ValueError(
+                    f"contract: the mesh has no axis {axis!r}, but {errors.describe_shape(report.mesh)}."
+                    f"{errors.suggestion(axis, report.mesh)}"
+                )
+        for axis, limit in self.max_sent.items():
+            over = report.chosen(axis)
+            sent, unknown = sum(c.total_sent or 0 for c in over), [c for c in over if c.total_sent is None]
+            if sent > limit or unknown:
+                most = sorted(over, key=lambda c: -(c.total_sent or c.sent or 0))[:3]
+                often = " at least, and more in a loop of unknown length," if unknown else ""
+                found.append(
+                    f"each device sends {describe_bytes(sent)}{often} over {axis}, but may send "
+                    f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, most))}. "
+                    f"{_remedies_for_sending(most[0], axis)}"
+                )
+        for c in report.collectives:
+            for axis in self.never_gathers if c.kind == "all-gather" and not c.of_indices else ():
+                if axis in c.gathered:
+                    found.append(f"gathers {axis}: {c}. {_remedies(axis)}")
+                elif not c.gathered and axis in c.named_axes:
+                    found.append(f"may gather {axis}, or another axis of the same size: {c}. {_remedies(axis)}")
+        for c in report.collectives if self.scatters_gradients else ():
+            if c.kind == "all-reduce" and c.phase == "backward" and c.stored:
+                found.append(
+                    f"sums the gradient of a parameter, although {' and '.join(c.stored)} is stored sharded: {c}. Use "
+                    "the parameter in an operation with names, such as axn.dot, which scatters its gradient; or store "
+                    "it replicated."
+                )
+        if self.never is not None:
+            over, phase = self.never
+            where = f"slices ({', '.join(report.between)})" if over == "slices" else over
+            in_phase = f" in the {phase} pass" if phase else ""
+            found += [
+                f"sends over {where}{in_phase}: {c}. {_remedies_for_sending(c, ' and '.join(c.axes or (over,)))}"
+                for c in report.chosen(over, phase=phase)
+            ]
         if self.max_memory is not None:
-            if report.memory is None:
+            if m is None:
                 raise ValueError("contract: the report has no memory figures; a report with by='compiled' has them.")
-            m = report.memory
+            results, remedy = m.results - m.aliased, "store parameters sharded over more mesh axes, by `fsdp`; or in a "
+            remedy += "smaller dtype"
+            if m.temporaries >= max(m.arguments, results):
+                remedy = "keep less for the backward pass, by jax.checkpoint or `gradient_checkpointing` of "
+                remedy += "nn.Stacked; or shard the batch over more devices"
+            elif results >= m.arguments:
+                remedy = "donate the arguments that results replace, by `donate_args`; or shard the results further"
             if m.total > self.max_memory:
                 found.append(
                     f"a device holds {describe_bytes(m.total)}, but may hold {describe_bytes(self.max_memory)}: "
-                    f"{describe_bytes(m.arguments)} of arguments, {describe_bytes(m.results - m.aliased)} of results "
-                    f"and {describe_bytes(m.temporaries)} of temporaries. {_remedies_for_memory(m)}"
+                    f"{describe_bytes(m.arguments)} of arguments, {describe_bytes(results)} of results "
+                    f"and {describe_bytes(m.temporaries)} of temporaries. Either {remedy}."
                 )
         return tuple(f"{report.step}: {line}" for line in found)
 
@@ -195,68 +247,6 @@ class Contract:
             return fn(*args, **kwargs)
 
         return guarded
-
-    # --- rules ---
-
-    def _too_much_sent(self, report: Report) -> list[str]:
-        found = []
-        for axis, limit in self.max_sent.items():
-            if axis not in report.mesh:
-                raise ValueError(
-                    f"contract: the mesh has no axis {axis!r}, but {errors.describe_shape(report.mesh)}."
-                    f"{errors.suggestion(axis, report.mesh)}"
-                )
-            over = [c for c in report.collectives if axis in (c.axes or ())]
-            sent = sum(c.total_sent or 0 for c in over)
-            unknown = [c for c in over if c.total_sent is None]
-            if sent > limit or unknown:
-                largest = sorted(over, key=lambda c: -(c.total_sent or c.sent or 0))[:3]
-                often = " at least, and more in a loop of unknown length," if unknown else ""
-                found.append(
-                    f"each device sends {describe_bytes(sent)}{often} over {axis}, but may send "
-                    f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, largest))}. "
-                    f"{_remedies_for_sending(largest[0], axis)}"
-                )
-        return found
-
-    def _sent_nevertheless(self, report: Report, over: str, phase: str | None) -> list[str]:
-        """Return one message for each collective that the contract excludes."""
-        if over not in report.mesh and over != "slices":
-            raise ValueError(
-                f"contract: the mesh has no axis {over!r}, but {errors.describe_shape(report.mesh)}."
-                f"{errors.suggestion(over, report.mesh)}"
-            )
-        where = f"slices ({', '.join(report.between)})" if over == "slices" else over
-        in_phase = f" in the {phase} pass" if phase else ""
-        return [
-            f"sends over {where}{in_phase}: {c}. {_remedies_for_sending(c, ' and '.join(c.axes or (over,)))}"
-            for c in report.chosen(over, phase=phase)
-        ]
-
-    def _gathers(self, report: Report) -> list[str]:
-        found = []
-        for c in report.collectives:
-            if c.kind != "all-gather" or c.of_indices:
-                continue
-            for axis in self.never_gathers:
-                if axis in c.gathered:
-                    found.append(f"gathers {axis}: {c}. {_remedies(axis)}")
-                elif not c.gathered and axis in c.named_axes:
-                    found.append(f"may gather {axis}, or another axis of the same size: {c}. {_remedies(axis)}")
-        return found
-
-    def _unscattered(self, report: Report) -> list[str]:
-        if not self.scatters_gradients:
-            return []
-        remedy = (
-            "Use the parameter in an operation with names, such as axn.dot, which scatters its gradient; or store it "
-            "replicated."
-        )
-        return [
-            f"sums the gradient of a parameter, although {' and '.join(c.stored)} is stored sharded: {c}. {remedy}"
-            for c in report.collectives
-            if c.kind == "all-reduce" and c.phase == "backward" and c.stored
-        ]
 
 
 def _remedies(axis: str) -> str:
@@ -293,13 +283,49 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
     )
 
 
-def _remedies_for_memory(memory: Memory) -> str:
-    """Return the two most direct ways to use less memory."""
-    if memory.temporaries >= max(memory.arguments, memory.results - memory.aliased):
-        return (
-            "Either keep less for the backward pass, by jax.checkpoint or `gradient_checkpointing` of nn.Stacked; or "
-            "shard the batch over more devices."
-        )
-    if memory.results - memory.aliased >= memory.arguments:
-        return "Either donate the arguments that results replace, by `donate_args`; or shard the results further."
-    return "Either store parameters sharded over more mesh axes, by `fsdp`; or in a smaller dtype."
+def snapshot(
+    fn: Callable[..., Any], /, *args: Any, mapping: Mappings = None, mesh: AnyMesh | None = None, **kwargs: Any
+) -> str:
+    """Describe how a step's arguments are sharded, and what it sends between devices, in a text for tests.
+
+    The text has no line numbers, times or addresses, so it changes when the distribution of the step does. The fixture
+    `mapping_snapshot` of `axonym.insight.pytest_plugin` keeps such texts in files.
+
+    Arguments:
+        fn, *args, mapping, mesh, **kwargs: as in `axonym.insight.explain`.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> print(axn.insight.snapshot(lambda x: x * 2, axn.ones({"batch": 4}), mapping={"batch": "data"}, mesh=mesh))
+    on the mesh data=1
+    <BLANKLINE>
+    arguments: 16 B on each device
+      x  float32[batch=4 over data]  16 B
+    <BLANKLINE>
+    nothing is sent between devices
+    """
+    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=quickest_exact(), **kwargs)
+    rows, total = list[tuple[str, str, str]](), 0
+    with active(mesh):  # the arguments as the step shards them
+        compiled = distributed(fn, mapping)
+        if isinstance(compiled, DistributedFunction):
+            args, kwargs = compiled.named(args, kwargs)
+        elif isinstance(compiled, CompiledFunction):
+            args, kwargs = compiled.placed(args, kwargs)
+        names = parameter_names(compiled, len(args), kwargs)
+        for leaf in leaves_of(dict(zip(names, args, strict=True)) | kwargs)[0]:
+            if leaf.shape is not None:
+                array, sharding = raw(leaf.value), present_sharding(leaf.value)
+                spec = padded(sharding.spec if isinstance(sharding, NamedSharding) else (), array.ndim)
+                said = errors.describe_sharded(array.dtype, leaf.names, array.shape, map(mesh_axes, spec))
+                held = stored(array)
+                shape = held.shape if sharding is None else sharding.shard_shape(held.shape)
+                size = math.prod(shape) * held.dtype.itemsize
+                rows.append((leaf.path, said, describe_bytes(size)))
+                total += size
+    parts = [f"on {described_mesh(report.mesh, report.devices)}"]
+    parts.append("\n  ".join([f"arguments: {describe_bytes(total)} on each device", *aligned(rows)]))
+    sent = {what + (why and f": {why}"): found for (what, why), found in counted(report.collectives).items()}
+    ordered = sorted(sent.items(), key=lambda pair: (-math.prod(pair[1]), pair[0]))
+    lines = [f"{times} x {describe_bytes(n)}  {text}" for text, (times, n) in ordered]
+    parts.append("\n  ".join(["sent by each device:", *lines]) if lines else "nothing is sent between devices")
+    return "\n\n".join(parts)

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ._branches import Branches, least, ways
+from ._flops import Branches, least, ways
 from ._text import described_axes, described_seconds
 from .chips import Chip
 from .linked_chips import Amount, Rate, Resource, least_passes

@@ -284,11 +284,5 @@ def mesh_of(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
 
 def _memory(compiled: Any) -> Memory | None:
     found = compiled.memory_analysis()
-    if found is None:
-        return None
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        results=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-    )
+    sizes = "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"
+    return None if found is None else Memory(*(getattr(found, size) for size in sizes))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..core.errors import counted, describe_bytes
 from ..core.source_lines import Source
-from ._branches import Branches, mean
-from ._text import Section, aligned, described_axes, phase_of
+from ._flops import Branches, mean
+from ._text import Said, described_axes
 
-_SHOWN = 8
-"""The largest number of arrays that a report lists."""
+SMALL = 0.01
+"""The share of a total below which rows are folded, and work that is repeated is not said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Collective:
     beside: int | None = None
     """For TPUs: the cycles of computing, by the compiler's estimate, that run between its start and its end, each time.
     0 if nothing does, as for a synchronous one; None if that is not known."""
+    cause: str = ""
+    """`placement`, `look-up` (of rows without names) or `code without names`, if one of these asks for it."""
     waits: float | None = None
     """For TPUs: about how many seconds a device waits for it, each time: its bytes at the rates of the links that it
     uses, less what is computed beside it."""
@@ -94,16 +98,6 @@ class Collective:
         []
         """
         return None if self.sent is None or self.times is None else self.sent * self.times
-
-    @property
-    def in_branch(self) -> bool:
-        """Return whether it runs only if a condition has a certain value.
-
-        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-        >>> [c.in_branch for c in report.collectives]
-        []
-        """
-        return bool(self.branches)
 
     @property
     def mean_sent(self) -> int | None:
@@ -247,27 +241,10 @@ class MemoryTimeline:
         """
         return max(self.held)
 
-    def _section(self) -> Section:
-        """Return the arrays at the peak, with one row for all arguments."""
-        phase = self.phases[self.held.index(self.peak)]
-        when = {"": "", "recomputed": ", where the backward pass computes again"}.get(phase, f", in the {phase} pass")
-        title = f"at the peak{when}: each device holds about {describe_bytes(self.peak)}"
-        arguments, others = arguments_and_others(self)
-        rows = [("arguments", describe_bytes(arguments), "-", "-", "-")]
-        for h in others[:_SHOWN]:
-            times = f"{h.count} x " if h.count > 1 else ""
-            size = f"{times}{describe_bytes(h.bytes // h.count)}"
-            rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), h.operation))
-        if rest := others[_SHOWN:]:
-            count = sum(h.count for h in rest)
-            rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
-        return title, aligned(rows)
 
-
-def arguments_and_others(timeline: MemoryTimeline) -> tuple[int, list[HeldArray]]:
-    """Return the bytes of arguments at the peak, and the other arrays."""
-    others = [h for h in timeline.at_peak if h.kind != "argument"]
-    return sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others), others
+def held_beside_arguments(timeline: MemoryTimeline) -> list[HeldArray]:
+    """Return the arrays at the peak, apart from arguments."""
+    return [h for h in timeline.at_peak if h.kind != "argument"]
 
 
 def together(arrays: Iterable[HeldArray]) -> tuple[HeldArray, ...]:
@@ -283,3 +260,106 @@ def described_held(held: Sequence[HeldArray]) -> str:
     rest = sum(h.count for h in held[3:])
     more = f", and {rest} smaller" if rest else ""
     return f"{describe_bytes(sum(h.bytes for h in held))}: {', '.join(rows[:3])}{more}"
+
+
+# --- transfers that a reader takes for one ---
+
+
+def path_of(c: Collective) -> str:
+    """Write the parameter that a collective carries, or that it carries the gradient of; empty if there is none."""
+    return " or ".join(dict.fromkeys(map(without_numbers, c.parameters)))
+
+
+def grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
+    """Put transfers together that a reader takes for one, the largest first.
+
+    These are parameters that are gathered, gradients of parameters that are summed, and sums of arrays with the same
+    axes. Other transfers of activations have causes of their own.
+    """
+    found: dict[Any, list[Collective]] = {}
+    for c in collectives:
+        sums = "reduce" in c.kind and "held array" not in c.array
+        key = (c.array.partition("[")[0],) if c.parameters else (c.array,) if sums else (c.array, c.source, c.reason)
+        found.setdefault((c.kind, c.axes, bool(c.parameters), key), []).append(c)
+    return sorted((sorted(g, key=lambda c: -(c.mean_sent or 0)) for g in found.values()), key=lambda g: -known_sent(g))
+
+
+def alike(found: Sequence[Collective], total: int) -> tuple[list[list[Collective]], list[list[Collective]]]:
+    """Put transfers together that differ only in how often they run, as in repeated layers, the largest first.
+
+    Those of less than 1% of a total are returned apart.
+    """
+    groups: dict[Any, list[Collective]] = {}
+    for c in found:
+        sent = None if c.sent is None else describe_bytes(c.sent)
+        how = c.axes, c.devices, c.along_all, c.times is None, bool(c.branches)
+        of = c.array, c.phase, c.operation, str(c.source), c.reason, path_of(c)
+        groups.setdefault((c.kind, sent, how, of), []).append(c)
+    # In a loop of unknown length, the bytes of one iteration decide the order.
+    ordered = sorted(groups.values(), key=lambda same: -sum(c.total_sent or c.sent or 0 for c in same))
+    large, small = list[list[Collective]](), list[list[Collective]]()
+    for g in ordered:
+        (small if all(c.total_sent is not None for c in g) and known_sent(g) < SMALL * total else large).append(g)
+    return large, small
+
+
+def carried(group: Sequence[Collective]) -> str:
+    """Describe the arrays that a group of transfers carries."""
+    first, paths = group[0], list(dict.fromkeys(map(path_of, group)))
+    gradient = "reduce" in first.kind
+    if not first.parameters:
+        operations = {c.operation.partition("[")[0] for c in group if c.operation}
+        return first.array + (f" in {operations.pop()}" if len(operations) == 1 else "")
+    if len(paths) == 1:
+        return f"{first.array} ({'the gradient of ' * gradient}{paths[0]})"
+    dtype = first.array.partition("[")[0]
+    return f"{dtype} {'gradients of ' * gradient}parameters ({some(paths)})"
+
+
+_WIDE = 60
+"""The number of characters that a list may have."""
+
+
+def some(words: Sequence[str], most: int = 4) -> str:
+    """List the first words, as many as fit into part of a line, and count the others."""
+    while most > 1 and len(", ".join(words[:most])) > _WIDE:
+        most -= 1
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def from_lines(group: Sequence[Collective]) -> str:
+    """Write where a group of transfers comes from."""
+    lines = list(dict.fromkeys(str(c.source) for c in group if c.source))
+    return (f", {lines[0]}" if lines else "") + (f" and {counted(len(lines) - 1, 'more line')}" if lines[1:] else "")
+
+
+def why(group: Sequence[Collective]) -> str:
+    """Write the reason for most of the bytes in a group of transfers."""
+    sent: dict[str, int] = {}
+    for c in group:
+        reason = c.reason or "why is not known"
+        if len(group) > 1:
+            reason = re.sub(r"^the gradient of (\[[^\]]*\] |.+ is (?=summed over))", "", reason)
+        sent[reason] = sent.get(reason, 0) + (c.mean_sent or 0)
+    more = f"; and {counted(len(sent) - 1, 'other reason')}" if len(sent) > 1 else ""
+    return f"{max(sent, key=lambda reason: sent[reason])}{more}"
+
+
+def known_sent(found: Sequence[Collective]) -> int:
+    """Return the bytes that a device sends, apart from exchanges of which values decide how often they run."""
+    return sum(c.mean_sent or 0 for c in found)
+
+
+def waited(c: Collective) -> float:
+    """Return about how many seconds a call waits for a collective, as far as known."""
+    return (c.waits or 0.0) * (c.times or 0)
+
+
+def carried_axes(c: Collective) -> tuple[str, ...]:
+    """Return the names of the axes of the array that a collective carries, as far as known."""
+    return c.array.of[0] if isinstance(c.array, Said) else ()
+
+
+def without_numbers(path: str) -> str:
+    """Write a path for all layers of a kind: `layers/*/weight`."""
+    return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)

@@ -11,18 +11,19 @@ from ..core.errors import counted, describe_bytes
 from ..core.html import Html
 from ._figures import Figures, total_sent
 from ._report_page import report_page
-from ._text import (
-    Section,
-    aligned,
-    described_axes,
-    described_mesh,
-    described_seconds,
-    phase_of,
-    written_number,
-)
-from ._transfer_groups import SMALL, known_sent, path_of, waited, without_numbers
+from ._text import aligned, described_axes, described_mesh, described_seconds, phase_of, written_number
 from .page import Page
-from .records import Collective, described_held
+from .records import (
+    SMALL,
+    Collective,
+    alike,
+    described_held,
+    held_beside_arguments,
+    known_sent,
+    path_of,
+    waited,
+    without_numbers,
+)  # fmt: skip
 from .verdict import Verdict, verdict_of
 
 _SHOWN = 8
@@ -74,8 +75,11 @@ class Report(Figures, Page):
         title = f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
         nothing = "Nothing to fix or to look at was found." if verdict.fine else ""
         parts = [title, *filter(None, ["\n".join(faults) or nothing]), f"{verdict.binds} {verdict.explanation}".strip()]
-        for title, lines in (*verdict.sections(), *self._sections()):
-            parts.append("\n".join([f"### {title}\n", *(f"- {line}" for line in lines)]))
+        parts += [
+            "\n".join([f"### {title}\n", *(f"- {line}" for line in lines)])
+            for title, lines in self._sections()
+            if lines
+        ]
         parts.append("\n".join(f"- {line}" for line in (*self._figures(), *(f"note: {n}" for n in self.notes))))
         return "\n\n".join(parts)
 
@@ -85,43 +89,75 @@ class Report(Figures, Page):
     def _headline(self) -> tuple[str, str]:
         return self.verdict.binds, self.verdict.explanation
 
-    def _sections(self) -> Iterator[Section]:
-        """Yield the bytes sent over each set of mesh axes, copies, and the arrays in memory at the peak, in lines."""
-        total = known_sent(self.collectives)
+    def _sections(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield the title and the lines of each part that comes after what is to fix, and what binds."""
+        verdict, total = self.verdict, known_sent(self.collectives)
+        yield "the costliest transfers, with their shares of all bytes sent", verdict.costliest
+        yield "usual, and costs memory or bytes", [str(x) for x in verdict.suspicious if x.severity == "note"]
+        yield "checked, and fine", [", ".join(verdict.fine)] if verdict.fine else []
         for axes, found in self.by_axes().items():
             yield f"over {described_axes(axes)}: each device sends {_sent(found)}", _lines(found, total)
-        yield from self._copies()
-        if self.timeline is not None:
-            yield self.timeline._section()
-
-    def _copies(self) -> Iterator[Section]:
-        """Yield the arguments of which several devices have the same shard."""
-        sizes: dict[tuple[str, int, str, str], tuple[int, int]] = {}
+        sizes: dict[tuple[str, str, str, str], list[int]] = {}
         for x in self.placed:
             if x.copies > 1:
                 over = f"over {described_axes(x.replicated_over or None)}"
                 saved = f"{describe_bytes(x.bytes // x.copies)} each if sharded"
-                key = without_numbers(x.path), x.copies, over, saved
-                sizes[key] = sizes.get(key, (0, 0))[0] + x.bytes, sizes.get(key, (0, 0))[1] + 1
-        total = sum(x.bytes for x in self.placed)
-        ordered = sorted(sizes.items(), key=lambda pair: -pair[1][0])
-        shown = [(key, size) for key, size in ordered if size[0] >= SMALL * total]
+                sizes.setdefault((without_numbers(x.path), f"{x.copies} copies", over, saved), []).append(x.bytes)
+        least = SMALL * sum(x.bytes for x in self.placed)
+        ordered = sorted(sizes.items(), key=lambda pair: -sum(pair[1]))
         rows = [
-            (path, f"{f'{n} x ' if n > 1 else ''}{describe_bytes(size // n)}", f"{copies} copies", over, saved)
-            for (path, copies, over, saved), (size, n) in shown
+            (path, f"{f'{len(n)} x ' if n[1:] else ''}{describe_bytes(sum(n) // len(n))}", *more)
+            for (path, *more), n in ordered
+            if sum(n) >= least
         ]
-        if rest := ordered[len(shown) :]:
-            rows.append(
-                (counted(len(rest), "smaller one"), describe_bytes(sum(n for _, (n, _) in rest)), "-", "-", "-")
-            )
-        if rows:
-            yield "arguments in several copies", aligned(rows)
+        if rest := ordered[len(rows) :]:
+            rest_size = describe_bytes(sum(sum(n) for _, n in rest))
+            rows.append((counted(len(rest), "smaller one"), rest_size, "-", "-", "-"))
+        yield "arguments in several copies", aligned(rows)
+        if (timeline := self.timeline) is not None:
+            phase, others = timeline.phases[timeline.held.index(timeline.peak)], held_beside_arguments(timeline)
+            again = {"": "", "recomputed": ", where the backward pass computes again"}
+            title = f"at the peak{again.get(phase, f', in the {phase} pass')}"
+            arguments = sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others)
+            rows = [("arguments", describe_bytes(arguments), "-", "-", "-")]
+            for h in others[:_SHOWN]:
+                size = f"{f'{h.count} x ' if h.count > 1 else ''}{describe_bytes(h.bytes // h.count)}"
+                rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), h.operation))
+            if left := others[_SHOWN:]:
+                size = describe_bytes(sum(h.bytes for h in left))
+                rows.append((counted(sum(h.count for h in left), "smaller one"), size, "-", "-", "-"))
+            yield f"{title}: each device holds about {describe_bytes(timeline.peak)}", aligned(rows)
 
     def _figures(self) -> Iterable[str]:
         if self.between:
-            yield self._across_slices()
+            sent = _by_content(self.chosen(over="slices"))
+            each = [
+                f"{describe_bytes(known_sent(cs))} of {what}, {counted(_times(cs), 'time')}"
+                for what, cs in sent.items()
+            ]
+            within = known_sent(self.collectives) - known_sent([c for cs in sent.values() for c in cs])
+            which = f"across slices ({', '.join(self.between)}), from each device: {'; '.join(each) or 'nothing'}"
+            yield f"{which}; within slices: {describe_bytes(within)}"
         if any(c.beside is not None for c in self.collectives):
-            yield self._exposed()
+            # What nothing is computed beside is certain; how long devices wait is estimated.
+            whole = None if self.computing is None else self.computing + sum(map(waited, self.collectives))
+            rows, small = list[tuple[float, str]](), list[Collective]()
+            for alone in (True, False):
+                exposed = [c for c in self.collectives if (c.beside == 0 if alone else c.beside and c.waits)]
+                for what, cs in _by_content(exposed).items():
+                    if known_sent(cs) < SMALL * known_sent(self.collectives):
+                        small += cs
+                        continue
+                    seconds = sum(map(waited, cs))
+                    overlapped = "not overlapped" if alone else "partly overlapped"
+                    about = "" if whole is None else f": about {described_seconds(seconds)}"
+                    rows.append((seconds, f"{describe_bytes(known_sent(cs))} of {what}, {overlapped}{about}"))
+            each = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+            each += [f"{describe_bytes(known_sent(small))} in smaller ones"] * bool(small)
+            unknown = [c for c in self.collectives if c.beside is None]
+            each += [f"{describe_bytes(known_sent(unknown))} that end in another turn of a loop"] * bool(unknown)
+            of = "" if whole is None else f", by estimates of {described_seconds(whole)} in all"
+            yield f"exposed{of}: {'; '.join(each) or 'nothing'}"
         if self.memory is not None:
             m = self.memory
             aliased = f", of which {describe_bytes(m.aliased)} in place of arguments" if m.aliased else ""
@@ -153,40 +189,6 @@ class Report(Figures, Page):
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds.named())
             yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
 
-    def _exposed(self) -> str:
-        """Say what nothing is computed beside, which is certain, and how long devices wait, which is estimated."""
-        whole = None if self.computing is None else self.computing + sum(map(waited, self.collectives))
-        rows, small = [], list[Collective]()
-        for alone in (True, False):
-            exposed = [c for c in self.collectives if (c.beside == 0 if alone else c.beside and c.waits)]
-            for what, cs in _by_content(exposed).items():
-                if known_sent(cs) < SMALL * known_sent(self.collectives):
-                    small += cs
-                    continue
-                seconds = sum(map(waited, cs))
-                overlapped = "not overlapped" if alone else "partly overlapped"
-                about = "" if whole is None else f": about {described_seconds(seconds)}"
-                rows.append((seconds, f"{describe_bytes(known_sent(cs))} of {what}, {overlapped}{about}"))
-        each = [row for _, row in sorted(rows, key=lambda row: -row[0])]
-        each += [f"{describe_bytes(known_sent(small))} in smaller ones"] * bool(small)
-        unknown = [c for c in self.collectives if c.beside is None]
-        each += [f"{describe_bytes(known_sent(unknown))} that end in another turn of a loop"] * bool(unknown)
-        of = "" if whole is None else f", by estimates of {described_seconds(whole)} in all"
-        return f"exposed{of}: {'; '.join(each) or 'nothing'}"
-
-    def _across_slices(self) -> str:
-        """Say what each device sends to other slices, and what stays within."""
-        sent = _by_content(self.chosen(over="slices"))
-        each = [
-            f"{describe_bytes(known_sent(cs))} of {what}, {counted(sum(c.times or 0 for c in cs), 'time')}"
-            for what, cs in sent.items()
-        ]
-        within = known_sent(self.collectives) - known_sent([c for cs in sent.values() for c in cs])
-        return (
-            f"across slices ({', '.join(self.between)}), from each device: {'; '.join(each) or 'nothing'}; "
-            f"within slices: {describe_bytes(within)}"
-        )
-
 
 def _by_content(found: Iterable[Collective]) -> dict[str, list[Collective]]:
     """Group collectives by what they carry, and in which pass."""
@@ -200,41 +202,19 @@ def _by_content(found: Iterable[Collective]) -> dict[str, list[Collective]]:
 
 def _lines(found: Sequence[Collective], total: int) -> list[str]:
     """Write collectives, largest bytes first, each with its reason. Those of less than 1% of a total are one."""
-    merged: dict[Any, list[Collective]] = {}
-    for c in found:
-        merged.setdefault((_cells_of(c), c.times is None, c.in_branch), []).append(c)
-    rows, small = list[tuple[int, Sequence[str], str]](), list[Collective]()
-    for (cells, unknown, in_branch), same in merged.items():
-        if all(c.total_sent is not None for c in same) and known_sent(same) < SMALL * total:
-            small += same
-            continue
-        times = "not known" if unknown else f"{'at most ' * in_branch}{_times(same)}"
-        # In a loop of unknown length, the bytes of one iteration decide the order.
-        weight = sum(c.total_sent or c.sent or 0 for c in same)
-        sent, *others, why = cells
-        rows.append((weight, (f"{times} x {sent}", *others), why))
-    rows.sort(key=lambda row: -row[0])
-    if small:
-        kinds = ", ".join(dict.fromkeys(c.kind for c in small))
-        size = f"{describe_bytes(known_sent(small))} in all, {_times(small)} times"
-        rows.append((0, (size, kinds, "-", "smaller ones", "-", "-"), ""))
-    return [
-        f"{line}{f'{chr(10)}      {why}' if why else ''}"
-        for line, (*_, why) in zip(aligned([cells for _, cells, _ in rows]), rows, strict=True)
-    ]
-
-
-def _cells_of(c: Collective) -> tuple[str, ...]:
-    """Return the words for a collective that differs from others only in how often it runs."""
-    return (
-        "not known" if c.sent is None else describe_bytes(c.sent),
-        c.kind if c.along_all else f"{c.kind} among {c.devices}",
-        phase_of(c.phase),
-        c.array,
-        path_of(c) or "-",
-        "-" if c.source is None else str(c.source),
-        f"{c.operation or 'no named operation'}: {c.reason or 'not known'}",
-    )
+    large, small = alike(found, total)
+    rows, reasons = list[Sequence[str]](), list[str]()
+    for c, *more in large:
+        times = "not known" if c.times is None else f"{'at most ' * bool(c.branches)}{_times([c, *more])}"
+        sent = "not known" if c.sent is None else describe_bytes(c.sent)
+        kind = c.kind if c.along_all else f"{c.kind} among {c.devices}"
+        rows.append((f"{times} x {sent}", kind, phase_of(c.phase), c.array, path_of(c) or "-", str(c.source or "-")))
+        reasons.append(f"\n      {c.operation or 'no named operation'}: {c.reason or 'not known'}")
+    if rest := [c for group in small for c in group]:
+        kinds = ", ".join(dict.fromkeys(c.kind for c in rest))
+        size = f"{describe_bytes(known_sent(rest))} in all, {_times(rest)} times"
+        rows.append((size, kinds, "-", "smaller ones", "-", "-"))
+    return [f"{line}{why}" for line, why in zip(aligned(rows), [*reasons, ""], strict=False)]
 
 
 def _times(found: Sequence[Collective]) -> int:

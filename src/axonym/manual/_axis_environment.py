@@ -271,6 +271,11 @@ def _quoted_list(names: Iterable[str]) -> str:
     return ", ".join(repr(str(n)) for n in names)
 
 
+def quoted_with_and(axes: Iterable[str]) -> str:
+    """Return `'data' and 'model'`."""
+    return " and ".join(map(repr, axes))
+
+
 # --- device-varying arrays ---
 
 
@@ -285,18 +290,13 @@ def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
         return
     constant = [a for a in axes if a not in varying_axes(raw(x))]
     if constant:
+        kind = jax.typeof(raw(x))
+        described = f"the array {kind.dtype}{list(kind.shape)}" if kind.shape else "the value"
+        described = f"the array {describe_array(x)}" if isinstance(x, NamedArray) else described
         raise ValueError(
-            f"{what}: {describe(x)} is the same on all {count(tuple(constant))} devices of {describe_axes(constant)}: "
+            f"{what}: {described} is the same on all {count(tuple(constant))} devices of {describe_axes(constant)}: "
             f"{consequence} If each device is to have a value of its own from here on, use `axonym.pvary` first."
         )
-
-
-def describe(x: Any) -> str:
-    """Describe an operand in a message: its axes and local sizes."""
-    if isinstance(x, NamedArray):
-        return f"the array {describe_array(x)}"
-    aval = jax.typeof(x)
-    return f"the array {aval.dtype}{list(aval.shape)}" if aval.shape else "the value"
 
 
 def describe_axes(axes: Iterable[str]) -> str:

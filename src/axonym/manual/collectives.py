@@ -20,7 +20,7 @@ over a mesh axis over which it is invariant is a mistake, and an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -45,6 +45,7 @@ from ._axis_environment import (
     declared,
     describe_axes,
     possible_shardings,
+    quoted_with_and,
     require_varying,
     without_trivial,
 )
@@ -57,7 +58,7 @@ class _Reduction(Protocol):
 
 
 def _make_reduction(
-    name: str, fn: Callable[..., Any], summary: str, consequence: str, example: str, shown: str
+    name: str, fn: Callable[..., Any], summary: str, consequence: str, local: str, shown: str
 ) -> _Reduction:
     def op(x, axis):
         axes = axes_meant(name, axis)
@@ -78,9 +79,9 @@ def _make_reduction(
         x: a named array, a raw array, or a tree of them.
         axis: the logical axis or mesh axis to reduce over, or several.
 
-    >>> mesh, x = axn.make_mesh({{"data": 2}}), axn.named([1.0, 5.0, 2.0, 4.0], "batch")
-    >>> step = axn.shard_map(lambda x: {example}, mesh=mesh, mapping={{"batch": "data"}})
-    >>> step(x)
+    >>> mesh, mapping = axn.make_mesh({{"data": 2}}), {{"batch": "data"}}
+    >>> step = axn.shard_map(lambda x: axn.{name}(axn.{local}(x, "batch"), "batch"), mesh=mesh, mapping=mapping)
+    >>> step(axn.named([1.0, 5.0, 2.0, 4.0], "batch"))
     NamedArray(float32[], {shown})
     """
     return publish(op, name, __name__, doc)
@@ -92,35 +93,15 @@ _ADDED = (
     "the sum would be {count} times it. (Differentiation already sums the gradient of a value that is the same on all "
     "devices.)"
 )
-
-psum = _make_reduction(
-    "psum", jax.lax.psum, "Sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12."
-)
-pmean = _make_reduction(
-    "pmean",
-    jax.lax.pmean,
-    "Average over devices.",
+_AVERAGED = (
     "it is the mean already. (Differentiation already sums the gradient of a value that is the same on all devices; to "
-    "average it, take the gradient of a loss that is averaged.)",
-    'axn.pmean(axn.mean(x, "batch"), "batch")',
-    "3.",
+    "average it, take the gradient of a loss that is averaged.)"
 )
-pmax = _make_reduction(
-    "pmax",
-    jax.lax.pmax,
-    "Take the largest value over devices.",
-    _NO_NEED,
-    'axn.pmax(axn.max(x, "batch"), "batch")',
-    "5.",
-)
-pmin = _make_reduction(
-    "pmin",
-    jax.lax.pmin,
-    "Take the smallest value over devices.",
-    _NO_NEED,
-    'axn.pmin(axn.min(x, "batch"), "batch")',
-    "1.",
-)
+
+psum = _make_reduction("psum", jax.lax.psum, "Sum over devices.", _ADDED, "sum", "12.")
+pmean = _make_reduction("pmean", jax.lax.pmean, "Average over devices.", _AVERAGED, "mean", "3.")
+pmax = _make_reduction("pmax", jax.lax.pmax, "Take the largest value over devices.", _NO_NEED, "max", "5.")
+pmin = _make_reduction("pmin", jax.lax.pmin, "Take the smallest value over devices.", _NO_NEED, "min", "1.")
 
 
 def all_gather(
@@ -143,18 +124,17 @@ def all_gather(
     what = "all_gather"
     if not tiled:
         name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
-        if not axes:
-            return wrap(x.array[None], (name, *x.names))
-        require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-        gathered = jax.lax.all_gather(x.array, axes, axis=0, to=_varying_word(x.array, axes, invariant))
-        return wrap(gathered, (name, *x.names))
-    position, name, axes = _axis_and_devices(what, x, axis, over)
+        position, names, alone = 0, (name, *x.names), x.array[None]
+    else:
+        position, name, axes = _axis_and_devices(what, x, axis, over)
+        axes, names, alone = axes and _gather_order(what, x, name, axes, over is not None), x.names, x.array
     if not axes:
-        return x
-    axes = _gather_order(what, x, name, axes, over is not None)
-    require_varying(what, x, axes, f"axis {name!r} would be repeated.")
-    varies = _varying_word(x.array, axes, invariant)
-    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=varies), x.names)
+        return wrap(alone, names)
+    require_varying(what, x, axes, f"axis {name!r} would {'be repeated' if tiled else 'repeat it'}.")
+    # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
+    # share of it.
+    varies = "invarying" if invariant and {*axes} <= varying_axes(x.array) else "varying"
+    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=tiled, to=varies), names)
 
 
 def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True) -> NamedArray:
@@ -211,7 +191,15 @@ def all_to_all(
     """
     what = "all_to_all"
     if not tiled:
-        return _exchanged_entries(what, x, split, gather, over)
+        others = [n for n in require_named(what, x).names if n != name_of(split)]
+        name, axes = _new_axis(what, x, others, gather, split if over is None else over)
+        position, _, _ = _axis_and_devices(what, x, split, split if over is None else over)
+        _check_one_each(what, x, position, axes)
+        names = (*x.names[:position], name, *x.names[position + 1 :])
+        if not axes:
+            return wrap(x.array, names)
+        require_varying(what, x, axes, f"axis {name!r} would repeat it.")
+        return wrap(jax.lax.all_to_all(x.array, axes, position, position, tiled=False), names)
     if over is None:
         over = _exchanged_over(what, require_named(what, x), name_of(split), name_of(gather))
     split_position, _, axes = _axis_and_devices(what, x, split, over)
@@ -378,23 +366,6 @@ def sharded_over(what: str, x: NamedArray, axis: AxisSelector) -> Axes:
     return ways[0] if ways else ()
 
 
-# --- without tiling ---
-
-
-def _exchanged_entries(
-    what: str, x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AnyAxis | None
-) -> NamedArray:
-    others = [n for n in require_named(what, x).names if n != name_of(split)]
-    name, axes = _new_axis(what, x, others, gather, split if over is None else over)
-    position, _, _ = _axis_and_devices(what, x, split, split if over is None else over)
-    _check_one_each(what, x, position, axes)
-    names = (*x.names[:position], name, *x.names[position + 1 :])
-    if not axes:
-        return wrap(x.array, names)
-    require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-    return wrap(jax.lax.all_to_all(x.array, axes, position, position, tiled=False), names)
-
-
 def _new_axis(
     what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: AnyAxis | None
 ) -> tuple[str, Axes]:
@@ -415,12 +386,6 @@ def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None
             f"{what}: without tiling, axis {x.names[position]!r} of {describe_array(x)} has one entry for each "
             f"device, and {describe_axes(axes) if axes else 'there'} has {count(axes)}."
         )
-
-
-def _varying_word(x: jax.Array, axes: Axes, invariant: bool) -> str:
-    # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
-    # share of it.
-    return "invarying" if invariant and {*axes} <= varying_axes(x) else "varying"
 
 
 # --- shared checks ---
@@ -502,7 +467,7 @@ def _gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool)
         if len(ways) > 1:
             raise ValueError(
                 f"{what}: by its size, axis {name!r} of {describe_array(x)} may be sharded over "
-                f"{' or over '.join(map(_all_quoted, ways))}. Say which with `over`."
+                f"{' or over '.join(map(quoted_with_and, ways))}. Say which with `over`."
             )
         return tuple(a for a in ways[0] if a in axes)
     wanted = set(without_trivial(axes))
@@ -516,10 +481,10 @@ def _gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool)
     if sharded:
         now = without_trivial(sharded[0].now)
         if gone := [a for a in axes if a in wanted - set(now)]:
-            why = f"is sharded over {_all_quoted(now)} here, and not over {_all_quoted(gone)}"
+            why = f"is sharded over {quoted_with_and(now)} here, and not over {quoted_with_and(gone)}"
         else:
             why = (
-                f"is sharded over {_all_quoted(now)}, in this order, and shards are gathered from the minor mesh "
+                f"is sharded over {quoted_with_and(now)}, in this order, and shards are gathered from the minor mesh "
                 f"axis on. Gather over {now[-1]!r} first, or over all of these at once"
             )
         raise ValueError(f"{what}: axis {name!r} of {describe_array(x)} {why}.")
@@ -548,8 +513,8 @@ def _scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
         )
     left = without_trivial(f.at_most[len(f.now) :])
     raise ValueError(
-        f"{what}: axis {name!r} of {describe_array(x)} is to be sharded over {_all_quoted(left)}, in this order. Shard "
-        f"it over {left[0]!r} first, or over all of these at once; if it is another axis, rename it."
+        f"{what}: axis {name!r} of {describe_array(x)} is to be sharded over {quoted_with_and(left)}, in this "
+        f"order. Shard it over {left[0]!r} first, or over all of these at once; if it is another axis, rename it."
     )
 
 
@@ -565,11 +530,7 @@ def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     if not ways:
         return axes
     raise ValueError(
-        f"{what}: axis {name!r} is sharded over {_all_quoted(ways[0])}, in this order, and the size of "
+        f"{what}: axis {name!r} is sharded over {quoted_with_and(ways[0])}, in this order, and the size of "
         f"{describe_array(x)} does not tell how it is sharded here. Go over all of these at once; if it is another "
         "axis, rename it."
     )
-
-
-def _all_quoted(axes: Iterable[str]) -> str:
-    return " and ".join(map(repr, axes))

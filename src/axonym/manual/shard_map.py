@@ -143,7 +143,13 @@ class _Call:
     check_vma: bool
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mesh = self._mesh_here()
+        around = jax.sharding.get_abstract_mesh()
+        mesh = required_mesh(self.what, None if self.mesh is None else as_seen_here(self.mesh))
+        if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
+            raise ValueError(
+                f"{self.what}: the mesh passed is {errors.describe_mesh(mesh)}, but the active one is "
+                f"{errors.describe_mesh(around)}. Leave it out, or activate that mesh."
+            )
         manual = self._manual_axes(mesh)
         labels = [*parameter_names(self.fn, len(args), kwargs), *kwargs]
         arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
@@ -175,16 +181,6 @@ class _Call:
         in_specs = [leaf.spec for leaf in leaves if leaf.spec is not None]
         outputs = run_per_device(body, arrays, in_specs, out_specs, mesh, axis_names=manual, check_vma=self.check_vma)
         return results[0].unflatten(outputs)
-
-    def _mesh_here(self) -> AnyMesh:
-        around = jax.sharding.get_abstract_mesh()
-        mesh = required_mesh(self.what, None if self.mesh is None else as_seen_here(self.mesh))
-        if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
-            raise ValueError(
-                f"{self.what}: the mesh passed is {errors.describe_mesh(mesh)}, but the active one is "
-                f"{errors.describe_mesh(around)}. Leave it out, or activate that mesh."
-            )
-        return mesh
 
     def _manual_axes(self, mesh: AnyMesh) -> frozenset[str]:
         check_in_mesh(f"{self.what}, `axis_names`", self.axis_names, mesh)

@@ -118,9 +118,14 @@ def map_overlap(
     NamedArray(float32[x=4], [1. 4. 7. 8.])
     """
     what = "map_overlap"
-    widths = {
-        name_of(axis): _widths_of_halo(what, axis, w) for axis, w in by_axis(what, "depth", depth, "{'x': 1}").items()
-    }
+    widths: dict[str, Widths] = {}
+    for axis, given in by_axis(what, "depth", depth, "{'x': 1}").items():
+        name, both = name_of(axis), _pair_for_ends(given)
+        if len(both) != 2 or not all(isinstance(width, (int, np.integer)) for width in both):
+            raise TypeError(f"{what}: the halo of axis {name!r} is a number of elements, or a pair, got {given!r}.")
+        widths[name] = before, after = int(both[0]), int(both[1])
+        if before < 0 or after < 0:
+            raise ValueError(f"{what}: the halo of axis {name!r} cannot have {(before, after)} elements.")
 
     def computed(*fields: NamedArray) -> Any:
         given = _Fields(what, fields, boundary)
@@ -166,18 +171,6 @@ def rolling(array: NamedArray, axis: AxisSelector, window: Axis, boundary: Any, 
 def _pair_for_ends(given: Any) -> tuple[Any, ...]:
     """Return a pair for the ends of an axis, from one value for both or a pair."""
     return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
-
-
-def _widths_of_halo(what: str, axis: AxisSelector, given: Any) -> Widths:
-    both = _pair_for_ends(given)
-    if len(both) != 2 or not all(isinstance(width, (int, np.integer)) for width in both):
-        raise TypeError(
-            f"{what}: the halo of axis {name_of(axis)!r} is a number of elements, or a pair, got {given!r}."
-        )
-    before, after = map(int, both)
-    if before < 0 or after < 0:
-        raise ValueError(f"{what}: the halo of axis {name_of(axis)!r} cannot have {(before, after)} elements.")
-    return before, after
 
 
 # --- look-ups ---
@@ -398,8 +391,15 @@ class _Fields:
             if held and _is_word(own[n][0], "periodic"):
                 continue
             blocks = self.blocks[n]
-            if not held:
-                self.check_width(x, n, blocks, widths[n], own[n])
+            size = x.axis_size(n) // blocks.local
+            needed = max(w + _is_word(side, "reflect") for w, side in zip(widths[n], own[n], strict=True))
+            if not held and needed > size:
+                several = f" on each of {blocks.shards} devices along {' and '.join(blocks.axes)}"
+                raise ValueError(
+                    f"{self.what}: the halo of axis {n!r} has {widths[n][0]} elements before and {widths[n][1]} after, "
+                    f"but the axis has {size}{several if blocks.shards > 1 else ''}. Shard it over fewer devices, or "
+                    "use fewer steps or a smaller depth."
+                )
             values = [self.beyond(i, x, n, last, widths, wide, held) for last in (0, 1)]
             arrays = [v.array if isinstance(v, NamedArray) else v for v in values if v is not None]
             names = tuple([None if v is None else getattr(v, "names", ()) for v in values])
@@ -493,15 +493,6 @@ class _Fields:
             f"{errors.describe_shape(edge.shape)}, and returns an array with these axes or fewer; got {got}."
         )
 
-    def check_width(self, x: NamedArray, n: str, blocks: Blocks, widths: Widths, sides: Sequence[Any]) -> None:
-        size = x.axis_size(n) // blocks.local
-        if max(w + _is_word(side, "reflect") for w, side in zip(widths, sides, strict=True)) > size:
-            over = f" on each of {blocks.shards} devices along {' and '.join(blocks.axes)}" if blocks.shards > 1 else ""
-            raise ValueError(
-                f"{self.what}: the halo of axis {n!r} has {widths[0]} elements before and {widths[1]} after, but the "
-                f"axis has {size}{over}. Shard it over fewer devices, or use fewer steps or a smaller depth."
-            )
-
 
 def _name_of_blocks(n: str) -> str:
     """Return the name of the axis that counts the blocks of an axis."""
@@ -561,7 +552,13 @@ def _blocks_of_field(what: str, x: NamedArray) -> dict[str, Blocks]:
     """Return the blocks of each sharded axis of a field."""
     mesh = mesh_around([x.array])
     if has_manual(mesh):
-        return {n: b for n, size in x.shape.items() if (b := _manual_blocks(what, n, size)) is not None}
+        found: dict[str, Blocks] = {}
+        for n, size in x.shape.items():
+            known = {sharding.now for sharding in possible_shardings(n, size)} if declared(n) else {()}
+            axes = known.pop() if len(known) == 1 else axes_of_sharded(what, n)
+            if axes and count(axes) > 1:
+                found[n] = Blocks(count(axes), axes, True)
+        return found
     auto = [a for a in axes_of_type(mesh, AxisType.Auto) if mesh.shape[a] > 1]
     if auto and not active_mapping() and isinstance(x.array, Tracer) and is_staged(x.array):
         warnings.warn(
@@ -571,11 +568,3 @@ def _blocks_of_field(what: str, x: NamedArray) -> dict[str, Blocks]:
             stacklevel=4,
         )
     return blocks_of(what, x)
-
-
-def _manual_blocks(what: str, name: str, size: int) -> Blocks | None:
-    if not declared(name):
-        return None
-    known = {sharding.now for sharding in possible_shardings(name, size)}
-    axes = known.pop() if len(known) == 1 else axes_of_sharded(what, name)
-    return Blocks(count(axes), axes, True) if axes and count(axes) > 1 else None

@@ -8,8 +8,8 @@ mask can be the wrong way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,6 @@ LARGE = 100.0
 
 
 NOTHING = Facts()
-
-
-def facts_of(step: AxisStep, xs: Sequence[Axed], results: Sequence[Axed]) -> Facts | None:
-    """Return the facts about the first result of a step."""
-    known = [x.facts or NOTHING for x in xs]
-    rule = _RULES.get(step.name)
-    if not results or (rule is None and (step.name not in _LAYOUT or not xs)):
-        position_for_position = len(results) == 1 and len(step.shape) == max((len(x.dims) for x in xs), default=0)
-        return _carried_facts(known) if position_for_position and step.name != "dot_general" else None
-    return rule(step, xs, known, results[0]) if rule else known[0]
 
 
 def _carried_facts(known: Sequence[Facts]) -> Facts | None:
@@ -98,26 +88,86 @@ def facts_of_value(dims: Dims, value: Any) -> Facts | None:
     return Facts(mask=Mask(kind, varies, order, True, order is None or covers), varies=varies)
 
 
-# --- one rule for each kind of primitive ---
+# --- what each primitive tells ---
+
+_LAYOUT = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reduce_precision", "name"}
+_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice", MARK}
 
 
-def _facts_of_iota(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    axis = result.dims[step.params["dimension"]]
-    return Facts(position=(axis[0], 0), varies=axis) if len(axis) == 1 else None
+def facts_of(step: AxisStep, xs: Sequence[Axed], result: Axed) -> Facts | None:
+    """Return the facts about the result of a step, the first one if there are several."""
+    known, name = [x.facts or NOTHING for x in xs], step.name
+    match name:
+        case "iota":
+            axis = result.dims[step.params["dimension"]]
+            return Facts(position=(axis[0], 0), varies=axis) if len(axis) == 1 else None
+        case "slice":  # the first positions of axes, as of a mask that is made for the longest input
+            if xs[0].dims == result.dims or any(step.params["start_indices"]) or step.params["strides"]:
+                return known[0]
+            pairs = [(leaves(axis), leaves(to)) for axis, to in zip(xs[0].dims, result.dims, strict=True)]
+            part = {axis[0]: to[0] for axis, to in pairs if len(axis) == len(to) == 1}
+            return known[0].copied(lambda f: part.get(find(f), f))
+        case "broadcast_in_dim":
+            at, rank = step.params["broadcast_dimensions"], len(step.shape)
+            leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
+            opened = not leading and rank > len(at) and all(step.shape[i] == 1 for i in range(rank) if i not in at)
+            return known[0]._replace(
+                varies=_varying_factors(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
+            )
+        case "add" | "sub":
+            return _facts_of_sum(xs, known, result, -1 if name == "sub" else 1)
+        case "mul":
+            a, b = known
+            for x, y in ((a, b), (b, a)):
+                if x.mask is not None and x.mask.kind == "one" and y.value is not None and abs(y.value) >= LARGE:
+                    return Facts(mask=x.mask.inverted("bias" if y.value < 0 else "penalty"), varies=x.varies)
+            if a.mask is not None and b.mask is not None and a.mask.kind == b.mask.kind == "one":
+                return Facts(mask=_intersected_masks(a.mask, b.mask), varies=_varying_factors(xs, known))
+            return _facts_of_weights(known)
+        case "div":
+            return _facts_of_weights(known)
+        case "exp" | "exp2":
+            masks = known[0].masks
+            return (
+                Facts(masks=masks, weights=known[0].divided)
+                if known[0].divided
+                else Facts(masks=masks, exponential=True)
+            )
+        case "reduce_sum":
+            if not known[0].exponential and not known[0].weights:
+                return None
+            return Facts(total=tuple(f for i in step.params["axes"] for f in leaves(xs[0].dims[i])))
+        case "ge" | "gt" | "le" | "lt" | "eq" | "ne":
+            return _facts_of_comparison(name, xs, known)
+        case "not":
+            mask = _as_mask(xs[0], known[0]).inverted("kept")
+            return Facts(mask=mask, varies=mask.varies)
+        case "and" | "or":
+            both = [
+                _as_mask(x, facts) if name == "and" else _as_mask(x, facts).inverted("kept")
+                for x, facts in zip(xs, known, strict=True)
+            ]
+            mask = _intersected_masks(*both)
+            return Facts(mask=mask if name == "and" else mask.inverted("kept"), varies=mask.varies)
+        case "select_n":
+            return _facts_of_choice(step, xs, known, result) if len(xs) == 3 else None
+        case "convert_element_type":
+            mask = known[0].mask
+            if mask is None or mask.kind not in ("kept", "one"):
+                return known[0]
+            return known[0]._replace(mask=mask._replace(kind="kept" if _is_bool(step) else "one"))
+        case "neg" if (mask := known[0].mask) is not None and mask.kind == "penalty":
+            return known[0]._replace(mask=mask._replace(kind="bias"))
+        case _ if name in _LAYOUT and xs:
+            return known[0]
+    position_for_position = len(step.shape) == max((len(x.dims) for x in xs), default=0)
+    single = len(step.eqn.outvars) == 1
+    return _carried_facts(known) if single and position_for_position and name != "dot_general" else None
 
 
-def _facts_of_broadcast(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    at, rank = step.params["broadcast_dimensions"], len(step.shape)
-    leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
-    opened = not leading and rank > len(at) and all(step.shape[i] == 1 for i in range(rank) if i not in at)
-    return known[0]._replace(
-        varies=_varying_factors(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
-    )
-
-
-def _facts_of_arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_sum(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: int) -> Facts | None:
     """Follow sums and differences: of positions, and of scores with masks."""
-    (a, b), sign = known, -1 if step.name == "sub" else 1
+    a, b = known
     if b.value is not None and a.position is not None and float(b.value).is_integer():
         return a._replace(position=(a.position[0], a.position[1] + sign * int(b.value)))
     if sign == 1 and a.value is not None and b.position is not None and float(a.value).is_integer():
@@ -127,12 +177,6 @@ def _facts_of_arithmetic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Fac
         return Facts(difference=(high, low, i - j), varies=_varying_factors(xs, known))
     if sign == -1 and a.value == 1 and b.mask is not None and b.mask.kind == "one":
         return Facts(mask=b.mask.inverted("one"), varies=b.varies)
-    return _with_bias(xs, known, result, sign)
-
-
-def _with_bias(xs: Sequence[Axed], known: Sequence[Facts], result: Axed, sign: int) -> Facts | None:
-    """Follow the sum or difference of scores and what masks them."""
-    a, b = known
     # Scores plus a bias, or minus a penalty: an operand that has a kind of mask is the mask, unless both are masks,
     # which are combined before either is applied. Minus a logarithm of sums, scores become weights.
     for at, kind in ((1, "bias" if sign == 1 else "penalty"), (0, "bias")):
@@ -164,16 +208,6 @@ def _intersected_masks(a: Mask, b: Mask) -> Mask:
     return Mask(a.kind, varies, ahead[0] if ahead else None, True, False, (*a.every(), *b.every()))
 
 
-def _facts_of_product(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    a, b = known
-    for x, y in ((a, b), (b, a)):
-        if x.mask is not None and x.mask.kind == "one" and y.value is not None and abs(y.value) >= LARGE:
-            return Facts(mask=x.mask.inverted("bias" if y.value < 0 else "penalty"), varies=x.varies)
-    if a.mask is not None and b.mask is not None and a.mask.kind == b.mask.kind == "one":
-        return Facts(mask=_intersected_masks(a.mask, b.mask), varies=_varying_factors(xs, known))
-    return _facts_of_weights(known)
-
-
 def _facts_of_weights(known: Sequence[Facts]) -> Facts | None:
     """Return the facts of a product or quotient of exponentials, weights or others."""
     carried = _carried_facts(known) or NOTHING
@@ -186,25 +220,13 @@ def _facts_of_weights(known: Sequence[Facts]) -> Facts | None:
     return carried._replace(exponential=exponential, weights=weights)
 
 
-def _facts_of_exponential(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    if known[0].divided:
-        return Facts(masks=known[0].masks, weights=known[0].divided)
-    return Facts(masks=known[0].masks, exponential=True)
-
-
-def _facts_of_sum(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    if not known[0].exponential and not known[0].weights:
-        return None
-    return Facts(total=tuple(f for i in step.params["axes"] for f in leaves(xs[0].dims[i])))
-
-
-def _facts_of_comparison(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
+def _facts_of_comparison(name: str, xs: Sequence[Axed], known: Sequence[Facts]) -> Facts | None:
     """Follow comparisons: of positions, which give an order, and of masks with numbers."""
     a, b = known
     varies = _varying_factors(xs, known)
     if a.mask is not None and a.mask.kind == "one" and b.value is not None and 0 <= b.value <= 1:
-        keeps = {"gt": b.value < 1, "ge": b.value > 0, "ne": b.value == 0, "eq": b.value == 1}.get(step.name, False)
-        drops = {"eq": b.value == 0, "ne": b.value == 1, "lt": b.value > 0, "le": b.value < 1}.get(step.name, False)
+        keeps = {"gt": b.value < 1, "ge": b.value > 0, "ne": b.value == 0, "eq": b.value == 1}.get(name, False)
+        drops = {"eq": b.value == 0, "ne": b.value == 1, "lt": b.value > 0, "le": b.value < 1}.get(name, False)
         if keeps or drops:
             return Facts(mask=a.mask._replace(kind="kept") if keeps else a.mask.inverted("kept"), varies=varies)
     found: tuple[AxisFactor, AxisFactor, int] | None = None
@@ -212,20 +234,15 @@ def _facts_of_comparison(step: AxisStep, xs: Sequence[Axed], known: Sequence[Fac
         found = (a.position[0], b.position[0], a.position[1] - b.position[1])
     elif a.difference is not None and b.value is not None and float(b.value).is_integer():
         found = (*a.difference[:2], a.difference[2] - int(b.value))
-    if found is not None and step.name == "eq" and found[2] == 0 and found[0].size == found[1].size:
+    if found is not None and name == "eq" and found[2] == 0 and found[0].size == found[1].size:
         high, low = find(found[0]), find(found[1])
         high.like, low.like = (*high.like, low), (*low.like, high)  # an identity matrix
-    if found is None or find(found[0]) is find(found[1]) or step.name not in ("ge", "gt", "le", "lt"):
+    if found is None or find(found[0]) is find(found[1]) or name not in ("ge", "gt", "le", "lt"):
         return Facts(mask=Mask("kept", varies), varies=varies)
     left, right, more = found
-    strict = step.name in ("gt", "lt")
-    order = Order(left, right, strict - more) if step.name in ("ge", "gt") else Order(right, left, strict + more)
+    strict = name in ("gt", "lt")
+    order = Order(left, right, strict - more) if name in ("ge", "gt") else Order(right, left, strict + more)
     return Facts(mask=Mask("kept", varies, order), varies=varies)
-
-
-def _facts_of_inverse(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    mask = _as_mask(xs[0], known[0])
-    return Facts(mask=mask.inverted("kept"), varies=mask.varies)
 
 
 def _as_mask(x: Axed, facts: Facts) -> Mask:
@@ -233,20 +250,8 @@ def _as_mask(x: Axed, facts: Facts) -> Mask:
     return facts.mask or Mask("kept", _factors_along(x) if facts.varies is None else facts.varies)
 
 
-def _facts_of_logic(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    a, b = map(_as_mask, xs, known)
-    mask = (
-        _intersected_masks(a, b)
-        if step.name == "and"
-        else _intersected_masks(a.inverted("kept"), b.inverted("kept")).inverted("kept")
-    )
-    return Facts(mask=mask, varies=mask.varies)
-
-
 def _facts_of_choice(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
     """Follow a choice between scores and a large negative number, or between constants, by a mask."""
-    if len(xs) != 3:
-        return None
     keep = _as_mask(xs[0], known[0])
     # Either branch may be the one that is left out, so both orders are tried, one with the mask inverted.
     for other, chosen, mask in ((known[1], known[2], keep), (known[2], known[1], keep.inverted("kept"))):
@@ -264,51 +269,6 @@ def _facts_of_choice(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts],
 
 def _is_bool(step: AxisStep) -> bool:
     return dtype_kind(step.eqn.outvars[0]) == "b"
-
-
-def _facts_of_conversion(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    (facts,) = known
-    if facts.mask is None or facts.mask.kind not in ("kept", "one"):
-        return facts
-    return facts._replace(mask=facts.mask._replace(kind="kept" if _is_bool(step) else "one"))
-
-
-def _facts_of_negation(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    (facts,) = known
-    if facts.mask is not None and facts.mask.kind == "penalty":
-        return facts._replace(mask=facts.mask._replace(kind="bias"))
-    return _carried_facts(known)
-
-
-def _facts_of_slice(step: AxisStep, xs: Sequence[Axed], known: Sequence[Facts], result: Axed) -> Facts | None:
-    """Follow the first positions of axes, as of a mask that is made for the longest input."""
-    if xs[0].dims == result.dims or any(step.params["start_indices"]) or step.params["strides"]:
-        return known[0]
-    pairs = [(leaves(axis), leaves(to)) for axis, to in zip(xs[0].dims, result.dims, strict=True)]
-    part = {axis[0]: to[0] for axis, to in pairs if len(axis) == len(to) == 1}
-    return known[0].copied(lambda f: part.get(find(f), f))
-
-
-_LAYOUT = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reduce_precision", "name"}
-_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice", MARK}
-
-_Rule: TypeAlias = Callable[["AxisStep", Sequence["Axed"], Sequence[Facts], "Axed"], Facts | None]
-_RULES: dict[str, _Rule] = {
-    "iota": _facts_of_iota,
-    "slice": _facts_of_slice,
-    "broadcast_in_dim": _facts_of_broadcast,
-    **dict.fromkeys(("add", "sub"), _facts_of_arithmetic),
-    "mul": _facts_of_product,
-    "div": lambda step, xs, known, result: _facts_of_weights(known),
-    **dict.fromkeys(("exp", "exp2"), _facts_of_exponential),
-    "reduce_sum": _facts_of_sum,
-    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _facts_of_comparison),
-    "not": _facts_of_inverse,
-    **dict.fromkeys(("and", "or"), _facts_of_logic),
-    "select_n": _facts_of_choice,
-    "convert_element_type": _facts_of_conversion,
-    "neg": _facts_of_negation,
-}
 
 
 # --- where weights are summed ---
@@ -330,25 +290,22 @@ def sum_of_weights(axes: Axes, step: AxisStep, x: Axed, summed: Iterable[int], o
             query.side = "query"
             if query.name is not None and query.name != last_base(query).name:
                 axes.found.append(Meeting(last_base(query), query, step, "side"))
-        _check_masks(axes, step, x.facts.masks, key, queries)
+        for mask in x.facts.masks:
+            if mask.order is not None and mask.within:
+                high, low, least = mask.order
+                if find(high) is key and find(low) in queries and least >= 0:
+                    axes.found.append(Meeting(key, find(low), step, "future"))
+        # What masks positions of queries masks no keys, whatever an order of positions masks beside it.
+        others = [m for mask in x.facts.masks for m in mask.every() if m.order is None or not (m.within and m.covers)]
+        along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in others]
+        if all(own is not None and key not in own for own in along):
+            masked = [own for own in along if own and not own.isdisjoint(queries)]
+            axes.found += [Meeting(key, queries[0], step, "mask") for _ in masked]
     # Summed over the queries instead: the softmax went over the wrong one of two axes of the same origin.
     if not keys and not (other.facts and other.facts.weights):
         for f in rest:
             if f in normalized and (role := next((o for o in over if last_base(o) is last_base(f)), None)):
                 axes.found.append(Meeting(f, role, step, "softmax"))
-
-
-def _check_masks(axes: Axes, step: AxisStep, masks: Sequence[Mask], key: AxisFactor, queries: list[AxisFactor]) -> None:
-    for mask in masks:
-        if mask.order is not None and mask.within:
-            high, low, least = mask.order
-            if find(high) is key and find(low) in queries and least >= 0:
-                axes.found.append(Meeting(key, find(low), step, "future"))
-    # What masks positions of queries masks no keys, whatever an order of positions masks beside it.
-    others = [m for mask in masks for m in mask.every() if m.order is None or not (m.within and m.covers)]
-    along = [None if m.varies is None else {find(f) for f in leaves(m.varies)} for m in others]
-    if all(own is not None and key not in own for own in along):
-        axes.found += [Meeting(key, queries[0], step, "mask") for own in along if own and not own.isdisjoint(queries)]
 
 
 _WORDS_FOR_KEYS = {"key", "keys", "k", "kv", "source", "src"}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from ..core.operation_rules import PRIMITIVES, OperationRule, PartOf, Term
-from ..core.source_lines import Frame, frames_of
+from ..core.source_lines import frames_of
 from ..distribution.axis_marks import MARK
 from ._axes import Axes, Axis, Dims, Meeting, are_apart, bases, find, fresh, last_base, leaves, size_of
 from ._masks import sum_of_weights
@@ -31,8 +31,10 @@ def unknown(step: AxisStep) -> list[Axed]:
 
 def results_by_rule(axes: Axes, step: AxisStep, rule: OperationRule, xs: Sequence[Axed]) -> list[Axed]:
     """Return the results of an operation, given its rule."""
-    if step.name == MARK:
-        return _marked_arrays(axes, step, xs)
+    if step.name == MARK:  # a named operation names its axes
+        named = zip(xs[0].dims, step.params["names"], step.shape, strict=True)
+        dims = [axis if name is None or n == 1 else axes.renamed(axis, name, n, step) for axis, name, n in named]
+        return [Axed(tuple(dims), points=xs[0].points)]
     if rule.values in ("each", "linear") or step.name == "sort":
         results = [_dims_together(axes, step, xs)] * len(step.eqn.outvars)
     else:
@@ -79,7 +81,12 @@ class _Reading:
             axes.convolutions.append((step.params["dimension_numbers"], xs[0].dims, xs[1].dims))
         if step.name == "dynamic_update_slice":
             for part in rule.parts:
-                self._block(self._known[part.part], self._known[part.whole], part.start)
+                new, old = self._known[part.part], self._known[part.whole]
+                if part.start == 0 and size_of(new) == size_of(old):
+                    axes.unify(old, new, step)
+                else:  # a block, such as the tokens that a cache takes up, of the same size by chance
+                    axes.derive(old, new)
+                    axes.derive(new, old)
         if step.name in ("gather", "scatter") or step.name.startswith("scatter"):
             numbers = step.params["dimension_numbers"]
             at = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims
@@ -88,13 +95,12 @@ class _Reading:
                 _point_at(axes, step, pointer, xs[0].dims[i])
 
     def result(self, term: Term) -> Dims:
-        return tuple([self._dimension(factors, i) for i, factors in enumerate(term)])
-
-    def _dimension(self, factors: tuple[int, ...], at: int) -> Axis:
-        if len(factors) != 1:
-            whole = self._compound.get(factors)
-            return tuple([g for f in factors for g in self._axis(f, at)]) if whole is None else whole
-        return self._axis(factors[0], at)
+        known = self._compound
+        return tuple([
+            self._axis(factors[0], i) if len(factors) == 1 else known[factors] if factors in known
+            else tuple([g for f in factors for g in self._axis(f, i)])
+            for i, factors in enumerate(term)
+        ])  # fmt: skip
 
     def _axis(self, f: int, at: int) -> Axis:
         if f not in self._known or self._rule.uses.get(f) == "torn":
@@ -111,7 +117,11 @@ class _Reading:
             if step.name == "fft":
                 return axes.derived(whole, size)
             if step.name == "conv_general_dilated" and step.backward:
-                return self._of_kernel(at, size)
+                kernel = _kernel_of_gradient(axes, step, self._xs[0].dims, self._xs[1].dims)
+                i, new = step.params["dimension_numbers"].out_spec[2:].index(at), fresh(size)
+                if kernel is not None and size_of(kernel[i]) == size:
+                    axes.derive(new, kernel[i])
+                return new
             if part.start is None:
                 return axes.resized(whole, size)
             if step.name == "pad":
@@ -123,21 +133,6 @@ class _Reading:
                 return axes.of_size(piece, size, -1) or axes.derived(piece, size)
             return axes.padded(piece, part.start, size - size_of(piece) - part.start)
         return fresh(size)
-
-    def _block(self, new: Axis, whole: Axis, start: int | None) -> None:
-        if start == 0 and size_of(new) == size_of(whole):
-            self._axes.unify(whole, new, self._step)
-        else:  # a block, such as the tokens that a cache takes up, of the same size by chance
-            self._axes.derive(whole, new)
-            self._axes.derive(new, whole)
-
-    def _of_kernel(self, at: int, size: int) -> Axis:
-        numbers, new = self._step.params["dimension_numbers"], fresh(size)
-        kernel = _kernel_of_gradient(self._axes, self._step, self._xs[0].dims, self._xs[1].dims)
-        i = numbers.out_spec[2:].index(at)
-        if kernel is not None and size_of(kernel[i]) == size:
-            self._axes.derive(new, kernel[i])
-        return new
 
     def _check_torn(self, before: Dims) -> None:
         """Record that a reshape gives the place of one named axis to another, though it keeps the order of elements."""
@@ -273,15 +268,14 @@ def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: 
         return
     changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
     roles = [f for axis in changed for f in axis if f.base is not None]
-    if len(roles) > 1 and not step.within("vmap(") and _is_operator(frames := list(frames_of(step.eqn))):
+    if len(roles) < 2 or step.within("vmap("):
+        return
+    # Only if code outside of JAX used an operator or ufunc, rather than a function of JAX that uses one.
+    frames = list(frames_of(step.eqn))
+    of_jax = [*itertools.takewhile(lambda frame: frame.file.startswith(_JAX), frames)]
+    if of_jax and of_jax[-1].function.rpartition(".")[2] in ("op", "deferring_binary_op", "__call__"):
         if any(list(frames_of(m.eqn)) == frames for m in makers):
             axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
-
-
-def _is_operator(frames: Sequence[Frame]) -> bool:
-    """Return whether code outside of JAX used an operator or ufunc, rather than a function of JAX that uses one."""
-    inside = [*itertools.takewhile(lambda frame: frame.file.startswith(_JAX), frames)]
-    return bool(inside) and inside[-1].function.rpartition(".")[2] in ("op", "deferring_binary_op", "__call__")
 
 
 _JAX = jax.__file__.removesuffix("__init__.py")
@@ -312,6 +306,7 @@ def _without_lone_role(axis: Axis, dims: Sequence[Axis], met: Sequence[Axis]) ->
 
 _KEEPING_TERMS = {"add", "sub", "neg", "mul", "div", "broadcast_in_dim", "reshape", "convert_element_type"}
 _LOST = {"pad", "split", "stack", "unstack", "gather"}
+_POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "rev", "rem"}
 
 
 def _pointers_of_result(
@@ -329,35 +324,20 @@ def _pointers_of_result(
         return tuple(p for own in told for p in own) if fits else None
     if rule.values == "moved" and step.name not in _LOST:
         return xs[min(i, len(xs) - 1)].points if xs else None
-    if rule.values in ("each", "linear"):
-        return _of_elementwise(axes, step, xs)
-    return None
-
-
-_POINTING = {"add", "sub", "select_n", "max", "min", "clamp", "convert_element_type", "copy", "rev", "rem"}
-
-
-def _of_elementwise(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> tuple[Pointer, ...] | None:
-    """Return the axes that a result indexes: the first operand that indexes any tells."""
-    if step.name in ("eq", "ne"):
-        _note_compared_index(axes, step, xs)
-    found = [x.points for x in xs if x.points is not None]
-    if not found or step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
+    if rule.values not in ("each", "linear"):
         return None
-    if len(found) > 1 and step.name in ("add", "sub"):  # a distance of two positions is no position
-        return None
-    return found[0]
-
-
-def _note_compared_index(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> None:
-    """An index that is compared with all positions of an axis is one of that axis."""
-    # A length, which others are compared with, belongs to any axis.
-    if all(x.points is not None and len(x.points) == 1 for x in xs):
-        (a,), (b,) = (x.points for x in xs if x.points is not None)
-        own = [p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for p, x in zip((a, b), xs, strict=True)]
-        if own[0] != own[1]:
-            index, positions = (a, b) if own[1] else (b, a)
+    told = [(x, x.points) for x in xs if x.points is not None]
+    # An index that is compared with all positions of an axis is one of that axis; a length belongs to any axis.
+    if step.name in ("eq", "ne") and len(told) == len(xs) and all(len(points) == 1 for _, points in told):
+        (a, b) = (points[0] for _, points in told)
+        of_a, of_b = (p.axis is not None and leaves(p.axis) in map(leaves, x.dims) for x, (p,) in told)
+        if of_a != of_b:
+            index, positions = (a, b) if of_b else (b, a)
             _point_at(axes, step, index, positions.axis or ())
+    if not told or step.name not in _POINTING or dtype_kind(step.eqn.outvars[-1]) not in ("i", "u"):
+        return None
+    # The first operand that indexes an axis tells, but a distance of two positions is no position.
+    return None if len(told) > 1 and step.name in ("add", "sub") else told[0][1]
 
 
 def _point_at(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
@@ -366,10 +346,3 @@ def _point_at(axes: Axes, step: AxisStep, pointer: Pointer, axis: Axis) -> None:
         pointer.axis = axis
     elif size_of(pointer.axis) == size_of(axis):
         axes.unify(pointer.axis, axis, step)
-
-
-def _marked_arrays(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-    """Return an array with the names that a named operation gives its axes."""
-    named = zip(xs[0].dims, step.params["names"], step.shape, strict=True)
-    dims = tuple(axis if name is None or n == 1 else axes.renamed(axis, name, n, step) for axis, name, n in named)
-    return [Axed(dims, points=xs[0].points)]

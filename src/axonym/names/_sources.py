@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -81,22 +81,19 @@ def named_leaves(tree: Any, roots: Sequence[Root], given: Mapping[Keys, LeafName
         says, asked = _said_by_code(leaf, root), given.get(leaf.keys, _UNNAMED)
         if leaf.shape == () or isinstance(leaf.value, NUMBERS):
             says = LeafNames((), "a scalar")
-        found += [_combined_names(says, asked, _path_of_leaf(root, leaf.keys))] * len(jax.tree.leaves(leaf.value))
+        both = says if asked.names is None else asked
+        if says.names is not None and asked.names is not None:
+            for i, (a, b) in enumerate(zip(says.names, asked.names, strict=True)):
+                if a != b and a is not None and b is not None:
+                    raise ValueError(
+                        f"names=: axis {i} of {_path_of_leaf(root, leaf.keys)} is {b!r} by {asked.source}, but {a!r} "
+                        f"by {says.source}. Rename it in one of them, or leave the axis to the code, with `_` in "
+                        "`names`."
+                    )
+            names = tuple(b if a is None else a for a, b in zip(says.names, asked.names, strict=True))
+            both = LeafNames(names, says.source if names == says.names else asked.source)
+        found += [both] * len(jax.tree.leaves(leaf.value))
     return found
-
-
-def _combined_names(says: LeafNames, asked: LeafNames, path: str) -> LeafNames:
-    """Return the names of two sources; an axis that they disagree about is an error."""
-    if says.names is None or asked.names is None:
-        return says if asked.names is None else asked
-    for i, (a, b) in enumerate(zip(says.names, asked.names, strict=True)):
-        if a != b and a is not None and b is not None:
-            raise ValueError(
-                f"names=: axis {i} of {path} is {b!r} by {asked.source}, but {a!r} by {says.source}. Rename it in "
-                "one of them, or leave the axis to the code, with `_` in `names`."
-            )
-    names = tuple(b if a is None else a for a, b in zip(says.names, asked.names, strict=True))
-    return LeafNames(names, says.source if names == says.names else asked.source)
 
 
 # --- `names=` ---
@@ -156,22 +153,17 @@ def given_to_tree(names: Any, root: Root) -> Iterator[tuple[Keys, LeafNames]]:
     else:
         parts = None if is_leaf else list(_children_of(names).values())
         if parts is None or len(parts) != len(children):
-            raise ValueError(_no_prefix(names, root, by_key))
+            axes = [n.name for n in names if isinstance(n, Axis)] if isinstance(names, (tuple, list)) else []
+            has = f"has {errors.counted(len(by_key), 'part')} ({', '.join(by_key)})" if children else "is an array"
+            raise ValueError(
+                f"names=: {root.path or 'the tree'} {has}, and its names are {names!r}. Names are a tree prefix of "
+                f"strings such as {' '.join(axes) or 'batch pos'!r}, or a dictionary from patterns of paths to such "
+                "strings."
+            )
         entries = dict(zip(children, parts, strict=True))
     for key, entry in entries.items():
         path = f"{root.path}/{_written_key(key)}" if root.path else _written_key(key)
         yield from given_to_tree(entry, Root(path, (*root.keys, key), children[key]))
-
-
-def _no_prefix(names: Any, root: Root, parts: Collection[str]) -> str:
-    example = " ".join(n.name for n in names if isinstance(n, Axis)) if isinstance(names, (tuple, list)) else ""
-    is_a = (
-        f"has {errors.counted(len(parts), 'part')} ({', '.join(parts)})" if _children_of(root.value) else "is an array"
-    )
-    return (
-        f"names=: {root.path or 'the tree'} {is_a}, and its names are {names!r}. Names are a tree prefix of strings "
-        f"such as {example or 'batch pos'!r}, or a dictionary from patterns of paths to such strings."
-    )
 
 
 def _by_patterns(
@@ -179,7 +171,23 @@ def _by_patterns(
 ) -> Iterator[tuple[Keys, LeafNames]]:
     """Yield the names of leaves, each by the first pattern that is found in its path. A whole path is no pattern."""
     paths = {keys: jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in below}
-    compiled = {pattern: _compiled_pattern(pattern, names) for pattern, names in patterns.items()}
+    compiled = dict[str, re.Pattern[str]]()
+    for pattern, names in patterns.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"names=: {pattern!r} is no pattern of paths, which is a string. A dictionary from the keys of the "
+                "argument has an entry for each, which may be None."
+            )
+        if not (names is None or isinstance(names, str) or is_axis_names(names)):
+            raise TypeError(
+                f"names=: {pattern!r} is no key of the argument, so it is a pattern of paths, which goes to names such "
+                f"as 'batch pos', and not to an object of type {type(names).__name__}."
+            )
+        try:
+            compiled[pattern] = re.compile(re.sub(r"^\*/", "(^|/)", pattern))  # `*/` begins no regular expression
+        except re.error as e:
+            plain = re.sub(r"(\\\*)+", ".*", re.escape(pattern))
+            raise ValueError(f"names=: {pattern!r} is no regular expression ({e}). Write {plain!r}.") from None
     for pattern, regex in compiled.items():
         if not any(regex.search(path) for path in paths.values()):
             known = list(dict.fromkeys([*map(_written_key, _children_of(root.value)), *paths.values()]))
@@ -198,24 +206,6 @@ def _by_patterns(
             yield from _checked_names(
                 patterns[first], value, path, _path_of_leaf(root, path), f"pattern {first!r} of names="
             )
-
-
-def _compiled_pattern(pattern: Any, names: Any) -> re.Pattern[str]:
-    if not isinstance(pattern, str):
-        raise TypeError(
-            f"names=: {pattern!r} is no pattern of paths, which is a string. A dictionary from the keys of the "
-            "argument has an entry for each, which may be None."
-        )
-    if not (names is None or isinstance(names, str) or is_axis_names(names)):
-        raise TypeError(
-            f"names=: {pattern!r} is no key of the argument, so it is a pattern of paths, which goes to names such as "
-            f"'batch pos', and not to an object of type {type(names).__name__}."
-        )
-    try:
-        return re.compile(re.sub(r"^\*/", "(^|/)", pattern))  # `*/` begins no regular expression
-    except re.error as e:
-        plain = re.sub(r"(\\\*)+", ".*", re.escape(pattern))
-        raise ValueError(f"names=: {pattern!r} is no regular expression ({e}). Write {plain!r}.") from None
 
 
 def _checked_names(names: Any, value: Any, keys: Keys, where: str, source: str) -> Iterator[tuple[Keys, LeafNames]]:
@@ -268,18 +258,6 @@ def _said_by_code(leaf: Leaf, root: Root) -> LeafNames:
     """Return the names of a leaf that its tree or an annotation has, if they fit its rank."""
     if leaf.shape is None:
         return _UNNAMED
-    annotation, field, box = _place_in_code(leaf, root)
-    if leaf.names is not None and len(leaf.names) == len(leaf.shape):
-        metadata = f"metadata of Flax's {box}" if box else f"axis_names of `{field}`"
-        source = "a named array" if isinstance(leaf.value, NamedArray) else metadata
-        return LeafNames(read_names(leaf.names), source)
-    # A stack of modules has an axis in front, which dots of an annotation must not take for one of theirs.
-    names = _names_in(annotation, len(leaf.shape), dots=field == root.path)
-    return _UNNAMED if names is None else LeafNames(names, f"the annotation of `{field}`")
-
-
-def _place_in_code(leaf: Leaf, root: Root) -> tuple[Any, str, str]:
-    """Return the annotation of a leaf, what it annotates, and the type of Flax's box around the leaf."""
     annotation, field, box, node = root.annotation, root.path, "", root.value
     for key in leaf.keys[len(root.keys) :]:
         if hasattr(type(node), "get_metadata") or hasattr(type(node), "get_partition_spec"):
@@ -287,20 +265,22 @@ def _place_in_code(leaf: Leaf, root: Root) -> tuple[Any, str, str]:
             break
         if isinstance(key, GetAttrKey):
             annotation, field = _annotations_of_class(type(node)).get(key.name), f"{type(node).__name__}.{key.name}"
-        else:
-            annotation = _element_annotation(annotation, key)
+        else:  # an element of `tuple[...]`, `list[...]` or `dict[...]`
+            of, origin = typing.get_args(annotation), typing.get_origin(annotation)
+            if not of or origin in (typing.Annotated, typing.Union, types.UnionType):
+                annotation = None
+            elif origin is tuple and isinstance(key, SequenceKey) and of[-1] is not ...:
+                annotation = of[key.idx] if key.idx < len(of) else None
+            else:
+                annotation = of[0] if of[-1] is ... else of[-1]
         node = child_of(node, key)
-    return annotation, field, box
-
-
-def _element_annotation(annotation: Any, key: Any) -> Any:
-    """Return the annotation of an element of `tuple[...]`, `list[...]` or `dict[...]`."""
-    of = typing.get_args(annotation)
-    if not of or typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
-        return None
-    if typing.get_origin(annotation) is tuple and isinstance(key, SequenceKey) and of[-1] is not ...:
-        return of[key.idx] if key.idx < len(of) else None
-    return of[0] if of[-1] is ... else of[-1]
+    if leaf.names is not None and len(leaf.names) == len(leaf.shape):
+        metadata = f"metadata of Flax's {box}" if box else f"axis_names of `{field}`"
+        source = "a named array" if isinstance(leaf.value, NamedArray) else metadata
+        return LeafNames(read_names(leaf.names), source)
+    # A stack of modules has an axis in front, which dots of an annotation must not take for one of theirs.
+    names = _names_in(annotation, len(leaf.shape), dots=field == root.path)
+    return _UNNAMED if names is None else LeafNames(names, f"the annotation of `{field}`")
 
 
 def _names_in(annotation: Any, rank: int, dots: bool) -> AxisNames | None:

@@ -48,7 +48,13 @@ class AxisWalk:
         known: dict[Any, Axed] = dict(zip(jaxpr.invars, arguments, strict=True))
         values = itertools.chain(constants, itertools.repeat(None))
         known |= {v: _constant_array(v, value) for v, value in zip(jaxpr.constvars, values, strict=False)}
-        slices = _slices_of_values(jaxpr)
+        slices: dict[tuple[Any, int], list[tuple[int, int, int]]] = defaultdict(list)
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "slice" and type(eqn.invars[0]) is not Literal:
+                starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
+                strides = eqn.params["strides"] or (1,) * len(starts)
+                for i, bounds in enumerate(zip(starts, stops, strides, strict=True)):
+                    slices[eqn.invars[0], i].append(bounds)
         for eqn in jaxpr.eqns:
             step = AxisStep(eqn, outer, slices)
             step.operands = xs = [_constant_array(v, v.val) if type(v) is Literal else known[v] for v in eqn.invars]
@@ -68,9 +74,12 @@ class AxisWalk:
             step.operands = used = [x.used() if x.constant and x.dims else x for x in xs]
             results = results_by_rule(self.axes, step, rule, used)
             if results and _tells_facts(step, used, results[0]):
-                results[0].facts = facts_of(step, used, results)
-        elif name == "custom_linear_solve":
-            results = self._linear_solve(step, xs)
+                results[0].facts = facts_of(step, used, results[0])
+        elif name == "custom_linear_solve":  # the product of its solution with the matrix is the right-hand side
+            product, count = step.params["jaxprs"].matvec, step.params["const_lengths"].matvec
+            results = unknown(step)
+            products = self.run(product.jaxpr, [*xs[:count], *results], step).results
+            self._together(step, products, xs[len(xs) - len(results) :])
         elif functions := inside(step.eqn):
             results = self._inside(step, xs, functions)
             if functions[0].how == "call":
@@ -147,38 +156,29 @@ class AxisWalk:
 
     def _together(self, step: AxisStep, left: Sequence[Axed], right: Sequence[Axed]) -> list[Axed]:
         """Record that values are the same; where one has a role of an axis and the other the axis, return the axis."""
-        return [
-            Axed(tuple(self._either(a, b, step) for a, b in zip(x.dims, y.used().dims, strict=True)), points=x.points)
-            for x, y in zip(left, right, strict=True)
-        ]
 
-    def _either(self, a: Axis, b: Axis, step: AxisStep) -> Axis:
-        self.axes.unify(a, b, step)
-        if len(a) == len(b) == 1 and find(a[0]).base is not None and find(b[0]) is find(find(a[0]).base):  # pyright: ignore
-            return leaves(b)
-        return a
+        def either(a: Axis, b: Axis) -> Axis:
+            self.axes.unify(a, b, step)
+            base = find(a[0]).base if len(a) == len(b) == 1 else None
+            return leaves(b) if base is not None and find(b[0]) is find(base) else a
 
-    def _linear_solve(self, step: AxisStep, xs: Sequence[Axed]) -> list[Axed]:
-        """Follow the solution of a linear system: its product with the matrix is the right-hand side."""
-        product, count = step.params["jaxprs"].matvec, step.params["const_lengths"].matvec
-        rights = xs[len(xs) - len(step.eqn.outvars) :]
-        found = unknown(step)
-        products = self.run(product.jaxpr, [*xs[:count], *found], step).results
-        self._together(step, products, rights)
-        return found
+        pairs = zip(left, right, strict=True)
+        return [Axed(tuple(map(either, x.dims, y.used().dims)), points=x.points) for x, y in pairs]
 
     def _resized(self, x: Axed, to: Any) -> Axed:
         """Return a value as it is on one device, or on all."""
-        dims = zip(x.dims, to.aval.shape, strict=True)
-        return Axed(tuple(a if size_of(a) == n else self._elsewhere(a, n) for a, n in dims), points=x.points)
 
-    def _elsewhere(self, axis: Axis, size: int) -> Axis:
-        if (whole := self.axes.of_size(axis, size, -2)) is not None:
-            return whole
-        found = self.axes.derived(axis, size)
-        if axis and found:
-            found[0].part_of += ((axis, -2),)
-        return found
+        def resized(axis: Axis, size: int) -> Axis:
+            if size_of(axis) == size:
+                return axis
+            if (whole := self.axes.of_size(axis, size, -2)) is not None:
+                return whole
+            found = self.axes.derived(axis, size)
+            if axis and found:
+                found[0].part_of += ((axis, -2),)
+            return found
+
+        return Axed(tuple(map(resized, x.dims, to.aval.shape)), points=x.points)
 
 
 def _has_both(m: Meeting) -> bool:
@@ -216,17 +216,6 @@ def _number_array(value: float) -> Axed:
 
 
 _SCALAR = Axed((), constant=True)
-
-
-def _slices_of_values(jaxpr: Jaxpr) -> dict[tuple[Any, int], list[tuple[int, int, int]]]:
-    found: dict[tuple[Any, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "slice" and not hasattr(eqn.invars[0], "val"):
-            starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
-            strides = eqn.params["strides"] or (1,) * len(starts)
-            for i, bounds in enumerate(zip(starts, stops, strides, strict=True)):
-                found[eqn.invars[0], i].append(bounds)
-    return found
 
 
 def steps_of(body: Body) -> Iterator[AxisStep]:

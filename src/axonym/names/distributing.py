@@ -42,10 +42,9 @@ from ..sharding.jit import misspelled
 from ..sharding.mapping import ResourceMapping, normalize_mapping
 from ..sharding.placement import Leaf, ParameterOrComputeMapping, check_entries, drop_manual, resolve
 from ..sharding.shard import shard_quietly, warn_without_mesh
-from ._tracing import source_of
 from ._values import Axed, AxisStep
 from ._walk import Body, steps_of
-from .inferring import NamedProgram, inferred, said_of_closed_over
+from .inferring import NamedProgram, inferred, said_of_closed_over, source_of
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -136,7 +135,12 @@ def distribute(
         arrays, _ = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
         what = f"distribute({errors.called(fn)})"
         if program.mix_ups:
-            raise ValueError(_mixed_up(what, program))
+            lines = "".join(f"\n  {m}" for m in program.mix_ups)
+            kinds = [*dict.fromkeys(m.kind for m in program.mix_ups)]
+            raise ValueError(
+                f"{what}: the program mixes up axes:{lines}\nCorrect it; or, if two names mean one axis, use one of "
+                f"them in `names`; or, if it is meant, pass `allow={kinds}`; of two names, the first one counts."
+            )
         results, empty = _Distributed(what, program, own).run(arrays)
         return program.traced.returned.unflatten(results), empty
 
@@ -156,15 +160,6 @@ def distribute(
     made = DistributedFunction("distribute", run, active=active, donate=donate, jit_options=jit_options)
     made.under, made.named = None if mappings else under, named
     return made
-
-
-def _mixed_up(what: str, program: NamedProgram) -> str:
-    lines = "".join(f"\n  {m}" for m in program.mix_ups)
-    kinds = [*dict.fromkeys(m.kind for m in program.mix_ups)]
-    return (
-        f"{what}: the program mixes up axes:{lines}\nCorrect it; or, if two names mean one axis, use one of them in "
-        f"`names`; or, if it is meant, pass `allow={kinds}`; of two names, the first one counts."
-    )
 
 
 class _Distributed:
@@ -328,7 +323,9 @@ class _Distributed:
             (None,) * len(step.shape_of(i)) if x is None else self._program.names_of(x) for i, x in enumerate(operands)
         ]
         out_names = self._program.names_of(step.results[0])
-        if (scope := self._scope(step, names, out_names)) is not None:
+        if not any(n is None for layout in (*names, out_names) for n in layout):
+            arrays: list[Any] = [v.aval for v in eqn.invars]
+            scope = operation_scope(PRODUCTS[step.name], names, (out_names,), arrays, has_own_gradients=True)  # pyright: ignore
             source: Any = eqn.source_info
             eqn = eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
         if self._mesh is None:
@@ -346,15 +343,6 @@ class _Distributed:
             before: list[Any] = constraint.invars
             yield eqn.replace(invars=invars, outvars=before)
             yield constraint.replace(outvars=[result])
-
-    def _scope(self, step: AxisStep, names: Sequence[OptionalNames], out_names: OptionalNames) -> str | None:
-        """Return the scope that describes a product, if all its axes have names."""
-        layouts = [*names, out_names]
-        if any(n is None for layout in layouts for n in layout):
-            return None
-        arrays: list[Any] = [v.aval for v in step.eqn.invars]
-        what = PRODUCTS[step.name]
-        return operation_scope(what, names, (out_names,), arrays, has_own_gradients=True)  # pyright: ignore
 
     def _fft(self, step: AxisStep, x: Axed | None) -> JaxprEqn:
         """Return a Fourier transform in which each device transforms its own rows, which XLA would all-gather."""

@@ -7,20 +7,25 @@ import gc
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from ..core.errors import counted, quoted
-from ..core.source_lines import Source
-from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec
+from ..core.source_lines import Source, frames_of, source
+from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
+from ..distribution.active_settings import activate, activate_here
+from ..distribution.axis_marks import is_marking
+from ..distribution.mesh_axes import NO_MESH, has_manual
 from ..named_array import is_named_array
-from ._axes import Axis, Meeting, fresh, leaves, size_of
-from ._name_reader import NameReader
-from ._sources import LeafNames, names_of_leaves
-from ._tracing import Traced, source_of, trace
-from ._values import Axed, Pointer, dtype_kind
+from ._axes import Axis, Meeting, NameReader, fresh, leaves, size_of
+from ._sources import LeafNames, names_of_leaves, roots_of
+from ._values import Axed, AxisStep, Pointer, dtype_kind
 from ._walk import AxisWalk, Body, steps_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,14 @@ class NamedProgram:
         self.given_names = walk.given
         """The names of each argument's axes, also of those of size 1."""
         self._names = NameReader()
-        self._mix_ups = tuple(dict.fromkeys(map(self._mix_up, met)))
+        found = dict[MixUp, None]()
+        for m in met:
+            two, pair = m.kind == "sizes", (m.left, m.right)
+            a, b = (self._names.axis((f,)) or "?" for f in pair)
+            left, right = (f"size {f.size} by {f.source}" if two else f.source for f in pair)
+            operation, line = ("", None) if two else (m.at.name, source_of(m.at))
+            found[MixUp((a, b), (left, right), m.kind, operation, line)] = None
+        self._mix_ups = tuple(found)
 
     def names_of(self, value: Axed) -> tuple[str | None, ...]:
         """Return the names of the axes of a value of the program; None for an axis whose name is not known.
@@ -140,12 +152,6 @@ class NamedProgram:
         {'sum': ('batch',)}
         """
         return self._tree(self.traced.returned, self.body.results)
-
-    def _mix_up(self, m: Meeting) -> MixUp:
-        two, pair = m.kind == "sizes", (m.left, m.right)
-        a, b = (self._names.axis((f,)) or "?" for f in pair)
-        left, right = (f"size {f.size} by {f.source}" if two else f.source for f in pair)
-        return MixUp((a, b), (left, right), m.kind, "" if two else m.at.name, None if two else source_of(m.at))
 
     def _tree(self, spec: TreeSpec, values: Sequence[Axed]) -> Any:
         tree = spec.unflatten([self.names_of(x) for x in values])
@@ -227,7 +233,11 @@ class NamedProgram:
         lines += self._lines(self.body, "", known, count)
         returned: Sequence[Any] = self.body.jaxpr.outvars
         lines.append(f"return {' '.join(_written_literal(v) or known[v] for v in returned)}")
-        return "\n".join((*lines, *self._summary()))
+        lines += [f"mix-up: {mix_up}" for mix_up in self.mix_ups]
+        lines += self._asked()
+        lines += [said_of_closed_over(self.closed_over)] if self.closed_over else []
+        unknown = self._walk.unknown_primitives.items()
+        return "\n".join([*lines, *(f"{name} has no rule ({counted(n, 'time')})" for name, n in unknown)])
 
     def _lines(self, body: Body, indent: str, known: dict[Any, str], count: Iterator[int]) -> Iterator[str]:
         for step in body.steps:
@@ -254,15 +264,6 @@ class NamedProgram:
         return (
             f"{variable}:{_written_dtype(var.aval)}[{', '.join(str(n) if a is None else f'{a}={n}' for a, n in sizes)}]"
         )
-
-    def _summary(self) -> Iterator[str]:
-        for mix_up in self.mix_ups:
-            yield f"mix-up: {mix_up}"
-        yield from self._asked()
-        if self.closed_over:
-            yield said_of_closed_over(self.closed_over)
-        for name, count in self._walk.unknown_primitives.items():
-            yield f"{name} has no rule ({counted(count, 'time')})"
 
     def _asked(self) -> Iterator[str]:
         """Yield what the user completes to name the remaining axes of arguments."""
@@ -299,7 +300,20 @@ def infer(
     >>> program.results
     ('embed',)
     """
-    _check_parameters(fn, args, kwargs)
+    try:
+        signature = inspect.signature(fn)
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # it has no signature, or does not take these, as its call will say
+        return inferred(fn, args, kwargs, names, allow)
+    for name in ("names", "allow"):
+        own = signature.parameters.get(name)
+        if own is None or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
+            continue
+        if own.default is own.empty and name not in given:
+            raise TypeError(
+                f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
+                "position, or infer a function in which it has another name, and which calls this one."
+            )
     return inferred(fn, args, kwargs, names, allow)
 
 
@@ -311,24 +325,6 @@ def inferred(
     names_of_arrays = [own for leaf, own in said if isinstance(leaf, PROGRAM_ARRAYS)]
     # In a derivative, an axis that the function renames has its later name, up to the argument that has the first one.
     return follow(trace(fn, args, kwargs), names_of_arrays, allow, renames=False)
-
-
-def _check_parameters(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that the function needs no argument that is called like an argument of `infer`."""
-    try:
-        signature = inspect.signature(fn)
-        given = signature.bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # it has no signature, or does not take these, as its call will say
-        return
-    for name in ("names", "allow"):
-        own = signature.parameters.get(name)
-        if own is None or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
-            continue
-        if own.default is own.empty and name not in given:
-            raise TypeError(
-                f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
-                "position, or infer a function in which it has another name, and which calls this one."
-            )
 
 
 def follow(
@@ -359,7 +355,13 @@ def _walked_program(
 ) -> tuple[AxisWalk, Body]:
     walk, jaxpr = AxisWalk(separate, renames), traced.jaxpr.jaxpr
     walk.given = [set(own.names or ()) for own in names]
-    arguments = [_axed_argument(walk, var, own) for var, own in zip(jaxpr.invars, names, strict=True)]
+    arguments: list[Axed] = []
+    for var, own in zip(jaxpr.invars, names, strict=True):
+        shape: Any = var.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        pairs = zip(own.names or (None,) * len(shape), shape, strict=True)
+        dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
+        points = (Pointer(),) if dtype_kind(var) in ("i", "u") else None
+        arguments.append(Axed(walk.axes.distinct(dims), points=points))
     owners = [path.partition("/")[0] for path in traced.paths]  # none in a report, whose named arrays may have any size
     walk.axes.check_given((of, [f for axis in x.dims for f in axis]) for of, x in zip(owners, arguments, strict=False))
     # A walk makes many objects and drops none, so to look for garbage would double its time.
@@ -373,16 +375,67 @@ def _walked_program(
     return walk, body
 
 
-def _axed_argument(walk: AxisWalk, var: Any, own: LeafNames) -> Axed:
-    aval = var.aval
-    names = own.names or (None,) * len(aval.shape)
-    pairs = zip(names, aval.shape, strict=True)
-    dims = tuple(fresh(n) if name is None else walk.axes.axis(name, n, own.source) for name, n in pairs)
-    return Axed(walk.axes.distinct(dims), points=(Pointer(),) if dtype_kind(var) in ("i", "u") else None)
-
-
 def _class_of(axis: Axis) -> tuple[int, ...]:
     return tuple(map(id, leaves(axis)))
+
+
+# --- traced programs ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced program, and the trees of its arguments and results."""
+
+    jaxpr: ClosedJaxpr
+    given: TreeSpec
+    """The tree of the positional arguments and those by keyword."""
+    returned: TreeSpec
+    paths: tuple[str, ...]
+    """The path of each array in the arguments."""
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a function with abstract arguments, without a mapping, and with shardings in no types."""
+    given, static = flatten_arrays((args, dict(kwargs)), PROGRAM_ARRAYS, named=False)
+    returned: list[TreeSpec] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = static.unflatten(arrays)
+        found, spec = flatten_arrays(fn(*args, **kwargs), PROGRAM_ARRAYS, named=False)
+        returned[:] = [spec]
+        return found
+
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in given]
+    own_marks = activate_here(marked=not is_marking())  # a report marks the program that it traces itself
+    # Constraints by a `PartitionSpec` need the active mesh; its axes are Auto here, so that no type has a sharding.
+    active = jax.sharding.get_abstract_mesh()
+    types = (AxisType.Auto,) * len(active.axis_names)
+    without = active.empty or has_manual(active)
+    mesh = NO_MESH if without else AbstractMesh(active.axis_sizes, active.axis_names, axis_types=types)
+    with activate(None), own_marks, jax.sharding.use_abstract_mesh(mesh):
+        closed = jax.make_jaxpr(flat)(*abstract)
+    parameters = {root.keys: root.path for root in roots_of(fn, args, kwargs)}
+    leaves = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    paths = [(parameters[keys[:2]], keys[2:]) for keys, leaf in leaves if isinstance(leaf, PROGRAM_ARRAYS)]
+    parts = [(path, jax.tree_util.keystr(keys, simple=True, separator="/")) for path, keys in paths]
+    return Traced(closed, static, returned[0], tuple("/".join(filter(None, own)) for own in parts))
+
+
+def source_of(step: AxisStep) -> Source | None:
+    """Return the user's line of a step."""
+    frames = list(frames_of(step.eqn))
+    own = source(frames)
+    outer = None if step.outer is None else source_of(step.outer)
+    if own is None or outer is None or step.outer is None:
+        return own or outer
+    called = step.outer.params.get("name")
+    if called is None:
+        return own
+    # JAX traces a function of a library once, for the first of its callers, so its lines may come from another call.
+    return own if own.function.rpartition(".")[2] == called else outer
+
+
+# --- how a program is written ---
 
 
 def said_of_closed_over(arrays: Sequence[str]) -> str:

@@ -43,7 +43,15 @@ def name(tree: T, names: Any = None) -> T:
     ('embed', 'hidden')
     """
     found, structure = _names_of_leaves(tree, names)
-    leaves = [_renamed_leaf(leaf.path, leaf.value, x) for leaf, x in zip(leaves_of(tree)[0], found, strict=True)]
+    leaves = [leaf.value for leaf in leaves_of(tree)[0]]
+    for i, (leaf, (own, _)) in enumerate(zip(leaves_of(tree)[0], found, strict=True)):
+        if own and not isinstance(leaf.value, NamedArray):
+            if None in own:
+                raise ValueError(
+                    f"name: {leaf.path} has an axis without a name in {errors.describe_axes(n or '_' for n in own)}; a "
+                    "named array has a name for each."
+                )
+            leaves[i] = NamedArray(leaf.value, tuple(n for n in own if n is not None))
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -66,12 +74,3 @@ def _names_of_leaves(tree: Any, names: Any) -> tuple[list[LeafNames], Any]:
     """Return the names of each leaf, where a named array is a leaf, and the structure with those leaves."""
     root = Root("", (), tree)
     return named_leaves(tree, [root], dict(given_to_tree(names, root))), leaves_of(tree)[1]
-
-
-def _renamed_leaf(path: str, value: Any, found: LeafNames) -> Any:
-    if not found.names or isinstance(value, NamedArray):
-        return value
-    if None in found.names:
-        shown = errors.describe_axes(n or "_" for n in found.names)
-        raise ValueError(f"name: {path} has an axis without a name in {shown}; a named array has a name for each.")
-    return NamedArray(value, tuple(n for n in found.names if n is not None))

@@ -50,7 +50,7 @@ from ..distribution.mesh_axes import (
 )
 from ..distribution.output_sharding import call_with_output_sharding
 from ..ops._operands import private
-from ..ops._strided_slices import pad_with_gaps, strided_slice
+from ..ops._prefixes import pad_with_gaps, strided_slice
 from ._window_arguments import Padding
 
 

@@ -20,7 +20,7 @@ from ..core.jax_versions import set_apart
 from ..named_array import NamedArray, NamedOrNumeric
 from ..ops import _kernels
 from ..ops._operands import distinct, extreme, require_named, scalar
-from ..ops._strided_slices import strided_slice
+from ..ops._prefixes import strided_slice
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
 __all__ = ["max_pool", "mean_pool", "min_pool", "pool"]

@@ -1,1 +1,1 @@
-"""Operations on named arrays, one file for each family."""
+"""Operations on named arrays, one file for each family. May change before 1.0."""

@@ -24,7 +24,7 @@ from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, raw
 from . import _kernels
 from ._operands import as_positions, at_least_int32, require_positions
-from ._strided_slices import strided_slice
+from ._prefixes import strided_slice
 
 NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
 """The index of one axis: `docs/indexing.md` lists what it can be."""
@@ -146,6 +146,8 @@ def make_plan(
     if len(shape) != len(x.names):
         raise ValueError(errors.wrong_rank(x.names, shape))
     traced = isinstance(x.array, Tracer)
+    # Pallas is slow to import; if it is not, there is no slice as it writes them, `pl.ds(start, size)`.
+    pallas = sys.modules.get("jax.experimental.pallas")
     items: list[Item] = []
     operands: list[Any] = []
     checked: list[Any] = []
@@ -163,13 +165,16 @@ def make_plan(
                 add(name, "slice", (start, stop, step))
             else:
                 add(name, "dynamic slice", max(stop - start, 0), np.int32(start))
-        elif isinstance(index, ds) or is_pallas_slice(index):
+        elif isinstance(index, ds) or (pallas is not None and isinstance(index, pallas.Slice)):
             must_fit = for_view or getattr(index, "must_fit", True)
             _add_dynamic_slice(add, name, index, size, for_update, must_fit)
             if must_fit and in_range:
                 checked.append((name, size, index.start, index.size))
         elif isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
-            position = _checked_position(name, int(index), size)
+            if not -size <= index < size:
+                valid = f"an index lies in {-size}..{size - 1}" if size else "it has no elements"
+                raise IndexError(f"Indexing: {index} is out of range for axis {name!r} of size {size}: {valid}.")
+            position = int(index) % size
             if traced:
                 add(name, "at", position)
             else:
@@ -196,9 +201,15 @@ def require_in_range(checked: Sequence[Any]) -> None:
 _WAY_OUT = " `x.at[...].get` and updates take a `mode` for what is out of range."
 
 
-def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
-    if jax.export.is_symbolic_dim(size):
-        return _bounds_of_symbolic(name, index, size)
+def _slice_bounds(name: str, index: slice, size: Any) -> tuple[Any, Any, int]:
+    if jax.export.is_symbolic_dim(size):  # as in `jax.export`; JAX checks that the bounds fit
+        if index.step not in (None, 1):
+            raise ValueError(f"Indexing: axis {name!r} has the symbolic size {size}, so a slice of it has no stride.")
+        start, stop = (
+            otherwise if bound is None else bound if jax.export.is_symbolic_dim(bound) or bound >= 0 else size + bound
+            for bound, otherwise in ((index.start, 0), (index.stop, size))
+        )
+        return start, stop, 1
     try:
         bounds = index.indices(size)
     except jax.errors.TracerIntegerConversionError:
@@ -210,17 +221,6 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
         kinds = ", ".join(type(b).__name__ for b in (index.start, index.stop, index.step) if b is not None)
         raise TypeError(f"Indexing: the bounds of a slice of axis {name!r} must be integers, got {kinds}.") from None
     return bounds if range(*bounds) else (0, 0, 1)  # `jax.lax.slice` refuses a stop before the start
-
-
-def _bounds_of_symbolic(name: str, index: slice, size: Any) -> tuple[Any, Any, int]:
-    """Return the bounds of a slice of an axis with a symbolic size (`jax.export`); JAX checks that they fit."""
-    if index.step not in (None, 1):
-        raise ValueError(f"Indexing: axis {name!r} has the symbolic size {size}, so a slice of it has no stride.")
-    start, stop = (
-        otherwise if bound is None else bound if jax.export.is_symbolic_dim(bound) or bound >= 0 else size + bound
-        for bound, otherwise in ((index.start, 0), (index.stop, size))
-    )
-    return start, stop, 1
 
 
 def _add_dynamic_slice(
@@ -252,19 +252,6 @@ def _add_dynamic_slice(
     add(name, "gather", (*names, name), array, padded)
 
 
-def is_pallas_slice(index: Any) -> bool:
-    """Return whether an index is a slice as Pallas writes it, `pl.ds(start, size)`."""
-    pallas = sys.modules.get("jax.experimental.pallas")  # slow to import; if it is not, there is no such slice
-    return pallas is not None and isinstance(index, pallas.Slice)
-
-
-def _checked_position(name: str, index: int, size: int) -> int:
-    if not -size <= index < size:
-        valid = f"an index lies in {-size}..{size - 1}" if size else "it has no elements"
-        raise IndexError(f"Indexing: {index} is out of range for axis {name!r} of size {size}: {valid}.")
-    return index % size
-
-
 def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
     """Return an index array and its names; a raw 1-D array or a list keeps the axis that it indexes."""
     if isinstance(index, NamedArray):
@@ -272,7 +259,12 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
         if jnp.ndim(array) != len(names):
             raise ValueError(errors.wrong_rank(names, jnp.shape(array)))
     else:
-        array = _as_array(index) if isinstance(index, (list, tuple)) else index
+        array: Any = index
+        if isinstance(index, (list, tuple)):
+            if any(isinstance(i, Tracer) for i in index):
+                array = jnp.asarray(index)
+            else:
+                array = np.asarray(index, dtype=None if index else np.int32)  # NumPy takes an empty list for floats
         if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
             raise TypeError(
                 f"Indexing: axis {name!r} cannot be indexed with {type(index).__name__}; use an integer, a slice, "
@@ -285,30 +277,20 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
             )
         names = (name,) * array.ndim
     if array.dtype == bool:
-        return _positions_of_mask(name, array, names, size), names
+        if names != (name,) or array.shape != (size,):
+            raise ValueError(
+                f"Indexing: a mask for axis {name!r} of size {size} must have this axis alone, got "
+                f"{errors.describe_axes(names, array.shape)}. For masks over several axes use axonym.where."
+            )
+        if isinstance(array, Tracer):
+            raise TypeError(
+                f"Indexing: a traced mask for axis {name!r} would give a result of unknown size. Use axonym.where, or "
+                "axonym.nonzero with a size."
+            )
+        return np.flatnonzero(np.asarray(array)).astype(np.int32), names
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"Indexing: axis {name!r} needs integers, got an array of {array.dtype}.")
     return at_least_int32(array), names  # JAX computes positions in this dtype
-
-
-def _as_array(index: Sequence[Any]) -> Any:
-    if any(isinstance(i, Tracer) for i in index):
-        return jnp.asarray(index)
-    return np.asarray(index, dtype=None if index else np.int32)  # NumPy takes an empty list for floats
-
-
-def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
-    if names != (name,) or mask.shape != (size,):
-        raise ValueError(
-            f"Indexing: a mask for axis {name!r} of size {size} must have this axis alone, got "
-            f"{errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
-        )
-    if isinstance(mask, Tracer):
-        raise TypeError(
-            f"Indexing: a traced mask for axis {name!r} would give a result of unknown size. Use axonym.where, or "
-            "axonym.nonzero with a size."
-        )
-    return np.flatnonzero(np.asarray(mask)).astype(np.int32)
 
 
 def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapping[Item, jax.Array]) -> jax.Array:

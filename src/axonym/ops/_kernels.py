@@ -127,14 +127,13 @@ class Kernel:
             if settings.mapping and not compute:
                 compute = {"#": None}  # there is a mapping, by which each new array is replicated
             own = intern_settings(mapping=compute, parameter_mapping=stored, uneven=settings.uneven)
-            call = functools.partial(_call_with_settings, own, shared)
+
+            def call(*arrays: Any) -> Any:
+                with ACTIVE(own):
+                    return shared(*arrays)
+
         self._shared_under = settings, call
         return call
-
-
-def _call_with_settings(settings: Settings | None, fn: Callable[..., Any], *arrays: Any) -> Any:
-    with ACTIVE(settings):
-        return fn(*arrays)
 
 
 _concrete: set[type] = {int, float}
@@ -171,8 +170,14 @@ def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
     def lookup(*key):
         try:
             return build(*key)
-        except UnknownAxes as e:
-            return Kernel(functools.partial(_raise_unknown, e.what, e.missing, e.names, e.operand), None)
+        except UnknownAxes as error:
+            refused = error.with_traceback(None)
+
+        def refuse(*arrays: Any) -> None:
+            shape = jnp.shape(arrays[refused.operand])
+            raise ValueError(errors.missing_axes(refused.what, refused.missing, refused.names, shape))
+
+        return Kernel(refuse, None)
 
     return lookup
 
@@ -250,10 +255,6 @@ def _restored_names(numbers: Any, names: Mapping[str, str]) -> Any:
 
 def _call(build: Callable[..., Kernel], key: tuple[Any, ...], *arrays: Any) -> Any:
     return build(*key).call(*arrays)
-
-
-def _raise_unknown(what: str, missing: Sequence[str], names: Names, operand: int, *arrays: Any) -> None:
-    raise ValueError(errors.missing_axes(what, missing, names, jnp.shape(arrays[operand])))
 
 
 def select(what: str, names: Names, selection: AxisSelection | None, operand: int = 0) -> Names:
@@ -470,7 +471,12 @@ def _on_auto_axes(
         if AxisType.Manual not in mesh.axis_types and (shared or is_mapped() or (per_device and active_mapping())):
             if by_products is not None and not active_mapping():
                 return by_products(*arrays)
-            entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays)
+            pairs = zip(in_names, arrays, strict=True)
+            sizes = {n: size for names, x in pairs for n, size in zip(names, x.shape, strict=True)}
+            entries: dict[str, Entry] = {}
+            for n in (n for n in out_names if n not in along):  # one that its mesh axes do not divide is replicated
+                entry = entry_of([a for a in mapped_axes(n) if a not in axes_in(entries.values())])
+                entries[n] = entry if sizes[n] % shard_count(mesh, entry) == 0 else None
             specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
             return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)
         if per_device:
@@ -484,17 +490,6 @@ def _on_auto_axes(
         return kept(out_names, found, mesh)
 
     return call
-
-
-def _fitting_entries(batch: Sequence[str], in_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str, Entry]:
-    """Return how the active mapping shards each axis of a batch; one that its mesh axes do not divide is replicated."""
-    mesh = mesh_around()
-    sizes = {n: size for names, x in zip(in_names, arrays, strict=True) for n, size in zip(names, x.shape, strict=True)}
-    entries: dict[str, Entry] = {}
-    for n in batch:
-        entry = entry_of([a for a in mapped_axes(n) if a not in axes_in(entries.values())])
-        entries[n] = entry if sizes[n] % shard_count(mesh, entry) == 0 else None
-    return entries
 
 
 def map_over(fn: Callable[..., Any], over: Names, in_names: Sequence[Names], out_names: Names) -> Callable[..., Any]:

@@ -65,44 +65,31 @@ def sharded_kernel(
         return run_sharded(what, fn, in_names, _kernels.as_in_jit(arrays), out)
 
     kernel.__name__ = kernel.__qualname__ = what
-    return _kernels.Kernel(_outside_of_jit(what, out, jax.jit(kernel, inline=INLINE)), tuple(a.name for a in out))
-
-
-def _outside_of_jit(what: str, out: tuple[Axis, ...], jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse results with uneven axes, and activate the mesh of an older `with mesh:`.
-
-    In such a mesh, JAX does not compile programs on Explicit axes.
-    """
+    jitted = jax.jit(kernel, inline=INLINE)
 
     def call(*arrays: Any) -> Any:
-        if active_settings.pads_uneven():
-            _refuse_uneven(what, out)
+        mesh = current_mesh()
+        if active_settings.pads_uneven() and mesh is not None and not has_explicit(mesh):
+            from ..sharding.meshes import in_trace
+
+            over = {a: mapped_on(what, a.name, mesh, AxisType.Auto) for a in out}
+            odd = [a for a, axes in over.items() if a.size % shard_count(mesh, axes)]
+            if odd and not in_trace():  # nothing outside of jit could compute with the result
+                raise ValueError(
+                    f"{what} on mesh {errors.describe_shape(mesh.shape)}: the mesh axes do not divide "
+                    f"{errors.describe_axes([a.name for a in odd], [a.size for a in odd])}, which `uneven='pad'` "
+                    "allows inside compiled functions. Make the array in a function compiled by axonym.named_jit, "
+                    "which stores it padded."
+                )
         try:
             return jitted(*arrays)
-        except ValueError as error:
-            mesh = current_mesh()
+        except ValueError as error:  # in an older `with mesh:`, JAX does not compile programs on Explicit axes
             if not (is_about_older_mesh(error) and isinstance(mesh, Mesh)):
                 raise
         with jax.set_mesh(mesh):
             return jitted(*arrays)
 
-    return call
-
-
-def _refuse_uneven(what: str, out: tuple[Axis, ...]) -> None:
-    """Raise an error if a result outside of jit would have uneven axes: nothing could compute with it."""
-    from ..sharding.meshes import in_trace
-
-    mesh = current_mesh()
-    if mesh is None or has_explicit(mesh) or in_trace():
-        return
-    over = {a: mapped_on(what, a.name, mesh, AxisType.Auto) for a in out}
-    if odd := [a for a, axes in over.items() if a.size % shard_count(mesh, axes)]:
-        raise ValueError(
-            f"{what} on mesh {errors.describe_shape(mesh.shape)}: the mesh axes do not divide "
-            f"{errors.describe_axes([a.name for a in odd], [a.size for a in odd])}, which `uneven='pad'` allows inside "
-            "compiled functions. Make the array in a function compiled by axonym.named_jit, which stores it padded."
-        )
+    return _kernels.Kernel(call, tuple(a.name for a in out))
 
 
 def run_sharded(

@@ -10,19 +10,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ..core import errors, parsing
 from ..core.parsing import Dots, Expression, Name, Place, Term
+from ..distribution import fsdp_ops, output_sharding
+from ..distribution.mesh_axes import entries_of, explicit_mesh
 from ..named_array import NamedArray, wrap
 from . import _kernels
-from ._contraction_plan import DotGeneral, Plan, contract, contract_with
-from ._operands import dtype_key
+from ._operands import dtype_key, private
+
+DotGeneral = Callable[..., jax.Array]
+"""A replacement for `jax.lax.dot_general`, such as a quantized one. It may be a pytree that holds arrays."""
+
+
+class _Plan(NamedTuple):
+    """A contraction as static data: axes that are not in `out_names` are summed over.
+
+    `sized` holds the axes that the user gave with a size; their sizes are checked.
+    """
+
+    what: str
+    in_names: tuple[Names, ...]
+    out_names: Names
+    precision: jax.lax.PrecisionLike = None
+    preferred_element_type: DTypeLike | None = None
+    sized: tuple[Axis, ...] = ()
+
+
+class _OperandTerm(NamedTuple):
+    names: Names
+    array: jax.Array
 
 
 class _Required:
@@ -75,7 +99,7 @@ def dot(
         kernel = _contraction_kernel(_dot_plan, names, axis, out_axes, precision, preferred_element_type)
         return kernel.apply(*raw)
     plan = _dot_plan(names, axis, out_axes, precision, preferred_element_type)
-    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
+    return wrap(_contract_with(plan, raw, dot_general), plan.out_names)
 
 
 # Two caches: by the call, so that each is planned once; and by the plan, so that calls share a program that have other
@@ -83,7 +107,7 @@ def dot(
 
 
 @_kernels.cached
-def _contraction_kernel(make_plan: Callable[..., Plan], *key: Any) -> _kernels.Kernel:
+def _contraction_kernel(make_plan: Callable[..., _Plan], *key: Any) -> _kernels.Kernel:
     return _plan_kernel(*make_plan(*key))
 
 
@@ -96,10 +120,10 @@ def _plan_kernel(
     preferred_element_type: Any,
     sized: tuple[Axis, ...],
 ) -> _kernels.Kernel:
-    plan = Plan(what, in_names, out_names, precision, preferred_element_type, sized)
+    plan = _Plan(what, in_names, out_names, precision, preferred_element_type, sized)
 
     def positional(*arrays):
-        return contract(plan, arrays, jax.lax.dot_general)
+        return _contract(plan, arrays, jax.lax.dot_general)
 
     return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=sized, gathers=True)
 
@@ -110,13 +134,34 @@ def _dot_plan(
     out_axes: tuple[Any, ...] | None,
     precision: Any,
     preferred_element_type: Any,
-) -> Plan:
+) -> _Plan:
     union = tuple(dict.fromkeys(n for names in all_names for n in names))
-    summed = union if axis is None else _summed_axes(union, axis, all_names)
-    kept = tuple(n for n in union if n not in summed)
-    out_names = kept if out_axes is None else _ordered_axes(kept, out_axes)
+    summed = union if axis is None else tuple(map(name_of, selectors(axis)))
+    if missing := [n for n in summed if n not in union]:
+        operands = " and ".join(errors.describe_axes(n) for n in all_names)
+        hints = errors.suggestions(missing, union)
+        raise ValueError(f"dot: no operand has axis {errors.quoted(missing)}; the operands are {operands}.{hints}")
+    for n in () if axis is None else summed:
+        if alone := _found_in_one_operand(n, all_names):
+            raise ValueError(f"dot: {alone}")
+    kept = out_names = tuple(n for n in union if n not in summed)
+    if out_axes is not None:
+        wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
+        named = [n for n in wanted if isinstance(n, str)]
+        if unknown := [n for n in named if n not in kept]:
+            raise ValueError(
+                f"dot: out_axes names {errors.quoted(unknown)}, which the result does not have: summing leaves "
+                f"{errors.describe_axes(kept)}."
+            )
+        left_out = [n for n in kept if n not in wanted]
+        if left_out and ... not in wanted:
+            listed = errors.quoted(left_out)
+            raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
+        if len({*named}) < len(named):
+            raise ValueError(f"dot: out_axes names an axis twice: {errors.describe_axes(map(str, wanted))}.")
+        out_names = rearrange_for_partial_order(wanted, kept)
     sized = tuple(s for s in (*selectors(axis), *(out_axes or ())) if isinstance(s, Axis))
-    return Plan("dot", all_names, out_names, precision, preferred_element_type, sized)
+    return _Plan("dot", all_names, out_names, precision, preferred_element_type, sized)
 
 
 def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedArray, ...], Any]:
@@ -139,19 +184,6 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
     return tuple(operands), axis
 
 
-def _summed_axes(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Names:
-    chosen = tuple(name_of(s) for s in selectors(axis))
-    missing = [n for n in chosen if n not in union]
-    if missing:
-        operands = " and ".join(errors.describe_axes(n) for n in all_names)
-        hints = errors.suggestions(missing, union)
-        raise ValueError(f"dot: no operand has axis {errors.quoted(missing)}; the operands are {operands}.{hints}")
-    for n in chosen:
-        if alone := _found_in_one_operand(n, all_names):
-            raise ValueError(f"dot: {alone}")
-    return chosen
-
-
 def _found_in_one_operand(name: str, all_names: Sequence[Names]) -> str:
     """Say that only one of several operands has an axis to sum over; return an empty text if that is not so."""
     having = [i for i, names in enumerate(all_names) if name in names]
@@ -164,24 +196,6 @@ def _found_in_one_operand(name: str, all_names: Sequence[Names]) -> str:
         f"only operand {having[0]} has axis {name!r}; the operands are {operands}.{hint} To sum it in that operand "
         f"alone, write `x.sum({name!r})` there."
     )
-
-
-def _ordered_axes(kept: Names, out_axes: tuple[Any, ...]) -> Names:
-    wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
-    unknown = [n for n in wanted if isinstance(n, str) and n not in kept]
-    if unknown:
-        raise ValueError(
-            f"dot: out_axes names {errors.quoted(unknown)}, which the result does not have: summing leaves "
-            f"{errors.describe_axes(kept)}."
-        )
-    left_out = [n for n in kept if n not in wanted]
-    if left_out and ... not in wanted:
-        listed = errors.quoted(left_out)
-        raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
-    named = [n for n in wanted if isinstance(n, str)]
-    if len({*named}) < len(named):
-        raise ValueError(f"dot: out_axes names an axis twice: {errors.describe_axes(map(str, wanted))}.")
-    return rearrange_for_partial_order(wanted, kept)
 
 
 # --- einsum ---
@@ -235,7 +249,7 @@ def einsum(
     if dot_general is _DOT_GENERAL:
         return _contraction_kernel(_einsum_plan, *key).apply(*raw)
     plan = _einsum_plan(*key)
-    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
+    return wrap(_contract_with(plan, raw, dot_general), plan.out_names)
 
 
 def _einsum_plan(
@@ -244,7 +258,7 @@ def _einsum_plan(
     aliases: tuple[tuple[str, AxisSelector], ...],
     precision: Any,
     preferred_element_type: Any,
-) -> Plan:
+) -> _Plan:
     """Return the contraction that an equation describes."""
     expression = parsing.parse("einsum", equation, comma="terms")
     terms = (*expression.lhs, *expression.rhs)
@@ -256,7 +270,7 @@ def _einsum_plan(
         raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {equation!r}.{hints}")
     meaning = _Meaning(expression, all_names, {word: name_of(a) for word, a in aliases})
     sized = tuple(a for _, a in aliases if isinstance(a, Axis))
-    return Plan("einsum", all_names, meaning.output(), precision, preferred_element_type, sized)
+    return _Plan("einsum", all_names, meaning.output(), precision, preferred_element_type, sized)
 
 
 class _Meaning:
@@ -363,3 +377,169 @@ class _Meaning:
 
 def _words_of(term: Term) -> Iterator[Name]:
     return (e for e in term.elements if isinstance(e, Name))
+
+
+# --- plans, of any number of operands ---
+
+
+def _contract_with(plan: _Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
+    """Contract with a replacement for `dot_general`. It may hold arrays, so it is not cached."""
+    _kernels.check_operands(plan.what, plan.in_names, arrays)
+    _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
+    if explicit_mesh(arrays) is None:
+        return _contract(plan, arrays, dot_general)
+    held, held_names, holding = _held_arrays(dot_general)
+
+    def positional(*operands):
+        return _contract(plan, operands[: len(arrays)], holding(operands[len(arrays) :]))
+
+    try:
+        return output_sharding.call_with_output_sharding(
+            plan.what,
+            positional,
+            [*plan.in_names, *held_names],
+            plan.out_names,
+            [*arrays, *held],
+            summed=tuple(dict.fromkeys(n for names in plan.in_names for n in names if n not in plan.out_names)),
+        )
+    except Exception as e:
+        if not held:
+            e.add_note(_CLOSED_OVER.format(what=plan.what))
+        raise
+
+
+def _held_arrays(
+    dot_general: DotGeneral,
+) -> tuple[list[jax.Array], list[Names], Callable[[Sequence[jax.Array]], DotGeneral]]:
+    """Return the arrays that a function holds, names of their axes, and a way to make it hold others.
+
+    Where the function is handed to the partitioner or to `shard_map`, they must be operands like all others.
+    """
+    parts, tree = jax.tree.flatten(dot_general)
+    held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
+    names = [private(f"array {i} of dot_general", tuple(map(str, range(parts[i].ndim)))) for i in held]
+
+    def holding(arrays: Sequence[jax.Array]) -> DotGeneral:
+        rebuilt = dict(enumerate(parts)) | dict(zip(held, arrays, strict=True))
+        return jax.tree.unflatten(tree, list(rebuilt.values()))
+
+    return [parts[i] for i in held], names, holding
+
+
+_CLOSED_OVER = (
+    "{what}: on Explicit mesh axes, a dot_general cannot close over arrays. If yours does, make it a pytree that holds "
+    "them: `jax.tree_util.Partial(fn, array)`, or a module."
+)
+
+
+def _contract(plan: _Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
+    """Multiply the operands and sum over every axis that is not in the output, two operands at a time."""
+    dtype = jnp.result_type(*arrays)
+    # An array that has the dtype keeps its weak type.
+    arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
+    terms = list(map(_OperandTerm, plan.in_names, arrays))
+    for first, second in _order_of_products(plan, terms):
+        left, right = terms[first], terms[second]
+        terms = [t for i, t in enumerate(terms) if i not in (first, second)]
+        needed = set(plan.out_names).union(*(t.names for t in terms))
+        # Only the last product must have the layout of the result.
+        terms.append(_multiply_terms(plan, left, right, needed, None if terms else plan.out_names, dot_general))
+    (last,) = terms
+    last = _sum_out(plan, last, set(plan.out_names))
+    result = _kernels.transpose_to(last.array, last.names, plan.out_names)
+    wanted = plan.preferred_element_type
+    return result if wanted is None else result.astype(wanted)
+
+
+def _order_of_products(plan: _Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
+    """Return the two operands to multiply at each step; each product is appended to the list."""
+    if len(terms) <= 2:
+        return [(0, 1)] * (len(terms) - 1)
+    letters = {n: chr(ord("a") + i) for i, n in enumerate(dict.fromkeys(n for t in terms for n in t.names))}
+    if len(letters) > 26:  # einsum_path has 26 letters; the order only affects speed
+        return [(0, 1)] + [(0, len(terms) - k - 1) for k in range(1, len(terms) - 1)]
+    spelled = ["".join(letters[n] for n in names) for names in (*(t.names for t in terms), plan.out_names)]
+    equation = f"{','.join(spelled[:-1])}->{spelled[-1]}"
+    shapes: list[Any] = [jax.ShapeDtypeStruct(t.array.shape, t.array.dtype) for t in terms]
+    path, _ = jnp.einsum_path(equation, *shapes, optimize="optimal")
+    return [(min(step), max(step)) for step in path if len(step) == 2]
+
+
+def _multiply_terms(
+    plan: _Plan,
+    left: _OperandTerm,
+    right: _OperandTerm,
+    needed: set[str],
+    target: Names | None,
+    dot_general: DotGeneral,
+) -> _OperandTerm:
+    """Multiply two terms and sum over axes that no other term needs; `target` is the layout of the result, if given."""
+    # First: otherwise the product would have these axes, too, only to be summed over them.
+    left = _sum_out(plan, left, needed.union(right.names))
+    right = _sum_out(plan, right, needed.union(left.names))
+    shared = [n for n in left.names if n in right.names]
+    batch = tuple(n for n in (target or left.names) if n in shared and n in needed)
+    summed = tuple(n for n in shared if n not in needed)
+    names = (*batch, *_free_names(left, shared), *_free_names(right, shared))
+    swapped = (*batch, *_free_names(right, shared), *_free_names(left, shared))
+    if target == swapped != names:  # the other order gives the target layout, and saves a transpose
+        left, right, names = right, left, swapped
+    layout = names if target is None else target
+    dimensions = (
+        (_positions_of(left.names, summed), _positions_of(right.names, summed)),
+        (_positions_of(left.names, batch), _positions_of(right.names, batch)),
+    )
+
+    def multiply(x: jax.Array, y: jax.Array, dot_general: DotGeneral, mesh: AbstractMesh | None = None) -> jax.Array:
+        """Multiply two arrays; `mesh` is the mesh of the operands if it has Explicit axes."""
+        wanted = plan.preferred_element_type
+        if not summed and mesh is None:
+            x, y = _kernels.align(x, left.names, layout), _kernels.align(y, right.names, layout)
+            if wanted is None:
+                return x * y
+            wide = jnp.result_type(x, y, wanted)
+            return (x.astype(wide) * y.astype(wide)).astype(wanted)
+        options: dict[str, Any] = {"precision": plan.precision, "preferred_element_type": wanted}
+        if mesh is not None and dot_general is jax.lax.dot_general:
+            # If a summed axis is sharded, JAX asks for the sharding of the result.
+            sizes = dict(zip((*left.names, *right.names), (*x.shape, *y.shape), strict=True))
+            operands = [(left.names, entries_of(x)), (right.names, entries_of(y))]
+            spec = output_sharding.infer_output_spec(
+                plan.what, names, [sizes[n] for n in names], operands, mesh, summed=summed
+            )
+            options["out_sharding"] = NamedSharding(mesh, spec)
+        return _kernels.transpose_to(dot_general(x, y, dimensions, **options), names, layout)
+
+    held, held_names, holding = _held_arrays(dot_general)
+    arrays = (left.array, right.array)
+    product = fsdp_ops.run_gathering_parameters(
+        lambda x, y, *held: multiply(x, y, holding(held)),
+        (left.names, right.names, *held_names),
+        layout,
+        *arrays,
+        *held,
+        summed=summed,
+    )
+    if product is None:
+        product = multiply(*arrays, dot_general, explicit_mesh(arrays))
+    return _OperandTerm(layout, product)
+
+
+def _sum_out(plan: _Plan, term: _OperandTerm, needed: set[str]) -> _OperandTerm:
+    """Sum over the axes of one operand that no other term needs."""
+    gone = tuple(n for n in term.names if n not in needed)
+    if not gone:
+        return term
+    # Sum in the dtype of a product, so that it makes no difference which operands have the axis.
+    array = jnp.sum(
+        term.array, axis=_positions_of(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype
+    )
+    return _OperandTerm(tuple(n for n in term.names if n in needed), array)
+
+
+def _free_names(term: _OperandTerm, shared: Sequence[str]) -> Names:
+    return tuple(n for n in term.names if n not in shared)
+
+
+def _positions_of(layout: Names, names: Sequence[str]) -> tuple[int, ...]:
+    return tuple(layout.index(n) for n in names)

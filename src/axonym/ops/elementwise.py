@@ -30,21 +30,20 @@ from ._operands import as_float, at_least_float32, operand, require_named, scala
 
 @_kernels.shared("names")
 def _unary_kernel(
-    fn: Callable[..., Any], name: str, names: Names, outputs: int = 1, constant: bool = False
+    fn: Callable[..., Any], name: str, names: Names, outputs: int = 1, constant: bool = False, *static: Any
 ) -> _kernels.Kernel:
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, fn, (names,), out_names, by_index=not constant)
+    return _kernels.make_kernel(name, lambda x: fn(x, *static), (names,), out_names, by_index=not constant)
 
 
 @_kernels.shared("a_names", "b_names")
 def _binary_kernel(
-    fn: Callable[..., Any], name: str, a_names: Names, b_names: Names, outputs: int = 1, static: Any = None
+    fn: Callable[..., Any], name: str, a_names: Names, b_names: Names, outputs: int = 1
 ) -> _kernels.Kernel:
     names = _kernels.broadcast_names(name, (a_names, b_names))
 
     def positional(a, b):
-        a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
-        return fn(a, b) if static is None else fn(a, b, static)
+        return fn(_kernels.align(a, a_names, names), _kernels.align(b, b_names, names))
 
     out_names = names if outputs == 1 else (names,) * outputs
     return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, by_index=True)
@@ -223,15 +222,9 @@ def round(a: A, decimals: int = 0) -> A:
     """
     x: Any = a
     if isinstance(x, NamedArray):
-        kernel = _round_kernel(x.names, operator.index(decimals))
-        return kernel.apply(x.array)
+        return _unary_kernel(jnp.round, "round", x.names, 1, False, operator.index(decimals)).apply(x.array)
     rounded: Any = map_tree(lambda leaf: round(leaf, decimals), x) if is_tree(x) else jnp.round(x, decimals)
     return rounded
-
-
-@_kernels.shared("names")
-def _round_kernel(names: Names, decimals: int) -> _kernels.Kernel:
-    return _kernels.make_kernel("round", lambda x: jnp.round(x, decimals), (names,), names, by_index=True)
 
 
 @overload
@@ -251,16 +244,10 @@ def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
     a_names = a.names if isinstance(a, NamedArray) else ()
     a = a.array if isinstance(a, NamedArray) else a
     if type(b) is int or (isinstance(b, np.integer) and b < 0):  # which JAX refuses for integers, if it knows the value
-        kernel = _integer_power_kernel(a_names, int(b))
-        return kernel.apply(a)
+        return _unary_kernel(jnp.power, "power", a_names, 1, b == 0, int(b)).apply(a)
     b_names = b.names if isinstance(b, NamedArray) else ()
     kernel = _binary_kernel(jnp.power, "power", a_names, b_names)
     return kernel.apply(a, b.array if isinstance(b, NamedArray) else b)
-
-
-@_kernels.shared("names")
-def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
-    return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, by_index=exponent != 0)
 
 
 _DIVMOD = _broadcast_once(jnp.divmod)

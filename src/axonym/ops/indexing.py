@@ -9,19 +9,24 @@ from it. Axes that an index array shares with `x` are batch dimensions of that g
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..core.tree_spec import StaticLeaf
+from ..distribution import policy
+from ..distribution.fsdp_ops import active_mappings, mesh_to_run_on, possible, run_with_auto_axes, varying_alike
+from ..distribution.mesh_axes import axes_in, spec_of
 from ..distribution.operation_scope import DerivedName
+from ..distribution.policy import PlacedAxes
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
 from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan, require_in_range
-from ._operands import distinct, require_named
-from ._sharded_tables import look_up_sharded_columns
+from ._operands import distinct, extreme, require_named
 
 _BLOCKS = ("slice", "dynamic slice")
 _FILL = (("mode", "fill"),)
@@ -91,7 +96,24 @@ def slice(
     >>> axn.slice(x, {"x": 1}, {"x": axn.Axis("window", 2)})
     NamedArray(int32[window=2], [1 2])
     """
-    starts, lengths = _starts_and_lengths(array, axis, new_axis, start, length)
+    # `slice(x, "pos", start=2, length=3)`, `slice(x, {"pos": 2}, {"pos": 3})`, and the latter by keyword.
+    starts: Any = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
+    lengths: Any = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
+    if starts is None and isinstance(axis, (str, Axis)):
+        starts = {axis: 0 if start is None else start}
+        if lengths is None:
+            new, size = new_axis, length.size if isinstance(length, Axis) else length
+            if isinstance(new, Axis) and size not in (None, new.size):
+                raise ValueError(f"slice: the new axis {new} does not have the length {size}.")
+            if isinstance(new, str) and isinstance(size, (int, np.integer)):
+                new = Axis(new, size)
+            lengths = {axis: new if isinstance(new, (str, Axis)) or length is None else length}
+    if starts is None or lengths is None:
+        raise TypeError(
+            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
+            "lengths."
+        )
+    starts, lengths = ({name_of(k): v for k, v in given.items()} for given in (starts, lengths))
     if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
         raise ValueError(
             f"slice of {describe_array(array)}: each axis needs a start and a size; got starts for {sorted(starts)} "
@@ -102,35 +124,6 @@ def slice(
     if not renames:
         return result
     return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
-
-
-def _starts_and_lengths(
-    array: NamedArray, axis: Any, new_axis: Any, start: Any, length: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return where each slice starts, and how long it is or its axis, from the arguments of `slice`."""
-    # `slice(x, "pos", start=2, length=3)`, `slice(x, {"pos": 2}, {"pos": 3})`, and the latter by keyword.
-    starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
-    lengths = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
-    if starts is None and isinstance(axis, (str, Axis)):
-        starts = {axis: 0 if start is None else start}
-        if lengths is None:
-            lengths = {axis: new_axis if length is None else _sized_axis(new_axis, length)}
-    if starts is None or lengths is None:
-        raise TypeError(
-            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
-            "lengths."
-        )
-    return {name_of(k): v for k, v in starts.items()}, {name_of(k): v for k, v in lengths.items()}
-
-
-def _sized_axis(axis: Any, length: Any) -> Any:
-    """Return the axis of a slice with size `length`, or only the length if there is no axis."""
-    if not isinstance(axis, (str, Axis)):
-        return length
-    size = length.size if isinstance(length, Axis) else length
-    if isinstance(axis, Axis) and axis.size != size:
-        raise ValueError(f"slice: the new axis {axis} does not have the length {size}.")
-    return Axis(name_of(axis), size)
 
 
 @_kernels.shared("names", "items")
@@ -153,7 +146,7 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     per_device = None
     if [i.kind for i in items] == ["gather"] and not layout.shared and options in ((), _FILL):
         per_device = functools.partial(
-            look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name, bool(options)
+            _look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name, bool(options)
         )
     # The layout compares sizes after the slices are cut out.
     return _kernels.make_kernel(
@@ -164,3 +157,73 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:
     """Return the names, with unique ones for axes that an index replaces, so that no index array matches them."""
     return tuple(DerivedName(n, f"{n} (indexed)") if n in replaced else n for n in names)
+
+
+def _look_up_sharded_columns(
+    fn: Callable[..., jax.Array],
+    in_names: tuple[Names, Names],
+    out_names: Names,
+    indexed: str,
+    fills: bool,
+    table: jax.Array,
+    indices: jax.Array,
+) -> jax.Array | None:
+    """Look up rows of a table whose columns are stored sharded like the batch; return None for other tables.
+
+    The table is not gathered: each device looks up its shard of the columns for the rows that all devices need, and an
+    all-to-all exchanges columns for rows. The gradient takes the same way back. If storage and compute mapping shard
+    the rows over the same other mesh axes, each device looks up the rows in its shard, and the results are added.
+
+    Arguments:
+        fn: the look-up, on shards of the table and the indices.
+        indexed: the axis of the table that is indexed.
+        fills: whether what is out of range is NaN, or the extreme of its dtype, and not the nearest row.
+    """
+    mesh = mesh_to_run_on()
+    if mesh is None:
+        return None
+    names, index_names = in_names
+    by = active_mappings(mesh)
+    exchange, over = policy.exchange_columns(names, index_names, indexed, by), by.used(indexed)
+    if exchange is None:
+        return None
+    if over and (table.dtype == jnp.bool_ or any(a in over for n in index_names for a in by.used(n))):
+        return None
+    operands = [PlacedAxes(names, [*map(by.stored, names)]), PlacedAxes(index_names, [*map(by.used, index_names)])]
+    out_spec = spec_of(map(by.used, out_names))
+    used = axes_in(out_spec)
+    if len(set(used)) < len(used) or not possible(operands, (table, indices), mesh):
+        return None
+    specs = [spec_of(operand.over) for operand in operands]
+    extra, row_of_indices = exchange.axes, index_names.index(exchange.row)
+    row, column = out_names.index(exchange.row), out_names.index(exchange.column)
+
+    def per_device(table, indices):
+        table = varying_alike(table, specs[0], specs, mesh)
+        own, indices = indices, jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True)
+        if not over:
+            return trade(fn(table, indices))
+        size = table.shape[names.index(indexed)]
+        last = size * jax.lax.axis_size(over) - 1
+        # As in JAX, negative indices count from the end, and indices out of range have the value of the nearest row,
+        # but no gradient goes back to that row.
+        indices, exists = from_start(indices, last)
+        indices = jnp.clip(indices, 0, last).astype(jnp.int32) - size * jax.lax.axis_index(over)
+        is_here = _kernels.align((indices >= 0) & (indices < size), index_names, out_names)
+        found = jnp.where(is_here, fn(table, indices), jnp.zeros((), table.dtype))
+        if not fills:
+            return jax.lax.psum(trade(jnp.where(exists, found, jax.lax.stop_gradient(found))), over)
+        inexact, unsigned = (jnp.issubdtype(table.dtype, kind) for kind in (jnp.inexact, jnp.unsignedinteger))
+        filled = jnp.nan if inexact else extreme(table.dtype, largest=unsigned)
+        return jnp.where(from_start(own, last)[1], jax.lax.psum(trade(found), over), filled)
+
+    def from_start(indices, last):
+        if indices.dtype.itemsize < 4:  # the dtype may not hold the size of the table
+            indices = indices.astype(jnp.int32)
+        indices = jnp.where(indices < 0, indices + (last + 1), indices)
+        return indices, _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
+
+    def trade(found):
+        return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)
+
+    return run_with_auto_axes(per_device, (table, indices), specs, out_spec, mesh)

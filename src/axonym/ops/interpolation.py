@@ -14,8 +14,7 @@ from ..core import errors
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric, raw
 from . import _kernels
-from ._blocks import Blocks, blocks_of
-from ._blockwise import Reach, look_up, looked_up
+from ._blocks import Blocks, Reach, blocks_of, look_up, looked_up
 from ._operands import known_values, operand, private, replaced, require_named, require_subset, scalar, vectors
 from .selection import where
 
@@ -52,7 +51,22 @@ def interp(
         points, own = vectors("interp", xp=xp, fp=fp)
         layouts, along = (own, own), own[0]
     else:
-        points, layouts, along = _points_and_values("interp", xp, fp, axis)
+        fp, (xp, own) = require_named("interp", fp), operand(xp)
+        if axis is None and len(own) != 1:
+            raise ValueError(
+                f"interp: which axis of `xp` {errors.describe_axes(own, np.shape(xp))} do the points lie along? Pass "
+                "it as `axis`."
+            )
+        chosen = _kernels.one_selector("interp", own[0] if axis is None else axis)
+        along = name_of(chosen)
+        for label, n, shape in (("xp", own or fp.names, np.shape(xp)), ("fp", fp.names, fp.array.shape)):
+            if along not in n:
+                raise ValueError(f"interp: `{label}` has no axis {along!r}: {errors.describe_axes(n, shape)}.")
+        if isinstance(chosen, Axis) and fp.axis_size(along) != chosen.size:
+            places = [("`fp`", fp.axis_size(along)), ("the argument", chosen.size)]
+            raise ValueError(errors.size_mismatch("interp", along, places))
+        require_subset("interp", "xp", own, fp.names)
+        points, layouts = [xp, fp.array], (own or (along,), fp.names)
     extra = {"left": left, "right": right, "period": period}
     static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
     given = {k: scalar("interp", k, v) for k, v in extra.items() if v is not None and not isinstance(v, str)}
@@ -70,27 +84,6 @@ def interp(
             "sort them, and the values alike: by `axonym.flip`, or by the positions that `coords.sort` returns."
         )
     return found
-
-
-def _points_and_values(
-    what: str, xp: Any, fp: Any, axis: AxisSelector | None
-) -> tuple[list[Any], tuple[Names, Names], str]:
-    """Return the points of a function and its values as arrays, their names, and the axis along which they lie."""
-    fp, (xp, point_names) = require_named(what, fp), operand(xp)
-    if axis is None and len(point_names) != 1:
-        raise ValueError(
-            f"{what}: which axis of `xp` {errors.describe_axes(point_names, np.shape(xp))} do the points lie along? "
-            "Pass it as `axis`."
-        )
-    chosen = _kernels.one_selector(what, point_names[0] if axis is None else axis)
-    for label, n, shape in (("xp", point_names or fp.names, np.shape(xp)), ("fp", fp.names, fp.array.shape)):
-        if name_of(chosen) not in n:
-            raise ValueError(f"{what}: `{label}` has no axis {name_of(chosen)!r}: {errors.describe_axes(n, shape)}.")
-    if isinstance(chosen, Axis) and fp.axis_size(chosen.name) != chosen.size:
-        places = [("`fp`", fp.axis_size(chosen.name)), ("the argument", chosen.size)]
-        raise ValueError(errors.size_mismatch(what, chosen.name, places))
-    require_subset(what, "xp", point_names, fp.names)
-    return [xp, fp.array], (point_names or (name_of(chosen),), fp.names), name_of(chosen)
 
 
 @_kernels.shared("names", "point_names", "value_names", "along")

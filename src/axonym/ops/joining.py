@@ -139,7 +139,20 @@ def pad(
     """
     require_named("pad", array)
     pad_width = by_axis("pad", "pad_width", pad_width, "{'batch': (1, 2)}")
-    widths = tuple((axis, _pad_widths(axis, width)) for axis, width in pad_width.items())
+    widths = []
+    for axis, width in pad_width.items():
+        try:
+            low, high = map(operator.index, width if isinstance(width, (tuple, list)) else (width, width))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"pad: axis {name_of(axis)!r} takes two integers, before and after, got {width!r}."
+            ) from None
+        if low < 0 or high < 0:
+            raise ValueError(
+                f"pad: axis {name_of(axis)!r} cannot be padded by {(low, high)}: widths cannot be negative. Slice the "
+                "array instead."
+            )
+        widths.append((axis, (low, high)))
     if mode == "constant":
         values = _fill_values("constant_values", constant_values)
     else:
@@ -148,7 +161,7 @@ def pad(
             ends = _fill_values("end_values", kwargs["end_values"])
             kwargs["end_values"] = (*ends, ends[-1])[:2]
     options = tuple((name, _static_option(name, option)) for name, option in sorted(kwargs.items()))
-    return _pad_kernel(array.names, widths, mode, len(values), options).apply(array.array, *values)
+    return _pad_kernel(array.names, tuple(widths), mode, len(values), options).apply(array.array, *values)
 
 
 def _fill_values(argument: str, given: Any) -> tuple[Any, ...]:
@@ -166,19 +179,6 @@ def _static_option(argument: str, option: Any) -> StaticLeaf:
         return x if x is None or isinstance(x, str) else static_number("pad", argument, x)
 
     return StaticLeaf(number(option)).checked(f"pad: `{argument}`")
-
-
-def _pad_widths(axis: AxisSelector, width: Any) -> tuple[int, int]:
-    try:
-        low, high = map(operator.index, width if isinstance(width, (tuple, list)) else (width, width))
-    except (TypeError, ValueError):
-        raise TypeError(f"pad: axis {name_of(axis)!r} takes two integers, before and after, got {width!r}.") from None
-    if low < 0 or high < 0:
-        raise ValueError(
-            f"pad: axis {name_of(axis)!r} cannot be padded by {(low, high)}: widths cannot "
-            "be negative. Slice the array instead."
-        )
-    return low, high
 
 
 @_kernels.shared("names", "widths")
@@ -257,20 +257,14 @@ def repeat(
     if not isinstance(raw, Tracer) and np.any(np.asarray(raw) < 0):
         raise ValueError(f"repeat: `repeats` cannot be negative, got {np.min(np.asarray(raw))}.")
     if total_repeat_length is None:
-        total_repeat_length = _total_repeats(raw, a, axis)
+        if isinstance(raw, Tracer):
+            raise ValueError(
+                f"repeat: how long axis {name_of(axis)!r} becomes depends on the values of `repeats`, which are not "
+                "known in jit. Pass total_repeat_length."
+            )
+        each = np.asarray(raw)
+        total_repeat_length = int(each.sum() if each.ndim else each * a.shape.get(name_of(axis), 0))
     return _repeat_kernel(names, repeats_names, axis, total_repeat_length).apply(a.array, raw)
-
-
-def _total_repeats(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
-    """Return the size of the result, which depends on the values of `repeats`."""
-    if isinstance(repeats, Tracer):
-        raise ValueError(
-            f"repeat: how long axis {name_of(axis)!r} becomes depends on the values of `repeats`, which are not known "
-            "in jit. Pass total_repeat_length."
-        )
-    if jnp.ndim(repeats) == 0:
-        return int(repeats) * a.shape[name_of(axis)] if name_of(axis) in a.names else None
-    return int(np.sum(np.asarray(repeats)))
 
 
 @_kernels.shared("names", "repeats", "axis")
@@ -361,25 +355,16 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
     def positional(x, *operands):
         if isinstance(shifts, int):
             return jnp.roll(x, operands[0] if shifts == 1 else operands, where)
+        # The gradient rolls back, as the gradient of a split is a concatenation. `jax.numpy.roll` slices, and the
+        # gradient of each slice pads the whole array: along a sharded axis this takes twice the communication.
         for axis, shift in zip(where, shifts * (len(where) if len(shifts) == 1 else 1), strict=True):
-            x = _rolled_statically(x, shift, axis)
+            size = x.shape[axis]
+            if last := shift % size if size else 0:
+                x = jax.lax.concatenate(jax.lax.split(x, (size - last, last), axis)[::-1], axis)
         return x
 
     in_names = (names, *[()] * (count if isinstance(shifts, int) else 0))
     return _kernels.make_kernel("roll", positional, in_names, names, selection=axis)
-
-
-def _rolled_statically(x: jax.Array, shift: int, axis: int) -> jax.Array:
-    """Roll by a static number of places.
-
-    The gradient rolls back, as the gradient of a split is a concatenation. `jax.numpy.roll` slices, and the gradient
-    of each slice pads the whole array: along a sharded axis this takes twice the communication.
-    """
-    size = x.shape[axis]
-    last = shift % size if size else 0
-    if not last:
-        return x
-    return jax.lax.concatenate(jax.lax.split(x, (size - last, last), axis)[::-1], axis)
 
 
 @errors.say_how_to_call

@@ -16,7 +16,6 @@ import jax
 
 from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ..core import errors, parsing
-from ..distribution.policy import Successors
 from ..named_array import NamedArray
 from . import _kernels
 from ._operands import require_named
@@ -119,6 +118,10 @@ def _expression_kernel(
     plan = _Factors(parsing.parse("rearrange", text, comma="elements"), axes, dict(bindings))
     before, after = plan.factors, plan.outputs
     flat = [f for merged in after.values() for f in merged]
+    # For each axis, the output axes that can take over its sharding, the one of the major factor first.
+    place = {f: name for name, merged in after.items() for f in merged}
+    axes_in_order = dict.fromkeys(f.axis for f in flat)
+    successors = {n: tuple(dict.fromkeys(place[f] for f in before if f.axis == n)) for n in axes_in_order}
     order = tuple(before.index(f) for f in flat)
     transposed = order != tuple(range(len(order)))
     split = len(before) != len(axes)
@@ -130,7 +133,7 @@ def _expression_kernel(
         order if transposed else None,
         tuple(math.prod(f.size for f in factors) for factors in after.values()) if merged else None,
         not split and not merged,
-        tuple(_successors_of_axes(before, after).items()),
+        tuple(successors.items()),
     )
 
 
@@ -156,14 +159,6 @@ def _reshape_kernel(
     )
 
 
-def _successors_of_axes(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Successors:
-    """Return, for each axis, the output axes that can take over its sharding, the one of the major factor first."""
-    flat = [f for merged in after.values() for f in merged]
-    place = {f: name for name, merged in after.items() for f in merged}
-    in_order_of_merging = dict.fromkeys(f.axis for f in flat)
-    return {n: tuple(dict.fromkeys(place[f] for f in before if f.axis == n)) for n in in_order_of_merging}
-
-
 class _Factors:
     """The effect of an expression on an array with certain axes."""
 
@@ -174,7 +169,12 @@ class _Factors:
         self.described = errors.describe_selectors(axes)
         self.variables: dict[str, _Factor] = {}
         (lhs,), (rhs,) = expression.lhs, expression.rhs
-        self.check_bindings(lhs, rhs)
+        known = [v.name for term in (lhs, rhs) for v in term.variables]
+        known += [g.name.name for term in (lhs, rhs) for g in term.groups if g.name is not None]
+        if unused := [n for n in bindings if n not in known]:
+            hints = errors.suggestions(unused, known)
+            listed = ", ".join(f"{n}=" for n in unused)
+            raise ValueError(f"rearrange: {listed} names nothing in {expression.text!r}.{hints}")
         matched = self.match_ordered(lhs) if lhs.ordered else self.match_unordered(lhs)
         self.factors = [f for axis in axes for f in self.split(axis, matched.get(axis))]
         """The factors of every axis of the array, in their order."""
@@ -183,15 +183,6 @@ class _Factors:
 
     def fail(self, node: parsing.Node, message: str) -> NoReturn:
         self.expression.fail(node, message)
-
-    def check_bindings(self, *terms: parsing.Term) -> None:
-        known = [v.name for term in terms for v in term.variables]
-        known += [g.name.name for term in terms for g in term.groups if g.name is not None]
-        unused = [n for n in self.bindings if n not in known]
-        if unused:
-            hints = errors.suggestions(unused, known)
-            listed = ", ".join(f"{n}=" for n in unused)
-            raise ValueError(f"rearrange: {listed} names nothing in {self.expression.text!r}.{hints}")
 
     def alias(self, name: parsing.Name) -> str | None:
         """Return the axis name that a name in the expression stands for, if given."""

@@ -7,8 +7,8 @@ name to the array. A cumulative operation runs along one axis and keeps it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ..axis import AxisSelector, Names
 from ..core import errors
 from ..named_array import NamedArray
 from . import _kernels, _prefixes
-from ._blockwise import kernel_of_blocks, running_kernel
+from ._blocks import kernel_of_blocks, running_kernel
 from ._op_types import (
     F,
     arg_reduction,
@@ -60,14 +60,6 @@ def _reduction_kernel(
     return _kernels.make_kernel(name, masked, (names, where), out_names, native=native, selection=axis)
 
 
-def _reduce_tree(
-    fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, native: bool, options: Any = ()
-) -> Any:
-    if not isinstance(array, NamedArray):
-        return map_tree(lambda leaf: _reduce_leaf(fn, name, leaf, axis, where, native, options), array)
-    return _reduce_leaf(fn, name, array, axis, where, native, options)
-
-
 def _reduce_leaf(
     fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, native: bool, options: Any
 ) -> Any:
@@ -86,89 +78,57 @@ def _reduce_leaf(
     return _reduction_kernel(fn, name, array.names, axis, where_names, native, options).apply(array.array, where)
 
 
-def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
-    return () if dtype is None else (("dtype", dtype_key(dtype)),)
+def _static_options(op: Callable[..., Any], known: Sequence[str], array: Any, given: Mapping[str, Any]) -> Any:
+    """Return the options of a reduction as part of a cache key; for keywords of NumPy and PyTorch, raise an error."""
+    if unknown := {n: x for n, x in given.items() if n not in known}:
+        from ..core import foreign_names
+
+        error = f"{op.__name__}() got an unexpected keyword argument {next(iter(unknown))!r}"
+        raise TypeError(foreign_names.in_call(op, error, [array], unknown))
+    found = {n: dtype_key(x) if n == "dtype" else static_number(op.__name__, n, x) for n, x in given.items()}
+    return tuple((n, found[n]) for n in known if found.get(n) is not None)
 
 
-def _publish_reduction(op: Any, name: str, doc: str) -> Any:
-    """Publish a reduction, which accepts other keywords only to raise a helpful error."""
-    signature = inspect.signature(op)
-    op.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "other"])
-    return publish(op, name, __name__, doc)
+_OPTIONS = {"ddof": "the number to subtract from the count.", "dtype": "the dtype to compute in."}
 
 
-def _refuse_keywords(op: Callable[..., Any], array: Any, given: Mapping[str, Any]) -> NoReturn:
-    """Raise the error for keywords of NumPy and PyTorch."""
-    from ..core import foreign_names
+def _make_reduction(
+    like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
+) -> F:
+    parameters = inspect.signature(like).parameters
+    known = [option for option in _OPTIONS if option in parameters]
 
-    error = f"{op.__name__}() got an unexpected keyword argument {next(iter(given))!r}"
-    raise TypeError(foreign_names.in_call(op, error, [array], given))
+    def op(array, axis=None, *, where=None, **options):
+        static = _static_options(op, known, array, options) if options else ()
+        if not isinstance(array, NamedArray):
+            return map_tree(lambda leaf: _reduce_leaf(fn, name, leaf, axis, where, native, static), array)
+        return _reduce_leaf(fn, name, array, axis, where, native, static)
 
+    op.__signature__ = inspect.Signature([p.replace(annotation=p.empty) for p in parameters.values()])
+    doc = f"""{summary}
 
-_ARGUMENTS = """
     Arguments:
         array: a named array, or a tree of them.
         axis: the axes to reduce; all of them by default.
-        where: which elements take part, by name."""
-
-
-def _make_plain(like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> F:
-    def op(array, axis=None, *, where=None, **other):
-        if other:
-            _refuse_keywords(op, array, other)
-        return _reduce_tree(fn, name, array, axis, where, True)
-
-    return _publish_reduction(op, name, _docstring_of(name, summary, "", example, shown))
-
-
-def _make_typed(
-    like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
-) -> F:
-    def op(array, axis=None, *, where=None, dtype=None, **other):
-        if other:
-            _refuse_keywords(op, array, other)
-        return _reduce_tree(fn, name, array, axis, where, native, _dtype_option(dtype))
-
-    return _publish_reduction(
-        op, name, _docstring_of(name, summary, "\n        dtype: the dtype to compute in.", example, shown)
-    )
-
-
-def _make_spread(like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> F:
-    def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
-        if other:
-            _refuse_keywords(op, array, other)
-        return _reduce_tree(
-            fn, name, array, axis, where, True, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
-        )
-
-    extra = "\n        ddof: the number to subtract from the count.\n        dtype: the dtype to compute in."
-    return _publish_reduction(op, name, _docstring_of(name, summary, extra, example, shown))
-
-
-def _docstring_of(name: str, summary: str, extra: str, example: str, shown: str) -> str:
-    return f"""{summary}
-{_ARGUMENTS}{extra}
+        where: which elements take part, by name.{"".join(f"{chr(10)}        {n}: {_OPTIONS[n]}" for n in known)}
 
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
     NamedArray({shown})
     """
+    return publish(op, name, __name__, doc)
 
 
 # --- positional functions that JAX lacks, or whose masks need care ---
 
 
-def _all(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.all(_truth(x), axis=axis, where=where)
+def _of_truth(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compare complex numbers with 0 first: `jnp.all` and `jnp.any` look at the real parts alone."""
 
+    def reduced(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+        is_complex = jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
+        return fn(jnp.not_equal(x, 0) if is_complex else x, axis=axis, where=where)
 
-def _any(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.any(_truth(x), axis=axis, where=where)
-
-
-def _truth(x: Any) -> Any:
-    """Compare complex numbers with 0: jnp.all and jnp.any look at the real parts alone."""
-    return jnp.not_equal(x, 0) if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) else x
+    return reduced
 
 
 def _max(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
@@ -183,21 +143,15 @@ def _ptp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
     return _max(x, axis, where) - _min(x, axis, where)
 
 
-def _nanmax(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return _max(x, axis, where) if _without_nan(x) else jnp.nanmax(_only_where(x, where), axis=axis)
+def _without_nan(fn: Callable[..., Any], of_integers: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose result is NaN if all elements are masked."""
 
+    def reduced(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return of_integers(x, axis, where)
+        return fn(x if where is None else jnp.where(where, x, jnp.nan), axis=axis)
 
-def _nanmin(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return _min(x, axis, where) if _without_nan(x) else jnp.nanmin(_only_where(x, where), axis=axis)
-
-
-def _without_nan(x: Any) -> bool:
-    return not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def _only_where(x: Any, where: Any) -> Any:
-    """Replace masked elements by NaN, so that a result is NaN if all elements are masked."""
-    return x if where is None else jnp.where(where, x, jnp.nan)
+    return reduced
 
 
 def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,27 +167,27 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # fmt: off
-all = _make_plain(reduction, "all", _all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
-any = _make_plain(reduction, "any", _any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
-max = _make_plain(reduction, "max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
-min = _make_plain(reduction, "min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
-ptp = _make_plain(reduction, "ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
-nanmax = _make_plain(reduction, "nanmax", _nanmax, "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
-nanmin = _make_plain(reduction, "nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
+all = _make_reduction(reduction, "all", _of_truth(jnp.all), "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
+any = _make_reduction(reduction, "any", _of_truth(jnp.any), "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
+max = _make_reduction(reduction, "max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
+min = _make_reduction(reduction, "min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
+ptp = _make_reduction(reduction, "ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
+nanmax = _make_reduction(reduction, "nanmax", _without_nan(jnp.nanmax, _max), "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
+nanmin = _make_reduction(reduction, "nanmin", _without_nan(jnp.nanmin, _min), "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
 
-mean = _make_typed(typed_reduction, "mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
-nanmean = _make_typed(typed_reduction, "nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
-nanprod = _make_typed(typed_reduction, "nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
-nansum = _make_typed(typed_reduction, "nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
+mean = _make_reduction(typed_reduction, "mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
+nanmean = _make_reduction(typed_reduction, "nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
+nanprod = _make_reduction(typed_reduction, "nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
+nansum = _make_reduction(typed_reduction, "nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
 # The gradient of a product reshapes, for which Explicit axes need an output sharding.
-prod = _make_typed(typed_reduction, "prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
-sum = _make_typed(typed_reduction, "sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
+prod = _make_reduction(typed_reduction, "prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+sum = _make_reduction(typed_reduction, "sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
-nanstd = _make_spread(spread_reduction, "nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-nanvar = _make_spread(spread_reduction, "nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-std = _make_spread(spread_reduction, "std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
-var = _make_spread(spread_reduction, "var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _make_plain(reduction, "logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+nanstd = _make_reduction(spread_reduction, "nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+nanvar = _make_reduction(spread_reduction, "nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+std = _make_reduction(spread_reduction, "std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
+var = _make_reduction(spread_reduction, "var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
+logsumexp = _make_reduction(reduction, "logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials without overflow.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 # fmt: on
 
 

@@ -202,21 +202,17 @@ def searchsorted(
 
 @_kernels.shared("names", "own")
 def _search_kernel(names: Names, own: Names, count: int, side: str, method: str) -> _kernels.Kernel:
-    def positional(*arrays):
-        return _searchsorted(*arrays, side=side, method=method)
+    def positional(v, a, sorter=None):
+        if not any(map(varying_axes, (v, a))):
+            return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
+        # JAX refuses device-varying arrays. The place of a value is its rank among all values, less its rank among the
+        # values looked up.
+        dtype, left = jnp.promote_types(a.dtype, v.dtype), side == "left"
+        a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
+        ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))
+        return ((ranks[: v.size] if left else ranks[a.size :]) - _ranks(flat)).reshape(v.shape)
 
     return _kernels.make_kernel("searchsorted", positional, (names, *[own] * count), names)
-
-
-def _searchsorted(v: jax.Array, a: jax.Array, sorter: Any = None, *, side: Any, method: Any) -> jax.Array:
-    if not any(map(varying_axes, (v, a))):
-        return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
-    # JAX refuses device-varying arrays. The place of a value is its rank among
-    # all values, less its rank among the values looked up.
-    dtype, left = jnp.promote_types(a.dtype, v.dtype), side == "left"
-    a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
-    ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))
-    return ((ranks[: v.size] if left else ranks[a.size :]) - _ranks(flat)).reshape(v.shape)
 
 
 def _ranks(x: jax.Array) -> jax.Array:

@@ -70,9 +70,16 @@ def flatten_axes(array: NamedArray | AxisSpec, old_axes: AxisSelection, new_axis
     >>> axn.flatten_axes({"x": 2, "y": 3, "z": 4}, ("x", "y"), "flat")
     {'flat': 6, 'z': 4}
     """
-    if not isinstance(array, NamedArray):
-        return _flatten_spec(array, old_axes, new_axis)
-    return _flatten_kernel("flatten_axes", array.names, _kernels.hashable(old_axes), new_axis).apply(array.array)
+    what = "flatten_axes"
+    if isinstance(array, NamedArray):
+        return _flatten_kernel(what, array.names, _kernels.hashable(old_axes), new_axis).apply(array.array)
+    sizes = {a.name: a.size for a in axes_of_spec(array, what)}
+    old = resolve_axes(tuple(sizes), tuple(sizes.values()), old_axes, what)
+    new = Axis(name_of(new_axis), math.prod(a.size for a in old))
+    check_new_axis(what, new_axis, new.size)
+    _, out_names = _flattened_axes(what, tuple(sizes), distinct(what, tuple(a.name for a in old)), new.name)
+    found = tuple(new if n == new.name else Axis(n, sizes[n]) for n in out_names)
+    return {a.name: a.size for a in found} if isinstance(array, Mapping) else found
 
 
 @errors.say_how_to_call
@@ -153,17 +160,6 @@ def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelect
 
     successors = dict.fromkeys(old, (new,))
     return _kernels.make_kernel(what, positional, (names,), out_names, selection=old_axes, successors=successors)
-
-
-def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
-    sizes = {a.name: a.size for a in axes_of_spec(spec, "flatten_axes")}
-    old = resolve_axes(tuple(sizes), tuple(sizes.values()), old_axes, "flatten_axes")
-    names = distinct("flatten_axes", tuple(a.name for a in old))
-    new = Axis(name_of(new_axis), math.prod(a.size for a in old))
-    check_new_axis("flatten_axes", new_axis, new.size)
-    _, out_names = _flattened_axes("flatten_axes", tuple(sizes), names, new.name)
-    found = tuple(new if n == new.name else Axis(n, sizes[n]) for n in out_names)
-    return {a.name: a.size for a in found} if isinstance(spec, Mapping) else found
 
 
 @_kernels.shared("names", "axis", "new_axes")

@@ -7,10 +7,12 @@ axis of the result is given with its size: values that do not fit are left out, 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
@@ -29,7 +31,6 @@ from ._operands import (
     require_subset,
     scalar,
 )
-from ._sort_gradient import sort_along
 
 
 @errors.say_how_to_call
@@ -47,6 +48,46 @@ def _sort(x: jax.Array, axis: int, descending: bool) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.sort(x, axis=axis, descending=descending)
     return jnp.flip(sort_along(axis, x), axis) if descending else sort_along(axis, x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def sort_along(axis: int, x: jax.Array) -> jax.Array:
+    """Sort, with a gradient that XLA can partition: the gradient of `jnp.sort` looks up unsigned positions.
+
+    For these XLA ends the process if an axis of the array is sharded unevenly, as a slice of a sharded axis is.
+    """
+    return jnp.sort(x, axis=axis)
+
+
+@sort_along.defjvp
+def _(axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    result, order = _with_positions(axis, *primals)
+    return result, take_in_order(*tangents, order, axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_positions(axis: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    result, order = jax.lax.sort((x, positions_along(axis, x)), dimension=axis, num_keys=1)
+    return result, order
+
+
+@_with_positions.defjvp
+def _(axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[Any, Any]:
+    result, order = _with_positions(axis, *primals)
+    return (result, order), (take_in_order(*tangents, order, axis), np.zeros(order.shape, jax.dtypes.float0))
+
+
+def positions_along(axis: int, x: jax.Array) -> jax.Array:
+    """Return the position of each element along an axis."""
+    return vary_like(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis), x)
+
+
+def take_in_order(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    """Reorder elements along an axis by their positions, which are signed, so that XLA can partition the gradient."""
+    names = ["" if i != axis else "order" for i in range(x.ndim)]
+    order = evenly_sharded("sort", names, order, ["order"], beside=[x])
+    found = jnp.take_along_axis(x, order, axis, mode="promise_in_bounds")
+    return evenly_sharded("sort", names, found, ["order"])
 
 
 def argsort(

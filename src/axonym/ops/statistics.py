@@ -13,7 +13,7 @@ from ..axis import AxisSelection, AxisSelector, Names
 from ..core import errors
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
-from ._blockwise import differences_kernel, kernel_of_blocks, slopes_kernel
+from ._blocks import differences_kernel, kernel_of_blocks, slopes_kernel
 from ._operands import (
     apply_along,
     as_float,
@@ -22,7 +22,7 @@ from ._operands import (
     operand,
     require_named,
 )
-from ._sort_gradient import sort_along
+from .sorting import sort_along
 
 # --- order statistics ---
 

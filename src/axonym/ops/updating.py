@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -224,7 +224,13 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
 
     def positional(a, update, *values):
         sizes = dict(zip(update_names, update.shape, strict=True))
-        _check_per_element(names, a, starts, values, sizes)
+        known = dict(zip(names, a.shape, strict=True))
+        for (axis, layout), value in zip(starts, values, strict=True):
+            for n, size in zip(layout, value.shape, strict=True):
+                places = [("the array", known[n]), (f"the start of {axis!r}", size)]
+                places += [("the update", sizes[n])] if n in sizes else []
+                if len({s for _, s in places}) > 1:
+                    raise ValueError(errors.size_mismatch(what, n, places))
         too_large = [n for n, s in zip(names, a.shape, strict=True) if sizes.get(n, 1) > s]
         if too_large:
             raise ValueError(
@@ -239,16 +245,3 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
     # The result keeps the sharding of the array, whatever the shardings of the update and the starts.
     in_names = [names, private("`update`", update_names), *(private(f"the start of {n}", s) for n, s in starts)]
     return _kernels.make_kernel(what, positional, in_names, names)
-
-
-def _check_per_element(
-    names: Names, a: jax.Array, starts: Sequence[tuple[str, Names]], values: Sequence[jax.Array], update: dict[str, int]
-) -> None:
-    """Check that an axis of a start has the same size in the array and, if it is there, in the update."""
-    known = dict(zip(names, a.shape, strict=True))
-    for (moved, layout), value in zip(starts, values, strict=True):
-        for n, size in zip(layout, value.shape, strict=True):
-            places = [("the array", known[n]), (f"the start of {moved!r}", size)]
-            places += [("the update", update[n])] if n in update else []
-            if len({s for _, s in places}) > 1:
-                raise ValueError(errors.size_mismatch("updated_slice", n, places))

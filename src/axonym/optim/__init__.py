@@ -1,4 +1,4 @@
-"""Optimizers that see the matrices of a model by the names of their axes, in Optax's style.
+"""Optimizers that see the matrices of a model by the names of their axes, in Optax's style. May change before 1.0.
 
 Optax is an optional dependency: install `axonym[optim]`.
 """

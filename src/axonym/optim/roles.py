@@ -83,10 +83,9 @@ class Roles(tuple[Role, ...]):
 def roles(model: Any, *, batch: AxisSelection = (), matrix: Mapping[str, Matrix] | None = None) -> Roles:
     """Return the role of each parameter: which of its axes are the rows, the columns and the batch of matrices.
 
-    Layers with axes `In` and `Out` say it themselves: rows are the axes of the input, columns those of the output, and
-    each index of any other axis (`layers`, `experts`) has a matrix of its own. Embeddings, norms, biases and the layer
-    that predicts tokens, whose output is an axis that an embedding looks up, are no matrices. Another array with two
-    axes or more is an error that asks for `matrix`.
+    Layers say it by their axes `In` and `Out`, and each index of any other axis (`layers`, `experts`) has a matrix of
+    its own. Embeddings, norms, biases and the layer that predicts tokens, whose output is an axis that an embedding
+    looks up, are no matrices. Another array with two axes or more is an error that asks for `matrix`.
 
     Arguments:
         model: the parameters, or a tree of the same structure, such as gradients.
@@ -273,8 +272,7 @@ def per_layer(tx: optax.GradientTransformation, axis: AxisSelector) -> optax.Gra
 def check(tx: optax.GradientTransformation, params: Any, *, seed: int = 0) -> dict[str, float]:
     """Return the stacked parameters whose update depends on other layers: the largest relative difference, by path.
 
-    The second updates by random gradients are compared with those of `per_layer`. An optimizer that sees each element
-    by itself, such as `optax.adamw`, gives an empty dictionary.
+    The second updates by random gradients are compared with those of `per_layer`.
 
     >>> import optax
     >>> layers = axn.nn.Stacked.init(axn.Axis("layers", 2), axn.nn.Linear)(

@@ -1,5 +1,7 @@
 """Quantized replacements for `jax.lax.dot_general`, with 8-bit products, for `axonym.dot` and `axonym.nn.Linear`.
 
+May change before 1.0.
+
 >>> layer = axn.nn.Linear.init(axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0))
 >>> layer = axn.quantization.quantize_linear_layers(layer, axn.quantization.QuantizationConfig(fp8=True))
 >>> layer(axn.ones({"batch": 2, "embed": 3})).shape

@@ -12,7 +12,7 @@ from ..named_array import NamedArray
 from ..ops import _kernels
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import at_least_float32, require_named
-from ..ops._sort_gradient import positions_along, take_in_order
+from ..ops.sorting import positions_along, take_in_order
 from ._draw import Key, axis_of, check_enough, new_axes, one_key
 
 

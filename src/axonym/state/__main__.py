@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("paths", nargs="+", metavar="PATH", help="the folder of a checkpoint")
     status = 0
     for path in parser.parse_args(arguments).paths:
+        print(f"Reading {path}.", file=sys.stderr, flush=True)  # which takes long if it is large
         try:
             verify(path)
             print(f"{path} is as it was written.")

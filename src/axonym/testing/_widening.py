@@ -243,8 +243,9 @@ class WidenedProgram:
 
         def narrow(tree: Any, dtypes: Sequence[Any]) -> Any:
             structs, spec = jax.tree.flatten(tree)
-            pairs = zip(structs, dtypes, strict=True)
-            return spec.unflatten([jax.ShapeDtypeStruct(s.shape, d, sharding=_sharding_of(s)) for s, d in pairs])
+            placed = [s.sharding if isinstance(s, jax.ShapeDtypeStruct) else None for s in structs]
+            own = zip(structs, dtypes, placed, strict=True)
+            return spec.unflatten([jax.ShapeDtypeStruct(s.shape, d, sharding=at) for s, d, at in own])
 
         def widened(*arguments: Any) -> Any:
             *static, mesh, operands, results = arguments
@@ -316,10 +317,6 @@ def _constrained_array(x: Any, sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) != {AxisType.Auto}:
         return x
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _sharding_of(struct: Any) -> Any:
-    return getattr(struct, "sharding", None) if isinstance(struct, jax.ShapeDtypeStruct) else None
 
 
 def _where_called(equation: JaxprEqn) -> str:

@@ -236,9 +236,6 @@ class _Check:
                 "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything "
                 "runs on one device. Shard arguments, such as with `jax.device_put(x, NamedSharding(mesh, spec))`."
             )
-        return self._difference_of_structs(found) or self._difference_of_values(found)
-
-    def _difference_of_structs(self, found: _Outcome) -> _Mismatch | None:
         before, after = self._expected.structs, found.structs
         if jax.tree.structure(before) != jax.tree.structure(after):
             trees = [jax.tree.structure(x[0]) for x in (after, before)]
@@ -246,9 +243,6 @@ class _Check:
         for path, a, b in zip(self._paths(), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
             if a.dtype != b.dtype or a.shape != b.shape:
                 return _Mismatch(f"{path} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
-        return None
-
-    def _difference_of_values(self, found: _Outcome) -> _Mismatch | None:
         own = {**self._expected.program.own_precision, **found.program.own_precision}
         self.own_precision |= own
         default = max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
@@ -333,7 +327,10 @@ class _Check:
             widened, values, recorded, compiled, devices = WidenedProgram(program, recording), {}, {}, None, 1
             with jax.enable_x64(True):
                 for scale in scales or self.scales:
-                    wide = [x if w is None else _placed_like(w * scale, x) for x, w in zip(arrays, given, strict=True)]
+                    wide = list(arrays)
+                    for i, (x, w) in enumerate(zip(arrays, given, strict=True)):
+                        if w is not None:
+                            wide[i] = jax.device_put(w * scale, x.sharding) if x.committed else jnp.asarray(w * scale)
                     if compiled is None:
                         compiled = widened.compile(wide)
                     results, recorded = jax.block_until_ready(compiled(wide))
@@ -357,19 +354,19 @@ class _Check:
 
         def total(inexact: Sequence[Any]) -> tuple[jax.Array, Any]:
             results = call(inexact)
-            raw = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
-            return sum(
-                [_weighted_total(x) for x in raw if jnp.issubdtype(x.dtype, jnp.inexact)], jnp.float32(0)
-            ), results
+            added = jnp.float32(0)
+            for x in jax.tree.leaves(results):
+                if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):
+                    # A different weight for each element, so that no error cancels out in the gradients.
+                    weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+                    x = jnp.real(x) + jnp.imag(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+                    added += jnp.sum(x.astype(jnp.float32) * weights)
+            return added, results
 
         if not inexact:
             return _arrays_of(call(())), ()
         gradients, results = jax.grad(total, has_aux=True)(inexact)
         return _arrays_of(results), gradients
-
-
-def _placed_like(x: np.ndarray, placed: jax.Array) -> jax.Array:
-    return jax.device_put(x, placed.sharding) if placed.committed else jnp.asarray(x)
 
 
 def _has_nan(x: np.ndarray) -> bool:
@@ -400,13 +397,6 @@ def _copies_of_devices(x: jax.Array) -> list[np.ndarray]:
     for part in x.addressable_shards if x.size else ():
         copies.setdefault(part.replica_id, np.empty(x.shape, x.dtype))[part.index] = part.data
     return [*copies.values()] or [np.empty(x.shape, x.dtype)]
-
-
-def _weighted_total(x: jax.Array) -> jax.Array:
-    """Sum an array with a different weight for each element, so that no error cancels out in the gradients."""
-    weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-    x = jnp.real(x) + jnp.imag(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    return jnp.sum(x.astype(jnp.float32) * weights)
 
 
 def _arrays_of(results: Any) -> Any:
