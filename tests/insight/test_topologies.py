@@ -15,7 +15,7 @@ import pytest
 import axonym as axn
 from axonym import nn
 from axonym.insight import compare, explain, explaining
-from axonym.insight.linked_chips import islands_of
+from axonym.insight.chips import islands_of
 from axonym.nn.attention import Causal, dot_product_attention
 from axonym.sharding import slices_along
 from benchmarks.llama import CONFIG
@@ -28,7 +28,7 @@ TOPOLOGY = "v5e:2x4"
 
 
 # The topology, the mesh, the axes of a collective, its kind, and what the compiler makes of it. A change of this table
-# is news of the compiler, and of `fsdp` on TPUs, not a defect; `linked_chips.made_on_torus` follows it.
+# is news of the compiler, and of `fsdp` on TPUs, not a defect; `chips.made_on_torus` follows it.
 MADE: list[tuple[str, dict[str, int], Any, str, str | None]] = [
     ("v5e:4x4", {"data": 16}, "data", "reduce-scatter", "all-reduce"),
     ("v6e:4x4", {"data": 16}, "data", "reduce-scatter", "all-reduce"),

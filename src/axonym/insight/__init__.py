@@ -12,9 +12,9 @@ keep with the tests. From the command line, `python -m axonym.insight` explains 
 from ..core.source_lines import Source as Source
 from ._arguments import PlacedArgument as PlacedArgument
 from ._figures import Memory as Memory
-from ._planned_mapping import PlannedMapping as PlannedMapping
+from ._searching import PlannedMapping as PlannedMapping
 from .blaming import Blame as Blame, blame as blame
-from .chips import CHIPS as CHIPS, Chip as Chip, Reached as Reached
+from .chips import CHIPS as CHIPS, Chip as Chip, Islands as Islands, Reached as Reached
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import (
     BrokenContract as BrokenContract,
@@ -25,7 +25,6 @@ from .contracts import (
 )
 from .cost_model import Bounds as Bounds, Estimate as Estimate
 from .explaining import explain as explain
-from .linked_chips import Islands as Islands
 from .page import Page as Page
 from .planning import MappingPlan as MappingPlan, plan as plan
 from .records import (

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from . import cost_model
 from ._counted_exchanges import CountedExchange, Layout
 from ._flops import Branches, ways
 from ._named_events import NamedTrace, Occurrence, Offloaded, Open, Sum, Value
+from .chips import Amount, Islands
 from .cost_model import Multiplication, Part, Sent
-from .linked_chips import Amount, Islands
 from .report import Report
 
 Sizes = Mapping[str, Amount]
@@ -36,15 +36,14 @@ class Meshes:
         """Arguments:
         fixed: the sizes of axes that are not to be chosen.
         """
-        found: list[dict[str, int]] = []
-        for sizes in _factors(islands.chips, axes, fixed):
-            found += islands.placements(dict(zip(axes, sizes, strict=True)) or {"data": 1})
-        self.placed = found
+        shapes = (dict(zip(axes, sizes, strict=True)) for sizes in _factors(islands.chips, axes, fixed))
+        self.placed = found = [placed for shape in shapes for placed in islands.placements(shape or {"data": 1})]
         self.sizes: Sizes = {a: np.array([mesh[a] for mesh in found], float) for a in axes}
         self.kinds = [tuple(mesh[a] for a in axes) for mesh in found]
         """The sizes of each: several are one mesh on several places."""
-        each = [functools.partial(islands.rate, mesh) for mesh in found]
-        self.rates = functools.cache(lambda kind, axes: cost_model.stacked([rates(kind, axes) for rates in each]))
+        self.rates = functools.cache(
+            lambda kind, axes: cost_model.stacked([islands.rate(mesh, kind, axes) for mesh in found])
+        )
         """Returns what an exchange takes on each mesh."""
 
 
@@ -98,16 +97,15 @@ class _Turn(NamedTuple):
     """True in a loop over layers that stages divide."""
 
 
-class _Turns:
-    """Finds the turn of a loop in which an operation runs."""
+def _turn_of(trace: NamedTrace, layout: Layout) -> Callable[[Occurrence], _Turn]:
+    """Return what finds the turn of a loop in which an operation runs."""
+    loops = {id(e.place.eqns[0]) for e in loops_over(trace, layout.stages.layers)} if layout.stages else set[int]()
 
-    def __init__(self, trace: NamedTrace, layout: Layout):
-        stages = layout.stages
-        self._loops = {id(e.place.eqns[0]) for e in loops_over(trace, stages.layers)} if stages else set[int]()
-
-    def of(self, place: Occurrence) -> _Turn:
-        layers = any(id(eqn) in self._loops for eqn in place.eqns)
+    def turn_of(place: Occurrence) -> _Turn:
+        layers = bool(loops) and any(id(eqn) in loops for eqn in place.eqns)
         return _Turn(place.times or 1, place.phase not in ("backward", "recomputed"), layers)
+
+    return turn_of
 
 
 def parts_of_trace(
@@ -119,7 +117,7 @@ def parts_of_trace(
         exchanges: what it sends, as `Account` counts it.
         touched: the bytes of arguments and results.
     """
-    turn_of, stages = _Turns(trace, layout).of, layout.stages
+    turn_of, stages = _turn_of(trace, layout), layout.stages
     is_parameter = functools.cache(lambda names: any(names <= x and len(x - names) <= 1 for x in trace.parameters))
 
     def sent(e: CountedExchange) -> Sent:
@@ -142,13 +140,12 @@ def parts_of_trace(
             if not products[-1].core:
                 axes, whole = _divided(layout, event.result)
                 results[axes] += whole
+        elif isinstance(event, Offloaded):
+            axes, whole = _divided(layout, event.array)
+            found[turn_of(event.place)][3][axes] += whole
     for e in exchanges:
         if e.sent:
             found[turn_of(e.place)][2].append(sent(e))
-    for event in trace.events:
-        if isinstance(event, Offloaded):
-            axes, whole = _divided(layout, event.array)
-            found[turn_of(event.place)][3][axes] += whole
     parts = [Part(1.0, touched=touched)]
     for turn, (products, results, exchanged, moved) in found.items():
         read = cost_model.TOUCHED * results.at(sizes)
@@ -217,12 +214,8 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
     own = [p for p in parts if not p.waits]
     flops = sum(float(product.flops) * p.times / ways(product.branches) for p in own for product in p.products)
     scale = (report.flops or flops) / flops if flops else 1.0
-    found = [
-        dataclasses.replace(
-            p, products=tuple(dataclasses.replace(x, flops=x.flops * scale) for x in p.products), sent=()
-        )
-        for p in own
-    ]
+    scaled = (tuple(dataclasses.replace(x, flops=x.flops * scale) for x in p.products) for p in own)
+    found = [dataclasses.replace(p, products=products, sent=()) for p, products in zip(own, scaled, strict=True)]
     for c in report.collectives:
         if not c.axes or not c.sent:
             continue
@@ -230,26 +223,20 @@ def parts_of_report(report: Report, parts: Sequence[Part]) -> list[Part]:
         parameter = bool(c.parameters)
         gradient = parameter and c.kind in ("all-reduce", "reduce-scatter")
         one = _named_exchange(c.kind, c.axes, size, gradient, parameter or bool(c.stored), c.branches)
-        _add(one, c.times or 1, c.phase not in ("backward", "recomputed"), found)
+        times, forward = c.times or 1, c.phase not in ("backward", "recomputed")
+        # It is in the part that it overlaps with. A pipeline has loops of its own, and exchanges while stages compute:
+        # its exchanges are spread over the turns of the loop that computes most.
+        alike = [i for i, p in enumerate(found) if p.forward == forward and p.products]
+        if not (like := [i for i in alike if found[i].times == times][:1]) and times > 1:
+            like = [i for i in alike if found[i].times > 1]
+        if not like:
+            found.append(Part(times, sent=(one,), forward=forward))
+            continue
+        i = max(like, key=lambda i: sum(float(x.flops) for x in found[i].products))
+        turns = times / found[i].times
+        one = dataclasses.replace(one, size=one.size * turns, count=one.count * turns)
+        found[i] = dataclasses.replace(found[i], sent=(*found[i].sent, one))
     return [dataclasses.replace(p, sent=_merged(p.sent)) for p in found]
-
-
-def _add(one: Sent, times: int, forward: bool, parts: list[Part]) -> None:
-    """Add an exchange to the part that it overlaps with, or if there is none, as a part of its own.
-
-    A pipeline has loops of its own, and exchanges while stages compute: its exchanges are spread over the turns of the
-    loop that computes most.
-    """
-    alike = [i for i, p in enumerate(parts) if p.forward == forward and p.products]
-    if not (like := [i for i in alike if parts[i].times == times][:1]) and times > 1:
-        like = [i for i in alike if parts[i].times > 1]
-    if not like:
-        parts.append(Part(times, sent=(one,), forward=forward))
-        return
-    i = max(like, key=lambda i: sum(float(x.flops) for x in parts[i].products))
-    turns = times / parts[i].times
-    one = dataclasses.replace(one, size=one.size * turns, count=one.count * turns)
-    parts[i] = dataclasses.replace(parts[i], sent=(*parts[i].sent, one))
 
 
 def kept_memory(trace: NamedTrace, layout: Layout, sizes: Sizes) -> tuple[Amount, Amount]:
@@ -259,7 +246,7 @@ def kept_memory(trace: NamedTrace, layout: Layout, sizes: Sizes) -> tuple[Amount
     layers has the products of one of them, and the gradients of all layers that a loop goes through, since it stacks
     them.
     """
-    stored, stages, turn_of = layout.over_stages(), layout.stages, _Turns(trace, layout).of
+    stored, stages, turn_of = layout.over_stages(), layout.stages, _turn_of(trace, layout)
 
     def at_once(place: Occurrence) -> float:
         """Return the share of a layer's batch that a stage computes at once: schedules may trace it as a whole."""
@@ -275,7 +262,7 @@ def kept_memory(trace: NamedTrace, layout: Layout, sizes: Sizes) -> tuple[Amount
     largest: dict[Axes, float] = {}
     again: dict[int, _Bytes] = defaultdict(_Bytes)
     gradients: list[tuple[Axes, float]] = []
-    stacked = [x for x in trace.arguments if frozenset(x.names) in trace.parameters]
+    stacked = [(frozenset(x.names), x.base) for x in trace.arguments if frozenset(x.names) in trace.parameters]
     for e in trace.events:
         if not isinstance(e, Sum) or not e.flops:
             continue
@@ -283,18 +270,13 @@ def kept_memory(trace: NamedTrace, layout: Layout, sizes: Sizes) -> tuple[Amount
         largest[axes] = max(largest.get(axes, 0.0), whole * share)
         if e.place.recomputes and e.place.phase == "recomputed":
             again[e.place.within][axes] += whole * share
-        if e.place.phase == "backward" and e.place.times != 1 and (layers := _stacked_along(x, stacked)):
-            all_layers = dataclasses.replace(x, base=(*x.base, layers))
-            gradients.append(_divided(layout, all_layers, [*layout.over(x.base), stored.used(layers[0])]))
+        if e.place.phase == "backward" and e.place.times != 1:
+            own = frozenset(x.names)
+            whole_of = (base for names, base in stacked if own < names and len(base) == len(own) + 1)
+            layers = next((d for base in whole_of for d in base if d[0] not in own), None)
+            if layers is not None:
+                all_layers = dataclasses.replace(x, base=(*x.base, layers))
+                gradients.append(_divided(layout, all_layers, [*layout.over(x.base), stored.used(layers[0])]))
     products = (_Bytes([one]) for one in largest.items())
     most = functools.reduce(np.maximum, (b.at(sizes) for b in (*products, *again.values())), 0.0)
     return given + made, np.maximum(given, made) + loops + most + _Bytes(gradients).at(sizes)
-
-
-def _stacked_along(x: Value, stacked: Iterable[Value]) -> tuple[str | None, int] | None:
-    """Return the axis that one of some arrays has, and that its slices of the axes of an array lack."""
-    own = {*x.names}
-    return next(
-        (d for y in stacked if own < {*y.names} and len(y.base) == len(own) + 1 for d in y.base if d[0] not in own),
-        None,
-    )

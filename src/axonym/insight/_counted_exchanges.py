@@ -98,7 +98,7 @@ class Layout(Mappings):
 
     def is_stored(self, names: Iterable[str | None]) -> bool:
         """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
-        return self._is_stored(tuple(names))
+        return bool(self.storage) and self._is_stored(tuple(names))
 
     def over(self, dims: Dims) -> list[Axes]:
         """Return the mesh axes that each axis of an array is sharded over."""
@@ -157,9 +157,10 @@ class CountedExchange:
 class Account:
     """The collectives and the flops of a step under a mapping."""
 
-    def __init__(self, trace: NamedTrace, layout: Layout, divides: bool = True):
+    def __init__(self, trace: NamedTrace, layout: Layout, divides: bool = True, all_known: bool = True):
         """Arguments:
         divides: whether mesh axes must divide the axes of arguments.
+        all_known: whether to refuse a mapping of which names do not tell all exchanges.
         """
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
@@ -182,7 +183,7 @@ class Account:
         }  # fmt: skip
         for event in trace.events:
             counts[type(event)](event)
-        if self.open:
+        if self.open and all_known:
             at = ((what, source(place.frames)) for what, place in self.open.items())
             lines = [f"{what}{f' (at {line})' if line else ''}" for what, line in at]
             listed = f"{'; '.join(lines[:4])}{f'; and {len(lines) - 4} more' if lines[4:] else ''}"

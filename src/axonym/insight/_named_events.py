@@ -35,7 +35,7 @@ class Value:
     depth: int = 0
     """How many of the loops around it change it, from the outermost."""
 
-    @property
+    @functools.cached_property  # plans ask for it again and again
     def names(self) -> tuple[str, ...]:
         return tuple(n for n, _ in self.base if n is not None)
 

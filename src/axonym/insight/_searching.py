@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +20,115 @@ from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_r
 from ._counted_exchanges import Account, LayerStages, Layout, check_sizes
 from ._named_events import NamedTrace, NotKnown, Renamed, Sum
 from ._named_trace import named_trace
-from ._planned_mapping import Over, PlannedMapping
-from .cost_model import Estimate
+from ._text import as_shown
+from .chips import Islands
+from .cost_model import Bounds, Estimate
 from .explaining import explain
-from .linked_chips import Islands
 from .report import Report
+
+Over = str | tuple[str, ...]
 
 NEAR = 1.1
 """The factor by which a mapping that divides no axis of the model across slices may take longer than others, and still
 comes before them: networks differ by more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedMapping:
+    """A mesh and two mappings, and their cost.
+
+    >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.mesh
+    {'model': 2}
+    """
+
+    mesh: Mapping[str, int]
+    compute: Mapping[str, Over]
+    storage: Mapping[str, Over]
+    """The parameter mapping, for `axonym.fsdp`; empty if parameters are stored as they are used."""
+    bounds: Bounds
+    memory: int
+    """The bytes that each device keeps at least."""
+    flops: int | None
+    sent: int
+    """The bytes that each device sends."""
+    uncertain: int
+    by: str = "names"
+    """Its source: `names`, or `partitioner` where names are not enough."""
+    verified: Report | None = None
+    """The partitioner's report, if it was asked for one."""
+    raw: bool = False
+    """True if the step is a function of raw arrays, made by `axonym.names.distribute`."""
+    estimate: Estimate = dataclasses.field(default_factory=lambda: Estimate({}))
+    """The time of a step, estimated, in terms: by this, mappings are ordered."""
+    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The values chosen for the arguments of the step's builder, or their keys, if these were given."""
+    keyed: tuple[str, ...] = ()
+    """The arguments of the builder whose values have keys."""
+    topology: Islands | None = None
+    """The chips that the estimate is for; the last axes of the mesh are within islands."""
+    peak: int | None = None
+    """The bytes that each device holds at most, as compiled, if the arguments that it updates are donated; None if it
+    was not compiled."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the lower bound on the time of a step, by which plans prune: the longest of its bounds.
+
+        >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.seconds > 0
+        True
+        """
+        return self.bounds.longest
+
+    @property
+    def mapping(self) -> Any:
+        """Return the argument `mapping` for `explain` and `compare`.
+
+        >>> axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.mapping
+        {'batch': 'model'}
+        """
+        return (dict(self.storage), dict(self.compute)) if self.storage else dict(self.compute)
+
+    @property
+    def between(self) -> str | list[str] | None:
+        """Return the mesh axes that cross slices or islands, as `make_mesh` takes them.
+
+        >>> print(axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.between)
+        None
+        """
+        axes = [] if self.topology is None else self.topology.between(self.mesh)
+        return axes if len(axes) > 1 else axes[0] if axes else None
+
+    def code(self) -> str:
+        """Return the mesh and the mappings as Python.
+
+        >>> print(axn.insight.plan(lambda x: x * 2, axn.ones({"batch": 8}), chips=2).best.code())
+        mesh = axn.make_mesh({'model': 2})
+        compute = {'batch': 'model'}
+        step = axn.named_jit(step, compute, in_placement=compute)
+        """
+        across = "" if self.between is None else f", between={self.between!r}"
+        lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r}{across})", f"compute = {dict(self.compute)!r}"]
+        if self.choices:
+            value = {n: f"choices[{n!r}][{x!r}]" if n in self.keyed else repr(x) for n, x in self.choices.items()}
+            lines.append(f"step = build({', '.join(f'{n}={x}' for n, x in value.items())})")
+        if self.storage:
+            lines.append(f"storage = {dict(self.storage)!r}")
+        if self.raw:
+            lines.append(f"step = axn.names.distribute(step, compute{', storage' * bool(self.storage)}, names=names)")
+        elif self.storage:
+            lines.append("step = axn.fsdp(step, storage, compute)")
+        else:
+            lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
+        return "\n".join(lines)
+
+    def _what(self) -> tuple[str, str, str]:
+        """Return the mesh, the mapping and the choices in words, by which it is told from other mappings."""
+        return str(self.mesh), str(self.mapping), str(self.choices)
+
+    def _order(self) -> tuple[float, float, int]:
+        """Return the sort key of plans: if their estimates are shown alike, their bounds decide."""
+        complexity = len(self.mesh) + len(self.compute) + len(self.storage)
+        return as_shown(self.estimate.seconds), as_shown(self.seconds), complexity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +150,15 @@ class Ranked:
 class TracedStep:
     """A step to plan, traced once."""
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any]):
-        self.fn, self.args = fn, args
-        trace = self.trace = named_trace(fn, args, {})
-        if self.trace.uncounted:
+    def __init__(
+        self, fn: Callable[..., Any], args: Sequence[Any], choices: Mapping[str, Any] | None = None, keyed: Axes = ()
+    ):
+        self.fn, self.args, self.choices, self.keyed = fn, args, choices or {}, keyed
+        trace = named_trace(fn, args, {})
+        if trace.uncounted:
             raise ValueError(
-                f"plan: how long {self.trace.name} computes is not known, because the flops of "
-                f"{', '.join(self.trace.uncounted)} are not counted. Compare mappings that you choose, with `compare`."
+                f"plan: how long {trace.name} computes is not known, because the flops of "
+                f"{', '.join(trace.uncounted)} are not counted. Compare mappings that you choose, with `compare`."
             )
         self.raw = isinstance(fn, DistributedFunction)
         of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
@@ -89,6 +192,8 @@ class Search:
         self.step, self.trace, self.islands, self.stages = step, step.trace, islands, stages
         self.chip, self.chips = islands.chip, islands.chips
         of_model, of_batch = step.of_model, step.of_batch
+        self.ruled_out = 0
+        """How many mappings were not given to the partitioner, since what names tell of them takes too long."""
         self.left_out: dict[str, str] = {}
         """The shardings that are not considered, each with the reason."""
         self._sizes = {n: size for x in self.trace.arguments for n, size in x.dims if n is not None}
@@ -188,16 +293,12 @@ class Search:
                 yield ("data", "model"), compute, storage
             for storage in stored if group else ():
                 yield ("replica", "data", "model"), replicas, storage
-            if len(group) > 1:
-                yield from self._wider(batch, group)
-
-    def _wider(self, batch: str, group: Axes) -> Iterator[tuple[Axes, dict[str, Over], dict[str, Over]]]:
-        """Yield mappings of a group of which the smallest axis is sharded over fewer devices than the others."""
-        least = min(group, key=lambda n: self._sizes[n])
-        compute: dict[str, Over] = {batch: "data", **{n: "model" if n == least else ("model", "inner") for n in group}}
-        kept = {n: over for n, over in compute.items() if n in self._multiplied and n in group}
-        for storage in ({}, *({n: "data", **kept} for n in self.stored if n not in group)):
-            yield ("data", "model", "inner"), compute, storage
+            if len(group) > 1:  # the smallest axis of the group may be sharded over fewer devices than the others
+                least = min(group, key=lambda n: self._sizes[n])
+                wide: dict[str, Over] = {n: "model" if n == least else ("model", "inner") for n in group}
+                kept = {n: over for n, over in wide.items() if n in self._multiplied}
+                for storage in ({}, *({n: "data", **kept} for n in self.stored if n not in group)):
+                    yield ("data", "model", "inner"), {batch: "data", **wide}, storage
 
     def found(self, ranked: Ranked, row: int) -> PlannedMapping:
         """Return the exact costs of a mesh."""
@@ -214,14 +315,11 @@ class Search:
             flops, sent = flops and flops // self.stages.count, sent // self.stages.count
         touched, memory = kept_memory(self.trace, layout, mesh)
         parts = parts_of_trace(self.trace, layout, account.exchanges, mesh, touched)
-        bounds = cost_model.bounds(parts, self._rates(placed), self.chip, touched)
+        bounds = cost_model.bounds(parts, functools.partial(self.islands.rate, placed), self.chip, touched)
         return PlannedMapping(
             mesh, compute, storage, bounds, int(memory), flops, sent, account.uncertain, raw=self.step.raw,
-            estimate=ranked.estimate.at(row), topology=self.islands,
+            estimate=ranked.estimate.at(row), topology=self.islands, choices=self.step.choices, keyed=self.step.keyed,
         )  # fmt: skip
-
-    def _rates(self, mesh: Mapping[str, int]) -> cost_model.Rates:
-        return functools.partial(self.islands.rate, mesh)
 
     def _with_stages(self, mapping: Mapping[str, Over]) -> dict[str, Over]:
         return {**mapping, **({self.stages.layers: "stage"} if self.stages else {})}
@@ -230,27 +328,31 @@ class Search:
 
     def estimated(self, found: PlannedMapping, report: Report) -> PlannedMapping:
         """Return the costs of a mapping on its best place, with the exchanges of a report."""
-        compute, storage = found.compute, found.storage
-        if self.stages is not None:
-            compute, storage = (
-                {n: over for n, over in m.items() if n != self.stages.layers} for m in (compute, storage)
-            )
+        layers = None if self.stages is None else self.stages.layers
+        compute, storage = ({n: over for n, over in m.items() if n != layers} for m in (found.compute, found.storage))
         layout = self._layout(found.mesh, compute, storage)
         touched, _ = kept_memory(self.trace, layout, found.mesh)
         parts = parts_of_report(report, parts_of_trace(self.trace, layout, (), found.mesh, touched))
-        placements = self.islands.placements(found.mesh)
-        each = [(cost_model.estimate(parts, self._rates(placed), self.chip), placed) for placed in placements]
-        handicap = {True: NEAR, False: 1.0}
-        estimate, placed = min(
-            each, key=lambda one: float(one[0].seconds) * handicap[self.divides_model(compute, one[1])]
-        )
-        terms = {name: float(t) for name, t in estimate.terms.items()}
-        bounds = cost_model.bounds(parts, self._rates(placed), self.chip, touched)
+        estimate, placed = self._on_best_place(parts, found.mesh, compute)
+        bounds = cost_model.bounds(parts, functools.partial(self.islands.rate, placed), self.chip, touched)
         if report.bounds is not None:
             bounds = dataclasses.replace(bounds, compute=report.bounds.compute)
-        return dataclasses.replace(found, mesh=placed, bounds=bounds, estimate=Estimate(terms))
+        return dataclasses.replace(found, mesh=placed, bounds=bounds, estimate=estimate)
 
-    def ask(self, limit: int) -> Iterator[PlannedMapping]:
+    def _on_best_place(
+        self, parts: Sequence[cost_model.Part], mesh: Mapping[str, int], compute: Mapping[str, Over]
+    ) -> tuple[Estimate, dict[str, int]]:
+        def preferred(one: tuple[Estimate, dict[str, int]]) -> float:
+            return float(one[0].seconds) * (NEAR if self.divides_model(compute, one[1]) else 1.0)
+
+        each = [
+            (cost_model.estimate(parts, functools.partial(self.islands.rate, placed), self.chip), placed)
+            for placed in self.islands.placements(mesh)
+        ]
+        estimate, placed = min(each, key=preferred)
+        return estimate.at(0), placed
+
+    def ask(self, limit: int, least: float) -> Iterator[PlannedMapping]:
         """Plan by the partitioner mappings whose cost names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, self.chips + 1) if self.chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
@@ -259,15 +361,24 @@ class Search:
         for alike, names in ((True, experts), (False, others), (False, experts)):
             for size, name in itertools.product(sizes, names):
                 for mesh, compute, storage in self._over(size, name, alike):
-                    if (found := self.asked(mesh, compute, storage, limit)) is not None:
+                    if (found := self.asked(mesh, compute, storage, limit, least)) is not None:
                         yield found
 
     def _over(
         self, size: int, name: str, alike: bool
     ) -> Iterator[tuple[dict[str, int], dict[str, Over], dict[str, Over]]]:
         """Yield mappings of an axis over some devices, and of the batch over the others, or if alike over all."""
-        axes = self._sharded_with(name)
-        mesh = _mesh(self.chips // size, size)
+        axes = [name]  # all names that the axis has during the step: positions may become key positions
+        for known in axes:
+            for event in self.trace.events:
+                if isinstance(event, Renamed):
+                    pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
+                    new = {m for p in pairs if known in p for m in p}
+                    axes += [n for n in new if n not in axes and not n.endswith("'")]  # a part of an axis
+        # Other axes of arguments are mapped by themselves, such as the next state of a recurrent cell.
+        given = {n for x in self.trace.arguments for n in x.names}
+        axes = [name, *(n for n in axes[1:] if n not in given)]
+        mesh = {axis: n for axis, n in (("data", self.chips // size), ("model", size)) if n > 1}
         batch = next((b for b in self.batch if b not in axes), None)
         if len(mesh) > 1 and batch is None:
             return
@@ -284,68 +395,55 @@ class Search:
         """Return the storage sharding of parameters along axes of a group; an axis that they lack is none of theirs."""
         return {n: "model" for n in group if n in self._multiplied}
 
-    def of_refused(self, compute: Mapping[str, Over]) -> str:
-        """List the sharded axes whose communication cannot be computed from names."""
-        return f"sharding {', '.join(n for n in compute if n in self.refused)}"
-
-    def _sharded_with(self, name: str) -> list[str]:
-        """Return all names that an axis has during the step: positions may become key positions.
-
-        Other axes of arguments are mapped by themselves, such as the next state of a recurrent cell.
-        """
-        found = [name]
-        for known in found:
-            for event in self.trace.events:
-                if isinstance(event, Renamed):
-                    pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
-                    new = {m for p in pairs if known in p for m in p}
-                    found += [n for n in new if n not in found and not n.endswith("'")]  # a part of an axis
-        given = {n for x in self.trace.arguments for n in x.names}
-        return [name, *(n for n in found[1:] if n not in given)]
-
     def asked(
-        self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over], limit: int
-    ) -> PlannedMapping | None:
-        """Plan a mapping by the partitioner, if it divides the axes and fits into memory."""
-        layout = self._layout(mesh, compute, storage)
+        self, mesh: Mapping[str, int], compute: Mapping[str, Over], storage: Mapping[str, Over], limit: int,
+        least: float = math.inf,
+    ) -> PlannedMapping | None:  # fmt: skip
+        """Plan a mapping by the partitioner, if it divides the axes and fits into memory.
+
+        Arguments:
+            least: the seconds from which on a mapping is not worth it, by those of its exchanges that names tell.
+        """
+        layout, sharded = self._layout(mesh, compute, storage), [n for n in compute if n in self.refused]
+        what = f"sharding {', '.join(sharded)}"
         try:
             check_sizes(layout, self.trace)
         except ValueError:
             return None
-        if (memory := int(kept_memory(self.trace, layout, mesh)[1])) > limit:
+        touched, memory = kept_memory(self.trace, layout, mesh)
+        if memory > limit:
             return None
-        mapping = (storage, compute) if storage else compute
+        exchanges = Account(self.trace, layout, divides=False, all_known=False).exchanges
+        parts = parts_of_trace(self.trace, layout, exchanges, mesh, touched)
+        if self._on_best_place(parts, mesh, compute)[0].seconds > least:
+            self.ruled_out += 1
+            self.left_out.pop(what, None)
+            return None
+        found = PlannedMapping(
+            mesh, compute, storage, Bounds(self.chip.name, None, None, {}), int(memory), None, 0, 0, "partitioner",
+            raw=self.step.raw, topology=self.islands, choices=self.step.choices, keyed=self.step.keyed,
+        )  # fmt: skip
         try:
-            report = explain(
-                self.step.fn, *self.step.args, mapping=mapping, mesh=abstract(mesh), by="partitioner", chip=self.chip
-            )
+            report = self.explained(found, "partitioner")
         except (TypeError, ValueError) as e:
-            self.left_out[self.of_refused(compute)] = str(e)
+            self.left_out[what] = str(e)
             return None
         sent, bounds = report.total_sent(), report.bounds
         if sent is None or bounds is None or report.flops is None:
-            self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
+            self.left_out[what] = "; ".join(report.notes)
             return None
-        found = PlannedMapping(
-            mesh, compute, storage, bounds, memory, report.flops, sent, 0, "partitioner", raw=self.step.raw,
-            topology=self.islands,
-        )  # fmt: skip
-        return self.estimated(found, report)
+        self.left_out.pop(what, None)
+        return self.estimated(dataclasses.replace(found, bounds=bounds, flops=report.flops, sent=sent), report)
+
+    def explained(self, p: PlannedMapping, by: Any) -> Report:
+        """Explain a mapping, on a mesh that needs no devices."""
+        mesh = AbstractMesh(tuple(p.mesh.values()), tuple(p.mesh), axis_types=(AxisType.Auto,) * len(p.mesh))
+        return explain(self.step.fn, *self.step.args, mapping=p.mapping, mesh=mesh, by=by, chip=self.chip)
 
 
 def names_of(tree: Any) -> tuple[str, ...]:
     """Return the names of the axes of all arrays in a tree."""
     return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or () if n != "_"))
-
-
-def abstract(mesh: Mapping[str, int]) -> AbstractMesh:
-    """Return a mesh that needs no devices."""
-    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
-
-
-def _mesh(data: int, model: int) -> dict[str, int]:
-    """Return the mesh axes with more than one device."""
-    return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
 
 
 def _multiplied(trace: NamedTrace) -> set[str]:

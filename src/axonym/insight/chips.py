@@ -1,10 +1,14 @@
-"""Figures of chips: peak flops, memory and links, from their makers' public pages."""
+"""Figures of chips, from their makers' public pages, and `Islands` of linked chips, on which a mesh is laid."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import re
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,3 +141,164 @@ def known_chip(chip: Chip | str, what: str = "explain") -> Chip:
     if chip not in CHIPS:
         raise ValueError(f"{what}: the chips with figures are {', '.join(CHIPS)}, got {chip!r}. Make a Chip of it.")
     return CHIPS[chip]
+
+
+# --- linked chips ---
+
+Amount: TypeAlias = Any
+"""A number, or an array of one for each mesh."""
+
+Resource: TypeAlias = str | tuple[str, ...]
+"""The kind of connection of an exchange: links, the network, or the links of some mesh axes of an unknown topology."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """The time that an exchange of a kind takes over some mesh axes."""
+
+    per_byte: Amount
+    """Seconds for each byte of the complete array."""
+    launch: Amount
+    """Seconds for each exchange."""
+    hides: Amount
+    """The share that computing hides, beside the share of the chip."""
+    busy: Mapping[Resource, Amount]
+    """For each resource, the seconds for each byte that it is busy at least."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Islands:
+    """Islands of chips that links join, such as nodes of GPUs and slices of TPUs, and a network between them.
+
+    Arguments:
+        chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
+        chips: the number of chips.
+        size: the chips in an island; as many as is usual by default.
+        network: the bytes that each chip sends over the network in a second, which a cluster decides.
+
+    >>> axn.insight.Islands("h100", 64, network=25e9).size
+    8
+    """
+
+    chip: Chip
+    chips: int
+    size: int
+    network: float
+
+    def __init__(self, chip: Chip | str, chips: int, size: int | None = None, network: float | None = None):
+        chip = known_chip(chip, "Islands")
+        most = chip.island or chips
+        if size is None:  # slices of TPUs have many sizes
+            size = next(n for n in range(most, 0, -1) if chips % n == 0) if chip.torus else most
+        if (size < chips and chips % size) or (chip.torus and size > most):
+            raise ValueError(
+                f"Islands: {chips} chips of {chip.name} cannot be divided into islands of {size}, of which the usual "
+                f"have {'at most ' if chip.torus else ''}{most}."
+            )
+        network = chip.network if network is None else network
+        for name, value in (("chip", chip), ("chips", chips), ("size", size), ("network", network)):
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        islands = self.chips // self.size
+        return f"{self.chip.name}:{self.chips}" + (f" in {islands} slices" if self.chip.torus and islands > 1 else "")
+
+    def placements(self, mesh: Mapping[str, int]) -> list[dict[str, int]]:
+        """Return the mesh with its axes in each order that matters: the last ones are within islands.
+
+        >>> len(axn.insight.Islands("h100", 64).placements({"data": 8, "model": 8}))
+        2
+        """
+        orders = itertools.permutations(mesh.items()) if self.size < self.chips else [mesh.items()]
+        return [dict(order) for order in orders]
+
+    def rate(self, mesh: Mapping[str, int], kind: str, axes: Sequence[str]) -> Rate:
+        """Return what an exchange takes over some axes of a mesh. Links and network work at the same time.
+
+        On a torus, gathers and scatters are rings, on the links of one dimension, but where the compiler makes sums of
+        them; bounds take all links of a chip.
+
+        >>> islands = axn.insight.Islands("h100", 64)
+        >>> sorted(islands.rate({"data": 4, "model": 16}, "all-gather", ["model"]).busy)
+        ['links', 'network']
+        """
+        chip, reached, within = self.chip, self.chip.reached, self._within(mesh)
+        inside, count = (math.prod(sizes[a] for a in axes) for sizes in (within, mesh))
+        made = made_on_torus(kind, chip.torus, inside) if inside == self.size == self.chips else kind
+        links, hops = 1.0, inside - 1.0
+        if chip.torus:
+            side = max(2.0, self.size ** (1 / chip.torus))
+            hops = inside ** (1 / chip.torus)
+            dimensions = 1 if made in ("all-gather", "reduce-scatter") else math.ceil(math.log(inside, side) - 1e-9)
+            links = min(1.0, max(1, dimensions) / chip.torus)
+        passes, longest, hides, launch = 2 if made == "all-reduce" else 1, 0.0, 1.0, reached.launch
+        busy: dict[Resource, float] = {}
+        for resource, n, before, bandwidth, link, used, share, hop, hidden in (
+            ("links", inside, 1, chip.link_bandwidth, chip.link, links, reached.links, reached.hop * hops, 1.0),
+            ("network", count // inside, inside, self.network, self.network, 1.0, reached.network,
+             reached.network_hop * (count // inside - 1), reached.ahead_network / reached.ahead),
+        ):  # fmt: skip
+            if n == 1:
+                continue
+            # A device sends to each other one in the group what the ones before it do not.
+            gathers = (1 - 1 / n) / before / bandwidth
+            if kind == "all-to-all":
+                # A device sends the same to each other one, so less to the few that are near.
+                busy[resource] = gathers / n * (n * before / count) ** 2
+                seconds = busy[resource] / used
+            elif kind.startswith("collective"):  # it goes to a neighbor
+                busy[resource], seconds = 1 / before / bandwidth, 1 / link
+            else:
+                busy[resource], seconds = gathers * least_passes(kind, chip), gathers * passes / used
+            if seconds / share > longest:
+                longest, hides = seconds / share, hidden
+            launch += hop * passes
+        return Rate(longest, launch if count > 1 else 0.0, hides, busy)
+
+    def between(self, mesh: Mapping[str, int]) -> list[str]:
+        """Return the axes of a mesh that cross slices or islands, as `make_mesh` takes them.
+
+        >>> axn.insight.Islands("h100", 64).between({"data": 8, "model": 8})
+        ['data']
+        """
+        within = self._within(mesh)
+        return [a for a, n in mesh.items() if within[a] < n]
+
+    def _within(self, mesh: Mapping[str, int]) -> dict[str, int]:
+        """Return how many positions of each mesh axis are in one island, the innermost axis first."""
+        found, distance, size = {}, 1, min(self.size, self.chips)
+        for a, n in reversed(tuple(mesh.items())):
+            found[a] = 1 if size % distance else math.gcd(n, size // distance)
+            distance *= n
+        return found
+
+
+def islands_of(chips: int | str | Islands, chip: Chip | str) -> Islands:
+    """Return the chips that a user means: a number of some kind, or what a name such as `v5e:16x16x2slices` says."""
+    if isinstance(chips, Islands):
+        return chips
+    if isinstance(chips, int):
+        return Islands(known_chip(chip, "plan"), chips)
+    name, _, shape = chips.partition(":")
+    of = known_chip(name, "plan")
+    if not (parts := re.fullmatch(r"(\d+(?:x\d+)*?)(?:x(\d+)slices)?", shape)):
+        raise ValueError(
+            f"plan: a topology is written as 'v5p:8x8x8', 'v5p:8x8x8x2slices' or 'h100:64', got {chips!r}."
+        )
+    size, slices = math.prod(map(int, parts[1].split("x"))), int(parts[2] or 1)
+    return Islands(of, size * slices, size if of.torus else None)
+
+
+def least_passes(kind: str, chip: Chip) -> int:
+    """Return how often a device sends an array at least: switches of islands may add up what chips send."""
+    return 2 if kind == "all-reduce" and chip.torus else 1
+
+
+def made_on_torus(kind: str, torus: int, chips: int) -> str:
+    """Return what the compiler for TPUs makes of a collective over all chips of a torus, and of no other slice.
+
+    It may be an all-reduce, which sends more over the links of all dimensions. Dimensions of a square have 4 or more.
+    """
+    filled = chips >= 8 if torus == 3 else torus == 2 and chips >= 16 and math.isqrt(chips) ** 2 == chips
+    summed = (kind == "reduce-scatter" and filled) or (kind == "all-gather" and torus == 3 and chips >= 64)
+    return "all-reduce" if summed else kind

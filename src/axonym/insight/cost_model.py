@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from ._flops import Branches, least, ways
 from ._text import described_axes, described_seconds
-from .chips import Chip
-from .linked_chips import Amount, Rate, Resource, least_passes
+from .chips import Amount, Chip, Rate, Resource, least_passes
 
 # --- steps ---
 
@@ -206,26 +205,22 @@ def _terms(part: Part, rates: Rates, chip: Chip) -> dict[str, Amount]:
     terms = {"products": products, "attention": attention, "reading and writing": part.touched / chip.memory_bandwidth}
     computing = sum(terms.values(), start=0.0)
     for ahead, share in ((False, reached.waited), (True, reached.ahead)):
-        for name, seconds in _not_hidden([x for x in part.sent if x.ahead == ahead], rates, share, computing):
-            terms[name] = terms.get(name, 0.0) + seconds
+        # Computing hides at most a share of these exchanges.
+        found: list[tuple[str, Amount]] = []
+        hidden: Amount = 0.0
+        for x in part.sent:
+            if x.ahead == ahead:
+                rate = rates(x.kind, x.axes)
+                seconds = x.size / ways(x.branches) * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
+                found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
+                hidden = hidden + seconds * share * (rate.hides if ahead else 1.0)
+        left = 1 - np.minimum(hidden, computing) / np.maximum(sum((t for _, t in found), start=0.0), 1e-30)
+        for name, seconds in found:
+            terms[name] = terms.get(name, 0.0) + seconds * left
     spent = sum(terms.values(), start=0.0)
     if np.any(np.asarray(part.offloaded) > 0):
         terms["offloading"] = np.maximum(0.0, part.offloaded / chip.host - spent)
     return terms
-
-
-def _not_hidden(sent: Sequence[Sent], rates: Rates, share: float, computing: Amount) -> Iterator[tuple[str, Amount]]:
-    """Yield the seconds of each exchange that do not hide behind computing, which hides at most a share of them."""
-    found: list[tuple[str, Amount]] = []
-    hidden: Amount = 0.0
-    for x in sent:
-        rate = rates(x.kind, x.axes)
-        seconds = x.size / ways(x.branches) * rate.per_byte + x.count * rate.launch * (np.asarray(x.size) > 0)
-        found.append((f"{x.what} over {' and '.join(x.axes)}", seconds))
-        hidden = hidden + seconds * share * (rate.hides if x.ahead else 1.0)
-    total = sum((t for _, t in found), start=0.0)
-    left = 1 - np.minimum(hidden, computing) / np.maximum(total, 1e-30)
-    return ((name, seconds * left) for name, seconds in found)
 
 
 def bounds(parts: Iterable[Part], rates: Rates, chip: Chip, touched: Amount = 0.0) -> Bounds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,16 +16,11 @@ from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ..distribution.mesh_axes import Axes
 from ._accounts import Meshes
-from ._counted_exchanges import LayerStages
-from ._planned_mapping import PlannedMapping
-from ._searching import NEAR, Ranked, Search, TracedStep, abstract
+from ._searching import NEAR, PlannedMapping, Ranked, Search, TracedStep
 from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number
-from .chips import Chip
+from .chips import Chip, Islands, islands_of
 from .cost_model import why_first
-from .explaining import explain
-from .linked_chips import Islands, islands_of
 from .page import Page
-from .report import Report
 
 _SHOWN = 12
 """The largest number of candidates in the first table; a folded one has the others."""
@@ -88,10 +84,8 @@ class MappingPlan(Page):
             return ""
         (first, _), (second, _), *_ = rows
         tied = second.estimate.seconds <= _TIED * first.estimate.seconds
-        parts = _listed(second.mesh, "="), _listed(second.choices, "="), _listed(second.compute)
-        what = ", ".join(filter(None, parts))
         said = "this is a tie, within 2%." if tied else why_first(first.estimate, second.estimate)
-        return f"The second ({what}): {said}"
+        return f"The second ({_what(second)}): {said}"
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
@@ -158,7 +152,11 @@ class MappingPlan(Page):
             key = frozenset(p.compute.items()), frozenset(p.storage.items()), frozenset(p.choices.items())
             groups.setdefault(key, []).append(p)
         found = [(first, len(others)) for first, *others in groups.values()]
-        return [one for i, one in enumerate(found) if most is None or i < most or _is_single(one[0])]
+        return [
+            (p, others)
+            for i, (p, others) in enumerate(found)
+            if most is None or i < most or (len(p.mesh) == 1 == len(p.compute) and not p.storage and not p.choices)
+        ]
 
     def _title(self) -> str:
         few = self.not_fitting == 1
@@ -270,8 +268,7 @@ _MOST_KEPT = 64
 class _Candidate(NamedTuple):
     """A mesh for a pattern of mappings, and its cost."""
 
-    key: Any
-    """The pattern of mappings."""
+    search: Search
     ranked: Ranked
     place: int
     seconds: float
@@ -284,22 +281,19 @@ class _Planner:
 
     def __init__(self, islands: Islands, limit: int):
         self._islands, self._limit = islands, limit
-        self._chip, self._chips = islands.chip, islands.chips
         self._meshes: dict[Any, Meshes] = {}
         self._searches: dict[Any, Search] = {}
         """The searches, by what was chosen."""
         self._rows: list[_Candidate] = []
         self._left_out: dict[str, str] = {}
         self._asked: list[PlannedMapping] = []
-        self._keyed: tuple[str, ...] = ()
-        """The choices whose values have keys."""
 
     def add_all(self, fn: Callable[..., Any], args: tuple[Any, ...], choices: Mapping[str, Any]) -> None:
         """Work out all mappings by names, for each combination of choices."""
         if not choices:
-            return self._add({}, TracedStep(fn, args), None)
+            return self._add(Search(TracedStep(fn, args), self._islands))
         values = {n: dict(v) if isinstance(v, Mapping) else {x: x for x in v} for n, v in choices.items()}
-        self._keyed = tuple(n for n, v in choices.items() if isinstance(v, Mapping))
+        keyed = tuple(n for n, v in choices.items() if isinstance(v, Mapping))
         combinations = list(itertools.product(*values.values()))
         if len(combinations) > _MOST_TRACED:
             raise ValueError(
@@ -312,17 +306,17 @@ class _Planner:
             try:
                 built = fn(**given)
                 step, arguments = built if isinstance(built, tuple) else (built, args)
-                made = TracedStep(step, tuple(arguments))
+                made = TracedStep(step, tuple(arguments), chosen, keyed)
             except Exception as e:  # of the user's code: it refuses a combination
                 self._left_out[_listed(chosen, "=")] = f"{type(e).__name__}: {e}".partition("\n")[0]
                 continue
             stages = None
             if (of := given.get("stages", 1)) != 1:
                 stages = made.stages(of, given.get("microbatches") or given.get("accumulate") or of)
-                if stages is None or stages.size % of or self._chips % of:
+                if stages is None or stages.size % of or self._islands.chips % of:
                     self._left_out[_listed(chosen, "=")] = f"{of} stages do not divide a loop over layers, or the chips"
                     continue
-            self._add(chosen, made, stages)
+            self._add(Search(made, self._islands, stages, next(iter(self._searches.values()), None)))
         if not self._searches:
             raise ValueError(
                 "plan: no combination of choices makes a step: "
@@ -330,11 +324,9 @@ class _Planner:
             )
         return None
 
-    def _add(self, chosen: Mapping[str, Any], step: TracedStep, stages: LayerStages | None) -> None:
-        search = Search(step, self._islands, stages, next(iter(self._searches.values()), None))
-        key = tuple(chosen.items())
-        self._searches[key] = search
-        fixed = {} if stages is None else {"stage": stages.count}
+    def _add(self, search: Search) -> None:
+        self._searches[tuple(search.step.choices.items())] = search
+        fixed = {} if search.stages is None else {"stage": search.stages.count}
 
         def meshes_of(axes: Axes) -> Meshes:
             at = axes, tuple(fixed.items())
@@ -344,31 +336,23 @@ class _Planner:
 
         for ranked in search.run(meshes_of):
             costs = (x[ranked.rows].tolist() for x in (ranked.seconds, ranked.memory, ranked.bound))
-            self._rows += [_Candidate(key, ranked, *row) for row in zip(ranked.rows.tolist(), *costs, strict=True)]
+            self._rows += [_Candidate(search, ranked, *row) for row in zip(ranked.rows.tolist(), *costs, strict=True)]
 
     def ask(self, most: int) -> None:
         """Ask the partitioner about mappings that names do not tell: of the choices that are best by names."""
         fitting = sorted((r for r in self._rows if r.memory <= self._limit), key=lambda r: r.seconds)
-        key = next((r.key for r in (*fitting, *self._rows)), next(iter(self._searches)))
         staged: dict[int, _Candidate] = {}  # names tell only about what happens within a stage
         for row in fitting:
-            if self._searches[row.key].stages is not None:
+            if row.search.stages is not None:
                 staged.setdefault(id(row.ranked), row)
         for row in [*staged.values()][: min(2, most)]:
-            search, found = self._searches[row.key], self._found(row)
-            if (asked := search.asked(found.mesh, found.compute, found.storage, self._limit)) is not None:
-                self._asked.append(self._planned(row.key, asked))
-        search = self._searches[key]
+            found = row.search.found(row.ranked, row.place)
+            if (asked := row.search.asked(found.mesh, found.compute, found.storage, self._limit)) is not None:
+                self._asked.append(asked)
+        search = next((r.search for r in (*fitting, *self._rows)), next(iter(self._searches.values())))
         if search.stages is None:
-            for found in itertools.islice(search.ask(self._limit), most - len(self._asked)):
-                self._asked.append(self._planned(key, found))
-                search.left_out.pop(search.of_refused(found.compute), None)
-
-    def _found(self, row: _Candidate) -> PlannedMapping:
-        return self._planned(row.key, self._searches[row.key].found(row.ranked, row.place))
-
-    def _planned(self, key: Any, found: PlannedMapping) -> PlannedMapping:
-        return dataclasses.replace(found, choices=dict(key), keyed=self._keyed)
+            asked = search.ask(self._limit, fitting[0].seconds if fitting else math.inf)
+            self._asked += itertools.islice(asked, most - len(self._asked))
 
     def result(self, verify: int) -> MappingPlan:
         """Return the plan, of which the partitioner checks the first few."""
@@ -377,8 +361,8 @@ class _Planner:
         kept = heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds)
         known = {id(r) for r in kept}
         kept += [r for r in fit if len(r.ranked.compute) == len(r.ranked.axes) == 1 and id(r) not in known]
-        fitting = [*map(self._found, kept)]
-        too_large = [*map(self._found, heapq.nsmallest(_MOST_KEPT, large, key=lambda r: r.memory))]
+        smallest = heapq.nsmallest(_MOST_KEPT, large, key=lambda r: r.memory)
+        fitting, too_large = ([r.search.found(r.ranked, r.place) for r in rows] for rows in (kept, smallest))
         asked = {p._what() for p in self._asked}  # of these, names told only a part of the cost
         again = sum(p._what() in asked for p in (*fitting, *too_large))
         fitting, too_large = ([p for p in found if p._what() not in asked] for found in (fitting, too_large))
@@ -387,43 +371,39 @@ class _Planner:
         for search in self._searches.values():
             left_out |= search.left_out
         if not fitting:
-            raise ValueError(self._nothing_fits(len(self._rows), too_large, left_out))
+            least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" * bool(too_large)
+            raise ValueError(
+                f"plan: of {counted(len(self._rows), 'mapping')} on {counted(self._islands.chips, 'device')}, none "
+                f"fits into {describe_bytes(self._limit)}{least}. "
+                + "; ".join(f"{what} was not considered: {why}" for what, why in left_out.items())
+            )
         doubts = list(self._verified(fitting, too_large, verify))
         first, left_out = fitting[0], left_out | self._left_out
-        pruned = len(large) + sum(r.bound > first.estimate.seconds for r in fit)
+        ruled_out = sum(search.ruled_out for search in self._searches.values())
+        pruned = len(large) + ruled_out + sum(r.bound > first.estimate.seconds for r in fit)
         not_fitting = len(large) + sum(p.peak is not None for p in too_large)
-        considered = len(self._rows) + len(self._asked) - again
-        if self._chips > 1 and not first.compute:
+        considered = len(self._rows) + len(self._asked) - again + ruled_out
+        if self._islands.chips > 1 and not first.compute:
             doubts.insert(
                 0,
-                f"the first one shards nothing: each of the {self._chips} devices computes everything, which takes "
-                "less time than the others' communication. Plan with the sizes that you will train with, or use fewer "
-                "devices.",
+                f"the first one shards nothing: each of the {self._islands.chips} devices computes everything, which "
+                "takes less time than the others' communication. Plan with the sizes that you will train with, or use "
+                "fewer devices.",
             )
-        name = self._searches[tuple(first.choices.items())].trace.name
         return MappingPlan(
-            name, self._chips, self._chip, self._limit, tuple(fitting), tuple(too_large), considered, len(self._asked),
-            left_out, tuple(doubts), pruned, not_fitting,
+            self._search(first).trace.name, self._islands.chips, self._islands.chip, self._limit, tuple(fitting),
+            tuple(too_large), considered, len(self._asked), left_out, tuple(doubts), pruned, not_fitting,
         )  # fmt: skip
+
+    def _search(self, p: PlannedMapping) -> Search:
+        return self._searches[tuple(p.choices.items())]
 
     def _ordered(self, found: Iterable[PlannedMapping]) -> list[PlannedMapping]:
         """Order mappings by their estimates; the first shards no axis of the model across slices if it need not."""
         ordered = sorted(found, key=PlannedMapping._order)
-        limit = NEAR * ordered[0].estimate.seconds if ordered else 0
-        within = (p for p in ordered if p.estimate.seconds <= limit and not self._divides_model(p))
-        first = next(within, None)
+        within = (p for p in ordered if p.estimate.seconds <= NEAR * ordered[0].estimate.seconds)
+        first = next((p for p in within if not self._search(p).divides_model(p.compute, p.mesh)), None)
         return ordered if first is None else sorted(ordered, key=lambda p: p is not first)
-
-    def _divides_model(self, p: PlannedMapping) -> bool:
-        return self._searches[tuple(p.choices.items())].divides_model(p.compute, p.mesh)
-
-    def _nothing_fits(self, count: int, too_large: Sequence[PlannedMapping], left_out: Mapping[str, str]) -> str:
-        least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
-        return (
-            f"plan: of {counted(count, 'mapping')} on {counted(self._chips, 'device')}, none fits into "
-            f"{describe_bytes(self._limit)}{least}. "
-            + "; ".join(f"{what} was not considered: {why}" for what, why in left_out.items())
-        )
 
     def _verified(self, fitting: list[PlannedMapping], too_large: list[PlannedMapping], verify: int) -> Iterator[str]:
         """Explain the first few by the partitioner, and compile the first, in place; yield doubts."""
@@ -442,35 +422,35 @@ class _Planner:
         if peak is not None and peak > self._limit:
             yield f"the first one needs {describe_bytes(peak)}, as compiled; by the bytes known, it seemed to fit."
 
-    def _explained(self, p: PlannedMapping, by: Any) -> Report:
-        step = self._searches[tuple(p.choices.items())].step
-        return explain(step.fn, *step.args, mapping=p.mapping, mesh=abstract(p.mesh), by=by, chip=self._chip)
-
     def _partition(self, fitting: list[PlannedMapping], most: int) -> None:
-        """Explain the first few by the partitioner, in place, and order all; leave out what the step refuses."""
+        """Explain the first few by the partitioner, in place, and order all; leave out what the step refuses.
+
+        Of mappings that differ in choices alone, one is enough if names tell what it sends.
+        """
         checked: list[PlannedMapping] = []
         while fitting and len(checked) < most:
             p = fitting.pop(0)
+            same = (q for q in checked if (q.mesh, q.mapping) == (p.mesh, p.mapping) and q.verified is not None)
             try:
-                checked.append(self._partitioned(p))
+                known = any(q.verified is not None and q.verified.total_sent() == q.sent for q in same)
+                checked.append(p if known else self._partitioned(p))
             except (TypeError, ValueError) as e:  # such as a batch that microbatches do not divide
                 if not fitting and not checked:
                     raise
-                what = ", ".join(filter(None, (_listed(p.mesh, "="), _listed(p.choices, "="), _listed(p.compute))))
-                self._left_out[what] = f"{e}".partition("\n")[0]
+                self._left_out[_what(p)] = f"{e}".partition("\n")[0]
         fitting[:] = self._ordered((*checked, *fitting))
 
     def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
         """Explain a mapping by the partitioner; its exchanges are the ones of the estimate."""
-        report, search = self._explained(p, "partitioner"), self._searches[tuple(p.choices.items())]
+        report = self._search(p).explained(p, "partitioner")
         if report.total_sent() == p.sent:
             return dataclasses.replace(p, verified=report)
-        found = search.estimated(p, report)
+        found = self._search(p).estimated(p, report)
         return dataclasses.replace(p, bounds=found.bounds, verified=report, estimate=found.estimate)
 
     def _compiled(self, p: PlannedMapping) -> PlannedMapping:
         """Compile a mapping to the end, which tells its memory."""
-        memory = self._explained(p, "compiled").memory
+        memory = self._search(p).explained(p, "compiled").memory
         assert memory is not None, "it is compiled"
         return dataclasses.replace(p, peak=max(memory.arguments, memory.results) + memory.temporaries)
 
@@ -478,9 +458,9 @@ class _Planner:
 # --- writing ---
 
 
-def _is_single(p: PlannedMapping) -> bool:
-    """Return whether a mapping shards one axis over one mesh axis, such as the batch."""
-    return len(p.mesh) == 1 == len(p.compute) and not p.storage and not p.choices
+def _what(p: PlannedMapping) -> str:
+    """Say in a line which mapping it is."""
+    return ", ".join(filter(None, (_listed(p.mesh, "="), _listed(p.choices, "="), _listed(p.compute))))
 
 
 def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
@@ -506,18 +486,11 @@ def _row(number: int, p: PlannedMapping, others: int, most: float, least: float,
     numbers = [element("span", text, class_="num") for text in (*seconds, memory)]
     if number > 1 and p.estimate.seconds <= _TIED * least:
         numbers[0] = joined([numbers[0], element("small", " a tie, within 2%")])
-    lines = joined(mapping, element("br"))
-    return str(number), joined([words.mesh(p.mesh), more]), lines, _times(p, most, words), *numbers
-
-
-def _times(p: PlannedMapping, most: float, words: Words) -> Html:
-    """Draw the time to compute, and after it the times to send, to wait and to offload."""
-    computing = sum(t for name, t in p.estimate.terms.items() if name in _COMPUTING)
-    others = [(_kind(name, words), t) for name, t in p.estimate.terms.items() if name not in _COMPUTING]
-    return stacked((t / (most or 1), kind) for kind, t in [("", computing), *others] if t)
-
-
-def _kind(term: str, words: Words) -> str:
-    """Return the kind of the bar of a term: the color of the mesh axes that it is over."""
-    _, over, axes = term.rpartition(" over ")
-    return words.color(tuple(axes.split(" and "))) if over else "mid"
+    # The time to compute, and after it the times to send, in the color of the mesh axes, to wait and to offload.
+    bars = [("", sum(t for name, t in p.estimate.terms.items() if name in _COMPUTING))]
+    for name, t in p.estimate.terms.items():
+        if name not in _COMPUTING:
+            _, over, axes = name.rpartition(" over ")
+            bars.append((words.color(tuple(axes.split(" and "))) if over else "mid", t))
+    times, lines = stacked((t / (most or 1), kind) for kind, t in bars if t), joined(mapping, element("br"))
+    return str(number), joined([words.mesh(p.mesh), more]), lines, times, *numbers

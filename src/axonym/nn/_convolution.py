@@ -1,18 +1,10 @@
 """Compute convolutions with right values and gradients on meshes.
 
-XLA partitions products rightly, but not all convolutions. Where it would be wrong, a convolution is computed as a sum
-of products, one for each position in the kernel:
-
-- Along a sharded axis, XLA adds up the parts of all devices, also along mesh axes along which they have equal shards
-  or other channels. With one mesh axis, XLA fails for second derivatives if the kernel or the input is dilated.
-- The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
-- A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
-  axes.
-- XLA takes some gradients of strided and dilated convolutions for products, and fails to partition them.
-- XLA ends the process if channels are sharded over a number of devices that does not divide the number of groups, or
-  if the channels of the input and of the result are sharded over different mesh axes.
-
-Values are wrong, too, if the kernel is sharded along an axis of the convolution, so there it is always replicated.
+XLA partitions products rightly, but not all convolutions (see `docs/compiler_bugs.md`). Where it would be wrong, a
+convolution is computed as a sum of products, one for each position in the kernel: along sharded axes; with groups,
+unless all mesh axes shard the batch and the shards of channels are whole groups; where it is mapped over, which makes
+it a grouped one with other axes; and where XLA would take the gradient of a strided and dilated one for a product. A
+kernel that is sharded along an axis of the convolution gives wrong values too, so there it is always replicated.
 
 Shardings over Explicit mesh axes are in the types of the arrays. Shardings over Auto axes come from the active mapping,
 and outside of jit from the arrays: see `known_shardings`. Inside jit, on Auto mesh axes that the mapping says nothing
@@ -24,7 +16,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,43 +132,26 @@ def apply_convolution(
         wrong = bool(sharded) or kernel_sharded or is_mapped() or known.mapped
         if groups > 1 and not wrong:
             auto = AxisType.Auto in mesh.axis_types
-            channels_over = _sharded_channels(channels, in_names, out_names, x, weight, known)
+            # The mesh axes over which the channels of operand, weight and result may be sharded.
+            channels_over = [mapped_axes(n) for n in (channels, *out_names) if n == channels or n not in names]
+            channels_over += [mesh_axes(e) for n, e in zip(names, entries_of(x), strict=True) if n == channels]
+            channels_over += [axes for n, axes in zip(names, known.x, strict=False) if n == channels]
+            channels_over += [*map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight)), *known.weight]
             batch = {n: over[n] for n in names if n not in (channels, *spatial)}
-            wrong = _repeats_batch(batch, large, known, auto) or _cuts_groups(
-                groups, channels_over, large, {**mesh.shape, **dict(known.sizes or ())}
-            )
+            # If devices along some mesh axes have the same part of a batch that is sharded, or may be, each adds to the
+            # gradient of the weight. Several batch axes are merged, and XLA keeps the sharding of the first.
+            used = {a for n in [*batch][:1] for a in batch[n]}
+            unknown = auto and known.sizes is None and len(large) > 1 and not batch.keys() <= active_mapping().keys()
+            repeated = not large <= used and (unknown or any(batch.values()))
+            # Shards of the channels may be no whole groups, and operands and result may have other shards of them.
+            over_which = {frozenset(large.intersection(axes)) for axes in channels_over} - {frozenset()}
+            sizes = {**mesh.shape, **dict(known.sizes or ())}
+            cut = any(groups % math.prod(sizes[a] for a in axes) for axes in over_which)
+            wrong = repeated or cut or len(over_which) > 1
         if wrong:
             convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
-
-
-def _repeats_batch(batch: Mapping[str, set[str]], large: set[str], known: Known, auto: bool) -> bool:
-    """Return whether devices along some mesh axes have the same part of a batch that is sharded, or may be.
-
-    Each of them adds to the gradient of a grouped weight, which would be several times too large.
-    """
-    # Several batch axes are merged, and XLA keeps the sharding of the first.
-    used = {a for n in [*batch][:1] for a in batch[n]}
-    unknown = auto and known.sizes is None and len(large) > 1 and not batch.keys() <= active_mapping().keys()
-    return not large <= used and (unknown or any(batch.values()))
-
-
-def _cuts_groups(groups: int, channels_over: Sequence[Axes], large: set[str], sizes: Mapping[str, int]) -> bool:
-    """Return whether shards of the channels are no whole groups, or operands and result have other shards of them."""
-    over_which = {frozenset(large.intersection(axes)) for axes in channels_over} - {frozenset()}
-    return len(over_which) > 1 or any(groups % math.prod(sizes[a] for a in axes) for axes in over_which)
-
-
-def _sharded_channels(
-    channels: str, in_names: tuple[Names, Names], out_names: Names, x: jax.Array, weight: jax.Array, known: Known
-) -> list[Axes]:
-    """Return the mesh axes over which the channels of operand, weight and result may be sharded."""
-    names, weight_names = in_names
-    found = [mapped_axes(n) for n in (channels, *out_names) if n == channels or n not in names]
-    found += [mesh_axes(entry) for n, entry in zip(names, entries_of(x), strict=True) if n == channels]
-    found += [axes for n, axes in zip(names, known.x, strict=False) if n == channels]
-    return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight)), *known.weight]
 
 
 def convolve_at_once(
@@ -224,27 +200,18 @@ def convolve_by_products(
     inputs: dict[tuple[int, ...], jax.Array] = {(0,) * len(kernel): padded_x}  # what each position meets
     for i in [*sharded, *(i for i in range(len(kernel)) if i not in sharded)]:
         windows = padded_x.shape[2 + i] - span[i] + 1
-        inputs = {
-            (*position[:i], p, *position[i + 1 :]): _met_elements(
-                part, 2 + i, p * of.dilation[i], windows, of.strides[i]
-            )
-            for position, part in inputs.items()
-            for p in range(kernel[i])
-        }
-    total = None
-    for position in itertools.product(*map(range, kernel)):
-        product = _product_of_position(inputs[position], weight[(..., *position)], dtype)
-        total = product if total is None else total + product
-    assert total is not None  # a kernel has a position at least
-    total = total.astype(x.dtype)
+        met = {}
+        for position, part in inputs.items():
+            starts, limits, strides = [0] * part.ndim, list(part.shape), [1] * part.ndim
+            strides[2 + i] = of.strides[i]
+            for p in range(kernel[i]):
+                starts[2 + i], limits[2 + i] = p * of.dilation[i], p * of.dilation[i] + windows
+                met[*position[:i], p, *position[i + 1 :]] = strided_slice(part, starts, limits, strides)
+        inputs = met
+    positions = itertools.product(*map(range, kernel))
+    products = (_product_of_position(inputs[p], weight[(..., *p)], dtype) for p in positions)
+    total = functools.reduce(operator.add, products).astype(x.dtype)
     return jnp.transpose(total, [numbers.out_spec.index(i) for i in range(total.ndim)])
-
-
-def _met_elements(x: jax.Array, axis: int, start: int, windows: int, stride: int) -> jax.Array:
-    """Return the elements along one axis that one position in the kernel meets, one for each window."""
-    starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
-    starts[axis], limits[axis], strides[axis] = start, start + windows, stride
-    return strided_slice(x, starts, limits, strides)
 
 
 def _product_of_position(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:

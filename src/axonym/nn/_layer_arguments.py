@@ -84,7 +84,13 @@ def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str,
     """Return the arguments of a call for each layer."""
     check_sizes(what, layers, args, kwargs)
     leaves, structure = _mapped_axis.flatten((args, dict(kwargs)))
-    parts = [_each_layer(layers, leaf) for leaf in leaves]
+    parts: list[Sequence[Any]] = []
+    for leaf in leaves:
+        x = _as_stacked(layers, leaf)
+        if x is not None and isinstance(x.array, jax.Array):
+            parts.append([as_leaf(leaf, part) for part in unbind(x, layers.name)])
+        else:
+            parts.append([layer_of(leaf, layers.name, i) for i in range(layers.size)])
     return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in parts]) for i in range(layers.size)]
 
 
@@ -100,14 +106,6 @@ def check_index(what: str, layers: Axis, i: Any) -> Any:
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
     """Return a leaf that has a layer axis as a named array, or None if every layer gets the same leaf."""
     return None if layers_at(leaf, layers.name) is None else as_named(leaf, layers.name)
-
-
-def _each_layer(layers: Axis, leaf: Any) -> Sequence[Any]:
-    """Return the slice of a leaf for each layer."""
-    x = _as_stacked(layers, leaf)
-    if x is not None and isinstance(x.array, jax.Array):
-        return [as_leaf(leaf, part) for part in unbind(x, layers.name)]
-    return [layer_of(leaf, layers.name, i) for i in range(layers.size)]
 
 
 # --- stacking ---
@@ -162,6 +160,8 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
 
 def with_added(layers: Axis, padding: int, tree: Any) -> Any:
     """Add copies of the first layer's slice to each array that has a slice for each real layer only."""
+    if not padding:
+        return tree
 
     def longer(x: Any, position: int) -> Any:
         if x.shape[position] != layers.size:
@@ -175,31 +175,30 @@ def with_added(layers: Axis, padding: int, tree: Any) -> Any:
 
 def without_added(layers: Axis, padding: int, results: Any, arguments: Any) -> Any:
     """Leave out the added layers of results, or set them to zero if an argument of the call has a slice for them."""
+    if not padding:
+        return results
+    # So a decoding loop, which passes caches on, can keep them sharded over the stages.
+    given = [(raw(x).shape, layers_at(x, layers.name)) for x in named_trees.leaves(arguments)]
+    if any(position is not None and shape[position] == layers.size + padding for shape, position in given):
+        return zeroed(layers, padding, results)
 
     def shorter(x: Any) -> Any:
-        if layers_at(x, layers.name) is None:
-            return x
-        return as_leaf(x, index(as_named(x, layers.name), {layers.name: slice(layers.size)}))
+        stacked = _as_stacked(layers, x)
+        return x if stacked is None else as_leaf(x, index(stacked, {layers.name: slice(layers.size)}))
 
-    def has_added(x: Any) -> bool:
-        position = layers_at(x, layers.name)
-        return position is not None and raw(x).shape[position] == layers.size + padding
-
-    # So a decoding loop, which passes caches on, can keep them sharded over the stages.
-    given = any(map(has_added, named_trees.leaves(arguments)))
-    return zeroed(layers, results) if given else named_trees.map(shorter, results)
+    return named_trees.map(shorter, results)
 
 
-def zeroed(layers: Axis, tree: Any) -> Any:
+def zeroed(layers: Axis, padding: int, tree: Any) -> Any:
     """Set the added layers to zero, except random keys, which have no zero."""
 
     def with_zeros(x: Any, position: int) -> Any:
         return x if is_key(x) else _chosen_values(_layer_numbers(x, position) < layers.size, x, 0)
 
-    return _map_layers(with_zeros, layers, tree)
+    return _map_layers(with_zeros, layers, tree) if padding else tree
 
 
-def filled(layers: Axis, tree: Any) -> Any:
+def filled(layers: Axis, padding: int, tree: Any) -> Any:
     """Set the added layers to copies of the first layer, which have no derivative, except random keys."""
 
     def with_first(x: Any, position: int) -> Any:
@@ -211,7 +210,7 @@ def filled(layers: Axis, tree: Any) -> Any:
         first = reduce(_chosen_values(numbers == 0, x, 0), position, keepdims=True).astype(x.dtype)
         return _chosen_values(numbers < layers.size, x, jax.lax.stop_gradient(first))
 
-    return _map_layers(with_first, layers, tree)
+    return _map_layers(with_first, layers, tree) if padding else tree
 
 
 def _map_layers(fn: Callable[[Any, int], Any], layers: Axis, tree: Any) -> Any:
@@ -271,13 +270,9 @@ def _if_real(is_real: Any, x: Any, carry: Any) -> Any:
     x = jnp.asarray(x) if isinstance(x, NUMBERS) else x
     if isinstance(x, NamedArray) and isinstance(carry, NamedArray) and {*x.names} == {*carry.names}:
         x = rearrange(x, carry.names)
-    return where(is_real, x, carry) if is_jax_array_like(x) and _type_of(x) == _type_of(carry) else x
-
-
-def _type_of(x: Any) -> Any:
-    """Return the names, the shape, the dtype and the sharding of an array; None for anything else."""
-    if not is_jax_array_like(x):
-        return None
-    array = raw(x)
-    names = x.names if isinstance(x, NamedArray) else None
-    return names, array.shape, array.dtype, [mesh_axes(entry) for entry in entries_of(array)]
+    if not (is_jax_array_like(x) and is_jax_array_like(carry)):
+        return x
+    own, other = (
+        (getattr(y, "names", None), y.shape, y.dtype, [*map(mesh_axes, entries_of(raw(y)))]) for y in (x, carry)
+    )
+    return where(is_real, x, carry) if own == other else x

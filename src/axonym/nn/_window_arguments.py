@@ -36,7 +36,13 @@ def parse_padding(what: str, value: Any, names: Names) -> Padding:
         if value.upper() not in ("SAME", "VALID"):
             raise ValueError(f"{what}: `padding` must be 'SAME', 'VALID' or numbers of elements, got {value!r}.")
         return value.upper()
-    return tuple(_checked_pair(what, v) for v in _values_by_axis(what, "padding", value, names))
+    pairs: list[Pair] = []
+    for v in _values_by_axis(what, "padding", value, names):
+        if not _is_integer(v) and (not isinstance(v, Sequence) or len(v) != 2):
+            raise TypeError(f"{what}: the `padding` of an axis must be an integer or a pair of them, got {v!r}.")
+        before, after = (v, v) if _is_integer(v) else v
+        pairs.append((_checked_integer(what, "padding", before), _checked_integer(what, "padding", after)))
+    return tuple(pairs)
 
 
 def same_padding(size: int, span: int, stride: int) -> Pair:
@@ -83,12 +89,3 @@ def _checked_integer(what: str, argument: str, value: Any) -> int:
     if not _is_integer(value):
         raise TypeError(f"{what}: `{argument}` must consist of integers, got {value!r}.")
     return operator.index(value)
-
-
-def _checked_pair(what: str, value: Any) -> Pair:
-    if _is_integer(value):
-        return operator.index(value), operator.index(value)
-    if not isinstance(value, Sequence) or len(value) != 2:
-        raise TypeError(f"{what}: the `padding` of an axis must be an integer or a pair of them, got {value!r}.")
-    before, after = (_checked_integer(what, "padding", v) for v in value)
-    return before, after

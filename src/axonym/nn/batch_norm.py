@@ -152,18 +152,26 @@ class BatchNorm(ModuleWithStateDictSerialization):
     # In a state dict, the running statistics are beside the parameters, and nothing else is.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        return children_to_state_dict(self._with_running(_initial_statistics(self, "written"), None), prefix)
+        return children_to_state_dict(self._with_statistics("written"), prefix)
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> BatchNorm:
-        loaded = load_children(self._with_running(_initial_statistics(self, "loaded"), None), state_dict, prefix)
-        return loaded._with_running(_same_index(self.running, loaded.running), self.inference)
+        loaded = load_children(self._with_statistics("loaded"), state_dict, prefix)
+        running = _same_index(self.running, loaded.running)
+        return dataclasses.replace(loaded, running=running, inference=self.inference)
 
     def _state_dict_key_map(self) -> dict[str, str | None]:
         return {"running": None}
 
-    def _with_running(self, running: Any, inference: Any) -> BatchNorm:
-        return dataclasses.replace(self, running=running, inference=inference)
+    def _with_statistics(self, what: str) -> Any:
+        """Return the layer with its running statistics in place of their index."""
+        running = self.running.init
+        if not isinstance(running, RunningStatistics):
+            raise ValueError(
+                f"BatchNorm: the running statistics are not in the model but in its state, so they cannot be {what} "
+                "with it. Pass `axonym.nn.with_state(model, state)`."
+            )
+        return dataclasses.replace(self, running=running, inference=None)
 
 
 def with_state(model: T, state: eqx.nn.State) -> T:
@@ -188,14 +196,4 @@ def _same_index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[
     """Return an index of the same place in the state, with another initial value."""
     found = eqx.nn.StateIndex(value)
     object.__setattr__(found, "marker", index.marker)  # as `equinox.nn.make_with_state` does
-    return found
-
-
-def _initial_statistics(layer: BatchNorm, what: str) -> RunningStatistics:
-    found = layer.running.init
-    if not isinstance(found, RunningStatistics):
-        raise ValueError(
-            f"BatchNorm: the running statistics are not in the model but in its state, so they cannot be {what} with "
-            "it. Pass `axonym.nn.with_state(model, state)`."
-        )
     return found

@@ -43,19 +43,15 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: DTypeLike | None = No
     classes = one_axis("one_hot", "class_axis", class_axis)
     array, names = operand(x)
     if not isinstance(x, NamedArray) and np.ndim(array) == 0:
-        array = _non_negative(array, classes)
+        if isinstance(array, jax.Array):
+            array = at_least_int32(array)
+            array = jnp.where(array < 0, array + classes.size, array)
+        elif not -classes.size <= array < classes.size:
+            described = errors.describe_axes((classes.name,), (classes.size,))
+            raise ValueError(f"one_hot: class {array} is out of range for {described}.")
+        else:
+            array = array % classes.size
     return _one_hot_kernel(names, classes, dtype_key(dtype or float)).apply(array)
-
-
-def _non_negative(number: Any, classes: Axis) -> Any:
-    """Convert a class counted from the end to a non-negative one."""
-    if isinstance(number, jax.Array):
-        number = at_least_int32(number)
-        return jnp.where(number < 0, number + classes.size, number)
-    if not -classes.size <= number < classes.size:
-        described = errors.describe_axes((classes.name,), (classes.size,))
-        raise ValueError(f"one_hot: class {number} is out of range for {described}.")
-    return number % classes.size
 
 
 @_kernels.shared("names", "class_axis")

@@ -156,14 +156,7 @@ def _cross_entropy(
     checked, out_of_range = out_of_range is None, out_of_range or 0.0
     # NaN is not equal to itself, so a cache would not find it again: it is replaced by None.
     other = None if out_of_range != out_of_range else float(out_of_range)
-    kernel = _cross_entropy_kernel(
-        what,
-        logits.names,
-        targets.names,
-        axis,
-        other,
-        dtype_key(dtype),
-    )
+    kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
     result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:
         require_positions(what, "a target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
@@ -262,16 +255,14 @@ def _cross_entropy_kernel(
         x = at_least_float32(logits)
         largest, remainder = _log_normalizer(position, x)
         if chosen in target_names:
-            loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
+            targets = _kernels.align(targets, target_names, names)
+            # A label with logit -inf and probability zero adds nothing to the loss.
+            relative = jnp.where((targets == 0) & (x == -jnp.inf), 0, x - largest)
+            loss = jnp.sum(targets * (remainder - relative), position, keepdims=True)
         else:
             loss = of_positions(x, largest, remainder, targets)
         results = jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + remainder, (position,))
         return tuple(r.astype(logits.dtype if dtype is None else dtype) for r in results)
-
-    def of_probabilities(x, remainder, targets):
-        # A label with logit -inf and probability zero adds nothing to the loss.
-        x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
-        return jnp.sum(targets * (remainder - x), position, keepdims=True)
 
     def of_positions(x, largest, remainder, targets):
         if not jnp.issubdtype(targets.dtype, jnp.integer):

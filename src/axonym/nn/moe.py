@@ -260,9 +260,7 @@ class _GroupedProduct(NamedTuple):
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
         """Multiply shards on their devices; return None unless rows or groups are sharded in a suitable way."""
         mesh = mesh_around((x, weight, sizes))
-        if mesh.empty or has_manual(mesh):
-            return None
-        shards = _shards_of_product(self, x, weight, mesh)
+        shards = None if mesh.empty or has_manual(mesh) else _shards_of_product(self, x, weight, mesh)
         if shards is None:
             return None
         y = run_per_device(
@@ -278,12 +276,17 @@ class _GroupedProduct(NamedTuple):
 
 
 def _shards_of_product(product: _GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
-    in_rows, in_weight = _sharded_over(product, x, weight)
+    if explicit_mesh((x, weight)) is not None:
+        each = (product.names, x), (product.weight_names, weight)
+        in_rows, in_weight = (dict(zip(ns, map(mesh_axes, entries_of(a)), strict=True)) for ns, a in each)
+    else:
+        in_rows = {n: mapped_axes(n) for n in product.names}
+        in_weight = {n: storage_axes(n) for n in product.weight_names}
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):
         return None
     # Along these mesh axes, devices have other groups as well as other rows, so each needs the rows of all of them.
-    shared, rows_of_result = _last_common(rows, groups), rows
+    shared, rows_of_result = tuple(itertools.takewhile(groups.__contains__, reversed(rows)))[::-1], rows
     if set(rows[: len(rows) - len(shared)]) & set(groups):
         # Rows that are all-gathered over these mesh axes would not be contiguous, so they are not sharded over them.
         rows, shared = tuple(a for a in rows if a not in groups), ()
@@ -345,7 +348,16 @@ class _Shards(NamedTuple):
         weight = _gather_shard(weight, product.weight_names, self.of_weight, keep)
         if self.shared:
             x = jax.lax.all_gather(x, self.shared, axis=row, tiled=True)
-        sizes, first = self._own_sizes(sizes, x.shape[row], weight.shape[product.weight_names.index(product.groups)])
+        # The number of local rows of each local group, and the first of these rows.
+        ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+        ends = jnp.stack([ends - sizes, ends])
+        if self.groups:
+            groups = weight.shape[product.weight_names.index(product.groups)]
+            ends = jax.lax.dynamic_slice_in_dim(ends, jax.lax.axis_index(self.groups) * groups, groups, axis=1)
+        if outer := self.rows[: len(self.rows) - len(self.shared)]:
+            ends = ends - (jax.lax.axis_index(outer) * x.shape[row]).astype(ends.dtype)
+        starts, ends = jnp.clip(ends, 0, x.shape[row])
+        sizes, first = ends - starts, starts[0]
         if not self.groups:  # this device holds all groups
             y = product.multiply(x, weight, sizes)
         else:
@@ -357,40 +369,11 @@ class _Shards(NamedTuple):
         added = (*self.summed, *(a for a in self.groups if a not in self.shared))
         return jax.lax.psum(y, added) if added else y
 
-    def _own_sizes(self, sizes: jax.Array, rows: int, groups: int) -> tuple[jax.Array, jax.Array]:
-        """Return the number of local rows of each local group, and the first of these rows."""
-        ends = jnp.cumsum(sizes, dtype=sizes.dtype)
-        ends = jnp.stack([ends - sizes, ends])
-        if self.groups:
-            ends = jax.lax.dynamic_slice_in_dim(ends, jax.lax.axis_index(self.groups) * groups, groups, axis=1)
-        outer = self.rows[: len(self.rows) - len(self.shared)]
-        if outer:
-            ends = ends - (jax.lax.axis_index(outer) * rows).astype(ends.dtype)
-        starts, ends = jnp.clip(ends, 0, rows)
-        return ends - starts, starts[0]
-
-
-def _sharded_over(product: _GroupedProduct, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
-    """Return the mesh axes that each axis of the rows, and of the matrices, is sharded over."""
-    each = (product.names, x), (product.weight_names, weight)
-    if explicit_mesh((x, weight)) is not None:
-        found = [dict(zip(names, map(mesh_axes, entries_of(a)), strict=True)) for names, a in each]
-        return found[0], found[1]
-    return {n: mapped_axes(n) for n in product.names}, {n: storage_axes(n) for n in product.weight_names}
-
 
 def _gather_shard(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
     """All-gather the axes of a local shard that do not keep their sharding."""
     stored = map(mesh_axes, spec)
     return gather_axes(x, [() if axes == keep[n] else axes for n, axes in zip(names, stored, strict=True)])
-
-
-def _last_common(first: Axes, second: Axes) -> Axes:
-    """Return the longest suffix of the first axes that the second contains."""
-    count = 0
-    while count < len(first) and first[-1 - count] in second:
-        count += 1
-    return first[len(first) - count :]
 
 
 # --- Pallas ---

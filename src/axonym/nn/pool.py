@@ -171,9 +171,17 @@ def _pool_kernel(
             if max(own) >= size
         ]:
             raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
-        if reduction in _EXTREMES:
-            return _window_reduce(x, *_EXTREMES[reduction], windows)
-        return _mean_of_windows(x, windows, count_padding=reduction == _WITH_PADDING)
+        if reduction not in _EXTREMES:
+            return _mean_of_windows(x, windows, count_padding=reduction == _WITH_PADDING)
+        axes = [i for i, (size, step, own) in enumerate(zip(*windows, strict=True)) if size > 1 or step > 1 or any(own)]
+        overlapping = [i for i in axes if windows.overlap(x.shape, i)]
+        if not jnp.issubdtype(x.dtype, jnp.inexact) or not overlapping:
+            return _reduced_windows(x, *_EXTREMES[reduction], windows)
+        # One axis after another, the last one first: of equal values, the first gets the gradient, as in JAX.
+        for i in reversed(axes):
+            reduce = _reduced_where_windows_overlap if i in overlapping else _reduced_windows
+            x = reduce(x, *_EXTREMES[reduction], windows.along(i))
+        return x
 
     in_names = (names, ()) if what == "pool" else (names,)
     return _kernels.make_kernel(what, positional, in_names, names)
@@ -215,19 +223,6 @@ _EXTREMES = {"max_pool": (jax.lax.max, False), "min_pool": (jax.lax.min, True)}
 """The function that combines two values, and whether it starts from the dtype's largest value, not the smallest."""
 
 
-def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
-    along = [
-        i for i, size in enumerate(windows.window) if size > 1 or windows.strides[i] > 1 or any(windows.padding[i])
-    ]
-    if not jnp.issubdtype(x.dtype, jnp.inexact) or not any(windows.overlap(x.shape, i) for i in along):
-        return _reduced_windows(x, fn, from_largest, windows)
-    # One axis after another, the last one first: of equal values, the first gets the gradient, as in JAX.
-    for i in reversed(along):
-        reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced_windows
-        x = reduce(x, fn, from_largest, windows.along(i))
-    return x
-
-
 def _reduced_windows(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
     return jax.lax.reduce_window(set_apart(x), extreme(x.dtype, from_largest), fn, *windows)
 
@@ -265,19 +260,14 @@ def _mean_of_windows(x: jax.Array, windows: _Windows, count_padding: bool) -> ja
     total = jax.lax.reduce_window(wide, np.zeros((), wide.dtype), jax.lax.add, *windows)
     count = np.ones((1,) * x.ndim, wide.dtype)
     for axis, (size, window, stride, pads) in enumerate(zip(x.shape, *windows, strict=True)):
-        here = np.full(total.shape[axis], window) if count_padding else _counts_of_windows(size, window, stride, pads)
+        starts = np.arange(-pads[0], size + pads[1] - window + 1, stride)
+        here = np.minimum(starts + window, size) - np.maximum(starts, 0)
+        here = np.full(total.shape[axis], window) if count_padding else here
         # A count that is the same everywhere is stored once.
         count = count * np.expand_dims(
             here[:1] if (here == here[:1]).all() else here, [i for i in range(x.ndim) if i != axis]
         )
     return (total / count.astype(wide.dtype)).astype(dtype)
-
-
-def _counts_of_windows(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
-    """Return the number of elements along an axis in each window, without padding."""
-    before, after = padding
-    starts = np.arange(-before, size + after - window + 1, stride)
-    return np.minimum(starts + window, size) - np.maximum(starts, 0)
 
 
 def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:

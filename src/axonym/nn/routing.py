@@ -17,13 +17,7 @@ from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
 from ..core.tree_spec import TreeSpec, flatten_arrays
 from ..distribution.active_settings import activate_here, pads_uneven
-from ..distribution.kept_shards import (
-    KeptShards,
-    exchange as exchange_shards,
-    is_kept,
-    kept_over,
-    refuse_gathered,
-)
+from ..distribution.kept_shards import KeptShards, exchange as exchange_shards, is_kept, kept_over, refuse_gathered
 from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
@@ -59,11 +53,10 @@ from .embedding import one_hot
 __all__ = ["dispatch", "limit_capacity", "load_balancing_loss", "router_z_loss"]
 
 Arrays = Sequence[jax.Array]
-OfExperts = Callable[[Any, NamedArray, NamedArray], NamedArray]
 
 
 def dispatch(
-    fn: OfExperts,
+    fn: Callable[[Any, NamedArray, NamedArray], NamedArray],
     params: Any,
     x: NamedArray,
     expert: NamedArray,
@@ -127,7 +120,7 @@ def dispatch(
 class _Dispatch:
     def __init__(
         self,
-        fn: OfExperts,
+        fn: Callable[..., NamedArray],
         tree: TreeSpec,
         x: NamedArray,
         expert: NamedArray,
@@ -216,9 +209,37 @@ class _Dispatch:
         axes = next(filter(None, each), ())
         even = -(-size // shard_count(mesh, axes)) * shard_count(mesh, axes)
         if even != size and pads_uneven() and not has_explicit(mesh):
-            operands, size = self._with_more_experts(operands, even), even
-        of_rows = self._rows_over(mesh)
-        placed = self._divided(of_rows, axes, mesh)
+            # Add copies of the last expert, which get no rows. They are no zeros, since the copies of rows that fill up
+            # a round go to them, too: see `_ExpertExchange`.
+            expert, x, *params = operands
+            expert = jnp.where(expert < size, expert, even)  # numbers without an expert stay such
+            for i, names in enumerate(self._tree.names):
+                if names and name in names:
+                    more = [(0, (even - size) * (n == name)) for n in names]
+                    params[i] = jnp.pad(params[i], more, mode="edge")
+            operands, size = (expert, x, *params), even
+        # The mesh axes that each axis of the rows is sharded over, in the array or else in `expert`.
+        of_x = sharded_over("dispatch", (*self._own_rows, *self._features), self._x, mesh, AxisType.Auto)
+        own = dict(zip(self._own_rows, of_x, strict=False))
+        of_rows: list[Axes] = []
+        for n, over in zip(
+            self._row_names, sharded_over("dispatch", self._row_names, self._expert, mesh, AxisType.Auto), strict=True
+        ):
+            taken = {a for other in of_rows for a in other}
+            of_rows.append(tuple(a for a in own.get(n) or over if a not in taken))
+        placed = list(of_rows)
+        missing = tuple(a for a in axes if not any(a in over for over in of_rows))
+        if missing:  # the rows are sharded over the mesh axes of the experts, too
+            shape = self._expert.shape
+            i = next((i for i, n in enumerate(shape) if n % shard_count(mesh, (*placed[i], *missing)) == 0), None)
+            if i is None:
+                raise ValueError(
+                    f"dispatch: the experts are sharded over mesh axes {errors.quoted(axes)}, and the devices along "
+                    f"{errors.quoted(missing)} cannot share the rows {errors.describe_axes(self._row_names, shape)}: "
+                    f"no axis can be cut into {shard_count(mesh, missing)} times as many shards as it has. Pad the "
+                    "rows, or map one of their axes to these mesh axes."
+                )
+            placed[i] = (*placed[i], *missing)
         for n, count, over in ((name, size, axes), *zip(self._row_names, self._expert.shape, placed, strict=True)):
             if count % shard_count(mesh, over):
                 problem = errors.indivisible(f"axis {n!r}", count, {a: mesh.shape[a] for a in over})
@@ -244,58 +265,11 @@ class _Dispatch:
         )
         return reshard(y, padded(map(entry_of, of_rows), y.ndim), mesh)
 
-    def _with_more_experts(self, operands: Arrays, even: int) -> Arrays:
-        """Add copies of the last expert, until the mesh axes divide their number: they get no rows.
-
-        They are not zeros, since the copies of rows that fill up a round go to them, too: see `_ExpertExchange`.
-        """
-        expert, x, *params = operands
-        expert = jnp.where(expert < self._experts.size, expert, even)  # numbers without an expert stay such
-        more = even - self._experts.size
-        for i, names in enumerate(self._tree.names):
-            if names and self._experts.name in names:
-                params[i] = jnp.pad(params[i], [(0, more * (n == self._experts.name)) for n in names], mode="edge")
-        return (expert, x, *params)
-
-    def _rows_over(self, mesh: AnyMesh) -> list[Axes]:
-        """Return the mesh axes that each axis of the rows is sharded over, in the array or else in `expert`."""
-        of_x = sharded_over("dispatch", (*self._own_rows, *self._features), self._x, mesh, AxisType.Auto)
-        own = dict(zip(self._own_rows, of_x, strict=False))
-        found: list[Axes] = []
-        for n, axes in zip(
-            self._row_names, sharded_over("dispatch", self._row_names, self._expert, mesh, AxisType.Auto), strict=True
-        ):
-            taken = {a for other in found for a in other}
-            found.append(tuple(a for a in own.get(n) or axes if a not in taken))
-        return found
-
-    def _divided(self, of_rows: Sequence[Axes], axes: Axes, mesh: AnyMesh) -> list[Axes]:
-        """Return the mesh axes of the rows, extended by the mesh axes of the experts."""
-        placed = list(of_rows)
-        missing = tuple(a for a in axes if not any(a in own for own in placed))
-        if not missing:
-            return placed
-        for i, size in enumerate(self._expert.shape):
-            wanted = (*placed[i], *missing)
-            if size % shard_count(mesh, wanted) == 0:
-                placed[i] = wanted
-                return placed
-        shown = errors.describe_axes(self._row_names, self._expert.shape)
-        raise ValueError(
-            f"dispatch: the experts are sharded over mesh axes {errors.quoted(axes)}, and the devices along "
-            f"{errors.quoted(missing)} cannot share the rows {shown}: no axis can be cut into "
-            f"{shard_count(mesh, missing)} times as many shards as it has. Pad the rows, or map one of their axes to "
-            "these mesh axes."
-        )
-
     def _stored(self, p: jax.Array, names: Names | None, axes: Axes, used: set[str], mesh: AnyMesh) -> list[Axes]:
         """Return the storage sharding of a parameter, with its experts sharded over `axes`."""
         if names is None:
             return []
-        if has_explicit(mesh):
-            each = [mesh_axes(entry) for entry in entries_of(p)]
-        else:
-            each = [storage_axes(n) for n in names]
+        each = map(mesh_axes, entries_of(p)) if has_explicit(mesh) else map(storage_axes, names)
         found = [
             axes if n == self._experts.name else tuple(a for a in own if a in used - {*axes})
             for n, own in zip(names, each, strict=True)
@@ -338,12 +312,11 @@ class _Dispatch:
     def _on_rows(self, params: Arrays, x: jax.Array, sizes: jax.Array, rows: int, count: int) -> jax.Array:
         """Run `fn`, traced for all rows and all experts, on some of both; `count` devices have other experts."""
         name = self._experts.name
-
-        def of_groups(p: jax.Array, names: Names | None) -> Shard:
-            return Shard(p, tuple((GROUPS,) if n == name and count > 1 else () for n in names or ((),) * p.ndim))
-
-        shards = [*map(of_groups, params, self._tree.names), Shard(x, ((ROWS,), *((),) * (x.ndim - 1)))]
-        shards.append(Shard(sizes, ((SIZES,),)))
+        shards = [
+            Shard(p, tuple((GROUPS,) if n == name and count > 1 else () for n in names or ((),) * p.ndim))
+            for p, names in zip(params, self._tree.names, strict=True)
+        ]
+        shards += [Shard(x, ((ROWS,), *((),) * (x.ndim - 1))), Shard(sizes, ((SIZES,),))]
         counts = {ROWS: Fraction(max(rows, 2), x.shape[0]), GROUPS: count, SIZES: count}
         runner = OnShards(counts, {(GROUPS,): name}, rows=max(rows, 2))
         *of_all, all_rows, all_sizes = map(runner.complete, shards)
@@ -460,29 +433,25 @@ def router_z_loss(logits: NamedArray, experts: AxisSelector) -> NamedArray:
 # A ragged all-to-all moves only the rows, not the copies. XLA has it for GPUs and TPUs.
 
 
-_LocalExperts = Callable[[jax.Array, jax.Array], jax.Array]
-"""Computes the results from rows sorted by local expert, and the number of rows of each."""
-
-
 class _ExpertExchange(NamedTuple):
-    """Exchanges rows between the devices along some mesh axes, in rounds."""
+    """Exchanges rows between the devices along the mesh axes that the experts are sharded over, in rounds."""
 
     mesh_axes: Axes
-    """The mesh axes that the experts are sharded over."""
     devices: int
     """The number of devices along these mesh axes."""
     local_experts: int
-    """The number of experts on each device."""
     round_size: int | None
     """The largest number of rows that a device sends to another one in a round; None for 1.5 times an even share."""
     ragged: bool
     """True if rows alone move, by ragged all-to-alls, without the copies that fill up a round."""
 
-    def run(self, of_experts: _LocalExperts, x: jax.Array, source: jax.Array, expert: jax.Array) -> jax.Array:
+    def run(
+        self, of_experts: Callable[..., jax.Array], x: jax.Array, source: jax.Array, expert: jax.Array
+    ) -> jax.Array:
         """Return the result of each row, from its expert; zeros for a row without an expert.
 
         Arguments:
-            of_experts: the function that the experts compute.
+            of_experts: computes results from rows sorted by local expert, and the number of rows of each.
             x: the shard of the operand from which rows are taken.
             source: the position in `x` of each row.
             expert: the number of the expert of each row, among the experts of all devices.
@@ -533,7 +502,7 @@ class _ExpertExchange(NamedTuple):
 
         return jax.lax.scan(lambda y, number: (further(y, number), None), y, jnp.arange(1, rounds))[0]
 
-    def _grouped(self, of_experts: _LocalExperts, x: jax.Array, group: jax.Array) -> jax.Array:
+    def _grouped(self, of_experts: Callable[..., jax.Array], x: jax.Array, group: jax.Array) -> jax.Array:
         """Run the experts of this device on rows, each with its local expert."""
         order = vary_like(jnp.argsort(group), group)
         y = of_experts(x[order], jnp.bincount(group, length=self.local_experts).astype(jnp.int32))

@@ -1,27 +1,7 @@
 """Repeated layers: `Stacked` stacks their arrays and scans over them, `BlockSeq` keeps them in a sequence.
 
-A transformer repeats one block with different parameters. `Stacked` keeps the parameters of all blocks in one module,
-whose arrays have a layer axis, and loops over them with `axonym.scan`, so only one block is compiled. `BlockSeq` keeps
-the blocks in a sequence and calls them in turn, so they can differ. Both have the same methods, make the same layers
-from the same keys, and give the same results and gradients.
-
-A block is any Equinox module with an `init` that makes a block and a `__call__` from a carry to the next carry:
-
->>> import equinox as eqx
->>> class Shift(eqx.Module):
-...     by: axn.NamedArray
-...     @staticmethod
-...     def init(Embed, *, key):
-...         return Shift(axn.random.normal(key, Embed))
-...     def __call__(self, x):
-...         return x + self.by
->>> Layers, Embed = axn.make_axes(layers=3, embed=2)
->>> layers = axn.nn.Stacked.init(Layers, Shift)(Embed, key=jax.random.key(0))
->>> layers.stacked.by.shape
-{'layers': 3, 'embed': 2}
->>> y = layers.fold(axn.zeros(Embed))
->>> axn.allclose(y, layers.stacked.by.sum(Layers))
-True
+A block is any Equinox module with an `init` that makes a block and a `__call__` from a carry to the next carry. Both
+kinds have the same methods, make the same layers from the same keys, and give the same results and gradients.
 
 The methods slice their arguments other than the carry for each layer: named arrays with the layer axis are sliced along
 that axis, and raw arrays along their first axis. Every layer gets the same scalars and other values. A single random
@@ -146,8 +126,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def Layers(self) -> Axis:
         """Return the axis of the layers: another name for `Block`.
 
-        >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
-        >>> axn.nn.Stacked.init(Layers, axn.nn.LayerNorm)(Embed).Layers
+        >>> axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.LayerNorm)({"embed": 2}).Layers
         Axis(name='layers', size=3)
         """
         return self.Block
@@ -434,11 +413,10 @@ class Stacked(BlockFoldable[M], LayerStack):
         what = f"{cls.__name__}.init"
         _layer_arguments.check_sizes(what, Block, args, kwargs)
         stored = Block.resize(Block.size + padding)
-        if padding:
-            args, kwargs = _layer_arguments.with_added(Block, padding, (args, kwargs))
+        args, kwargs = _layer_arguments.with_added(Block, padding, (args, kwargs))
         kwargs = _layer_arguments.shard_keys(what, stored, kwargs)
         stacked = vmap(make, stored, default=_layer_arguments.first_axis)(*args, **kwargs)
-        return cls(_layer_arguments.zeroed(Block, stacked) if padding else stacked, Block, policy, padding)
+        return cls(_layer_arguments.zeroed(Block, padding, stacked), Block, policy, padding)
 
     @property
     def _stored(self) -> Axis:
@@ -467,7 +445,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         return run_all
 
     def _filled(self) -> M:
-        return _layer_arguments.filled(self.Block, self.stacked) if self.padding else self.stacked
+        return _layer_arguments.filled(self.Block, self.padding, self.stacked)
 
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
         if self.padding:
@@ -508,17 +486,15 @@ class Stacked(BlockFoldable[M], LayerStack):
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = args, kwargs
-        if self.padding:
-            args, kwargs = _layer_arguments.with_added(self.Block, self.padding, given)
+        args, kwargs = _layer_arguments.with_added(self.Block, self.padding, given)
         _layer_arguments.check_sizes("Stacked.vmap", self._stored, args, kwargs)
         mapped = vmap(functools.partial(_apply_to_layer, fn), self._stored, default=_layer_arguments.first_axis)
         results = mapped(*args, stacked=self._filled(), **kwargs)
-        return _layer_arguments.without_added(self.Block, self.padding, results, given) if self.padding else results
+        return _layer_arguments.without_added(self.Block, self.padding, results, given)
 
     def map_layers(self, fn: Callable[..., Any], *others: Any) -> Self:
         mapped = vmap(fn, self._stored, default=_layer_arguments.first_axis)(*(o._filled() for o in (self, *others)))
-        mapped = _layer_arguments.zeroed(self.Block, mapped) if self.padding else mapped
-        return dataclasses.replace(self, stacked=mapped)
+        return dataclasses.replace(self, stacked=_layer_arguments.zeroed(self.Block, self.padding, mapped))
 
     def added_layers(self) -> tuple[Axis, int] | None:
         return (self.Block, self.padding) if self.padding else None

@@ -274,8 +274,14 @@ def _rounded_fp8(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array)
 def _next_scale_and_history(
     dtype: Any, x: jax.Array, scale: jax.Array, history: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the scale that follows from the history, and the history with this array."""
-    return _new_scale(dtype, scale, history), _new_history(x, history)
+    """Return the scale that follows from the history, and the history with this array in place of its oldest entry."""
+    largest = jnp.max(jnp.abs(x), initial=0).astype(history.dtype)
+    axes = tuple(varying_axes(largest) - varying_axes(history))
+    if axes:  # device-varying inside `shard_map`: take the largest value of all devices
+        largest = jax.lax.pmax(jax.lax.stop_gradient(largest), axes)  # JAX cannot differentiate it
+    # Not by a scatter, which JAX cannot batch inside `shard_map`.
+    new = jnp.concatenate([jnp.reshape(largest, 1), history[2:], history[:1]])[: history.size]
+    return _new_scale(dtype, scale, history), new
 
 
 def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
@@ -283,16 +289,6 @@ def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
     largest = jnp.max(history)
     usable = (largest > 0) & jnp.isfinite(largest)
     return jnp.where(usable, largest / jnp.finfo(dtype).max.astype(scale.dtype), scale)
-
-
-def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
-    """Return the history with the largest absolute value of an array in place of its oldest entry."""
-    largest = jnp.max(jnp.abs(x), initial=0).astype(history.dtype)
-    axes = tuple(varying_axes(largest) - varying_axes(history))
-    if axes:  # device-varying inside `shard_map`: take the largest value of all devices
-        largest = jax.lax.pmax(jax.lax.stop_gradient(largest), axes)  # JAX cannot differentiate it
-    # Not by a scatter, which JAX cannot batch inside `shard_map`.
-    return jnp.concatenate([jnp.reshape(largest, 1), history[2:], history[:1]])[: history.size]
 
 
 # --- products of rounded numbers ---

@@ -144,7 +144,10 @@ def replace_layers(
         if not isinstance(x, kinds):
             return x
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        seen[name] = _is_target(name, targets)
+        if targets is None or isinstance(targets, str):
+            seen[name] = targets is None or re.match(targets, name) is not None
+        else:
+            seen[name] = name in targets or name.rpartition(".")[2] in targets
         return replace(name or "the layer", x) if seen[name] else x
 
     replaced = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, kinds))
@@ -153,11 +156,3 @@ def replace_layers(
         kind = "linear layer" if len(kinds) == 1 else "linear layer or embedding"
         raise ValueError(f"{what}: no {kind} matches targets {targets!r}{known}.")
     return replaced
-
-
-def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:
-    if targets is None:
-        return True
-    if isinstance(targets, str):
-        return re.match(targets, name) is not None
-    return name in targets or name.rpartition(".")[2] in targets

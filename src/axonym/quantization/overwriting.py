@@ -117,12 +117,10 @@ def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
                 f"{len(leaves)}: {other} and {structure}."
             )
         sides.append(found)
-    return jax.tree.unflatten(structure, [_apply_update(*each) for each in zip(leaves, *sides, strict=True)])
-
-
-def _apply_update(x: Any, update: Any, overwrite: Any) -> Any:
-    if overwrite is not None:
-        return overwrite
-    if not _is_gradient(update):
-        return x
-    return (x + update).astype(x.dtype) if hasattr(x, "dtype") else x + update
+    new = []
+    for x, update, overwrite in zip(leaves, *sides, strict=True):
+        if overwrite is None and _is_gradient(update):
+            new.append((x + update).astype(x.dtype) if hasattr(x, "dtype") else x + update)
+        else:
+            new.append(x if overwrite is None else overwrite)
+    return jax.tree.unflatten(structure, new)

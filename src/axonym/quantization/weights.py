@@ -192,33 +192,26 @@ def _quantized_weight(
     name: str, weight: NamedArray, summed: Names, dtype: Any, group: int | None
 ) -> tuple[NamedArray, NamedArray]:
     """Quantize a weight; return the small numbers and their scales."""
-    axis = summed[-1] if summed else ""
-    grouped = group is not None and bool(summed)
-    if group is not None and summed:
-        size = weight.axis_size(axis)
-        if group < 1 or size % group:
-            raise ValueError(
-                f"quantize_weights: axis {axis!r} of {name}, of size {size}, cannot be cut into groups of {group}."
-            )
-        _check_groups_in_shards(name, axis, size, group)
-        weight, summed = _split_into_groups(weight, axis, size // group), (*summed[:-1], _WITHIN)
-    values, scale = rounded(weight, summed, dtype)
-    return flatten_axes(values, (axis, _WITHIN), axis) if grouped else values, scale
-
-
-def _check_groups_in_shards(name: str, axis: str, size: int, group: int) -> None:
-    """Check that the active mapping can shard the scales, which have an element for each group, like the weight."""
-    mesh, axes = current_mesh(), storage_axes(axis)
-    if mesh is None or not axes:
-        return
-    check_mesh_axes("quantize_weights", {axis: axes}, mesh)
-    shards = shard_count(mesh, axes)
-    if size % shards == 0 and size // group % shards:
+    if group is None or not summed:
+        return rounded(weight, summed, dtype)
+    axis = summed[-1]
+    size = weight.axis_size(axis)
+    if group < 1 or size % group:
         raise ValueError(
-            f"quantize_weights: {name} has {size // group} groups of {group} along axis {axis!r}, of size {size}, "
-            f"which the active mapping shards over {errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
-            f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`."
+            f"quantize_weights: axis {axis!r} of {name}, of size {size}, cannot be cut into groups of {group}."
         )
+    mesh, axes = current_mesh(), storage_axes(axis)
+    if mesh is not None and axes:  # the scales have an element for each group, and are sharded like the weight
+        check_mesh_axes("quantize_weights", {axis: axes}, mesh)
+        shards = shard_count(mesh, axes)
+        if size % shards == 0 and size // group % shards:
+            raise ValueError(
+                f"quantize_weights: {name} has {size // group} groups of {group} along axis {axis!r}, of size {size}, "
+                f"which the active mapping shards over {errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
+                f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`."
+            )
+    values, scale = rounded(_split_into_groups(weight, axis, size // group), (*summed[:-1], _WITHIN), dtype)
+    return flatten_axes(values, (axis, _WITHIN), axis), scale
 
 
 _WITHIN = "number within a group"

@@ -9,7 +9,7 @@ Explicit mesh axes is inferred from the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
 from ..core import errors
 from ..core.tree_spec import is_key
-from ..distribution import active_settings
+from ..distribution.active_settings import active_mapping
 from ..distribution.mesh_axes import current_mesh, entries_by_name
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, resolve_axes
 from ..ops import _kernels
@@ -84,25 +84,27 @@ def draw(
 ) -> NamedArray:
     """Draw with a positional sampler of the same name as the operation.
 
-    Arguments:
-        fn: called as `fn(key, **parameters, shape=sizes, **options)`.
-        key: the random key.
-        shape: the axes of the result, one draw for each position.
-        parameters: the parameters by the name of the argument, in the order of the arguments.
-        dtype: the dtype; None for the default of `fn`.
-        along: the axes of a single draw, which come after `shape` in the result.
-        **options: static arguments of `fn`.
+    It is called as `fn(key, **parameters, shape=sizes, **options)`. `along` are the axes of a single draw, which come
+    after `shape` in the result.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"
-    key = one_key(what, key)
+    random_key: Any = one_key(what, key)
     axes = new_axes(what, shape)
     operands = [operand(x) for x in parameters.values()]
     if dtype is not None:
         options["dtype"] = dtype_key(dtype)
     in_names = tuple(names for _, names in operands)
-    merges = not along and _is_threefry(key) and _placement_is_known(key)
+    # Numbers from threefry keys depend on their linear index alone. XLA takes several times as long to compile them
+    # over several axes as over one, so axes are merged if that changes neither the values nor the sharding. Inside of
+    # jit, without a mapping, XLA shards the numbers according to their use.
+    words = random_key.shape  # an old-style key is an array of numbers
+    threefry = jax.random.key_impl(random_key) == "threefry2x32" if random_key.ndim == 0 else words == (2,)
+    is_placed = (
+        not isinstance(key, Tracer) or jax.device_count() == 1 or (active_mapping() and current_mesh() is not None)
+    )
+    merges = not along and threefry and bool(is_placed)
     kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, tuple(options.items()), merges)
-    return kernel.apply(key, *(x for x, _ in operands))
+    return kernel.apply(random_key, *(x for x, _ in operands))
 
 
 @_kernels.shared("axes", "along", "in_names")
@@ -121,52 +123,23 @@ def _draw_kernel(
 
     def positional(key, *arrays):
         check_parameters(what, axes, layouts, arrays)
-        drawn_axes = _merged_axes(axes, {n for names in in_names for n in names}) if merges else axes
+        of_parameters = {n for names in in_names for n in names}
+        drawn_axes: list[Axis] = []
+        for axis, entry in zip(axes, entries_by_name(a.name for a in axes), strict=True):
+            last = drawn_axes[-1] if drawn_axes else None
+            if merges and last and entry is None and of_parameters.isdisjoint((axis.name, last.name)):
+                drawn_axes[-1] = Axis(last.name, last.size * axis.size)
+            else:
+                drawn_axes.append(axis)
         layout = tuple(a.name for a in drawn_axes)
         aligned = {
             label: _kernels.align(x, names, layout) if names else x
             for label, names, x in zip(labels, in_names, arrays, strict=True)
         }
         drawn = fn(key, **aligned, shape=tuple(a.size for a in drawn_axes), **dict(options))
-        return drawn.reshape(sizes) if drawn_axes != axes else drawn
+        return drawn.reshape(sizes) if len(drawn_axes) < len(axes) else drawn
 
     return sharded_kernel(what, positional, [(), *in_names], new_axes(what, (*axes, *along)))
-
-
-# --- merged axes ---
-#
-# Threefry numbers depend on their linear index alone. XLA takes several times as long to compile them over several axes
-# as over one, so axes are merged if that changes neither the values nor the sharding.
-
-
-def _is_threefry(key: Any) -> bool:
-    """Return whether numbers from this kind of key depend on their linear index alone."""
-    return jax.random.key_impl(key) == "threefry2x32" if key.ndim == 0 else key.shape == (2,)
-
-
-def _placement_is_known(key: Any) -> bool:
-    """Return whether the active mapping alone decides the sharding of a draw.
-
-    Inside of jit, without a mapping, XLA shards the numbers according to their use.
-    """
-    if not isinstance(key, Tracer) or jax.device_count() == 1:
-        return True
-    return bool(active_settings.active_mapping()) and current_mesh() is not None
-
-
-def _merged_axes(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
-    """Return the axes, each merged with the one before it if it is not sharded.
-
-    Arguments:
-        named: the axes of the parameters, which are not merged with others.
-    """
-    merged: list[Axis] = []
-    for axis, entry in zip(axes, entries_by_name(a.name for a in axes), strict=True):
-        if merged and entry is None and axis.name not in named and merged[-1].name not in named:
-            merged[-1] = Axis(merged[-1].name, merged[-1].size * axis.size)
-        else:
-            merged.append(axis)
-    return tuple(merged)
 
 
 def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:

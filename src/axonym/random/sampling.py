@@ -1,14 +1,11 @@
 """Draw tokens with temperature, top-k, top-p and min-p, over a vocabulary that can be sharded.
 
-A token is the largest of its logit and noise, by the Gumbel-max trick: noise of the right kind, added to the logits,
-makes the position of the largest one a draw from the softmax. Noise is a function of the key, the number of the example
-and the number of the token. So each device makes the noise of its own shard, the noise does not depend on the sharding,
-and a filter that keeps a token does not change whether it is drawn among the kept ones.
+By the Gumbel-max trick, noise is added to the logits, and the position of the largest sum is a draw from the softmax.
+Noise is a function of the key, the number of the example and the number of the token, so each device makes the noise of
+its own shard, and the draws do not depend on the sharding.
 
-Filters need to know how likely a token is compared to the likeliest one, which takes one number for each example, the
-largest logit. For top-p the sum over more likely tokens is needed, too. Instead of sorting, bisection finds the least
-likely token that is kept: devices sum the probability above a threshold. The sums are of integers. Sums of floating
-point numbers would depend on which device adds which; so only single elements are rounded.
+For top-p, bisection finds the least likely token that is kept, instead of sorting: devices sum the probability above a
+threshold. The sums are of integers, since sums of floating point numbers would depend on which device adds which.
 """
 
 from __future__ import annotations
@@ -64,8 +61,8 @@ def categorical(
     The likeliest is always kept. An example without a finite logit gives the first of the largest; one with a
     NaN gives the position of the first NaN.
 
-    With `top_k`, each device finds candidates in its shard of the axis, and only these move between devices. Without
-    it, a few numbers for each example move, and for `top_p` three in each of thirty steps.
+    With `top_k`, only the candidates of each shard move between devices. Without it, a few numbers for each example
+    move, and for `top_p` three in each of thirty steps.
 
     Inside a `shard_map` a device draws for its own examples, as if there were no others. Give each device its own key
     there, by `jax.random.fold_in(key, axonym.axis_index("batch"))`.
@@ -95,8 +92,29 @@ def categorical(
     categories = axis_of(_WHAT, logits, axis)
     batch = tuple(a for a in logits.axes if a is not categories)
     axes = batch if shape is None else new_axes(_WHAT, shape)
-    _check_axes(logits, categories, batch, axes)
-    count = _count_of_candidates(top_k, max_k, categories)
+    if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
+        raise ValueError(
+            f"{_WHAT}: the shape {errors.describe_selectors(axes)} lacks {errors.describe_axes(missing)} of the logits "
+            f"{errors.describe_selectors(logits.axes)}. Add it, or reduce it away first."
+        )
+    distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
+    check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}. Write `logits.astype(float)`."
+        )
+    if categories.size == 0:
+        raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
+    if top_k is None and max_k is not None:
+        raise TypeError(
+            f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`. Pass both, or neither."
+        )
+    count = None if top_k is None else number_of_candidates(_WHAT, "top_k", top_k, max_k, categories)
+    if count == 0:
+        raise ValueError(
+            f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0. Leave it out to "
+            "choose from all."
+        )
     if not replace:
         left = categories if count is None else categories.resize(count)
         check_enough(_WHAT, tuple(a for a in axes if a.name not in logits.names), left)
@@ -107,8 +125,11 @@ def categorical(
         "min_p": min_p,
     }
     operands = {argument: operand(x) for argument, x in parameters.items() if x is not None}
-    for argument, most in _LARGEST.items():
-        _check_range(argument, parameters[argument], 0, most)
+    for argument, most in {"temperature": math.inf, "top_p": 1, "min_p": 1}.items():
+        x = parameters[argument]  # the values of an array are not checked
+        if isinstance(x, (int, float, np.number)) and (not 0 <= x <= most or x == math.inf):
+            upper = (" and finite" if x == math.inf else "") if most == math.inf else f" and at most {most}"
+            raise ValueError(f"{_WHAT}: `{argument}` must be at least 0{upper}, got {x}.")
     may_have = tuple(a.name for a in (axes if replace else batch))
     for argument, (_, names) in operands.items():
         require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
@@ -123,50 +144,6 @@ def categorical(
     if not is_key(one):
         one = jax.random.wrap_key_data(one)
     return kernel.apply(logits.array, one, *(x for x, _ in operands.values()))
-
-
-def _check_axes(logits: NamedArray, categories: Axis, batch: tuple[Axis, ...], axes: tuple[Axis, ...]) -> None:
-    """Check the logits, and that the result can have these axes."""
-    if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
-        raise ValueError(
-            f"{_WHAT}: the shape {errors.describe_selectors(axes)} lacks {errors.describe_axes(missing)} of the logits "
-            f"{errors.describe_selectors(logits.axes)}. Add it, or reduce it away first."
-        )
-    distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
-    check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}. Write `logits.astype(float)`."
-        )
-    if categories.size == 0:
-        raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
-
-
-_LARGEST = {"temperature": math.inf, "top_p": 1, "min_p": 1}
-
-
-def _count_of_candidates(top_k: int | NamedOrNumeric | None, max_k: int | None, categories: Axis) -> int | None:
-    """Return the number of elements to choose from, or None for all."""
-    if top_k is None:
-        if max_k is not None:
-            raise TypeError(
-                f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`. Pass both, or neither."
-            )
-        return None
-    count = number_of_candidates(_WHAT, "top_k", top_k, max_k, categories)
-    if count == 0:
-        raise ValueError(
-            f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0. Leave it out to "
-            "choose from all."
-        )
-    return count
-
-
-def _check_range(argument: str, x: Any, least: float, most: float) -> None:
-    """Check that a parameter that is a number is in its range; the values of an array are not checked."""
-    if isinstance(x, (int, float, np.number)) and (not least <= x <= most or x == math.inf):
-        upper = (" and finite" if x == math.inf else "") if most == math.inf else f" and at most {most}"
-        raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
 
 
 @_kernels.shared("names", "axis", "in_order", "out", "draws", "layouts")
@@ -238,7 +215,10 @@ def _make_sampling_operation(axis: str) -> Partitioned:
         sharded = axis if count is None else None
         x = aligned(logits).astype(jnp.promote_types(logits.dtype, jnp.float32))
         given = {argument: aligned(p) for argument, p in parameters.items()}
-        weights = _relative_probabilities(x, given["temperature"], sharded)
+        highest = jnp.max(x, -1, keepdims=True)
+        gap = (highest if sharded is None else pmax(highest, sharded)) - x
+        # Relative to the likeliest. These are excluded from the division, to have 1 even if the temperature is 0.
+        weights = jnp.where(gap > 0, jnp.exp(-gap / given["temperature"]), 1).astype(jnp.float32)
         if "top_k" in given:
             rank = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
             weights = jnp.where(rank < jnp.maximum(given["top_k"], 1), weights, -1)
@@ -277,14 +257,6 @@ def _first_largest(x: NamedArray, axis: str) -> NamedArray:
     return wrap(jnp.squeeze(place, position).astype(jnp.int32), rest)
 
 
-def _relative_probabilities(x: jax.Array, temperature: jax.Array, sharded: str | None) -> jax.Array:
-    """Return the probabilities relative to the likeliest, which has 1."""
-    highest = jnp.max(x, -1, keepdims=True)
-    gap = (highest if sharded is None else pmax(highest, sharded)) - x
-    # The likeliest are excluded from the division, so that they have 1 even if the temperature is 0.
-    return jnp.where(gap > 0, jnp.exp(-gap / temperature), 1).astype(jnp.float32)
-
-
 def _gumbel_noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Array:
     """Make Gumbel noise for each position of each example.
 
@@ -308,7 +280,6 @@ def _gumbel_noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> j
 _ONE = int(np.float32(1).view(np.int32))
 STEPS = _ONE.bit_length()
 """The number of steps of the bisection: one for each bit of a weight."""
-_DIGITS = 3
 
 
 def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> jax.Array:
@@ -318,7 +289,11 @@ def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> ja
     count = weights.shape[-1] * (1 if sharded is None else axis_size(sharded))
     # Integer sums are exact, so they do not depend on the sharding. The sum of all digits must fit into 31 bits.
     width = min(12, 31 - count.bit_length())
-    digits = _binary_digits(jnp.maximum(weights, 0), width)
+    digits, rest = [], jnp.maximum(weights, 0)
+    for _ in range(3):  # the digits after the point, `width` bits each; the rest is dropped
+        rest = rest * 2**width
+        digits.append(jnp.floor(rest).astype(jnp.int32))
+        rest = rest - jnp.floor(rest)
 
     def sum_from(least: Any) -> jax.Array:
         sums = jnp.stack([jnp.sum(jnp.where(bits >= least, d, 0), -1, keepdims=True) for d in digits])
@@ -337,14 +312,3 @@ def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> ja
     low, _ = jax.lax.fori_loop(0, STEPS, narrow, (low, low + (_ONE + 1)))
     # Weights too small to count are also kept if everything is.
     return jnp.where(share >= 1, 0, jax.lax.bitcast_convert_type(low, jnp.float32))
-
-
-def _binary_digits(x: jax.Array, width: int) -> list[jax.Array]:
-    """Convert numbers from 0 to 1 to integers: the digits after the point, `width` bits each; the rest is dropped."""
-    digits = []
-    for _ in range(_DIGITS):
-        x = x * 2**width
-        digit = jnp.floor(x)
-        digits.append(digit.astype(jnp.int32))
-        x = x - digit
-    return digits

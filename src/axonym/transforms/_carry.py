@@ -54,12 +54,7 @@ CARRY = MismatchMessages(
 
 
 class CarryShardingChanged(Exception):
-    """Raised while tracing a loop if its carry comes out sharded, or device-varying, over more mesh axes than before.
-
-    Arguments:
-        specs: the sharding of each array as it comes out.
-        varying: the mesh axes over which each becomes device-varying.
-    """
+    """Raised while tracing a loop whose carry comes out sharded, or device-varying, over more mesh axes than before."""
 
     def __init__(self, specs: Sequence[Sequence[Entry]], varying: Sequence[Sequence[str]]):
         super().__init__(specs, varying)
@@ -73,10 +68,8 @@ def run_settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) 
     On Explicit mesh axes the sharding is part of the type, and inside `shard_map` so is whether a value is
     device-varying. So a carry made by `zeros` has another type after the first step. Sharding a replicated array costs
     no communication, nor does making it device-varying. Every attempt adds at least one mesh axis, so there are few
-    attempts; a step that replicates an axis again raises an error.
-
-    Arguments:
-        run: a function that traces the loop, with a body that calls `conform_to_spec` with `settles`.
+    attempts; a step that replicates an axis again raises an error. `run` traces the loop, with a body that calls
+    `conform_to_spec` with `settles`.
     """
     start = list(carry)
     attempted = False
@@ -113,7 +106,21 @@ def conform_to_spec(
     """
     arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
-        raise TypeError(_other_structure(what, words, spec, found))
+        was, became = spec.paths(), found.paths()
+        sides = (
+            ([p for p in was if p not in became], words.only_before),
+            ([p for p in became if p not in was], words.only_after),
+        )
+        parts = [f"{', '.join(f'{words.tree}{p}' for p in paths)} {said}" for paths, said in sides if paths]
+        if not parts:
+            before, after = spec.structure, found.structure
+            # JAX compares only complete structures, whose text would bury the difference: find the smallest parts.
+            while before.node_data() == after.node_data() and (
+                differing := [(x, y) for x, y in zip(before.children(), after.children(), strict=False) if x != y]
+            ):
+                before, after = differing[0]
+            parts.append(f"a part of it {words.before} {before} and {words.after} {after}")
+        raise TypeError(f"{what}: the {words.tree} must keep one structure, but {' and '.join(parts)}.")
     expected, given = iter(types), iter(arrays)
     result, problems, moved = [], [], False
     for i, (slot, new) in enumerate(zip(spec.slots, found.slots, strict=True)):
@@ -122,9 +129,8 @@ def conform_to_spec(
             after = new if isinstance(new, StaticLeaf) else next(given)
             both = isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)
             if not both or not (before.value is after.value or before == after):
-                problems.append(
-                    (i, f"{_describe_slot(slot, before)} and {words.after} {_describe_slot(new, after)}", _STATIC)
-                )
+                shown = f"{_describe_slot(slot, before)} and {words.after} {_describe_slot(new, after)}"
+                problems.append((i, shown, "Values that are not arrays cannot change."))
             continue
         before, after = next(expected), next(given)
         if slot and new and set(slot) == set(new):
@@ -164,33 +170,22 @@ def _describe_difference(
 ) -> str | None:
     """Return advice about two arrays of different types; None if they agree."""
     if (slot or new) and slot != new:
-        return _AXES
+        return "Both need the same axes: `broadcast_axis` adds one, and a reduction or an index takes one away."
     if before.shape != after.shape:
-        return _SIZES
+        return "Both need the same sizes."
     if before.dtype != after.dtype and not (promoted and _takes_dtype_of(before, after)):
         return f"Cast it with `.astype({before.dtype})`, or the other to {after.dtype}."
-    if _explicit_entries(before) != _explicit_entries(after):
-        return _describe_moves(new, before, after) + words.remedy.format(
-            before=_placement_text(slot, before), after=_placement_text(new, after)
-        )
-    if axes := sorted(varying_axes(after) - varying_axes(before)):
-        return f"Inside `shard_map`, make the other differ, too: `jax.lax.pcast(..., {tuple(axes)}, to='varying')`."
-    return None
-
-
-_AXES = "Both need the same axes: `broadcast_axis` adds one, and a reduction or an index takes one away."
-_SIZES = "Both need the same sizes."
-_STATIC = "Values that are not arrays cannot change."
-
-
-def _describe_moves(names: Names | None, before: Any, after: Any) -> str:
-    """Describe how shardings differ: list the axes that are sharded differently."""
     moves = []
     for i, (was, now) in enumerate(zip(_explicit_entries(before), _explicit_entries(after), strict=True)):
         if was != now:
-            axis = repr(names[i]) if names else f"dimension {i}"
+            axis = repr(new[i]) if new else f"dimension {i}"
             moves.append(f"{axis} is {_sharded_over_text(now)} where it was {_sharded_over_text(was)}")
-    return f"Here {' and '.join(moves)}, and on Explicit mesh axes that is part of the type. "
+    if moves:
+        remedy = words.remedy.format(before=_placement_text(slot, before), after=_placement_text(new, after))
+        return f"Here {' and '.join(moves)}, and on Explicit mesh axes that is part of the type. {remedy}"
+    if axes := sorted(varying_axes(after) - varying_axes(before)):
+        return f"Inside `shard_map`, make the other differ, too: `jax.lax.pcast(..., {tuple(axes)}, to='varying')`."
+    return None
 
 
 def _sharded_over_text(axes: tuple[str, ...]) -> str:
@@ -231,26 +226,3 @@ def _describe_slot(slot: Slot, leaf: Any) -> str:
             return repr(value)
         return f"a {type(value).__name__}" + (f" {value.__name__}" if hasattr(value, "__name__") else "")
     return _describe_type(slot, leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf))
-
-
-def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: TreeSpec) -> str:
-    before, after = spec.paths(), found.paths()
-    gone = [p for p in before if p not in after]
-    new = [p for p in after if p not in before]
-    start = f"{what}: the {words.tree} must keep one structure"
-    if not gone and not new:
-        was, became = _where_they_differ(spec.structure, found.structure)
-        return f"{start}, but a part of it {words.before} {was} and {words.after} {became}."
-    sides = (gone, words.only_before), (new, words.only_after)
-    parts = [f"{', '.join(f'{words.tree}{p}' for p in paths)} {said}" for paths, said in sides if paths]
-    return f"{start}, but {' and '.join(parts)}."
-
-
-def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
-    """Find the smallest parts in which two structures differ."""
-    # JAX compares only complete structures, whose text would bury the difference.
-    while True:
-        differing = [(x, y) for x, y in zip(a.children(), b.children(), strict=False) if x != y]
-        if a.node_data() != b.node_data() or not differing:
-            return a, b
-        a, b = differing[0]

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
+from ..axis import Axis, AxisSelector, Names, name_of, names_without
 from ..core import errors, parsing
 from ..core.function_cache import FunctionCache, Functions, WithArrays
 from ..core.parameter_names import parameter_names
@@ -44,55 +45,28 @@ class _Decorator(Protocol):
     def __call__(self, fn: Callable[..., _Returned], /) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
 
 
-InAxes: TypeAlias = AxisSelection | Sequence[AxisSelection | None] | None
-OutAxes: TypeAlias = AxisSelection | Sequence[AxisSelection] | None
-
-
+@overload
+def lift(fn: str, spec: None = None, **axes: AxisSelector) -> _Decorator: ...
+@overload
+def lift(fn: Callable[..., jax.Array], spec: str, **axes: AxisSelector) -> Callable[..., NamedArray]: ...
 @overload
 def lift(
-    fn: str, spec: None = None, *, in_axes: None = None, out_axes: None = None, **axes: AxisSelector
-) -> _Decorator: ...
-@overload
-def lift(
-    fn: Callable[..., jax.Array],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
-) -> Callable[..., NamedArray]: ...
-@overload
-def lift(
-    fn: Callable[..., Sequence[jax.Array]],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
+    fn: Callable[..., Sequence[jax.Array]], spec: str, **axes: AxisSelector
 ) -> Callable[..., tuple[NamedArray, ...]]: ...
 @overload
 def lift(
-    fn: Callable[..., _Returned],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
+    fn: Callable[..., _Returned], spec: str, **axes: AxisSelector
 ) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
 def lift(
-    fn: str | Callable[..., _Returned],
-    spec: str | None = None,
-    *,
-    in_axes: InAxes = None,
-    out_axes: OutAxes = None,
-    **axes: AxisSelector,
+    fn: str | Callable[..., _Returned], spec: str | None = None, **axes: AxisSelector
 ) -> _Decorator | Callable[..., NamedArray | tuple[NamedArray, ...]]:
     """Make a named function of a positional one.
 
     The spec lists the axes that the function takes and returns, as in `"i j, i -> j"`: a term for each array, with its
-    axes in order of position, `->`, and a term for each result. An empty term is a scalar. The words are axis names, or
-    stand for axes that keywords give, here or in the call. All other axes of the operands are mapped over, matched by
-    name; an operand that lacks one is the same along it. Operands are named arrays and scalars.
+    axes in order of position, `->`, and a term for each result. An empty term is a scalar, and `_` an argument that is
+    passed on unchanged. The words are axis names, or stand for axes that keywords give, here or in the call. All other
+    axes of the operands are mapped over, matched by name; an operand that lacks one is the same along it. Operands are
+    named arrays and scalars.
 
     Words that only the results have are new axes. A result keeps the layout of the first operand that has all axes that
     are mapped over; its new axes take the place of the first axis that was removed, or come last.
@@ -110,8 +84,6 @@ def lift(
     Arguments:
         fn: the positional function. It returns an array, or a tuple of them where the spec has several results.
         spec: the axes it takes and gives.
-        in_axes: instead of a spec, the axes that each operand has. None is an argument that is passed on unchanged.
-        out_axes: the axes of the result, given together with `in_axes`; a sequence of selections for several results.
         **axes: the axis that a word stands for. Where an `Axis` is given, its size is checked.
 
     >>> solve = axn.lift(jnp.linalg.solve, "row col, row -> col")
@@ -123,24 +95,28 @@ def lift(
     (NamedArray(int32[k=2], [3 2]), NamedArray(int32[k=2], [0 2]))
     """
     if isinstance(fn, str):
-        if spec is not None or in_axes is not None or out_axes is not None:
+        if spec is not None:
             raise TypeError("lift: expected a function, got a string. As a decorator, lift takes the spec alone.")
         return lambda decorated: lift(decorated, fn, **axes)
     if not callable(fn):
         raise TypeError(f"lift: expected a function, got {type(fn).__name__}.")
     what = f"lift({_function_name(fn)})"
-    signature = _make_signature(what, spec, in_axes, out_axes)
+    if spec is None:
+        raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j'.")
+    expression = parsing.parse(what, spec, comma="terms")
+    inputs = tuple(_words_of(expression, term) for term in expression.lhs)
+    outputs = tuple(_words_of(expression, term) for term in expression.rhs)
+    signature = _Signature(tuple(None if words == ("_",) else words for words in inputs), outputs)
     _check_aliases(what, signature, axes)
-    known = {**dict(signature.axes), **axes}
     functions_of = Functions(fn, own=FunctionCache()).now
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         here = {word: kwargs.pop(word) for word in signature.words if word in kwargs}
         _check_aliases(what, signature, here)
-        given = signature.separated(what, _LiftedCall(fn, args, kwargs))
+        given = signature.separated(what, fn, args, kwargs)
         functions = functions_of()
         held = [*functions.arrays, *given.handed_on]
-        aliases = tuple({**known, **here}.items())
+        aliases = tuple({**axes, **here}.items())
         plan = _LiftPlan(what, signature, len(functions.arrays), tuple(map(jnp.ndim, held)), given.names, aliases)
         kernel = functions.compiled(_build_lifted_kernel, plan, given.static)
         try:
@@ -194,8 +170,6 @@ class _Signature:
     inputs: tuple[Names | None, ...]
     """The axes of each operand; None for an argument that is passed on unchanged."""
     outputs: tuple[Names, ...]
-    axes: tuple[tuple[str, Axis], ...]
-    """The axes that were given with sizes."""
 
     @functools.cached_property
     def words(self) -> Names:
@@ -218,25 +192,30 @@ class _Signature:
         inputs = ("_" if term is None else " ".join(term) for term in self.inputs)
         return f"{', '.join(inputs)} -> {', '.join(' '.join(term) for term in self.outputs)}"
 
-    def separated(self, what: str, call: _LiftedCall) -> _Arguments:
+    def separated(self, what: str, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
         """Return the arguments of a call, with the arrays separated."""
-        by_keyword = [f"`{k}`" for k, x in call.kwargs.items() if isinstance(x, _ARRAYS)]
+
+        def argument(i: int) -> str:
+            name = parameter_names(fn, i + 1)[i]
+            return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
+
+        by_keyword = [f"`{k}`" for k, x in kwargs.items() if isinstance(x, _ARRAYS)]
         if by_keyword:
             raise TypeError(
                 f"{what}: got array {', '.join(by_keyword)} by keyword. Arrays are operands, given by position, one "
                 f"for each term of {self.text!r}."
             )
-        if len(call.args) < len(self.inputs):
+        if len(args) < len(self.inputs):
             raise TypeError(
                 f"{what}: the spec {self.text!r} has {errors.counted(len(self.inputs), 'argument')}, but the call has "
-                f"{len(call.args)} by position."
+                f"{len(args)} by position."
             )
         operands, names, handed_on = [], [], []
-        for i, x in enumerate(call.args):
+        for i, x in enumerate(args):
             if i >= len(self.inputs) or self.inputs[i] is None:
                 if isinstance(x, _ARRAYS):
                     raise TypeError(
-                        f"{what}: {call.argument(i)} is an array for which {self.text!r} has no term. Arrays are "
+                        f"{what}: {argument(i)} is an array for which {self.text!r} has no term. Arrays are "
                         "operands, one for each term."
                     )
                 handed_on.append(x)
@@ -245,37 +224,32 @@ class _Signature:
             elif isinstance(x, _NUMERIC):
                 if np.ndim(x):
                     raise TypeError(
-                        f"{what}: {call.argument(i)} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
+                        f"{what}: {argument(i)} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
                         "without names: name its axes with axonym.named(array, axes)."
                     )
                 operands.append(x), names.append(())
             else:
                 raise TypeError(
-                    f"{what}: {call.argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. Pass "
+                    f"{what}: {argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. Pass "
                     "other arguments after the operands, or by keyword."
                 )
-        if not handed_on and not call.kwargs:
+        if not handed_on and not kwargs:
             return _Arguments(operands, tuple(names), [], _NOTHING)
-        arrays, static = flatten_arrays((handed_on, dict(call.kwargs)))
+        arrays, static = flatten_arrays((handed_on, dict(kwargs)))
         if not is_hashable(static):
-            raise TypeError(self._unhashable(what, call))
+            passed = {argument(i): x for i, x in enumerate(args) if (*self.inputs, *[None] * (i + 1))[i] is None}
+            passed |= {f"`{k}`": x for k, x in kwargs.items()}
+            kinds = [
+                (path, type(leaf).__name__)
+                for path, x in passed.items()
+                for leaf in jax.tree.leaves(x)
+                if not isinstance(leaf, _ARRAYS) and type(leaf).__hash__ is None
+            ]
+            path, which = (kinds[0][0], f", which this {kinds[0][1]} is not") if kinds else (", ".join(passed), "")
+            raise TypeError(
+                f"{what}: {path} is passed on unchanged, as part of the program, so it must be hashable{which}."
+            )
         return _Arguments(operands, tuple(names), arrays, static)
-
-    def _unhashable(self, what: str, call: _LiftedCall) -> str:
-        handed_on = {
-            call.argument(i): x for i, x in enumerate(call.args) if (*self.inputs, *[None] * (i + 1))[i] is None
-        }
-        handed_on |= {f"`{k}`": x for k, x in call.kwargs.items()}
-        for path, x in handed_on.items():
-            for leaf in jax.tree.leaves(x):
-                if not isinstance(leaf, _ARRAYS) and type(leaf).__hash__ is None:
-                    return (
-                        f"{what}: {path} is passed on unchanged, as part of the program, so it must be hashable, which "
-                        f"this {type(leaf).__name__} is not."
-                    )
-        return (
-            f"{what}: {', '.join(handed_on)} must be hashable: arguments passed on unchanged are part of the program."
-        )
 
     def arguments(self, operands: Sequence[Any], handed_on: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments, by position and by keyword."""
@@ -297,45 +271,7 @@ class _Arguments(NamedTuple):
     """The static rest of these arguments."""
 
 
-class _LiftedCall(NamedTuple):
-    """A call of a lifted function."""
-
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def argument(self, i: int) -> str:
-        """Return the name of an argument, for messages."""
-        name = parameter_names(self.fn, i + 1)[i]
-        return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
-
-
 _, _NOTHING = flatten_arrays(([], {}))
-
-
-def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> _Signature:
-    """Make the signature from a spec, or from the axes given instead."""
-    if spec is not None:
-        if in_axes is not None or out_axes is not None:
-            raise TypeError(f"{what}: the axes are given by a spec or by in_axes and out_axes, not both.")
-        expression = parsing.parse(what, spec, comma="terms")
-        inputs, outputs = (
-            tuple(_words_of(expression, term) for term in side) for side in (expression.lhs, expression.rhs)
-        )
-        return _Signature(inputs, outputs, ())
-    if in_axes is None or out_axes is None:
-        raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j', or both in_axes and out_axes.")
-    given = [in_axes] if isinstance(in_axes, (str, Axis, Mapping)) else list(in_axes)
-    results: list[Any] = [out_axes]
-    if not isinstance(out_axes, (str, Axis, Mapping)) and not all(isinstance(a, (str, Axis)) for a in out_axes):
-        results = list(out_axes)  # selections for several results
-    chosen = [None if a is None else selectors(a) for a in (*given, *results)]
-    terms = [None if c is None else tuple(map(name_of, c)) for c in chosen]
-    for term in terms:
-        errors.distinct(what, term or ())
-    sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
-    outputs = tuple(term for term in terms[len(given) :] if term is not None)
-    return _Signature(tuple(terms[: len(given)]), outputs, tuple(sized.items()))
 
 
 def _words_of(expression: parsing.Expression, term: parsing.Term) -> Names:
@@ -386,17 +322,44 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
     what, signature, in_names, aliases = plan.what, plan.signature, plan.in_names, plan.aliases
     count = len(plan.ranks)
     axes = {word: word for word in signature.words} | dict(aliases)
-    own = [_names_of_words(axes, term) for term in signature.terms]
+    own, out_own = (
+        [tuple(name_of(axes[w]) for w in term) for term in terms] for terms in (signature.terms, signature.outputs)
+    )
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
         # A kernel that raises: the message shows sizes, and only a call has arrays.
         return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
     rest = [names_without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
-    _check_one_meaning(what, signature, axes, rest, all_own)
-    layout = _layout_of_results(what, in_names, rest, bool(all_own))
+    word_of: dict[str, str] = {}
+    for word in dict.fromkeys(w for term in signature.terms for w in term):
+        name = name_of(axes[word])
+        if name in word_of:
+            raise ValueError(
+                f"{what}: {word_of[name]!r} and {word!r} both stand for axis {name!r}; use one word for it."
+            )
+        word_of[name] = word
+    for i, names in enumerate(rest):
+        if both := [n for n in names if n in all_own]:
+            raise ValueError(
+                f"{what}: the spec lists axis {both[0]!r} for one operand, but operand {i} also has it, where the spec "
+                "does not list it, so it would be mapped over. Rename it in one of them."
+            )
+    # Results keep the order of axes of the first operand that has all axes that are mapped over.
+    every = set().union(*rest)
+    layout = next((names for names, mapped in zip(in_names, rest, strict=True) if len(mapped) == len(every)), None)
+    if layout is None and all_own:
+        layout = tuple(dict.fromkeys(n for names in in_names for n in names))
+    elif layout is None:  # as in elementwise operations, an outer product must be explicit
+        layout = _kernels.broadcast_names(what, in_names)
     mapped = tuple(n for n in layout if any(n in names for names in rest))
-    out_own = [_names_of_words(axes, term) for term in signature.outputs]
-    out_names = tuple(_out_names(what, layout, mapped, names) for names in out_own)
+    out_names: list[Names] = []
+    for names in out_own:  # in the order of the layout, with new axes where the first one is missing
+        if any(n in mapped or names.count(n) > 1 for n in names):
+            raise ValueError(errors.duplicate_names(what, (*mapped, *names)))
+        kept = [n in mapped or n in names for n in layout]
+        place = kept.index(False) if False in kept else len(layout)
+        new = [n for n in names if n not in layout]
+        out_names.append((*layout[:place], *new, *itertools.compress(layout[place:], kept[place:])))
 
     def one(sizes, held, *arrays):
         """Call the function on arrays without the axes that are mapped over."""
@@ -415,7 +378,8 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
             e.add_note(f"{what}: raised by the function on {listed}{over}.")
             raise
         results = _checked_results(what, signature, axes, operands, results)
-        _mapped_axis.check_placed_elsewhere(what, sizes, _named_arrays(operands, own), _named_arrays(results, out_own))
+        taken, returned = ([*map(wrap, xs, names)] for xs, names in ((operands, own), (results, out_own)))
+        _mapped_axis.check_placed_elsewhere(what, sizes, taken, returned)
         return tuple(
             _kernels.transpose_to(r, names, names_without(out, *mapped))
             for r, names, out in zip(results, out_own, out_names, strict=True)
@@ -445,64 +409,13 @@ def _build_lifted_kernel(functions: WithArrays, plan: _LiftPlan, handed_on: Tree
         what,
         positional,
         (*held_names, *in_names),
-        out_names if signature.several else out_names[0],
+        tuple(out_names) if signature.several else out_names[0],
         selection=sized,
         keep_unused=False,
     )
 
 
-def _named_arrays(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
-    return [wrap(x, n) for x, n in zip(arrays, names, strict=True)]
-
-
-def _names_of_words(axes: Mapping[str, AxisSelector], words: Names) -> Names:
-    return tuple(name_of(axes[w]) for w in words)
-
-
-def _layout_of_results(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
-    """Return the axes whose order the results keep: the axes of the first operand that has all mapped axes."""
-    every = set().union(*rest)
-    for names, mapped in zip(in_names, rest, strict=True):
-        if len(mapped) == len(every):
-            return names
-    if not takes_axes:  # as in elementwise operations, an outer product must be explicit
-        return _kernels.broadcast_names(what, in_names)
-    return tuple(dict.fromkeys(n for names in in_names for n in names))
-
-
-def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
-    """Return the axes of a result: in the order of the layout, with new axes where the first one is missing."""
-    twice = [n for n in own if n in mapped or own.count(n) > 1]
-    if twice:
-        raise ValueError(errors.duplicate_names(what, (*mapped, *own)))
-    kept = [n in mapped or n in own for n in layout]
-    place = kept.index(False) if False in kept else len(layout)
-    new = tuple(n for n in own if n not in layout)
-    return (*layout[:place], *new, *(n for n, keep in zip(layout[place:], kept[place:], strict=True) if keep))
-
-
 # --- checks ---
-
-
-def _check_one_meaning(
-    what: str, signature: _Signature, axes: Mapping[str, AxisSelector], rest: Sequence[Names], own: set[str]
-) -> None:
-    """Check that each axis has one word, and is either an axis of the function or mapped over."""
-    word_of: dict[str, str] = {}
-    for word in dict.fromkeys(w for term in signature.terms for w in term):
-        name = name_of(axes[word])
-        if name in word_of:
-            raise ValueError(
-                f"{what}: {word_of[name]!r} and {word!r} both stand for axis {name!r}; use one word for it."
-            )
-        word_of[name] = word
-    for i, names in enumerate(rest):
-        both = [n for n in names if n in own]
-        if both:
-            raise ValueError(
-                f"{what}: the spec lists axis {both[0]!r} for one operand, but operand {i} also has it, where the spec "
-                "does not list it, so it would be mapped over. Rename it in one of them."
-            )
 
 
 def _checked_results(

@@ -1,14 +1,9 @@
 """Policies that say which arrays a scan keeps for its backward pass, and which it computes again.
 
-The backward pass of a step needs its carry, its inputs and its intermediate results, the *internals*. A scan that keeps
-them all needs memory for every step. A policy says which arrays are kept instead:
-
-- the carries: a step is computed again from its carry, so the carries of all steps stay by default. They can be moved
-  to the host, or not be kept at all, in which case the backward pass first runs the whole scan once more;
-- the inputs: they are the operands of the scan, so they are kept anyway. They can be moved to the host;
-- the internals: none, all, or the ones that the step names with `tree_checkpoint_name`, on the device or on the host;
-- nested scans: the steps are cut into groups, and only the carries between groups are kept. With about sqrt(N) groups
-  of N steps, memory grows with sqrt(N), for one more forward pass.
+The backward pass of a step needs its carry, its inputs and its intermediate results, the *internals*. A step that is
+computed again from its carry needs no internals, and a scan that is computed again as a whole needs no carries. With
+nested scans, the steps are cut into groups, and only the carries between groups are kept: with about sqrt(N) groups of
+N steps, memory grows with sqrt(N), for one more forward pass.
 """
 
 from __future__ import annotations
@@ -261,13 +256,9 @@ def checkpointed_scan(
             given = None if symbolic else length
             return jax.lax.scan(policy.checkpoint(*names, step), carry, xs, given, reverse, unroll)
         per_group = length // groups
-        of_groups, of_steps = _nested_policies(policy, prevent_cse=policy.prevent_cse or unroll >= per_group)
-        inner = of_steps.checkpoint(*names, step)
-
-        def group(carry: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
-            return jax.lax.scan(inner, carry, xs, per_group, reverse, unroll)
-
-        outer = of_groups.checkpoint(*names, group)
+        prevent_cse = policy.prevent_cse or unroll >= per_group
+        loop = functools.partial(jax.lax.scan, length=per_group, reverse=reverse, unroll=unroll)
+        outer = _checkpointed_group(policy, prevent_cse, names, step, loop)
         cut = [x.reshape(groups, per_group, *x.shape[1:]) for x in xs]
         # `unroll` counts steps, and each step of the outer loop is a whole group.
         carry, ys = jax.lax.scan(outer, carry, cut, groups, reverse, max(1, unroll // per_group))
@@ -279,7 +270,21 @@ def checkpointed_scan(
     with _record_names() as given:
         result = run(carry, xs)
     wanted = () if policy.disable else (*policy._saved, *policy.offload_block_internals)
-    _warn_of_unknown(label, wanted, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
+    if not given.issuperset(wanted):  # JAX ignores names that the body gives to no array
+        found = given | set(
+            _names_in(jax.make_jaxpr(lambda *xs: jax.lax.scan(step, *xs, length=length))(carry, xs).jaxpr)
+        )
+        unknown = [n for n in wanted if n not in found]
+        left = sorted(found.difference(wanted))
+        hints = "".join(dict.fromkeys(errors.suggestion(n, left) for n in unknown))
+        # A policy can serve several bodies, each with some of its names. So an unused name is fine if another one is
+        # used, unless it is similar to a name that the policy lacks.
+        if unknown and (hints or len(unknown) == len(wanted)):
+            listed, named = errors.quoted(unknown), errors.quoted(sorted(found))
+            errors.warn(
+                f"{label}: the checkpoint policy has {listed}, but the body gives no array such a name. "
+                + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
+            )
     return result
 
 
@@ -311,8 +316,7 @@ def checkpointed_steps(
         if groups is None:
             return in_turn(policy.checkpoint(*names, step), carry, inputs)
         per_group = len(inputs) // groups
-        of_groups, of_steps = _nested_policies(policy, prevent_cse=True)
-        group = of_groups.checkpoint(*names, functools.partial(in_turn, of_steps.checkpoint(*names, step)))
+        group = _checkpointed_group(policy, True, names, step, in_turn)
         cut = [inputs[i : i + per_group] for i in range(0, len(inputs), per_group)]
         carry, outputs = in_turn(group, carry, cut)
         return carry, [output for some in outputs for output in some]
@@ -322,17 +326,17 @@ def checkpointed_steps(
     return run(carry, inputs)
 
 
-def _nested_policies(
-    policy: ScanCheckpointPolicy, *, prevent_cse: bool
-) -> tuple[ScanCheckpointPolicy, ScanCheckpointPolicy]:
-    """Return the policies of the groups and of the steps in a group, if steps are grouped."""
+def _checkpointed_group(
+    policy: ScanCheckpointPolicy, prevent_cse: bool, names: tuple[str, str], step: Any, loop: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a loop over a group of steps, from a carry and the inputs of the group, with both checkpointed."""
     # The groups keep the values that live until the backward pass, so these move to the host.
     of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
     of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=prevent_cse)
-    return of_groups, of_steps
+    return of_groups.checkpoint(*names, functools.partial(loop, of_steps.checkpoint(*names, step)))
 
 
-# --- unknown names in a policy, which JAX ignores ---
+# --- the names given to arrays ---
 
 _GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names given to arrays", default=None)
 
@@ -348,31 +352,6 @@ def _record_names() -> Iterator[set[str]]:
         _GIVEN.reset(token)
         if outer is not None:
             outer |= given
-
-
-def _warn_of_unknown(
-    label: str, wanted: Sequence[str], recorded: set[str], body: Callable[..., Any], *args: Any
-) -> None:
-    """Warn about names in a policy that a body gives to no array.
-
-    A policy can serve several bodies, each with some of its names. So an unused name is ignored if another name of the
-    policy is used, unless it is similar to a name that the policy lacks.
-
-    Arguments:
-        recorded: names that are known to be given; if they include all wanted ones, the body is not inspected.
-    """
-    if recorded.issuperset(wanted):
-        return
-    found = recorded | set(_names_in(jax.make_jaxpr(body)(*args).jaxpr))
-    unknown = [n for n in wanted if n not in found]
-    left = sorted(found.difference(wanted))
-    hints = "".join(dict.fromkeys(errors.suggestion(n, left) for n in unknown))
-    if unknown and (hints or len(unknown) == len(wanted)):
-        listed, named = errors.quoted(unknown), errors.quoted(sorted(found))
-        errors.warn(
-            f"{label}: the checkpoint policy has {listed}, but the body gives no array such a name. "
-            + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
-        )
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:

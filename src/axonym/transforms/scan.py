@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -83,11 +83,10 @@ def scan(
     >>> final, sums
     (NamedArray(float32[embed=2], [1.75 1.75]), NamedArray(float32[time=3], [0. 2. 3.]))
     """
-    loop = _Loop("scan", _mapped_axis.one_name("scan", axis), policy_of(remat), reverse, unroll)
-    functions_of = Functions(fn).now
+    run = _runner_of_loop("scan", fn, axis, remat, reverse, unroll, is_scanned)
 
     def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _run_loop(loop, axis, functions_of(), is_scanned, init, args, kwargs)
+        return run(init, args, kwargs)
 
     return functools.update_wrapper(scanned, fn, updated=())
 
@@ -107,11 +106,10 @@ def fold(
     >>> axn.fold(lambda h, x: 0.5 * h + x, Time)(axn.zeros(Embed), axn.ones((Time, Embed)))
     NamedArray(float32[embed=2], [1.75 1.75])
     """
-    loop = _Loop("fold", _mapped_axis.one_name("fold", axis), policy_of(remat), reverse, unroll)
-    functions_of = Functions(fn).now
+    run = _runner_of_loop("fold", fn, axis, remat, reverse, unroll, is_scanned)
 
     def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run_loop(loop, axis, functions_of(), is_scanned, init, args, kwargs)[0]
+        return run(init, args, kwargs)[0]
 
     return functools.update_wrapper(folded, fn, updated=())
 
@@ -133,11 +131,10 @@ def map(
     >>> axn.map(lambda x: x * x, "x")(axn.arange(axn.Axis("x", 3)))
     NamedArray(int32[x=3], [0 1 4])
     """
-    loop = _Loop("map", _mapped_axis.one_name("map", axis), policy_of(remat), reverse, unroll)
-    functions_of = Functions(fn).now
+    run = _runner_of_loop("map", fn, axis, remat, reverse, unroll, is_mapped)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _run_loop(loop, axis, functions_of(), is_mapped, None, args, kwargs)[1]
+        return run(None, args, kwargs)[1]
 
     return functools.update_wrapper(mapped, fn, updated=())
 
@@ -187,41 +184,50 @@ class _LoopPlan:
     """The position of the axis in each array of the arguments; None if the array is the same in every step."""
 
 
-def _run_loop(
-    loop: _Loop,
+def _runner_of_loop(
+    what: str,
+    fn: Callable[..., Any],
     axis: AxisSelector,
-    functions: Functions,
+    remat: ScanCheckpointSpec,
+    reverse: bool,
+    unroll: int | bool,
     is_scanned: ScannedSpec,
-    init: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, Any]:
-    carry, carry_spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
-    arrays, spec = flatten_arrays((args, kwargs))
-    choose = None if is_scanned is True else is_scanned if callable(is_scanned) else lambda _: False
-    positions = tuple(
-        _scanned_position(loop.name, x, names, choose) for x, names in zip(arrays, spec.names, strict=True)
-    )
-    sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True) if p is not None]
-    if isinstance(axis, Axis):
-        sizes.append(axis.size)
-    if not sizes:
-        refuse_padded(jax.tree.leaves((args, kwargs), is_leaf=is_padded))
-        raise ValueError(_no_size(loop, spec))
-    if any(s != sizes[0] for s in sizes):
-        raise ValueError(_sizes_differ(loop, axis, spec, arrays, positions))
-    unroll = max(1, sizes[0] if loop.unroll is True else loop.unroll)
-    run = functions.compiled(_build_loop, _LoopPlan(loop, sizes[0], unroll, positions), carry_spec, spec)
-    carry, outputs = run(functions.arrays, carry, arrays)
-    return carry_spec.unflatten(carry), outputs.tree()
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Return a function from a carry and arguments to the last carry and the outputs."""
+    loop = _Loop(what, _mapped_axis.one_name(what, axis), policy_of(remat), reverse, unroll)
+    functions_of = Functions(fn).now
 
+    def run(init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        functions = functions_of()
+        carry, carry_spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
+        arrays, spec = flatten_arrays((args, kwargs))
+        choose = None if is_scanned is True else is_scanned if callable(is_scanned) else lambda _: False
+        positions: list[int | None] = []
+        for x, names in zip(arrays, spec.names, strict=True):
+            has_axis = x.ndim > 0 if names is None else loop.name in names
+            if not has_axis or (choose is not None and not choose(x if names is None else wrap(x, names))):
+                positions.append(None)
+            else:
+                positions.append(0 if names is None else names.index(loop.name))
+        sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True) if p is not None]
+        if isinstance(axis, Axis):
+            sizes.append(axis.size)
+        if not sizes:
+            refuse_padded(jax.tree.leaves((args, kwargs), is_leaf=is_padded))
+            known = list(dict.fromkeys(n for names in spec.names for n in names or ()))
+            hint = "" if loop.name in known else errors.suggestion(loop.name, known)
+            raise ValueError(
+                f"{what}: no scanned array has axis {loop.name!r}; the arguments have {errors.describe_axes(known)}."
+                f"{hint} To loop without scanning anything, pass an Axis with a size."
+            )
+        if any(s != sizes[0] for s in sizes):
+            raise ValueError(_sizes_differ(loop, axis, spec, arrays, positions))
+        steps = max(1, sizes[0] if loop.unroll is True else loop.unroll)
+        compiled = functions.compiled(_build_loop, _LoopPlan(loop, sizes[0], steps, tuple(positions)), carry_spec, spec)
+        carry, outputs = compiled(functions.arrays, carry, arrays)
+        return carry_spec.unflatten(carry), outputs.tree()
 
-def _scanned_position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bool] | None) -> int | None:
-    if (name not in names) if names is not None else (x.ndim == 0):
-        return None
-    if choose is not None and not choose(x if names is None else wrap(x, names)):
-        return None
-    return 0 if names is None else names.index(name)
+    return run
 
 
 # --- the compiled loop ---
@@ -322,16 +328,6 @@ def _sizes_differ(
     )
 
 
-def _no_size(loop: _Loop, spec: TreeSpec) -> str:
-    name = loop.name
-    known = list(dict.fromkeys(n for names in spec.names for n in names or ()))
-    hint = "" if name in known else errors.suggestion(name, known)
-    return (
-        f"{loop.what}: no scanned array has axis {name!r}; the arguments have {errors.describe_axes(known)}."
-        f"{hint} To loop without scanning anything, pass an Axis with a size."
-    )
-
-
 # --- parallel prefixes of an associative operation ---
 
 _RESULT = MismatchMessages(
@@ -365,7 +361,12 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
         i for i, names in enumerate(spec.names) if (name not in names if names is not None else not arrays[i].ndim)
     ]
     if missing or not arrays:
-        raise ValueError(_without_axis(name, spec, missing))
+        if not arrays:
+            raise ValueError("associative_scan: there is no array to scan.")
+        paths = _array_paths(spec)
+        listed = ", ".join(f"{paths[i]} {errors.describe_axes(spec.names[i] or ())}" for i in missing)
+        hint = errors.suggestion(name, [n for i in missing for n in spec.names[i] or ()])
+        raise ValueError(f"associative_scan: no axis {name!r} in {listed}.{hint}")
     positions = tuple(0 if names is None else names.index(name) for names in spec.names)
     sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True)]
     given = [("the axis given", axis.size)] if isinstance(axis, Axis) else []
@@ -373,27 +374,25 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
         places = [*zip(_array_paths(spec), sizes, strict=True), *given]
         raise ValueError(errors.size_mismatch("associative_scan", name, places))
     functions = Functions(fn)
-    run = functions.compiled(_build_associative, _AssociativePlan(name, positions, reverse), spec)
+    run = functions.compiled(_build_associative, (name, positions, reverse), spec)
     return spec.unflatten(run(functions.arrays, arrays))
 
 
-class _AssociativePlan(NamedTuple):
-    name: str
-    positions: tuple[int, ...]
-    reverse: bool
+def _build_associative(
+    functions: WithArrays, plan: tuple[str, tuple[int, ...], bool], spec: TreeSpec
+) -> Callable[..., Any]:
+    name, positions, reverse = plan
 
-
-def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: TreeSpec) -> Callable[..., Any]:
     def run(held: HeldArrays, arrays: list[Any]) -> list[Any]:
         (fn,) = functions(held)
         # JAX scans all arrays along one position. If theirs differ, the axis moves to the front.
-        together = len(set(plan.positions)) == 1
-        position = plan.positions[0] if together else 0
+        together = len(set(positions)) == 1
+        position = positions[0] if together else 0
         inner = spec
         if not together:
-            inner = inner.with_names(n if n is None else (plan.name, *names_without(n, plan.name)) for n in spec.names)
-        xs = [_mapped_axis.gathered_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
-        xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
+            inner = inner.with_names(n if n is None else (name, *names_without(n, name)) for n in spec.names)
+        xs = [_mapped_axis.gathered_along(x, p) for x, p in zip(arrays, positions, strict=True)]
+        xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, positions, strict=True)]
 
         def combine(a: list[Any], b: list[Any]) -> list[Any]:
             types = [jax.typeof(x) for x in a]
@@ -401,12 +400,12 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
                 "associative_scan", _RESULT, inner, types, fn(inner.unflatten(a), inner.unflatten(b))
             )
 
-        xs = [jnp.flip(x, position) for x in xs] if plan.reverse else xs
+        xs = [jnp.flip(x, position) for x in xs] if reverse else xs
         results = _prefixes.associative_scan(combine, xs, position)
         if xs[0].shape[position] > 1:  # as in JAX
             results = [jax.lax.convert_element_type(y, y.dtype) if jax.typeof(y).weak_type else y for y in results]
-        results = [jnp.flip(y, position) for y in results] if plan.reverse else results
-        results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
+        results = [jnp.flip(y, position) for y in results] if reverse else results
+        results = [jnp.moveaxis(y, position, p) for y, p in zip(results, positions, strict=True)]
         return [reshard(y, entries_of(x), jax.typeof(x).sharding.mesh) for y, x in zip(results, arrays, strict=True)]
 
     return jitted_as("associative_scan", run)
@@ -414,12 +413,3 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
 
 def _array_paths(spec: TreeSpec) -> list[str]:
     return [f"elems{p}" for p, slot in zip(spec.paths(), spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]
-
-
-def _without_axis(name: str, spec: TreeSpec, missing: list[int]) -> str:
-    if not spec.names:
-        return "associative_scan: there is no array to scan."
-    paths, names = _array_paths(spec), spec.names
-    listed = ", ".join(f"{paths[i]} {errors.describe_axes(names[i] or ())}" for i in missing)
-    known = [n for i in missing for n in names[i] or ()]
-    return f"associative_scan: no axis {name!r} in {listed}.{errors.suggestion(name, known)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -98,9 +98,15 @@ def vmap(
         leaves, structure = _mapped_axis.flatten((args, kwargs))
         operands, leaves = _mapped_operands(names, leaves, raw_axes.of_leaves(names, args, kwargs), args, kwargs)
         sizes = _mapped_sizes(names, given, operands, args, kwargs)
-        opened_fn = opened(fn, closures=True) if active_parameter_mapping() else None
+        stores_shards = bool(active_parameter_mapping())
+        opened_fn = opened(fn, closures=True) if stores_shards else None
         held, function = _mapped_axis.flatten(opened_fn)
-        shards = _find_shards(names, sizes, operands, [*leaves, *held], _in_stacks((args, kwargs, opened_fn)))
+        shards, auto = None, {}
+        if stores_shards:
+            shards = _find_shards(names, sizes, operands, [*leaves, *held], (args, kwargs, opened_fn))
+            if shards is None:
+                found = {n: _mapped_axis.mapped_to("vmap", n, sizes[n], AxisType.Explicit) for n in names}
+                auto = {n: axes for n, axes in found.items() if axes}
         returned: list[TreeSpec] = []  # JAX's transform returns only arrays, so `one` leaves the rest of the tree here
 
         def one(arrays: Sequence[Any]) -> list[Any]:
@@ -116,16 +122,18 @@ def vmap(
             returned[:] = [TreeSpec(spec.structure, [_with_axes(slot, names) for slot in spec.slots])]
             return outputs
 
-        auto = _explicit_axes(names, sizes) if shards is None else {}
-        if auto:
-            operands += _closure_operands(len(leaves), held, len(names))
+        for i, leaf in enumerate(held if auto else (), len(leaves)):
+            array, own = (leaf.array, leaf.names) if isinstance(leaf, NamedArray) else (leaf, None)
+            if _mapped_axis.is_array(array):
+                operands.append(_Operand(i, array, own, (None,) * len(names)))
         levels = [(sizes[n], auto.get(n) or _mapped_axis.spmd_axes("vmap", n, sizes[n])) for n in names]
         if shards is not None:
             operands = [operand for operand in operands if operand.leaf not in shards.parameters]
         arrays = _placed_alike(names, sizes, operands)
         if shards is not None:
             operands, arrays = shards.split(operands, arrays)
-            levels = shards.split_levels(levels)
+            size, spmd = levels[shards.level]
+            levels[shards.level : shards.level + 1] = [(shards.count, spmd), (size // shards.count, None)]
         for level, (size, spmd) in reversed([*enumerate(levels)]):
             positions = [operand.position(level) for operand in operands]
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
@@ -177,24 +185,22 @@ def _mapped_operands(
                 others[i] = wrap(leaf.array, inner)
         elif _mapped_axis.is_array(leaf):
             where = raw.where(leaf) if callable(raw.where) else raw.where
-            dims = _raw_dims(where, leaf.ndim, len(names))
-            if dims is None:
-                raise ValueError(_too_few_axes(_mapped_axis.argument_paths(args, kwargs)[i], leaf.shape, where, names))
+            left, dims = list(range(leaf.ndim)), (None,) * len(names)
+            if where is not None:  # the position is used for each axis in turn
+                fewest = leaf.ndim - len(names) + 1  # axes that are left for the last one
+                if not -fewest <= where < fewest:
+                    over = (
+                        f"axis {names[0]!r}" if len(names) == 1 else f"{len(names)} axes {errors.describe_axes(names)}"
+                    )
+                    raise ValueError(
+                        f"vmap: {_mapped_axis.argument_paths(args, kwargs)[i]} is a raw array of shape "
+                        f"{tuple(leaf.shape)}, which cannot be mapped over {over} at position {where}. Pass a position "
+                        "that it has, or None for an array that is the same for every element, in `args`, `kwargs` or "
+                        "`default`."
+                    )
+                dims = tuple(left.pop(where) for _ in names)
             operands.append(_Operand(i, leaf, None, dims))
     return operands, others
-
-
-def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...] | None:
-    """Return the axes of a raw array that are mapped over if a position is used several times; None for too few."""
-    left, dims = list(range(ndim)), []
-    for _ in range(count):
-        if where is None:
-            dims.append(None)
-            continue
-        if not -len(left) <= where < len(left):
-            return None
-        dims.append(left.pop(where))
-    return tuple(dims)
 
 
 def _mapped_sizes(
@@ -205,7 +211,15 @@ def _mapped_sizes(
     for operand in operands:
         for name, dim in zip(names, operand.dims, strict=True):
             if dim is not None and sizes.setdefault(name, operand.array.shape[dim]) != operand.array.shape[dim]:
-                raise ValueError(_describe_conflict(name, names.index(name), given, operands, args, kwargs))
+                paths = _mapped_axis.argument_paths(args, kwargs)
+                first_with = {given[name]: "the axis given"} if name in given else {}
+                having = [(o, d) for o in operands if (d := o.dims[names.index(name)]) is not None]
+                for other, at in having:
+                    first_with.setdefault(other.array.shape[at], paths[other.leaf])
+                raw = any(other.inner_names is None for other, _ in having)
+                hint = " `args`, `kwargs` and `default` say how raw arrays are mapped." if raw else ""
+                sides = [(path, size) for size, path in first_with.items()]
+                raise ValueError(errors.size_mismatch("vmap", name, sides) + hint)
     missing = [n for n in names if n not in sizes]
     if missing:
         refuse_padded(jax.tree.leaves((args, kwargs), is_leaf=is_padded))
@@ -250,22 +264,6 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
 # --- parameters that `axonym.fsdp` stores sharded ---
 
 
-def _explicit_axes(names: Names, sizes: Mapping[str, int]) -> dict[str, Axes]:
-    """Return the Explicit mesh axes of the axes mapped over, if parameters are stored sharded."""
-    if not active_parameter_mapping():
-        return {}
-    found = {n: _mapped_axis.mapped_to("vmap", n, sizes[n], AxisType.Explicit) for n in names}
-    return {n: axes for n, axes in found.items() if axes}
-
-
-def _closure_operands(start: int, held: Sequence[Any], levels: int) -> Iterator[_Operand]:
-    """Yield the arrays that a function closes over, which are not mapped, numbered from `start` on."""
-    for i, leaf in enumerate(held, start):
-        is_named = isinstance(leaf, NamedArray)
-        if _mapped_axis.is_array(leaf.array if is_named else leaf):
-            yield _Operand(i, leaf.array if is_named else leaf, leaf.names if is_named else None, (None,) * levels)
-
-
 def _with_auto_axes(fn: Callable[[Sequence[Any]], Sequence[Any]], over: Sequence[Axes]) -> Any:
     """Make Explicit mesh axes, over which the first axes of the results are sharded, Auto inside of a function.
 
@@ -306,7 +304,14 @@ class _BatchShards:
         for operand, x in zip(operands, arrays, strict=True):
             at, dims = operand.dims[self.level], list(operand.dims)
             if at is not None:
-                x = self._split_axis(x, at)
+                shape = (*x.shape[:at], self.count, x.shape[at] // self.count, *x.shape[at + 1 :])
+                sharding = None
+                if (mesh := explicit_mesh([x], sharded=False)) is not None:
+                    entries = list(entries_of(x))
+                    entries[at] = entry_of(self.over)
+                    x = reshard(x, entries, mesh)
+                    sharding = NamedSharding(mesh, PartitionSpec(*entries[: at + 1], None, *entries[at + 1 :]))
+                x = jax.lax.reshape(x, shape, out_sharding=sharding)
                 dims = [d if d is None or d <= at else d + 1 for d in dims]
             dims[self.level : self.level + 1] = (None, None) if at is None else (at, at + 1)
             found.append((dataclasses.replace(operand, dims=tuple(dims)), x))
@@ -316,47 +321,26 @@ class _BatchShards:
             found.append((dataclasses.replace(operand, dims=tuple(dims)), x))
         return [operand for operand, _ in found], [x for _, x in found]
 
-    def split_levels(self, levels: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Return the sizes and mesh axes of all axes mapped over, with this one split into shards and the rest."""
-        size, spmd = levels[self.level]
-        return [*levels[: self.level], (self.count, spmd), (size // self.count, None), *levels[self.level + 1 :]]
-
-    def _split_axis(self, x: jax.Array, at: int) -> jax.Array:
-        shape = (*x.shape[:at], self.count, x.shape[at] // self.count, *x.shape[at + 1 :])
-        if (mesh := explicit_mesh([x], sharded=False)) is None:
-            return jax.lax.reshape(x, shape)
-        entries = list(entries_of(x))
-        entries[at : at + 1] = (entry_of(self.over),)
-        x = reshard(x, entries, mesh)
-        return jax.lax.reshape(
-            x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*entries[: at + 1], None, *entries[at + 1 :]))
-        )
-
     def merged(self, x: jax.Array) -> jax.Array:
         """Merge the shards and the rest of the axis in a result, which has all axes in front."""
         at = self.level
         shape = (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
-        entries = entries_of(x)
-        sharding = (
-            NamedSharding(mesh, PartitionSpec(*entries[: at + 1], *entries[at + 2 :]))
-            if (mesh := explicit_mesh([x]))
-            else None
-        )
+        entries, mesh = entries_of(x), explicit_mesh([x])
+        sharding = NamedSharding(mesh, PartitionSpec(*entries[: at + 1], *entries[at + 2 :])) if mesh else None
         return jax.lax.reshape(x, shape, out_sharding=sharding)
 
 
 def _find_shards(
-    names: Names, sizes: Mapping[str, int], operands: list[_Operand], leaves: Sequence[Any], stacked: Collection[int]
+    names: Names, sizes: Mapping[str, int], operands: list[_Operand], leaves: Sequence[Any], tree: Any
 ) -> _BatchShards | None:
     """Return the shards of an axis of which each uses parameters that are stored sharded; None if there is none.
 
-    Arguments:
-        operands: the operands among the arguments.
-        leaves: the leaves of the arguments and of the function.
-        stacked: the arrays of stacked layers, by `id`. A loop gathers one layer at a time; here, all would be gathered.
+    `leaves` are those of `tree`, which has the arguments and the function; `operands` are those of the arguments.
     """
-    if not active_parameter_mapping():
-        return None
+    # A loop over stacked layers gathers one layer at a time; here, all would be gathered.
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (LayerStack, NamedArray)))
+    stacks = _mapped_axis.flatten([part for part in parts if isinstance(part, LayerStack)])[0]
+    stacked = {id(x.array) for x in stacks if isinstance(x, NamedArray)}
     known = {operand.leaf: operand for operand in operands}
     nowhere = (None,) * len(names)
     for level, name in enumerate(names):
@@ -376,15 +360,6 @@ def _find_shards(
         if parameters:
             return _BatchShards(level, over, shard_count(mesh_around(), over), parameters)
     return None
-
-
-def _in_stacks(tree: Any) -> set[int]:
-    """Return the named arrays of stacked layers, by the `id` of their raw arrays."""
-    if not active_parameter_mapping():
-        return set()
-    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (LayerStack, NamedArray)))
-    stacks = [part for part in parts if isinstance(part, LayerStack)]
-    return {id(x.array) for x in _mapped_axis.flatten(stacks)[0] if isinstance(x, NamedArray)}
 
 
 # --- how raw arrays are mapped ---
@@ -454,7 +429,13 @@ class _RawAxes:
             how = self.default
             if any(map(_mapped_axis.is_array, leaves)):
                 if not of_named:
-                    raise ValueError(_module_without_names(path, type(part).__name__, names, ways))
+                    axis = repr(names[0] if len(names) == 1 else names)
+                    shared, stacked = (f"`axonym.vmap(f, {axis}, {way})`" for way in ways)
+                    raise ValueError(
+                        f"vmap: {path} is a module, {type(part).__name__}, whose arrays have no names, so it could be "
+                        f"the same for every element, or stacked. Write {shared} if it is the same, and {stacked} if "
+                        "its arrays are mapped over their first axis."
+                    )
                 if not any(n in names for own in of_named for n in own):
                     how = _CheckedRawAxis(None, of_argument=False)
             found += [how] * len(leaves)
@@ -501,39 +482,3 @@ def _with_axes(slot: Slot, names: Names) -> Slot:
     if isinstance(slot, StaticLeaf) and isinstance(slot.value, NamedArray):  # a placeholder for an array
         return StaticLeaf(_mapped_axis.stacked("vmap", slot.value, *names))
     return slot
-
-
-# --- words ---
-
-
-def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: Names) -> str:
-    over = f"axis {names[0]!r}" if len(names) == 1 else f"{len(names)} axes {errors.describe_axes(names)}"
-    return (
-        f"vmap: {path} is a raw array of shape {tuple(shape)}, which cannot be mapped over {over} at position {where}. "
-        "Pass a position that it has, or None for an array that is the same for every element, in `args`, `kwargs` or "
-        "`default`."
-    )
-
-
-def _module_without_names(path: str, kind: str, names: Names, ways: tuple[str, str]) -> str:
-    axis = repr(names[0] if len(names) == 1 else names)
-    shared, stacked = (f"`axonym.vmap(f, {axis}, {way})`" for way in ways)
-    return (
-        f"vmap: {path} is a module, {kind}, whose arrays have no names, so it could be the same for every element, or "
-        f"stacked. Write {shared} if it is the same, and {stacked} if its arrays are mapped over their first axis."
-    )
-
-
-def _describe_conflict(
-    name: str, level: int, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
-) -> str:
-    paths = _mapped_axis.argument_paths(args, kwargs)
-    first_with = {given[name]: "the axis given"} if name in given else {}
-    raw = False
-    for operand in operands:
-        dim = operand.dims[level]
-        if dim is not None:
-            first_with.setdefault(operand.array.shape[dim], paths[operand.leaf])
-            raw |= operand.inner_names is None
-    hint = " `args`, `kwargs` and `default` say how raw arrays are mapped." if raw else ""
-    return errors.size_mismatch("vmap", name, [(path, size) for size, path in first_with.items()]) + hint

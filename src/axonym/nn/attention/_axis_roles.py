@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,21 +56,33 @@ class AxisRoles(NamedTuple):
         return tuple(n for role in (*self.of_queries, self.keys) for n in role)
 
 
+class AttentionOperands(NamedTuple):
+    """The arguments of `dot_product_attention` that decide its value."""
+
+    query: NamedArray
+    key: NamedArray
+    value: NamedArray
+    KPos: Names
+    Key: str
+    mask: Mask
+    bias: NamedArray | None = None
+    scaling_factor: Any = None
+
+    def scaled(self) -> tuple[NamedArray, float]:
+        """Return the query, and the factor of scores as a number: a traced one multiplies the query."""
+        scale = self.query.axis_size(self.Key) ** -0.5 if self.scaling_factor is None else self.scaling_factor
+        return (self.query, scale) if isinstance(scale, (int, float)) else (self.query * scale, 1.0)
+
+
 def find_roles(
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    KPos: Names,
-    Key: str,
-    mask: Mask,
-    problems: list[str],
-    sharded: Mapping[str, Axes] = MappingProxyType({}),
+    of: AttentionOperands, problems: list[str], sharded: Mapping[str, Axes] = MappingProxyType({})
 ) -> AxisRoles:
     """Return the roles of the axes, and append descriptions of unclear roles to the problems.
 
     Without a causal mask, any axis of the query alone can be its positions: the first that is sharded as the keys are
     according to `sharded`, or else the longest, for which kernels are fastest.
     """
+    query, key, value, KPos, Key, mask, *_ = of
     causal = mask if isinstance(mask, Causal) else None
     shared = tuple(n for n in key.names if n not in KPos and n != Key)
     values = tuple(n for n in value.names if n not in KPos and n not in shared)

@@ -152,7 +152,34 @@ class KVCache(eqx.Module):
         NamedArray(int32[batch=2], [3 1])
         """
         at = dict(at or {})
-        new = self._new_positions(keys, values, at)
+        if unknown := [n for n in at if not self.lengths.has_axis(n)]:
+            raise ValueError(
+                f"KVCache.update: at: {errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
+                f"{errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
+                "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
+            )
+        for label, x, old in (("keys", keys, self.keys), ("values", values, self.values)):
+            names, KPos = require_named("KVCache.update", x).names, self.KPos
+            missing = [n for n in old.names if n not in names and n != KPos and n not in at]
+            extra = [n for n in names if n not in old.names or n in at]
+            problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
+            problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
+            hint = ""
+            if not missing and len(extra) == 1 and KPos not in names and extra[0] not in old.names:
+                hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
+            if problems:
+                raise ValueError(
+                    f"KVCache.update: the {label} {errors.describe_shape(x.shape)} {' and '.join(problems)}, "
+                    f"compared to the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
+                    f"{hint}"
+                )
+        sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"KVCache.update: keys {describe_array(keys)} and values {describe_array(values)} have different "
+                "numbers of positions."
+            )
+        new = Axis(self.KPos, sizes.pop())
         given = count.array if isinstance(count, NamedArray) else count
         counts = np.asarray(given) if isinstance(given, int) else known_values(given)
         if counts is not None and np.any((counts < 0) | (counts > new.size)):
@@ -196,37 +223,6 @@ class KVCache(eqx.Module):
         lengths = self._within_room("update", lengths, new.size)
         lengths = self.lengths.at[at].set(lengths) if at else lengths
         return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
-
-    def _new_positions(self, keys: NamedArray, values: NamedArray, at: Mapping[str, NamedOrNumeric]) -> Axis:
-        """Return the axis of the positions of new keys and values, which must have the axes of the cache."""
-        if unknown := [n for n in at if not self.lengths.has_axis(n)]:
-            raise ValueError(
-                f"KVCache.update: at: {errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
-                f"{errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
-                "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
-            )
-        for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
-            names, KPos = require_named("KVCache.update", new).names, self.KPos
-            missing = [n for n in old.names if n not in names and n != KPos and n not in at]
-            extra = [n for n in names if n not in old.names or n in at]
-            problems = [f"lack {errors.describe_axes(missing)}"] if missing else []
-            problems += [f"have {errors.describe_axes(extra)} besides"] if extra else []
-            hint = ""
-            if not missing and len(extra) == 1 and KPos not in names and extra[0] not in old.names:
-                hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
-            if problems:
-                raise ValueError(
-                    f"KVCache.update: the {label} {errors.describe_shape(new.shape)} {' and '.join(problems)}, "
-                    f"compared to the cache's {errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
-                    f"{hint}"
-                )
-        sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"KVCache.update: keys {describe_array(keys)} and values {describe_array(values)} have different "
-                "numbers of positions."
-            )
-        return Axis(self.KPos, sizes.pop())
 
     def require_room(self, count: int) -> KVCache:
         """Return the cache, after checking that it has room for more positions.

@@ -7,9 +7,7 @@
 | `"all_gather"` | keys and values, all at once, and they are stored      | as the ring                                |
 
 `("all_to_all", "ring")` and `("all_to_all", "all_gather")` exchange heads over the last mesh axis of the positions, and
-do the other over the mesh axes before it, where heads do not suffice for all devices. With `a` and `b` devices along
-these, `(b - 1) / b` of each shard is exchanged, and `a - 1` times `1 / b` of the heads of `b` shards of keys and values
-go around.
+do the other over the mesh axes before it, where heads do not suffice for all devices.
 
 All compute block by block (see `_blockwise`), in one `shard_map` over all mesh axes. Under a causal mask, devices with
 later positions would have more work, so the ring and the all-gather first exchange halves of shards for zig-zag order,
@@ -47,7 +45,7 @@ from ...distribution.per_device import gather_axes, run_per_device
 from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
-from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
+from ._axis_roles import AttentionOperands, AxisRoles, find_roles, merge_axes, split_axes
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, to_zigzag
 from .masks import Causal, Mask
 
@@ -98,25 +96,17 @@ class _Way(NamedTuple):
 
 
 def attend_along_sequence(
-    context: Context | None,
-    KPos: Names,
-    Key: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: Mask,
-    bias: NamedArray | None,
-    precision: jax.lax.PrecisionLike,
-    scaling_factor: float | None,
-    refused: Sequence[str],
+    context: Context | None, of: AttentionOperands, precision: jax.lax.PrecisionLike, refused: Sequence[str]
 ) -> NamedArray | None:
     """Compute `dot_product_attention` along a sharded sequence; `refused` are given arguments that this does not take.
 
     Without a `context`, the one that moves fewer bytes is chosen. Then the result is None, for the caller to compute
     it, if the positions of queries and keys are not sharded alike, or the operands do not allow it.
     """
-    if context is None and not _may_be_sharded(KPos, key):
-        return None
+    query, key, value, KPos, _, mask, bias, _ = of
+    entries = dict(zip(key.names, jax.typeof(key.array).sharding.spec, strict=False))
+    if context is None and not any(mapped_axes(n) or entries.get(n) is not None for n in KPos):
+        return None  # a quick check
     what = "dot_product_attention" + ("" if context is None else f" by context={context!r}")
     if context is not None and context not in _CONTEXTS:
         words = [c for c in _CONTEXTS if isinstance(c, str)]
@@ -125,7 +115,7 @@ def attend_along_sequence(
     problems, operands = [f"it takes no {argument}" for argument in refused], (query, key, value)
     mesh = mesh_around([x.array for x in operands])
     found = _sharded_over(what, mesh, operands)
-    roles = find_roles(*operands, KPos, Key, mask, problems, found)
+    roles = find_roles(of, problems, found)
     if len(KPos) != 1 and not roles.causal:
         problems.append(f"it takes one axis of key positions, not {errors.describe_axes(KPos)}")
     if not roles.positions:
@@ -141,7 +131,16 @@ def attend_along_sequence(
             problems.append(f"positions of queries and keys are not sharded alike, as {found}")
     if placed is None or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
-    terms = _terms_of_scores(what, roles, mask, bias)
+    # What scores depend on besides queries and keys, as the fields of `ScoreTerms`.
+    causal = mask if isinstance(mask, Causal) else None
+    given = {
+        "bias": (bias, roles.of_scores),
+        "mask": (mask.also if isinstance(mask, Causal) else mask, roles.of_scores),
+        "segments": (causal and causal.segments, (*roles.batch, *roles.heads, *roles.positions)),
+    }
+    terms = {label: x for label, (x, _) in given.items() if x is not None}
+    for label, x in terms.items():
+        require_subset(what, label, x.names, given[label][1])
     if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
         sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
@@ -165,9 +164,7 @@ def attend_along_sequence(
             f"{way.devices} devices. They must divide a shard of the key's heads or batch, and divide none of "
             f"{errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
         )
-    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
-    if not isinstance(scale, (int, float)):  # a traced scale
-        query, scale = query * scale, 1.0
+    query, scale = of.scaled()
     kept = way.kept, shard_count(placed.mesh, way.kept)
     plan = Blockwise(roles.causal, roles.window, float(scale), precision, *kept)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
@@ -203,14 +200,6 @@ def _needed_whole(way: _Way, roles: AxisRoles) -> dict[str, Names]:
 
 
 # --- the roles and shardings of axes ---
-
-
-def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
-    """Return whether the positions of keys may be sharded: a quick check."""
-    entries = jax.typeof(key.array).sharding.spec
-    return any(mapped_axes(n) for n in KPos) or any(
-        e is not None for n, e in zip(key.names, entries, strict=False) if n in KPos
-    )
 
 
 def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
@@ -250,20 +239,6 @@ def _sharding_of_sequence(
     if not problems and not all(fits(placed.spec(x.names), tuple(x.shape.values()), mesh) for x in operands):
         problems.append("two axes of one operand would be sharded over the same mesh axis")
     return placed
-
-
-def _terms_of_scores(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
-    """Return the terms that scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
-    causal = mask if isinstance(mask, Causal) else None
-    found = {
-        "bias": (bias, roles.of_scores),
-        "mask": (mask.also if isinstance(mask, Causal) else mask, roles.of_scores),
-        "segments": (causal and causal.segments, (*roles.batch, *roles.heads, *roles.positions)),
-    }
-    for label, (x, known) in found.items():
-        if x is not None:
-            require_subset(what, label, x.names, known)
-    return {label: x for label, (x, _) in found.items() if x is not None}
 
 
 # --- the choice of context ---

@@ -48,6 +48,7 @@ from ...ops.selection import where
 from ...ops.shaping import unflatten_axis
 from ..dropout import dropout
 from ..normalization import softmax
+from ._axis_roles import AttentionOperands
 from .context import Context, attend_along_sequence
 from .fused import BY_DEFAULT, Implementation, default_attention, fused_attention, why_named
 from .masks import Causal, Mask, as_truth_values
@@ -113,9 +114,14 @@ def dot_product_attention(
     """
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
-    mask = _checked_mask(what, mask, bias)
+    if bias is not None:
+        require_named(what, bias, "bias")
+    mask = as_truth_values(what, mask)
     dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
-    if implementation in (None, "named") and not dropping and _is_along_kept(query, key, features, positions):
+    # In code that is traced for all of a sequence, along which queries and keys are sharded alike?
+    over = mapped_axes(positions[0]) if len(positions) == 1 and is_kept(positions[0]) else ()
+    alike = over and any(is_kept(n) and mapped_axes(n) == over for n in query.names if n not in (*key.names, features))
+    if implementation in (None, "named") and not dropping and alike:
         options: Any = {"attention_dtype": attention_dtype, "precision": precision, "context": context}
         options["implementation"] = implementation
 
@@ -127,24 +133,20 @@ def dot_product_attention(
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
     given = {"dropout": dropping, "attention_dtype": not float32}
     refused = [argument for argument, is_given in given.items() if is_given]
+    operands = AttentionOperands(query, key, value, positions, features, mask, bias, scaling_factor)
     if implementation not in (None, "named"):
         refused += ["precision"] * (precision is not None) + ["context"] * (context is not None)
-        return fused_attention(
-            implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
-        )
-    operands = query, key, value, mask, bias
-    attended = attend_along_sequence(context, positions, features, *operands, precision, scaling_factor, refused)
+        return fused_attention(implementation, operands, refused)
+    attended = attend_along_sequence(context, operands, precision, refused)
     if attended is not None:
         return attended
     if implementation is None and active_platform() == "gpu":
         refused += ["precision"] * (precision is not None) + ["bias"] * (bias is not None)
-        why = why_named(positions, features, query, key, value, mask, refused)
+        why = why_named(operands, refused)
         what_runs = CHOICE + (f"named operations: {why}" if why else BY_DEFAULT)
         with jax.named_scope(operation_scope(what_runs, (query.names,), (), (query.array,))):
             if not why:
-                return default_attention(
-                    positions, features, query, key, value, mask, scaling_factor, dot_product_attention
-                )
+                return default_attention(operands, dot_product_attention)
             return dot_product_attention(
                 query, key, value, KPos, Key, mask, bias, attention_dtype, precision, pdrop,
                 scaling_factor=scaling_factor, inference=inference, prng=prng, implementation="named",
@@ -163,14 +165,6 @@ def dot_product_attention(
     kept = query.names if features in value.names else tuple(n for n in query.names if n != features)
     own = tuple(n for n in (*weights.names, *value.names) if n not in positions and n not in kept)
     return dot(weights, value, axis=positions, precision=precision, out_axes=(*kept, *dict.fromkeys(own)))
-
-
-def _is_along_kept(query: NamedArray, key: NamedArray, features: str, positions: Names) -> bool:
-    """Return whether queries and keys are sharded alike along a sequence, in code that is traced for all of it."""
-    over = mapped_axes(positions[0]) if len(positions) == 1 and is_kept(positions[0]) else ()
-    return bool(over) and any(
-        is_kept(n) and mapped_axes(n) == over for n in query.names if n not in (*key.names, features)
-    )
 
 
 def dot_product_attention_weights(
@@ -194,7 +188,9 @@ def dot_product_attention_weights(
     """
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
-    mask = _checked_mask(what, mask, bias)
+    if bias is not None:
+        require_named(what, bias, "bias")
+    mask = as_truth_values(what, mask)
     key = _gather_shared_positions(key, positions, query)
     weights = _attention_weights(
         what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor
@@ -290,13 +286,6 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions
-
-
-def _checked_mask(what: str, mask: Mask, bias: NamedArray | None) -> Mask:
-    """Return a mask of truth values; raise an error if the mask or the bias is no named array."""
-    if bias is not None:
-        require_named(what, bias, "bias")
-    return as_truth_values(what, mask)
 
 
 def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:

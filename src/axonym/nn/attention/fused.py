@@ -23,8 +23,8 @@ from ...distribution.mesh_axes import axes_of_type, current_mesh
 from ...named_array import NamedArray, wrap
 from ...ops import _kernels
 from ...ops._operands import require_subset
-from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
-from .masks import Causal, Mask
+from ._axis_roles import AttentionOperands, AxisRoles, find_roles, merge_axes, split_axes
+from .masks import Causal
 
 Implementation: TypeAlias = Literal["named", "xla", "cudnn", "splash", "fused"]
 """Named operations, and the fused kernels: see `dot_product_attention`."""
@@ -41,18 +41,7 @@ KINDS = ("A100", "H100", "H200", "B200")
 LARGEST_HEAD = 128
 
 
-def fused_attention(
-    implementation: str,
-    KPos: Names,
-    Key: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: Mask,
-    bias: NamedArray | None,
-    scaling_factor: float | None,
-    refused: Sequence[str],
-) -> NamedArray:
+def fused_attention(implementation: str, of: AttentionOperands, refused: Sequence[str]) -> NamedArray:
     """Compute `dot_product_attention` with a fused kernel; `refused` are given arguments that no kernel takes."""
     what = f"dot_product_attention by implementation={implementation!r}"
     if refused:
@@ -60,9 +49,28 @@ def fused_attention(
             f"{what}: a fused kernel takes no {' and no '.join(refused)}. Omit these, or use implementation='named', "
             "which takes every argument."
         )
-    chosen = _choose_kernel(what, implementation, query.dtype)
+    query, key, value, KPos, Key, mask, bias, _ = of
+    platform, chosen = active_platform(), implementation
+    needed = PLATFORMS.get(implementation, platform)
+    if implementation == "fused":
+        chosen = next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
+        chosen = "xla" if chosen == "cudnn" and query.dtype not in CUDNN_DTYPES else chosen
+    elif implementation != "xla" and implementation not in PLATFORMS:
+        listed = errors.quoted((None, "named", "fused", "xla", *PLATFORMS))
+        hint = errors.suggestion(implementation, ("named", "fused", "xla", *PLATFORMS))
+        raise ValueError(f"{what}: no such implementation; choose one of {listed}.{hint}")
+    elif needed != platform:
+        raise ValueError(
+            f"{what}: this kernel needs a {needed.upper()}, and the devices here are {platform.upper()}s. Use "
+            "implementation='fused' for the kernel of any platform."
+        )
+    elif implementation == "cudnn" and query.dtype not in CUDNN_DTYPES:
+        raise ValueError(
+            f"{what}: this kernel takes float16 and bfloat16, and got {query.dtype}. Use implementation='fused', which "
+            "then computes by XLA, or cast the arrays."
+        )
     problems: list[str] = []
-    roles = find_roles(query, key, value, KPos, Key, mask, problems)
+    roles = find_roles(of, problems)
     sizes = [value.axis_size(n) for n in roles.values]
     if sizes != [key.axis_size(Key)]:
         problems.append(
@@ -79,7 +87,7 @@ def fused_attention(
     extra = {label: x for label, x in extra.items() if x is not None}
     for label, x in extra.items():
         require_subset(what, label, x.names, roles.of_scores)
-    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
+    query, scale = of.scaled()
     if chosen == "splash":
         if bias is not None:
             raise ValueError(f"{what}: splash attention takes no bias. Use implementation='named', which does.")
@@ -94,52 +102,24 @@ def fused_attention(
         # sharded over batch axes and heads and, without a causal mask, over the positions of queries.
         operation = _splash_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
         return operation(query * scale, key, value, *extra.values(), roles=roles)
-    if not isinstance(scale, (int, float)):  # a traced scale: cuDNN needs a static one
-        query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
     names = tuple(x.names for x in operands)
     return _jax_kernel(what, chosen, names, tuple(extra), roles, scale).apply(*(x.array for x in operands))
 
 
-def _choose_kernel(what: str, implementation: str, dtype: Any) -> str:
-    """Return the name of the kernel to use; raise an error if this platform or dtype does not have it."""
-    platform = active_platform()
-    if implementation == "fused":
-        found = next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
-        return "xla" if found == "cudnn" and dtype not in CUDNN_DTYPES else found
-    if implementation != "xla" and implementation not in PLATFORMS:
-        listed = errors.quoted((None, "named", "fused", "xla", *PLATFORMS))
-        hint = errors.suggestion(implementation, ("named", "fused", "xla", *PLATFORMS))
-        raise ValueError(f"{what}: no such implementation; choose one of {listed}.{hint}")
-    needed = PLATFORMS.get(implementation, platform)
-    if needed != platform:
-        raise ValueError(
-            f"{what}: this kernel needs a {needed.upper()}, and the devices here are {platform.upper()}s. Use "
-            "implementation='fused' for the kernel of any platform."
-        )
-    if implementation == "cudnn" and dtype not in CUDNN_DTYPES:
-        raise ValueError(
-            f"{what}: this kernel takes float16 and bfloat16, and got {dtype}. Use implementation='fused', which then "
-            "computes by XLA, or cast the arrays."
-        )
-    return implementation
-
-
 # --- the kernel that is the default ---
 
 
-def why_named(
-    KPos: Names, Key: str, query: NamedArray, key: NamedArray, value: NamedArray, mask: Mask, given: Sequence[str]
-) -> str:
+def why_named(of: AttentionOperands, given: Sequence[str]) -> str:
     """Return why named operations compute attention by default on a GPU; empty if a fused kernel does.
 
-    Arguments:
-        given: the arguments that are given and that no kernel takes.
+    `given` are the arguments that are given and that no kernel takes.
     """
+    query, key, value, _, Key, mask, *_ = of
     kind, size = active_device_kind(), key.axis_size(Key)
     dtypes = dict.fromkeys(str(x.dtype) for x in (query, key, value))
     problems: list[str] = []
-    roles = find_roles(query, key, value, KPos, Key, mask if isinstance(mask, Causal) else None, problems)
+    roles = find_roles(of._replace(mask=mask if isinstance(mask, Causal) else None), problems)
     around = current_mesh()
     manual = {*jax.sharding.get_abstract_mesh().manual_axes}
     is_auto = around is not None and any(around.shape[a] > 1 for a in axes_of_type(around, AxisType.Auto))
@@ -158,23 +138,12 @@ def why_named(
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def default_attention(
-    KPos: Names,
-    Key: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: Mask,
-    scaling_factor: Any,
-    named: Callable[..., NamedArray],
-) -> NamedArray:
+def default_attention(of: AttentionOperands, named: Callable[..., NamedArray]) -> NamedArray:
     """Compute attention by the kernel of the platform on shards; derivatives of its gradient are those of `named`."""
-    roles = find_roles(query, key, value, KPos, Key, mask, [])
-    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
-    if not isinstance(scale, (int, float)):
-        query, scale = query * scale, 1.0
+    roles = find_roles(of, [])
+    query, scale = of.scaled()
     operation = _default_operation((*roles.values, *roles.positions) if roles.causal else roles.values)
-    return operation(query, key, value, roles=roles, scale=scale, kernel=BY_DEFAULT, named=named)
+    return operation(query, of.key, of.value, roles=roles, scale=scale, kernel=BY_DEFAULT, named=named)
 
 
 @functools.lru_cache(maxsize=512)
@@ -309,7 +278,23 @@ def _splash_attention(
     k = merge_axes(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
     v = merge_axes(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    attend: Any = _splash_kernel(heads, queries, keys, roles)
+    if not roles.causal:
+        pattern: Any = splash.FullMask((queries, keys))
+    elif roles.window is None:
+        pattern = splash.CausalMask((queries, keys))
+    else:
+        pattern = splash.LocalMask((queries, keys), (roles.window - 1, 0), 0)
+    block_q, block_k = _block_size("queries", queries), _block_size("keys", keys)
+    blocks = splash.BlockSizes(
+        block_q=block_q,
+        block_kv=block_k,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_k,
+        block_kv_dkv_compute=block_k,
+        block_q_dq=block_q,
+        block_kv_dq=block_k,
+    )
+    attend: Any = splash.make_splash_mha_single_device(splash.MultiHeadMask([pattern] * heads), block_sizes=blocks)
     if mask is None and (roles.window is None or queries <= keys):
         result = jax.vmap(attend)(q, k, v)
     else:
@@ -319,37 +304,16 @@ def _splash_attention(
         # Queries are in segment 0, and so are the keys that they attend to.
         segments = splash.SegmentIds(jnp.zeros((batch, queries), jnp.int32), (~allowed).astype(jnp.int32))
         result = jax.vmap(attend)(q, k, v, segments)
+        # Whether a query attends to any key: the number of allowed keys before each position says so.
+        counts = jnp.pad(jnp.cumsum(allowed, 1), ((0, 0), (1, 0)))
+        ends = np.arange(1, queries + 1) if roles.causal else np.full(queries, keys)
+        starts = np.zeros(queries, int) if roles.window is None else ends - roles.window
+        first, last = (np.clip(x, 0, keys) for x in (starts, ends))
+        has_keys = counts[:, last] > counts[:, first]
         # The kernel's result for a query without keys has a wrong gradient.
         mean = jnp.repeat(jnp.mean(v, 2, keepdims=True), heads // v.shape[1], axis=1)
-        result = jnp.where(_has_keys(allowed, queries, roles)[:, None, :, None], result, mean)
+        result = jnp.where(has_keys[:, None, :, None], result, mean)
     return wrap(split_axes(result, (*layout, roles.values), sizes, roles.out), roles.out)
-
-
-def _has_keys(allowed: jax.Array, queries: int, roles: AxisRoles) -> jax.Array:
-    """Return for each query whether it attends to any key, given the allowed keys of each example."""
-    if not roles.causal:
-        return jnp.broadcast_to(jnp.any(allowed, 1, keepdims=True), (allowed.shape[0], queries))
-    counts = jnp.pad(jnp.cumsum(allowed, 1), ((0, 0), (1, 0)))  # the number of allowed keys before each position
-    ends = np.arange(1, queries + 1)
-    starts = np.zeros(queries, int) if roles.window is None else ends - roles.window
-    first, last = (np.clip(x, 0, allowed.shape[1]) for x in (starts, ends))
-    return counts[:, last] > counts[:, first]
-
-
-def _splash_kernel(heads: int, queries: int, keys: int, roles: AxisRoles) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    if not roles.causal:
-        mask: Any = splash.FullMask((queries, keys))
-    elif roles.window is None:
-        mask = splash.CausalMask((queries, keys))
-    else:
-        mask = splash.LocalMask((queries, keys), (roles.window - 1, 0), 0)
-    q, k = _block_size("queries", queries), _block_size("keys", keys)
-    blocks = splash.BlockSizes(
-        block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k
-    )
-    return splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), block_sizes=blocks)
 
 
 def _block_size(label: str, size: int) -> int:

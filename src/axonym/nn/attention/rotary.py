@@ -227,19 +227,17 @@ class YarnRotary(Rotary):
 
     def frequencies(self, size: int) -> np.ndarray:
         plain = super().frequencies(size)
-        low, high = (self._pair_with_rotations(count, size) for count in (self.beta_fast, self.beta_slow))
+        # The fractional indices of the pairs with so many rotations over the training context.
+        low, high = (
+            size * math.log(self.original_max_position_embeddings / (count * 2 * math.pi)) / (2 * math.log(self.theta))
+            for count in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
         width = high - low or 0.001  # a step if low and high are equal
         divided = np.clip((np.arange(size // 2) - low) / width, 0, 1)
         return plain * (1 - divided + divided / self.factor)
-
-    def _pair_with_rotations(self, count: float, size: int) -> float:
-        """Return the fractional index of the pair with that many rotations over the training context."""
-        return (
-            size * math.log(self.original_max_position_embeddings / (count * 2 * math.pi)) / (2 * math.log(self.theta))
-        )
 
     @property
     def magnitude(self) -> float:
