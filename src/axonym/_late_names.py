@@ -33,9 +33,8 @@ from .manual.collectives import (
 from .manual.shard_map import shard_map as shard_map
 from .manual.stencils import map_overlap as map_overlap, rolling as rolling, stencil as stencil
 from .ref import NamedRef as NamedRef, freeze as freeze, get as get, new_ref as new_ref, swap as swap
-from .sharding.contexts import in_context as in_context
 from .sharding.jit import fsdp as fsdp, named_jit as named_jit
-from .sharding.mapping import axis_mapping as axis_mapping, current_mapping as current_mapping
+from .sharding.mapping import axis_mapping as axis_mapping, current_mapping as current_mapping, in_context as in_context
 from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .sharding.queries import lint_mapping as lint_mapping
 from .sharding.shard import shard as shard, to_host as to_host, unshard as unshard

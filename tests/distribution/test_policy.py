@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.distribution import policy
-from axonym.distribution.decisions import Mappings, PartialSum, PlacedAxes, Undecided
 from axonym.distribution.mesh_axes import entry_of
+from axonym.distribution.policy import Mappings, PartialSum, PlacedAxes, Undecided
 from tests.distribution.test_laws import DIFFERENCES, OPERATIONS, mappings_of, sent_bytes
 from tests.helpers import spec
 from tests.insight import cases

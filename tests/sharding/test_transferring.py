@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym.sharding import _copies
+from axonym.sharding import moving
 
 Embed, Mlp = axn.make_axes(embed=16, mlp=8)
 OLD = {"embed": "data"}
@@ -141,15 +141,15 @@ def test_joining_pieces_takes_no_more_than_is_counted(spec: P, auto_mesh: Mesh) 
     """Along two axes, the compiler keeps a shard in between."""
     shape, mesh = (64, 64), axn.make_mesh({"all": 8})
     target = NamedSharding(mesh, P())
-    route = _copies.route_of(shape, 4, NamedSharding(auto_mesh, spec), target, 2**25)
+    route = moving.route_of(shape, 4, NamedSharding(auto_mesh, spec), target, 2**25)
     grid = tuple(n // m for n, m in zip(shape, route.piece, strict=True))
     piece = jax.ShapeDtypeStruct(
         (8 * route.piece[0], route.piece[1]),
         jnp.float32,
-        sharding=NamedSharding(mesh, _copies.spec_over_devices(mesh)),
+        sharding=NamedSharding(mesh, moving.spec_over_devices(mesh)),
     )
     with jax.set_mesh(mesh):
-        program = _copies._program_that_tiles(target, grid, 1).lower([piece] * math.prod(grid)).compile()
+        program = moving._program_that_tiles(target, grid, 1).lower([piece] * math.prod(grid)).compile()
     memory = program.memory_analysis()
     assert route.tiled and memory.temp_size_in_bytes + memory.argument_size_in_bytes <= route.in_flight
 

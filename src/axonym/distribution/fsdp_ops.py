@@ -28,7 +28,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ..axis import Names
 from . import policy
 from .active_settings import active_mapping, active_parameter_mapping, pads_uneven
-from .decisions import Mappings, PlacedAxes, Undecided
 from .mesh_axes import (
     AnyMesh,
     Axes,
@@ -50,6 +49,7 @@ from .mesh_axes import (
 )
 from .padded_array import with_padding
 from .per_device import gather_axes, run_per_device, varying_over
+from .policy import Mappings, PlacedAxes, Undecided
 
 
 def run_gathering_parameters(

@@ -77,12 +77,9 @@ def current_mesh() -> AnyMesh | None:
     ('data',)
     """
     abstract = jax.sharding.get_abstract_mesh()
-    return _older_mesh() if abstract.empty else abstract
-
-
-def _older_mesh() -> AnyMesh | None:
-    """Return the mesh of `with mesh:`, which JAX exposes only through a constraint without a mesh."""
-    try:
+    if not abstract.empty:
+        return abstract
+    try:  # JAX exposes the mesh of `with mesh:` only through a constraint without a mesh
         # In a trace, the constraint would become part of the program, and a tracer has no sharding.
         with jax.ensure_compile_time_eval():
             probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())

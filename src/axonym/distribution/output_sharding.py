@@ -20,14 +20,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..axis import Names
 from . import policy
 from .active_settings import Entry, active_mapping, is_mapped
-from .decisions import Mappings, PlacedAxes, Undecided
 from .mesh_axes import NO_MESH, axes_of_type, entries_of, entry_of, explicit_mesh, mapped_on, mesh_axes, spec_of
-from .policy import Successors
+from .policy import Mappings, PlacedAxes, Successors, Undecided
 
 
 def infer_output_spec(
@@ -81,7 +80,12 @@ def call_with_output_sharding(
     if mesh is None:
         # No type shows a mapped axis, so arrays that look unsharded may be sharded over it.
         around = None if native or not is_mapped() else explicit_mesh(arrays, sharded=False)
-        return fn(*arrays) if around is None else _call_mapped(fn, arrays, around)
+        if around is None:
+            return fn(*arrays)
+        # For some functions, such as a look-up by mapped indices in an array that is not mapped, JAX cannot infer the
+        # sharding of the result, but it adds the mapped axis to a sharding that is given.
+        explicit, everywhere = axes_of_type(around, AxisType.Explicit), NamedSharding(around, PartitionSpec())
+        return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=everywhere)(*arrays)
     several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors, summed)
     if native and not several and _operands_agree(out_names, specs[0], _placed_operands(in_names, arrays)):
         return fn(*arrays)
@@ -92,16 +96,6 @@ def call_with_output_sharding(
         out_sharding=shardings if several else shardings[0],
     )
     return placed(*arrays)
-
-
-def _call_mapped(fn: Callable[..., Any], arrays: Sequence[Any], mesh: AbstractMesh) -> Any:
-    """Call a function of unsharded arrays that is mapped over an axis, which may be sharded.
-
-    The types of the arrays do not have that axis. For some functions, such as a look-up by mapped indices in an array
-    that is not mapped, JAX cannot infer the sharding of the result, but it adds the axis to a sharding that is given.
-    """
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.sharding.auto_axes(fn, axes=axes_of_type(mesh, AxisType.Explicit), out_sharding=everywhere)(*arrays)
 
 
 def infer_output_specs(

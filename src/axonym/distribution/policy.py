@@ -23,13 +23,101 @@ A policy keeps one law: if operands lie where the mapping puts their names, resu
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from ..axis import Names
 from ..core import errors
-from .decisions import ColumnExchange, Decision, Mappings, PartialSum, PlacedAxes, Undecided, distinct
-from .mesh_axes import Axes, entry_of
+from .active_settings import Entry
+from .mesh_axes import Axes, entry_of, is_parameter, mapped_axes, storage_axes
+
+
+class PlacedAxes(NamedTuple):
+    """The axes of an array, and the mesh axes that each is sharded over."""
+
+    names: Sequence[str | None]
+    over: Sequence[Axes]
+
+
+class PartialSum(NamedTuple):
+    """A sum over devices of the parts that each of them computed."""
+
+    kind: Literal["all-reduce", "reduce-scatter"]
+    axes: Axes
+    """The mesh axes along which devices have the parts."""
+    onto: str | None = None
+    """The axis of the sum that a reduce-scatter shards, if it is one axis."""
+
+
+class ColumnExchange(NamedTuple):
+    """A look-up of all rows in each shard of the columns, after which columns are exchanged for rows."""
+
+    axes: Axes
+    """The mesh axes that shard the columns of the table, and rows of the indices."""
+    column: str
+    row: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The distribution of an operation on several operands."""
+
+    operands: Sequence[PlacedAxes]
+    """The placements of the operands when the operation begins."""
+    gathers: Mapping[int, Sequence[Axes]]
+    """For each operand that is a parameter, the mesh axes over which each of its axes is all-gathered."""
+    sums: Sequence[PartialSum]
+    result: PlacedAxes
+
+
+class Undecided(ValueError):
+    """Raised if names and mappings do not determine how an operation is distributed."""
+
+
+class Mappings:
+    """A compute and a parameter mapping on a mesh, and what they say about names.
+
+    Arguments:
+        mesh: the size of each mesh axis.
+        compute: the mapping by which arrays are sharded where they are used.
+        storage: the mapping by which parameters are stored.
+    """
+
+    def __init__(self, mesh: Mapping[str, int], compute: Mapping[str, Entry], storage: Mapping[str, Entry]):
+        self.mesh, self.compute, self.storage = mesh, compute, storage
+
+    def used(self, name: str | None) -> Axes:
+        """Return the mesh axes that an axis is sharded over where it is used."""
+        return () if name is None else mapped_axes(name, self.compute)
+
+    def stored(self, name: str | None) -> Axes:
+        """Return the mesh axes that an axis of a parameter is sharded over between uses."""
+        return () if name is None else storage_axes(name, self.storage, self.compute)
+
+    def is_stored(self, names: Iterable[str | None]) -> bool:
+        """Return whether an array with these axes is a parameter, and so lies where it is stored."""
+        return is_parameter([n for n in names if n is not None], self.storage, self.compute)
+
+    def gathered(self, name: str | None) -> Axes:
+        """Return the mesh axes over which an axis of a parameter is all-gathered before use."""
+        return tuple(a for a in self.stored(name) if a not in self.used(name))
+
+    def extra(self, names: Iterable[str | None]) -> Axes:
+        """Return the mesh axes over which a parameter is all-gathered before use."""
+        return distinct(a for n in names for a in self.gathered(n))
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along some mesh axes."""
+        return math.prod(self.mesh[a] for a in axes)
+
+
+def distinct(axes: Iterable[str]) -> Axes:
+    """Return each mesh axis once, in order."""
+    return tuple(dict.fromkeys(axes))
+
 
 Successors = Mapping[str, Names]
 """The axes of a result that take over the sharding of an operand's axis, major to minor. Where several axes are merged
@@ -161,21 +249,16 @@ def settle(
             # move data. Where they disagree, and for a new axis, it decides.
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
             if sizes[name] % by.count(chosen[name]):
-                raise Undecided(_describe_indivisible(what, name, sizes[name], chosen[name], by))
-    chosen = _each_to_one(what, chosen, mapping, by)
-    return PlacedAxes(names, [chosen[n] for n in names])
-
-
-def _each_to_one(what: str, chosen: dict[str, Axes], mapping: Mapping[str, Axes], by: Mappings) -> dict[str, Axes]:
-    """Leave each mesh axis to one axis of a result: to the one that is mapped to it, if several would have it."""
-    for axis in by.mesh:
+                problem = errors.indivisible(f"axis {name!r}", sizes[name], {a: by.mesh[a] for a in chosen[name]})
+                raise Undecided(f"{what}: by the active mapping, {problem} Resize the axis, or map it to None.")
+    for axis in by.mesh:  # if several axes would have a mesh axis, it is left to the one that is mapped to it
         users = [n for n, axes in chosen.items() if axis in axes]
         if len(users) > 1:
             entitled = [n for n in users if axis in mapping.get(n, ())]
             if len(entitled) != 1:
                 raise Undecided(_describe_collision(what, axis, users, by, bool(entitled)))
             chosen = {n: axes if n in entitled else tuple(a for a in axes if a != axis) for n, axes in chosen.items()}
-    return chosen
+    return PlacedAxes(names, [chosen[n] for n in names])
 
 
 def _inherited_axes(
@@ -237,8 +320,3 @@ def _describe_collision(what: str, axis: str, users: Sequence[str], by: Mappings
         + " or ".join(f"`axonym.axis_mapping({{{n!r}: {wanted!r}}}, merge=True)`" for n in users)
         + ", or place an operand differently first with `axonym.shard`."
     )
-
-
-def _describe_indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
-    problem = errors.indivisible(f"axis {name!r}", size, {a: by.mesh[a] for a in axes})
-    return f"{what}: by the active mapping, {problem} Resize the axis, or map it to None."

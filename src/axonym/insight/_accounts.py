@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..distribution.decisions import distinct
 from ..distribution.mesh_axes import Axes
+from ..distribution.policy import distinct
 from . import cost_model
 from ._counted_exchanges import CountedExchange, Layout
 from ._flops import Branches, ways

@@ -13,8 +13,8 @@ from ..core.errors import describe_axes, indivisible
 from ..core.source_lines import source
 from ..distribution import policy
 from ..distribution.active_settings import Entry
-from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from ..distribution.mesh_axes import Axes, mapped_axes
+from ..distribution.policy import Mappings, PlacedAxes, Undecided, distinct
 from ..names.distributing import PRODUCTS
 from ..ops._blocks import pivot_of
 from ..ops._kernels import GATHERING

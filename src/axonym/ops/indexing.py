@@ -19,10 +19,10 @@ import numpy as np
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..core.tree_spec import StaticLeaf
 from ..distribution import policy
-from ..distribution.decisions import PlacedAxes
 from ..distribution.fsdp_ops import active_mappings, mesh_to_run_on, possible, run_with_auto_axes, varying_alike
 from ..distribution.mesh_axes import axes_in, spec_of
 from ..distribution.operation_scope import DerivedName
+from ..distribution.policy import PlacedAxes
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from . import _kernels
 from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan, require_in_range

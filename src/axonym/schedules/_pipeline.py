@@ -9,7 +9,7 @@ too, from the values of some microbatch, and the results are not used. A conditi
 a collective inside it would be wrong. `GPipe` differentiates the loop. `OneFOneB` has a loop of its own, which runs
 forward and backward passes, and returns the gradients. It leaves out a pass in the ticks in which no stage runs it.
 
-`_stages` says what each device has, and applies its layers; `_kept_axes` decides which axes are sharded in there.
+`_stages` says what each device has, applies its layers, and decides which axes are sharded in there.
 
 With rounds, a microbatch passes through all stages several times, and a stage applies different layers each time.
 Layers are still stored in one contiguous block for each stage, so stages first exchange the layers that they will
@@ -33,9 +33,7 @@ from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_cou
 from ..distribution.on_shards import NeedsCompleteAxes
 from ..distribution.operation_scope import operation_scope
 from ..distribution.per_device import vary_like
-from ._kept_axes import KeptAxes
-from ._stage_arrays import Arrays, added, at, chosen, floating_parts, wide_dtype, with_none
-from ._stages import Fold, Then
+from ._stages import Arrays, Fold, Stages, Then, added, at, chosen, floating_parts, wide_dtype, with_none
 from .pipeline_schedules import GPipe, Schedule, first_ticks
 
 
@@ -71,7 +69,7 @@ def fold_in_stages(
     return result if then is None else then(result, *then_args)
 
 
-class _Pipeline(KeptAxes):
+class _Pipeline(Stages):
     """A call of a pipeline, while its mapping is active."""
 
     def run(self, groups: Sequence[Any]) -> Any:
@@ -172,9 +170,6 @@ class _Pipeline(KeptAxes):
             head_sums = [x + y.astype(x.dtype) for x, y in zip(head_sums, head_grads, strict=True)]
             return total + jnp.where(stage == last, value, 0), head_sums, self._varying(result_grads)
 
-        def add_nothing(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
-            return total, head_sums, [jnp.zeros_like(x) for x in leaving]
-
         def forward(arriving: Arrays, stored: Arrays, index: jax.Array) -> tuple[Arrays, Arrays]:
             _, microbatch, round_ = self._work(index)
             here = chosen((stage == 0) & (round_ == 0), at(batches, microbatch), arriving)
@@ -192,13 +187,15 @@ class _Pipeline(KeptAxes):
             index: jax.Array,
         ) -> tuple[Arrays, ...]:
             working, microbatch, round_ = self._work(index, backward=True)
+            group, member = divmod(microbatch, S)
+            ran_forward = (group * R + round_) * S + member  # the index of the task in which it did
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             (floats, with_floats), (further_floats, with_further) = floating_parts(own), floating_parts(further)
             # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
             _, transposed = jax.vjp(
                 lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
                 floats,
-                at(stored, self._forward_index(microbatch, round_) % slots),
+                at(stored, ran_forward % slots),
                 further_floats,
             )
             layer_grads, here_grads, further_grads = transposed(grads)
@@ -245,7 +242,7 @@ class _Pipeline(KeptAxes):
                     ticks,
                     ending & (round_there == R - 1),
                     add_loss,
-                    add_nothing,
+                    lambda total, head_sums, leaving, _: (total, head_sums, [jnp.zeros_like(x) for x in leaving]),
                     total,
                     sums[2],
                     leaving,

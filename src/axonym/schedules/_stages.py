@@ -1,11 +1,16 @@
-"""Divide the arrays of a pipeline among devices, microbatches and rounds, and apply the layers of a stage."""
+"""Divide the arrays of a pipeline among devices, microbatches and rounds, and apply the layers of a stage.
+
+Layers and loss are traced for complete axes, and run on shards: see `axonym.distribution.on_shards`. The loss is traced
+for all of the batch, and what a device has of a microbatch is a shard of it. So sums and means over examples are added
+up over microbatches, and what needs more of the batch is refused.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +21,7 @@ from jax.sharding import PartitionSpec
 from ..axis import Axis, Names, name_of
 from ..core import errors
 from ..core.jax_versions import active_platform, varying_axes
-from ..core.tree_spec import flatten_arrays
+from ..core.tree_spec import flatten_arrays, is_key
 from ..distribution.active_settings import Entry, activate_here, active_mapping, active_parameter_mapping
 from ..distribution.kept_shards import KeptShards
 from ..distribution.mesh_axes import (
@@ -35,8 +40,89 @@ from ..distribution.mesh_axes import (
 )
 from ..distribution.on_shards import MICROBATCHES, NeedsCompleteAxes, OnShards, Shard
 from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
-from ._stage_arrays import Arrays, folded_in, slice_of, summed_wide, which_are_keys, wide_dtype
+from ..named_array import is_named_array
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of
+
+Arrays = list[jax.Array]
+
+
+def at(xs: Arrays, i: Any) -> Arrays:
+    return [x[i] for x in xs]
+
+
+def slice_of(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array:
+    """Return the `i`-th of `count` slices of an array."""
+    size = x.shape[position] // count
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, position)
+
+
+def which_are_keys(xs: Arrays, old: Any = None) -> list[bool]:
+    """Return which arrays are random keys, by their dtype; `old` may also have keys of `jax.random.PRNGKey`."""
+    old = old.array if is_named_array(old) else old
+    return [is_key(x) or (x is old and x.dtype == np.uint32) for x in xs]
+
+
+def folded_in(keys: jax.Array, number: jax.Array) -> jax.Array:
+    """Fold a number into each key of an array."""
+    if keys.ndim == (0 if is_key(keys) else 1):
+        return jax.random.fold_in(keys, number)
+    return jax.vmap(lambda key: folded_in(key, number))(keys)
+
+
+def added(x: jax.Array, y: jax.Array, place: tuple[int, int, jax.Array] | None) -> jax.Array:
+    """Add to an array, or to a slice of it, given by arguments of `slice_of`."""
+    if place is None or place[1] == 1:
+        return x + y
+    position, _, i = place
+    return jax.lax.dynamic_update_slice_in_dim(x, slice_of(x, *place) + y, i * y.shape[position], position)
+
+
+def chosen(condition: Any, xs: Arrays, others: Arrays) -> Arrays:
+    return [jnp.where(condition, x, y) for x, y in zip(xs, others, strict=True)]
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return the dtype of a sum over microbatches."""
+    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
+
+
+def floating_parts(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
+    """Return the arrays that can be differentiated, and a function that restores all arrays from these."""
+    floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
+
+    def with_others(own: Sequence[Any], others: Sequence[Any] = tuple(xs)) -> list[Any]:
+        left = iter(own)
+        return [next(left) if is_float else x for x, is_float in zip(others, floats, strict=True)]
+
+    return [x for x, is_float in zip(xs, floats, strict=True) if is_float], with_others
+
+
+def with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
+    """Return gradients for all arrays, in their dtypes; None for arrays that cannot be differentiated."""
+    floats, with_others = floating_parts(xs)
+    return with_others([g.astype(x.dtype) for g, x in zip(gradients, floats, strict=True)], [None] * len(xs))
+
+
+# --- sums over devices ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved_widely(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Apply a linear function whose transpose is a sum over devices; compute this sum in a wide dtype."""
+    return move(x)
+
+
+def _moved_backward(move: Callable[[jax.Array], jax.Array], x: jax.Array, given: jax.Array) -> tuple[jax.Array]:
+    wide = wide_dtype(x.dtype)
+    return (jax.vjp(move, x.astype(wide))[1](given.astype(wide))[0].astype(x.dtype),)
+
+
+def summed_wide(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return move(x) if wide_dtype(x.dtype) == x.dtype else _moved_widely(move, x)
+
+
+_moved_widely.defvjp(lambda move, x: (move(x), x), _moved_backward)
+
 
 Fold = Callable[..., Any]
 """Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
@@ -270,11 +356,6 @@ class Stages:
         near = jnp.clip(index, 0, count - 1)
         return (index >= 0) & (index < count), *work_of(self._schedule, self._count, near, backward)
 
-    def _forward_index(self, microbatch: jax.Array, round_: jax.Array) -> jax.Array:
-        """Return the index of the task in which a stage runs a microbatch forward in a round."""
-        group, member = divmod(microbatch, self._count)
-        return (group * self._rounds + round_) * self._count + member
-
     # --- layers in rounds ---
 
     def _layer_positions(self, group: int, xs: Arrays) -> list[int | None]:
@@ -346,15 +427,14 @@ class Stages:
         def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
             if names and self._batch in names:
                 return self._cut(names, x)[microbatch]
-            return folded_in(x, self._place_of(microbatch)) if is_key else x
+            if not is_key:
+                return x
+            shard = jax.lax.axis_index(self._mesh_axes_of_batch) if self._mesh_axes_of_batch else 0
+            # By the number of the microbatch among all of the batch.
+            return folded_in(x, jnp.asarray(shard * self._schedule.microbatches + microbatch))
 
         # Not of `then`, which is traced for all of the batch.
         return [*map(own, self._trees[group].names, xs, self._keys if group == 2 else [False] * len(xs))]
-
-    def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
-        """Return the number of a microbatch of this device among all of the batch."""
-        shard = jax.lax.axis_index(self._mesh_axes_of_batch) if self._mesh_axes_of_batch else 0
-        return jnp.asarray(shard * self._schedule.microbatches + microbatch)
 
     def _gathered(self, group: int, xs: Arrays) -> Arrays:
         """All-gather weights, except along the axes that stay sharded."""
@@ -385,3 +465,85 @@ class Stages:
         position = (names or ()).index(self._batch)
         x = jnp.moveaxis(x, 0, position)
         return x.reshape((*x.shape[:position], -1, *x.shape[position + 2 :]))
+
+    # --- axes that stay sharded ---
+
+    def _keep(self) -> KeptShards:
+        """Return which axes stay sharded in the layers, and why others do not."""
+        sharded = self._names_over([a for a in self._mesh.axis_names if a not in self._stages])
+        written = [*map(name_of, self._schedule.keep_sharded)]
+        known = {n for tree in self._trees for names in tree.names for n in names or ()} | {*active_mapping()}
+        for name in written:
+            if name not in known:
+                hint = errors.suggestion(name, known)
+                raise ValueError(f"{self._what}: the schedule keeps {name!r} sharded, and there is no such axis.{hint}")
+        kept = self._names_over({a for n in sharded.intersection(written) for a in mapped_axes(n)})
+        others = sorted(sharded - kept)
+        return KeptShards(kept, gathered=tuple((n, f"its schedule lacks `keep_sharded=[{n!r}]`.") for n in others))
+
+    def _names_over(self, axes: Collection[str]) -> frozenset[str]:
+        """Return the axes that the mapping shards over some mesh axes only, except layers and the batch."""
+        found = {n for n in active_mapping() if 0 < len(own := mapped_axes(n)) == len({*own} & {*axes})}
+        return frozenset(found - {self._Layers.name, self._batch})
+
+    # --- the loss ---
+
+    @property
+    def _loss_on_all(self) -> bool:
+        """Return whether all stages compute the loss together, from shards of its arguments."""
+        return any({*mapped_axes(n)} <= {*self._stages} for n in self._kept_in_loss.names)
+
+    def _keep_in_loss(self, batches: Arrays, head: Arrays) -> KeptShards:
+        """Return which axes stay sharded in `then`: some over the stages, and some of the carry, if it allows that."""
+        of_head, of_carry = ({n for names in self._trees[i].names for n in names or ()} for i in (3, 1))
+        kept = {*self._stages} if self._names_over(self._stages) & of_head else set[str]()
+        kept.update(a for n in self._kept.names & of_carry for a in mapped_axes(n))
+        gathered = dict(self._kept.gathered)
+        while True:
+            self._kept_in_loss = KeptShards(self._names_over(kept), True, tuple(sorted(gathered.items())), self._batch)
+            try:
+                for names, spec in zip(self._trees[3].names, self._specs[3], strict=True):
+                    for n, entry in zip(names or (), spec, strict=True):
+                        over = mapped_axes(n) if n in self._kept_in_loss.names else ()
+                        if mesh_axes(entry)[: len(over)] != over:
+                            raise NeedsCompleteAxes(f"an argument of `then` stores {n!r} in other shards.", n, over)
+                jax.eval_shape(lambda: self._value(at(batches, 0), self._gathered(3, head), 0))
+            except NeedsCompleteAxes as error:
+                if not kept.intersection(error.over):
+                    raise ValueError(
+                        f"{self._what}: `then` gets a microbatch at a time, and its results are added up, so it must "
+                        f"be a sum or a mean over {self._batch!r}: {error}"
+                    ) from None
+                names, kept = self._kept_in_loss.names, kept.difference(error.over)
+                gathered |= dict.fromkeys(names - self._names_over(kept), str(error))
+            else:
+                return self._kept_in_loss
+
+    def _value(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
+        """Return what this device adds to the loss for a microbatch; complete on each stage if all compute it."""
+        left = self._kept.names - self._kept_in_loss.names
+        complete = [
+            gather_axes(x, [mapped_axes(n) if n in left else () for n in own or ()])
+            for own, x in zip(self._trees[1].names, results, strict=True)
+        ]
+        groups = [complete, self._microbatch(3, head, microbatch)]
+        (found,), runner = self._on_shards(self._then_of, (1, 3), groups, self._kept_in_loss, microbatch)
+        over = {*self._over, *(a for n in self._kept_in_loss.names for a in mapped_axes(n))} - {*self._stages}
+        together = self._stages if self._loss_on_all else ()
+        value = runner.moved(None, found, (), frozenset((MICROBATCHES, *over, *together))).here
+        return jax.lax.psum(varying_over(value, {*together} - varying_axes(value)), together) if together else value
+
+    def _then_of(self, groups: Sequence[Arrays]) -> Arrays:
+        found: Any = self._then and self._then(
+            self._trees[1].unflatten(groups[0]), *self._trees[3].unflatten(groups[1])
+        )
+        found = found.array if is_named_array(found) else jnp.asarray(found)
+        if found.shape:
+            raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
+        return [found.astype(jnp.promote_types(found.dtype, jnp.float32))]
+
+    def _from_last(self, xs: Arrays) -> Arrays:
+        """Send the arrays of the last stage to all stages."""
+        here = jax.lax.axis_index(self._stages) == self._count - 1
+        found = [self._sum(jnp.where(here, x, 0), self._stages) for x in xs]
+        return [varying_over(x, self._stages) for x in found]

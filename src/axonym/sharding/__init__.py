@@ -8,8 +8,6 @@ from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
-from .array_checksums import checksums as checksums
-from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
 from .leaves import Leaf as Leaf, leaves_of as leaves_of
 from .mapping import (
@@ -17,6 +15,7 @@ from .mapping import (
     ResourceMapping as ResourceMapping,
     axis_mapping as axis_mapping,
     current_mapping as current_mapping,
+    in_context as in_context,
 )
 from .meshes import (
     current_mesh as current_mesh,
@@ -47,4 +46,4 @@ from .rules import (
     TreePathShardingRule as TreePathShardingRule,
 )
 from .shard import shard as shard, shard_quietly as shard_quietly, to_host as to_host, unshard as unshard
-from .transferring import TransferPlan as TransferPlan, remap as remap, transfer as transfer
+from .transferring import TransferPlan as TransferPlan, checksums as checksums, remap as remap, transfer as transfer

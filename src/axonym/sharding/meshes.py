@@ -128,7 +128,12 @@ def arranged_devices(sizes: Mapping[str, int], devices: Sequence[Any], between: 
     inner = [size // k for size, k in zip(sizes.values(), outer, strict=True)]
     grid = np.empty([k for pair in zip(outer, inner, strict=True) for k in pair], dtype=object)
     for at, (_, own) in zip(np.ndindex(*outer), sorted(slices.items()), strict=True):
-        grid[tuple(i for k in at for i in (k, slice(None)))] = _devices_of_a_slice(inner, own)
+        names, kinds = tuple(map(str, range(len(inner)))), (AxisType.Auto,) * len(inner)
+        try:
+            placed = jax.make_mesh(tuple(inner), names, axis_types=kinds, devices=own).devices
+        except NotImplementedError:  # axes that share a dimension of a torus
+            placed = mesh_utils.create_device_mesh(inner, own, allow_split_physical_axes=True)
+        grid[tuple(i for k in at for i in (k, slice(None)))] = placed
     return grid.reshape(list(sizes.values()))
 
 
@@ -164,16 +169,6 @@ def _checked_between(
             f"{found}, which cannot be divided by between={between!r} along the sizes {dict(sizes)}. {out}"
         )
     return along
-
-
-def _devices_of_a_slice(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """Return devices in the order of `jax.make_mesh`, or where it refuses, axes that share a dimension of a torus."""
-    names = tuple(map(str, range(len(sizes))))
-    kinds = (AxisType.Auto,) * len(sizes)
-    try:
-        return jax.make_mesh(tuple(sizes), names, axis_types=kinds, devices=devices).devices
-    except NotImplementedError:
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:

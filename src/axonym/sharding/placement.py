@@ -144,17 +144,41 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
     replicates = active_uneven() == "replicate" and in_trace()
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
+        # A rule gets the path from its own position, so that its answer for a model does not depend on the position of
+        # the model in a tree.
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
         examined.given.append((given, seen))
         given = active if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
+            rule, given = given, None if leaf.shape is None else given.answer(seen, rules_see)
+            if not is_placement(given):
+                raise TypeError(
+                    f"{what}: {rule!r} gave {given!r} for {leaf.path}, which is not a placement. Return a resource "
+                    "mapping, a PartitionSpec, a sharding, a rule, or None."
+                )
+            if given is None and leaf.shape is not None and (refusal := rule.refusal(seen)):
+                problems.append(f"{leaf.path} {describe_leaf(leaf)}: {refusal}.")
+            given = normalize_mapping(given, what) if isinstance(given, Mapping) else given
             # These answer with a whole mapping for each leaf, most of which is for other leaves.
-            own = isinstance(given, (ParameterOrComputeMapping, ComputeMappingOrParameterRule))
-            given = _answer_of_rule(given, leaf, seen, rules_see, what, problems)
-            if not own:
+            if not isinstance(rule, (ParameterOrComputeMapping, ComputeMappingOrParameterRule)):
                 examined.answers.append((given, leaf))
-        given = _where_divided(leaf, given, mesh, examined.replicated) if replicates else given
-        own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
+        if replicates and mesh is not None and isinstance(given, Mapping):
+            for name, size in zip(leaf.names or (), leaf.shape or (), strict=False):
+                axes = mesh_axes(given.get(name))
+                if all(a in mesh.shape for a in axes) and size % (shards := shards_here(axes, mesh)):
+                    over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
+                    text = f"{name!r} is replicated, since {over} gives {shards} shards."
+                    examined.replicated.append(f"{leaf.path} {describe_leaf(leaf)}: {text}")
+                    given = {n: entry for n, entry in given.items() if n != name}
+        own_mesh = None
+        if isinstance(given, NamedSharding):
+            kind = given.memory_kind
+            if kind and isinstance(given.mesh, Mesh) and kind != given.mesh.devices.flat[0].default_memory().kind:
+                raise ValueError(
+                    f"{what}: a placement cannot choose the memory, but the sharding has memory kind {kind!r}. Use "
+                    "jax.device_put to move an array there."
+                )
+            own_mesh = as_seen_here(given.mesh)
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems, uneven)
         if isinstance(given, Mapping) and leaf.made_from and (problems or is_not_told(leaf, given)):
             examined.not_told.append(leaf)
@@ -164,22 +188,6 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str, *,
         examined.leaves.append(placed)
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
-
-
-def _where_divided(leaf: Leaf, mapping: LeafPlacement, mesh: AnyMesh | None, found: list[str]) -> LeafPlacement:
-    """Return a mapping without the axes of a leaf that their mesh axes do not divide, and add messages about them."""
-    if mesh is None or not isinstance(mapping, Mapping):
-        return mapping
-    wrong: dict[str, str] = {}
-    for name, size in zip(leaf.names or (), leaf.shape or (), strict=False):
-        axes = mesh_axes(mapping.get(name))
-        if all(a in mesh.shape for a in axes) and size % (shards := shards_here(axes, mesh)):
-            over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
-            wrong[name] = (
-                f"{leaf.path} {describe_leaf(leaf)}: {name!r} is replicated, since {over} gives {shards} shards."
-            )
-    found += wrong.values()
-    return {n: entry for n, entry in mapping.items() if n not in wrong} if wrong else mapping
 
 
 # --- placements ---
@@ -294,38 +302,6 @@ def shardings_in(placement: Placement) -> list[NamedSharding]:
     return [p for p in jax.tree.leaves(placement, is_leaf=is_placement) if isinstance(p, NamedSharding)]
 
 
-def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
-    mesh = sharding.mesh
-    kind = sharding.memory_kind
-    if kind is not None and isinstance(mesh, Mesh) and kind != mesh.devices.flat[0].default_memory().kind:
-        raise ValueError(
-            f"{what}: a placement cannot choose the memory, but the sharding has memory kind {kind!r}. Use "
-            "jax.device_put to move an array there."
-        )
-    return as_seen_here(mesh)
-
-
-def _answer_of_rule(
-    rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]
-) -> LeafPlacement:
-    """Return the answer of a rule for a leaf; None keeps its sharding.
-
-    The rule gets the path from its own position, so that its answer for a model does not depend on the position of the
-    model in a tree.
-    """
-    if leaf.shape is None:
-        return None
-    answer = rule.answer(seen, mesh)
-    if not is_placement(answer):
-        raise TypeError(
-            f"{what}: {rule!r} gave {answer!r} for {leaf.path}, which is not a placement. Return a resource mapping, a "
-            "PartitionSpec, a sharding, a rule, or None."
-        )
-    if answer is None and (refusal := rule.refusal(seen)):
-        problems.append(f"{leaf.path} {describe_leaf(leaf)}: {refusal}.")
-    return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
-
-
 def present_sharding(x: Any) -> jax.sharding.Sharding | None:
     """Return the sharding that an array has; None if it has none, or is traced."""
     array = raw(x)
@@ -344,7 +320,18 @@ def spec_of_leaf(
         return None
     names = leaf.names if isinstance(placement, Mapping) or isinstance(leaf.value, NamedArray) else None
     if len(entries) > len(leaf.shape) or (names is not None and len(names) != len(leaf.shape)):
-        problems.append(_wrong_rank(leaf, entries))
+        many = errors.counted(len(entries), "entry", "entries")
+        problem = f"{PartitionSpec(*entries)} has {many} for an array of shape {leaf.shape}."
+        if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
+            problem = errors.wrong_rank(leaf.value.names, leaf.shape)
+        elif leaf.names is not None and len(leaf.names) != len(leaf.shape):
+            problem = (
+                f"its field names {errors.counted(len(leaf.names), 'axis', 'axes')} "
+                f"{errors.describe_axes(leaf.names)}, but the array has shape {leaf.shape}. A stack of modules has one "
+                "more axis: make the field a named array, which `axonym.vmap` stacks by name, or place this part of "
+                "the tree by a partition spec."
+            )
+        problems.append(f"{leaf.path}: {problem}")
         return None
     spec, found = _checked_spec(names, leaf.shape, padded(entries, len(leaf.shape)), mesh, uneven)
     problems += [f"{leaf.path} {p}" for p in found]
@@ -466,21 +453,6 @@ def describe_leaf(leaf: Leaf) -> str:
 
 def _describe_axes_or_shape(names: Names | None, shape: Sequence[int]) -> str:
     return str(tuple(shape)) if names is None else errors.describe_axes(names, shape)
-
-
-def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
-    assert leaf.shape is not None
-    if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
-        return f"{leaf.path}: {errors.wrong_rank(leaf.value.names, leaf.shape)}"
-    if leaf.names is not None and len(leaf.names) != len(leaf.shape):
-        many = errors.counted(len(leaf.names), "axis", "axes")
-        return (
-            f"{leaf.path}: its field names {many} {errors.describe_axes(leaf.names)}, but the array has shape "
-            f"{leaf.shape}. A stack of modules has one more axis: make the field a named array, which `axonym.vmap` "
-            "stacks by name, or place this part of the tree by a partition spec."
-        )
-    many = errors.counted(len(entries), "entry", "entries")
-    return f"{leaf.path}: {PartitionSpec(*entries)} has {many} for an array of shape {leaf.shape}."
 
 
 def list_problems(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:

@@ -70,7 +70,11 @@ def from_process_local_data(
     made, problems = [], []
     for leaf, x in loaded:
         shape = x.shape if leaf.names is None else errors.describe_axes(leaf.names, x.shape)
-        position = _axis_position(leaf, x.ndim, axis)
+        position = None
+        if isinstance(axis, int):
+            position = axis % x.ndim if -x.ndim <= axis < x.ndim else None
+        elif leaf.names and name_of(axis) in leaf.names:
+            position = leaf.names.index(name_of(axis))
         if position is None:
             problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which to join the parts.")
             continue
@@ -80,7 +84,13 @@ def from_process_local_data(
         elif parts and pads:
             made.append(functools.partial(_joined_rows, x, sharding, position, shards, parts))
         else:
-            problems.append(f"{leaf.path} {shape}: {_indivisible_rows(x.shape[position], axis, found, over, parts)}")
+            sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
+            hint = "`uneven='pad'` needs Auto mesh axes, and processes that hold rows side by side."
+            hint = "To keep the size, and store it padded, pass `uneven='pad'`." if parts else hint
+            problems.append(
+                f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: the "
+                f"devices of this process hold {shards} parts. {hint}"
+            )
     # Sizes that may be uneven are compared each time: with other ones, processes would wait in other programs.
     known = (found, tuple(over)) in _COMPARED
     compares = jax.process_count() > 1 and (not known or (pads and parts > 1))
@@ -143,16 +153,6 @@ def _parts_of_processes(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
     return len(sizes) if len({*holders}) == len(sizes) and len({*sizes}) == 1 and not has_explicit(mesh) else 0
 
 
-def _indivisible_rows(size: int, axis: Any, mesh: Mesh, mesh_axes: Sequence[str], parts: int) -> str:
-    sizes = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
-    hint = "`uneven='pad'` needs Auto mesh axes, and processes that hold rows side by side."
-    hint = "To keep the size, and store it padded, pass `uneven='pad'`." if parts else hint
-    return (
-        f"{size} along axis {axis!r} cannot be sharded over {sizes}: the devices of this process hold "
-        f"{len(_shards_here(mesh, mesh_axes))} parts. {hint}"
-    )
-
-
 # The meshes for which processes have compared their data: comparing each batch would make the devices wait.
 _COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
 
@@ -188,10 +188,3 @@ def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> set[tuple[int, ...]]:
     here = [i for i, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()]
     dimensions = [mesh.axis_names.index(a) for a in mesh_axes]
     return {tuple([i[d] for d in dimensions]) for i in here}
-
-
-def _axis_position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
-    """Return the position of the axis in a leaf; None if the leaf lacks it."""
-    if isinstance(axis, int):
-        return axis % ndim if -ndim <= axis < ndim else None
-    return leaf.names.index(name_of(axis)) if leaf.names and name_of(axis) in leaf.names else None

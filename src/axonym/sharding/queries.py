@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -229,35 +229,26 @@ def lint_mapping(
     for of_leaf, leaf in examined.given:
         _, its_leaves = given.setdefault(id(of_leaf), (of_leaf, []))
         its_leaves += [leaf] if leaf.shape is not None else []
-    findings = [finding for part, its_leaves in given.values() for finding in _unused_entries(part, its_leaves, mesh)]
+    findings: list[Finding] = []
+    for part, its_leaves in given.values():
+        part = active_mapping() if part is None else part
+        mapping = normalize_mapping(part) if isinstance(part, Mapping) else {}
+        for name, message in unused_in(part, its_leaves):
+            findings.append(Finding("unused", name, message))
+            lacking = () if mesh is None else (a for a in mesh_axes(mapping.get(name)) if a not in mesh.shape)
+            for a in lacking:
+                findings.append(Finding("problem", name, errors.unknown_mesh_axis("lint_mapping", name, a, mesh)))
     findings += [Finding("problem", path, problem) for path, problem in examined.problems]
     wrong = {path for path, _ in examined.problems}
-    right = [leaf for leaf in examined.leaves if leaf.path not in wrong]
-    findings += [finding for leaf in right for finding in _large_replicated_leaves(leaf, mesh, large)]
+    for leaf in examined.leaves:
+        own = leaf.mesh or mesh
+        if leaf.path in wrong or leaf.shape is None or own is None or _leaf_bytes(leaf) < large:
+            continue
+        if (devices := math.prod(own.shape.values())) > 1 and shard_count(own, axes_in(leaf.spec or ())) == 1:
+            size = errors.describe_bytes(_leaf_bytes(leaf))
+            text = f"{leaf.path} {describe_leaf(leaf)}, {size}, is replicated on {devices} devices."
+            findings.append(Finding("replicated", leaf.path, text))
     return MappingReport(tuple(findings), len(arrays))
-
-
-def _unused_entries(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> Iterator[Finding]:
-    """Find the entries of a placement that no leaf needs, and the mesh axes in them that do not exist."""
-    placement = active_mapping() if placement is None else placement
-    mapping = normalize_mapping(placement) if isinstance(placement, Mapping) else {}
-    for name, message in unused_in(placement, leaves):
-        yield Finding("unused", name, message)
-        if mesh is not None and name in mapping:
-            for a in mesh_axes(mapping[name]):
-                if a not in mesh.shape:
-                    yield Finding("problem", name, errors.unknown_mesh_axis("lint_mapping", name, a, mesh))
-
-
-def _large_replicated_leaves(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Finding]:
-    """Report a leaf if it is large and replicated."""
-    mesh = leaf.mesh or mesh
-    if leaf.shape is None or mesh is None or _leaf_bytes(leaf) < large:
-        return
-    if (devices := math.prod(mesh.shape.values())) > 1 and shard_count(mesh, axes_in(leaf.spec or ())) == 1:
-        size = errors.describe_bytes(_leaf_bytes(leaf))
-        text = f"{leaf.path} {describe_leaf(leaf)}, {size}, is replicated on {devices} devices."
-        yield Finding("replicated", leaf.path, text)
 
 
 def _leaf_bytes(leaf: Leaf) -> int:

@@ -386,31 +386,26 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
         target = leaf.mesh or mesh
         if leaf.spec is None or target is None:
             continue
-        if problem := _out_of_reach(x, with_devices(target)):
-            raise ValueError(f"{what}: {leaf.path} {problem}")
+        found = with_devices(target)
+        if isinstance(found, Mesh) and not isinstance(x, Tracer):
+            # Else some process would wait for another, which is not there.
+            processes = {d.process_index for d in found.devices.flat}
+            if _is_local(x):
+                reached = processes == {jax.process_index()} or len(processes) == jax.process_count()
+            else:
+                reached = not isinstance(x, jax.Array) or x.sharding.device_set == set(found.devices.flat)
+            if not reached:
+                raise ValueError(
+                    f"{what}: {leaf.path} cannot go to mesh {errors.describe_shape(found.shape)}, with devices of "
+                    f"process {', '.join(map(str, sorted(processes)))} of {jax.process_count()}. Use axonym.transfer, "
+                    "which copies between processes."
+                )
         if _is_local(x) and _spans_processes(target):
             values = jax.random.key_data(x) if is_key(x) else x
             lines.append(f"{leaf.path} {x.dtype}{list(x.shape)} with checksum {checksum(values):08x}")
     if lines:
         with fail_together(what) as agree:
             agree({"arrays": "\n".join(lines)})
-
-
-def _out_of_reach(x: Any, mesh: AnyMesh) -> str | None:
-    """Say why an array with values cannot go to a mesh: some process would wait for another, which is not there."""
-    if not isinstance(mesh, Mesh) or isinstance(x, Tracer):
-        return None
-    processes = {d.process_index for d in mesh.devices.flat}
-    if _is_local(x):
-        reached = processes == {jax.process_index()} or len(processes) == jax.process_count()
-    else:
-        reached = not isinstance(x, jax.Array) or x.sharding.device_set == set(mesh.devices.flat)
-    if reached:
-        return None
-    where = (
-        f"mesh {errors.describe_shape(mesh.shape)}, with devices of process {', '.join(map(str, sorted(processes)))}"
-    )
-    return f"cannot go to {where} of {jax.process_count()}. Use axonym.transfer, which copies between processes."
 
 
 def _is_local(x: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import io
 import itertools
 import math
@@ -15,20 +16,30 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core import errors
 from ..core.processes import fail_together, from_all_processes
+from ..core.tree_spec import is_key
 from ..distribution.padded_array import is_padded
 from ..named_array import raw, wrap_like
-from ._copies import Route, copy_along_route, route_of
-from .array_checksums import sums_of
 from .leaves import Leaf, leaves_of
 from .meshes import AnyMesh, required_mesh, with_devices
-from .moving import renew_if_empty, without_cache
+from .moving import (
+    Route,
+    array_of_shards,
+    copy_along_route,
+    mesh_in_a_row,
+    renew_if_empty,
+    route_of,
+    run_in_a_row,
+    shards_by_device,
+    without_cache,
+)
 from .placement import Placement, describe_leaf, list_problems, present_sharding, resolve
-from .shard import shard
+from .shard import NO_DEVICES, shard
 
 T = TypeVar("T")
 
@@ -77,7 +88,13 @@ class TransferPlan:
             alike[i if route is None else (route, tensor.description, tensor.source)].append(i)
             if route is not None:
                 links.update({(s.id, d.id): nbytes for (s, d), nbytes in route.links().items()})
-        self._steps = [step for its in alike.values() for step in _steps_of_equal_arrays(its, tensors[its[0]].route)]
+        self._steps: list[list[int]] = []
+        for its in alike.values():  # in steps of at most two different lengths, each of which is compiled
+            route = tensors[its[0]].route
+            count = -(-len(its) // (1 if route is None else route.at_once))
+            count = next((n for n in range(count, 2 * count) if len(its) % n == 0), count)
+            ends = [len(its) * i // count for i in range(count + 1)]
+            self._steps += [its[a:b] for a, b in itertools.pairwise(ends)]
 
     def __reduce__(self) -> Any:
         # A tree, and not its structure: structures of Equinox modules are not equal to their own pickled copies.
@@ -272,7 +289,11 @@ def _make_plan(
 ) -> TransferPlan:
     with fail_together(what) as agree:
         several = jax.process_count() > 1
-        own = [_may_be_own(leaves[i], target) for i, target in targets.items()]
+        # Whether this process may have an array of its own, as has every other one: then `shard` places it.
+        own: list[bool] = []
+        for i, target in targets.items():
+            here, there = _processes_of(present_sharding(raw(leaves[i].value))), _processes_of(target)
+            own.append(not here or (here == {jax.process_index()} and here < there))
         if several and own:
             agree({"number of arrays": str(len(own))})
             own = np.min(from_all_processes(np.array(own)), 0).tolist()
@@ -281,7 +302,12 @@ def _make_plan(
             for (i, target), each_has in zip(targets.items(), own, strict=True)
         }
         if several:
-            agree({"arrays": "\n".join(map(_plan_fingerprint, tensors.values()))})
+            lines = []  # the same in all processes if they plan the same
+            for t in tensors.values():
+                both = [s and s.devices_indices_map(t.shape).items() for s in (t.source, t.target)]
+                places = [None if s is None else sorted((d.id, str(index)) for d, index in s) for s in both]
+                lines.append(f"{t.path} {t.description} goes by plan {zlib.crc32(repr(places).encode()):08x}")
+            agree({"arrays": "\n".join(lines)})
     return TransferPlan(structure, [leaf.path for leaf in leaves], tensors)
 
 
@@ -295,12 +321,6 @@ def _refuse_padded(what: str, leaf: Leaf) -> None:
 
 def _processes_of(sharding: Sharding | None) -> set[int]:
     return set() if sharding is None else {d.process_index for d in sharding.device_set}
-
-
-def _may_be_own(leaf: Leaf, target: Sharding) -> bool:
-    """Return whether this process may have an array of its own, as has every other one: then `shard` places them."""
-    here, there = _processes_of(present_sharding(raw(leaf.value))), _processes_of(target)
-    return not here or (here == {jax.process_index()} and here < there)
 
 
 def _plan_array(what: str, leaf: Leaf, target: Sharding, piece_bytes: int, each_has: bool) -> _Tensor:
@@ -336,14 +356,6 @@ def _buffer_addresses(x: Any) -> set[tuple[Any, int]]:
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return set()
     return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
-
-
-def _steps_of_equal_arrays(numbers: list[int], route: Route | None) -> list[list[int]]:
-    """Deal out equal arrays into steps of at most two different lengths, each of which is compiled."""
-    count = -(-len(numbers) // (1 if route is None else route.at_once))
-    count = next((n for n in range(count, 2 * count) if len(numbers) % n == 0), count)
-    ends = [len(numbers) * i // count for i in range(count + 1)]
-    return [numbers[a:b] for a, b in itertools.pairwise(ends)]
 
 
 # --- checks ---
@@ -383,10 +395,66 @@ def _describe_leaf(leaf: Leaf) -> str:
     return "no array" if leaf.shape is None else f"{raw(leaf.value).dtype}{describe_leaf(leaf)}"
 
 
-def _plan_fingerprint(tensor: _Tensor) -> str:
-    """Return one line about a tensor that is the same in all processes if they plan the same."""
-    places = [
-        None if s is None else sorted((d.id, str(index)) for d, index in s.devices_indices_map(tensor.shape).items())
-        for s in (tensor.source, tensor.target)
-    ]
-    return f"{tensor.path} {tensor.description} goes by plan {zlib.crc32(repr(places).encode()):08x}"
+# --- checksums ---
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """Return a checksum of the values of each array of a tree, by path.
+
+    Equal arrays have equal checksums, however they are sharded. Values in another order have another one. Each device
+    adds up its shards, so this takes little memory. With several processes, all of them call it.
+
+    >>> x, mesh = axn.arange({"embed": 16}), axn.make_mesh({"data": 8})
+    >>> axn.sharding.checksums({"w": x}) == axn.sharding.checksums({"w": axn.shard(x, {"embed": "data"}, mesh)})
+    True
+    """
+    leaves = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
+    arrays = [raw(leaf.value) for leaf in leaves]
+    spread = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in arrays]
+    return dict(zip((leaf.path for leaf in leaves), sums_of(arrays, spread), strict=True))
+
+
+def sums_of(arrays: Sequence[Any], spread: Sequence[bool]) -> list[int]:
+    """Return checksums of arrays, some of which have shards in several processes; abstract arrays have none."""
+    sums = np.array([_sum_of_shards(x) for x in arrays], np.uint32)
+    if jax.process_count() > 1 and any(spread):
+        sums = np.where(spread, from_all_processes(sums).sum(0, dtype=np.uint32), sums)
+    return sums.tolist()
+
+
+def _sum_of_shards(x: Any) -> int:
+    """Return the sum of a number for each element of this process, each counted once."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return 0
+    x = jnp.asarray(x)
+    with jax.set_mesh(NO_DEVICES):
+        x = jax.random.key_data(x) if is_key(x) else jnp.atleast_1d(x)
+    starts = {s.device: [i.start or 0 for i in s.index] for s in x.addressable_shards if s.replica_id == 0}
+    if not x.size or not starts:
+        return 0
+    mesh = mesh_in_a_row(starts)
+    with jax.set_mesh(mesh):
+        parts, places = array_of_shards(shards_by_device(x), mesh), np.array([*starts.values()], np.uint32)
+        sums = _sums_of_pieces(parts, places, x.shape, mesh)
+    return int(np.sum(np.asarray(sums), dtype=np.uint32))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _sums_of_pieces(x: jax.Array, starts: Any, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    def local(x: jax.Array, starts: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(x):
+            x = jnp.stack([x.real, x.imag], -1)
+        whole = x.dtype == bool or (x.dtype.itemsize <= 4 and jnp.issubdtype(x.dtype, jnp.integer))
+        width = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 64  # some floats have 4 bits
+        bits = x if whole else lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
+        at = jnp.uint32(0)  # the position in the whole array
+        for i, n in enumerate(bits.shape):
+            start = starts[0, i] if i < len(shape) else jnp.uint32(0)
+            at = at * np.uint32(shape[i] if i < len(shape) else n) + start
+            at = at[..., None] + lax.iota(jnp.uint32, n).reshape([1] * i + [n])
+        mixed = bits.astype(jnp.uint32) + at * np.uint32(0x9E3779B9)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):  # as in MurmurHash3
+            mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+        return jnp.sum(mixed, dtype=jnp.uint32)[None]
+
+    return run_in_a_row(local, mesh, x, starts)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,17 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ..core import errors
 from ..core.processes import fail_together
 from ..core.tree_spec import is_key
-from ..named_array import raw
-from ..sharding.leaves import is_placed_whole
+from ..distribution.padded_array import padded_array
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
+from ..ops.rearranging import rearrange
+from ..sharding.leaves import Leaf, is_placed_whole, leaves_of
 from ..sharding.mapping import Uneven, check_uneven, uneven_here
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
-from ..sharding.placement import Placement
-from ._checkpoint_entries import as_stored, key_of, restored_leaf, stored_entries
-from .checkpoint_saves import UNFINISHED, orbax_path, require_orbax
+from ..sharding.placement import Placement, list_problems
+from .checkpoint_saves import UNFINISHED, added_layers_of, key_of, orbax_path, require_orbax
 from .file_checksums import CHECKSUMS, as_folder, damage_of, listed_damage
-from .sharded_reading import shardings_of, stored_shape
+from .load_context import LoadContext
+from .naming import converted_number, is_number, require_representable, same_kind
+from .sharded_reading import has_values, no_value, shardings_of, stored_shape
 
 T = TypeVar("T")
 
@@ -94,7 +99,11 @@ def restore_checkpoint(
     stored = as_stored(template, about, strict, ignore)
     with uneven_here("restore_checkpoint", uneven):
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
-    replicated = _replicated_sharding(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
+    # Arrays that have no sharding are replicated, so that a step can use them with the others.
+    own = current_mesh() if mesh is None else mesh
+    meshes = [None if own is None else with_devices(own), *(s.mesh for _, _, s in leaves if s is not None)]
+    concrete = (NamedSharding(one, PartitionSpec()) for one in meshes if isinstance(one, Mesh))
+    replicated = next(concrete, SingleDeviceSharding(jax.local_devices()[0]))
     wanted, with_added = {}, set[str]()
     for leaf, _, sharding in leaves:
         # Orbax knows neither named arrays nor typed keys: it reads raw arrays, of which `restored_leaf` makes them.
@@ -157,12 +166,122 @@ def _read_arrays(orbax: Any, path: str, what: Any) -> dict[str, jax.Array]:
         raise ValueError(f"restore_checkpoint: {path} cannot be read: {reason.removesuffix('.')}.") from None
 
 
-def _replicated_sharding(mesh: AnyMesh | None, known: list[Any]) -> Any:
-    """Return the replicated sharding for arrays that have none, so that a step can use them with the others."""
-    mesh = current_mesh() if mesh is None else mesh
-    meshes = [None if mesh is None else with_devices(mesh), *(sharding.mesh for sharding in known)]
-    found = (NamedSharding(one, PartitionSpec()) for one in meshes if isinstance(one, Mesh))
-    return next(found, SingleDeviceSharding(jax.local_devices()[0]))
+def stored_entries(folder: Any) -> dict[str, Any]:
+    """Read the entries of a checkpoint; refuse a file that `entry_of` cannot have written."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "about" / "metadata").read_bytes())
+        wrong = [key for key, entry in found.items() if not _is_entry(entry)]
+        if not wrong:
+            return found
+        reason = f"has no right entry for {wrong[0]!r}"
+    except (ValueError, AttributeError, RecursionError):
+        reason = "is no table of arrays"
+    except OSError as e:
+        reason = f"cannot be opened: {e.strerror}"
+    raise ValueError(f"restore_checkpoint: {folder} cannot be read: about/metadata {reason}.")
+
+
+def _is_entry(entry: Any) -> bool:
+    try:
+        if "number" in entry:
+            number = entry["number"] if type(entry["number"]) is list else [entry["number"], 0]  # of a complex one, two
+            return len(number) == 2 and all(type(x) in (bool, int, float) for x in number)
+        names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
+        if "key" in entry:
+            known = dtype == str(jax.eval_shape(lambda: jax.random.key(0, impl=entry["key"])).dtype)
+        else:
+            known = all(type(entry[k]) is str and jnp.dtype(entry[k]) for k in entry.keys() & {"dtype", "stored"})
+        if names is not None:
+            known = known and len({*names}) == len(names) == len(shape) and all(type(name) is str for name in names)
+        return bool(known) and all(type(size) is int and size >= 0 for size in shape)
+    except Exception:  # of JAX, for words that are no dtype or no kind of key
+        return False
+
+
+# --- matching a checkpoint with a template ---
+
+
+def as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Sequence[str]) -> Any:
+    """Return the template with abstract arrays that have their axes in the stored order."""
+    context = LoadContext("restore_checkpoint", strict, ignore, source="checkpoint", keys=list(about))
+    leaves, structure = leaves_of(template)
+    found, problems = [], []
+    for leaf in leaves:
+        key, x = key_of(leaf), leaf.value
+        entry = about.get(key)
+        found.append(x)  # the template's own value, unless the checkpoint has an array in its place
+        if is_number(x):
+            if entry is None or "number" not in entry:
+                context.add_missing(key, f"a number, {type(x).__name__}")
+            elif converted_number(type(x), _stored_number(entry)) is None:
+                context.misfits.append(
+                    f"{key!r} is {_stored_number(entry)}, but in the tree it is a number, {type(x).__name__}."
+                )
+            continue
+        if not is_jax_array_like(x):
+            continue
+        if entry is None or "number" in entry:
+            context.add_missing(key, describe_array(x))
+            if not has_values(x):
+                problems.append(no_value(key))
+        elif misfit := _describe_misfit(x, entry, added := added_layers_of(leaf, template)):
+            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
+        else:  # in the stored order, and with the layers that are added in the tree
+            names = entry["axes"] if isinstance(x, NamedArray) else None
+            more = added if names is None else [dict(zip(x.names, added, strict=True))[n] for n in names]
+            shape = tuple(size + n for size, n in zip(entry["shape"], more, strict=True))
+            struct = jax.ShapeDtypeStruct(shape, x.dtype)
+            names = x.names if names is None and isinstance(x, NamedArray) else names
+            found[-1] = struct if names is None else wrap(struct, tuple(names))
+    keys = {key_of(leaf) for leaf in leaves}
+    context.add_unexpected(key for key in about if key not in keys)
+    context.raise_problems()
+    if problems:
+        raise ValueError(list_problems("restore_checkpoint", problems, None))
+    return jax.tree.unflatten(structure, found)
+
+
+def _describe_misfit(x: Any, entry: Mapping[str, Any], added: Sequence[int]) -> str | None:
+    """Describe how a stored array differs from the template's, or return None."""
+    names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
+    own = [size - n for size, n in zip(raw(x).shape, added, strict=True)]
+    if isinstance(x, NamedArray) and names is not None:
+        if len(x.names) != len(own) or dict(zip(names, shape, strict=True)) != dict(zip(x.names, own, strict=True)):
+            return f"has axes {errors.describe_axes(names, shape)}"
+    elif own != shape:
+        return f"has shape {tuple(shape)}"
+    same = dtype == str(x.dtype) if is_key(x) or "key" in entry else same_kind(jnp.dtype(dtype), x.dtype)
+    return None if same else f"has dtype {dtype}"
+
+
+def _stored_number(entry: Mapping[str, Any]) -> Any:
+    value = entry["number"]
+    return complex(*value) if isinstance(value, list) else value
+
+
+def restored_leaf(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
+    """Return a leaf of the restored tree."""
+    if entry is None:
+        return mine
+    if is_number(mine) and "number" in entry:
+        return converted_number(type(mine), _stored_number(entry))
+    if not is_jax_array_like(mine):
+        return mine
+    array = arrays[key_of(leaf)]
+    if is_key(mine):
+        array = jax.random.wrap_key_data(array, impl=entry["key"])
+    elif array.dtype != (dtype := jax.dtypes.canonicalize_dtype(mine.dtype)):
+        require_representable(f"restore_checkpoint: {leaf.path}", array, dtype)
+        array = array.astype(dtype)
+    assert leaf.shape is not None
+    shape = leaf.shape
+    if isinstance(mine, NamedArray) and leaf.value.names != mine.names:
+        sizes = dict(zip(leaf.value.names, shape, strict=True))
+        array, shape = rearrange(wrap(array, leaf.value.names), mine.names).array, tuple(sizes[n] for n in mine.names)
+    return wrap_like(array if array.shape == shape else padded_array(array, shape), mine)
+
+
+# --- folders ---
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:

@@ -16,15 +16,22 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ..core.processes import fail_together
-from ._checkpoint_entries import entries_and_arrays
+from ..core.tree_spec import is_key
+from ..distribution.padded_array import stored
+from ..named_array import NamedArray, is_jax_array_like, raw
+from ..sharding.leaves import Leaf, child_of, leaves_of
+from ..tree import LayerStack
 from .file_checksums import as_folder, write_checksums, write_checksums_of_process
+from .naming import is_number, require_representable
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """What follows the name of a folder until it is complete, as Orbax calls it, and then a number."""
@@ -84,7 +91,13 @@ def save_checkpoint_async(path: str | os.PathLike[str], tree: Any) -> PendingChe
             pending._claim()
             agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
             if jax.process_index() == 0:
-                pending._make_folder(about)
+                beside, unfinished = pending._folder.parent, pending._unfinished
+                for left in [*beside.iterdir()] if beside.is_dir() else []:
+                    if left.name.startswith(f"{pending._folder.name}{UNFINISHED}-"):
+                        _remove_tree(left)  # what a process that was killed has left
+                (unfinished / "about").mkdir(parents=True)
+                (unfinished / "about" / "metadata").write_text(json.dumps(about))
+                (unfinished / "arrays").mkdir()  # or each process that writes would wait for it
             agree()
             pending._begin(about, arrays)
     except BaseException:
@@ -175,15 +188,6 @@ class PendingCheckpoint:
                 )
             _PENDING[str(self._folder)], self._has_claimed = self, True
 
-    def _make_folder(self, about: Any) -> None:
-        beside = self._folder.parent
-        for path in [*beside.iterdir()] if beside.is_dir() else []:
-            if path.name.startswith(f"{self._folder.name}{UNFINISHED}-"):
-                _remove_tree(path)  # what a process that was killed has left
-        (self._unfinished / "about").mkdir(parents=True)
-        (self._unfinished / "about" / "metadata").write_text(json.dumps(about))
-        (self._unfinished / "arrays").mkdir()  # or each process that writes would wait for it
-
     def _begin(self, about: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> None:
         """Copy the shards of this process to host memory, and let threads write them."""
         for key, x in arrays.items():
@@ -216,7 +220,14 @@ class PendingCheckpoint:
     def _complete(self) -> None:
         if self._has_arrays:
             self._writer.finalize(orbax_path(self._unfinished / "arrays"))
-            _leave_out_padding(self._unfinished, self._padded)
+            import tensorstore  # which Orbax uses
+
+            # Added layers and padding are left out in the files, since devices cannot shard the true number evenly.
+            base = f"{self._unfinished}/arrays"
+            base = base if "://" in base else f"file://{base}"
+            for key, shape in self._padded.items():
+                store = {"driver": "ocdbt", "base": base, "path": f"{key}/"}
+                tensorstore.open({"driver": "zarr", "kvstore": store}).result().resize(exclusive_max=shape).result()
         write_checksums(self._unfinished)
         if self._unfinished != self._folder:
             self._unfinished.rename(self._folder)
@@ -267,6 +278,88 @@ def require_orbax(operation: str) -> Any:
     return orbax.checkpoint
 
 
+# --- the entries, one for each leaf of a tree ---
+
+
+def key_of(leaf: Leaf) -> str:
+    """Return the name of a leaf in a checkpoint."""
+    return jax.tree_util.keystr(leaf.keys, simple=True, separator=".") or "array"
+
+
+def added_layers_of(leaf: Leaf, tree: Any) -> tuple[int, ...]:
+    """Return for each axis of an array the number of added layers at its end."""
+    shape = leaf.shape or ()
+    added, names, stacks = [0] * len(shape), leaf.names or (), 0
+    is_named = len(names) == len(shape) and isinstance(leaf.value, NamedArray)
+    # Not down to the leaf: it is no stack, and Flax warns if the value of a variable is looked up.
+    for node in itertools.accumulate(leaf.keys[:-1], child_of, initial=tree):
+        if not isinstance(node, LayerStack):
+            continue
+        if found := node.added_layers():
+            axis, number = found
+            position = stacks  # raw arrays have the axes of the stacks around them first, from the outside in
+            if is_named:
+                position = names.index(axis.name) if axis.name in names else len(shape)
+            if shape[position : position + 1] == (axis.size + number,):
+                added[position] = number
+        stacks += 1
+    return tuple(added)
+
+
+def entry_of(leaf: Leaf, array: Any, added: Sequence[int]) -> dict[str, Any]:
+    """Return the entry of an array: everything that is stored about it besides its values."""
+    names = leaf.value.names if isinstance(leaf.value, NamedArray) else None
+    names = None if leaf.made_from else names  # the names belong to another array
+    shape = [size - n for size, n in zip(array.shape, added, strict=True)]
+    about = {"axes": names, "shape": shape, "dtype": str(array.dtype)}
+    return about | ({"key": str(jax.random.key_impl(stored(array)))} if is_key(array) else {})
+
+
+def entries_and_arrays(tree: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Return by keys the entries of leaves, and the arrays as they are written; check that all can be stored."""
+    arrays, about = {}, {}
+    for leaf in leaves_of(tree)[0]:
+        key = key_of(leaf)
+        if key in about:
+            raise ValueError(
+                f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
+            )
+        array = raw(leaf.value)
+        if is_number(array):
+            about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
+        elif is_jax_array_like(array):
+            if isinstance(stored(array), jax.ShapeDtypeStruct):
+                raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
+            if not isinstance(stored(array), jax.Array):
+                require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
+            about[key] = entry_of(leaf, array, added_layers_of(leaf, tree))
+            array = stored(array)
+            try:  # arrays of NumPy, which may be changed while files are written, are copied
+                data = array if isinstance(array, jax.Array) else jnp.array(array)
+            except TypeError:
+                text = f"save_checkpoint: {leaf.path} has the dtype {array.dtype}, which JAX does not have."
+                raise TypeError(text) from None
+            data = jax.random.key_data(data) if is_key(data) else data
+            if (wider := stored_as(data.dtype)) != data.dtype:
+                about[key]["stored"], data = wider.name, data.astype(wider)
+            if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
+                arrays[key] = data
+    return about, arrays
+
+
+def stored_as(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype that an array is written with: a wider one, which has all its values, if files lack its own."""
+    import tensorstore  # which Orbax uses
+
+    try:
+        tensorstore.dtype(dtype.name)
+    except (TypeError, ValueError):
+        if jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
+        return np.dtype(np.float16)
+    return dtype
+
+
 _SHARED = 2**20
 """The bytes for each device from which the devices share the writing of a replicated array."""
 
@@ -294,16 +387,6 @@ def orbax_path(folder: Any) -> Any:
     from etils import epath  # installed with Orbax
 
     return epath.Path(folder)
-
-
-def _leave_out_padding(folder: Any, padded: Mapping[str, list[int]]) -> None:
-    """Leave out added layers and padding: in the files, since devices cannot shard the true number evenly."""
-    import tensorstore  # which Orbax uses
-
-    base = f"{folder}/arrays" if "://" in str(folder) else f"file://{folder}/arrays"
-    for key, shape in padded.items():
-        store = {"driver": "ocdbt", "base": base, "path": f"{key}/"}
-        tensorstore.open({"driver": "zarr", "kvstore": store}).result().resize(exclusive_max=shape).result()
 
 
 def _remove_unfinished(path: Any) -> None:

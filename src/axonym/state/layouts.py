@@ -510,36 +510,26 @@ def _template_like(like: T) -> T:
     return with_abstract_arrays(call_lazily(_as_exported, abstract_tree(like)))
 
 
-def _as_exported(tree: T, undo: bool = False) -> T:
+def _as_exported(node: Any, undo: bool = False) -> Any:
     """Return a tree with the factors that its layers declare, and without the added layers of stacks; or undo that."""
-
-    def at(node: Any) -> Any:
-        if isinstance(node, ModuleWithStateDictSerialization):
-            if type(node).flatten_for_export is not ModuleWithStateDictSerialization.flatten_for_export:
-                what = f"{type(node).__name__} has its own `flatten_for_export`, which a table does not call"
-                raise TypeError(f"{WHAT}: {what}. Convert the tree without a layout.")
-            node = node._scaled({field: 1 / by if undo else by for field, by in node._state_dict_scales().items()})
-        if isinstance(node, LayerStack) and (added := node.added_layers()):
-            Layers, count = added
-
-            def resized(x: Any) -> Any:
-                if not isinstance(x, NamedArray) or Layers.name not in x.names or not is_jax_array_like(x):
-                    return x
-                return pad(x, {Layers.name: (0, count)}) if undo else index(x, {Layers.name: slice(Layers.size)})
-
-            node = named_trees.map(resized, node)
-        return node
-
-    return _each_node(at, tree)
-
-
-def _each_node(change: Callable[[Any], Any], node: Any) -> Any:
-    """Apply a function to every node of a tree, from the outside in."""
     if isinstance(node, NamedArray) or jax.tree_util.all_leaves([node]):
         return node
-    node = change(node)
+    if isinstance(node, ModuleWithStateDictSerialization):
+        if type(node).flatten_for_export is not ModuleWithStateDictSerialization.flatten_for_export:
+            what = f"{type(node).__name__} has its own `flatten_for_export`, which a table does not call"
+            raise TypeError(f"{WHAT}: {what}. Convert the tree without a layout.")
+        node = node._scaled({field: 1 / by if undo else by for field, by in node._state_dict_scales().items()})
+    if isinstance(node, LayerStack) and (added := node.added_layers()):
+        Layers, count = added
+
+        def resized(x: Any) -> Any:
+            if not isinstance(x, NamedArray) or Layers.name not in x.names or not is_jax_array_like(x):
+                return x
+            return pad(x, {Layers.name: (0, count)}) if undo else index(x, {Layers.name: slice(Layers.size)})
+
+        node = named_trees.map(resized, node)
     found, structure = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
-    return jax.tree.unflatten(structure, [_each_node(change, child) for child in found])
+    return jax.tree.unflatten(structure, [_as_exported(child, undo) for child in found])
 
 
 def _drawn_array(key: jax.Array, x: Any) -> Any:

@@ -260,11 +260,21 @@ def stacked_from_state_dict(
     columns = zip(*map(named_trees.leaves, loaded_layers), strict=True)
     results = []
     for (path, x), parts in zip(found, columns, strict=True):
-        if layers_at(x, layers.name) is None and not all_equal(parts):
-            where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
-            shared = describe_array(x) if is_jax_array_like(x) else x
-            active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
-        results.append(_stacked_layers(x, parts, layers.name, padding))
+        if (position := layers_at(x, layers.name)) is None:
+            if not all_equal(parts):
+                where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
+                shared = describe_array(x) if is_jax_array_like(x) else x
+                active_context().misfits.append(
+                    f"{where!r} differs among the layers, but in the tree all share {shared}."
+                )
+            results.append(parts[0])
+            continue
+        if isinstance(x, NamedArray):
+            names = names_without(x.names, layers.name)
+            parts = [raw(part if part.names == names else rearrange(part, names)) for part in parts]
+        arrays = [*map(as_lazy, parts)]
+        zeros = as_lazy(np.broadcast_to(np.zeros((), arrays[0].dtype), arrays[0].shape))
+        results.append(wrap_like(stack_lazily([*arrays, *[zeros] * padding], position), x))
     return jax.tree.unflatten(structure, results)
 
 
@@ -305,15 +315,3 @@ def all_equal(parts: Sequence[Any]) -> bool:
     if not isinstance(first, LazyArray) or any(map(has_missing, (first, *others))) or in_trace():
         return True
     return all(np.array_equal(read_all(other), read_all(first), equal_nan=True) for other in others)
-
-
-def _stacked_layers(x: Any, parts: Sequence[Any], name: str, padding: int) -> Any:
-    position = layers_at(x, name)
-    if position is None:
-        return parts[0]
-    if isinstance(x, NamedArray):
-        names = names_without(x.names, name)
-        parts = [raw(part if part.names == names else rearrange(part, names)) for part in parts]
-    arrays = [*map(as_lazy, parts)]
-    zeros = as_lazy(np.broadcast_to(np.zeros((), arrays[0].dtype), arrays[0].shape))
-    return wrap_like(stack_lazily([*arrays, *[zeros] * padding], position), x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import equinox as eqx
 
@@ -16,8 +16,6 @@ from .lazy_arrays import scale_array
 from .loading import lazy_loading, load_children
 from .naming import KeyMap, StateDict
 from .saving import children_to_state_dict
-
-T = TypeVar("T")
 
 ExportAxes = Mapping[str, Mapping[str, AxisSpec]]
 """The axes that become one: by the field that has them in the module, their form in each array that has them, too."""
@@ -99,7 +97,18 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"heads": 2, "size": 2})).flatten_for_export().scale.shape
         {'flat': 4}
         """
-        return _merge_axes(self, self._export_axes())
+        declared = self._export_axes()
+        if all(isinstance(getattr(self, field), Axis) for field in declared):
+            return self
+        changed: dict[str, Any] = {}
+        for field, arrays in declared.items():
+            name = _merged_name(field)
+            changed[field] = Axis(name, axis_size(getattr(self, field)))
+            for array, spec in arrays.items():
+                x = changed.get(array, getattr(self, array))
+                merged = tuple(a.name for a in axes_of_spec(spec))
+                changed[array] = flatten_axes(x, merged, name) if is_jax_array_like(x) else x
+        return dataclasses.replace(self, **changed)
 
     def unflatten_from_export(self, template: Any) -> Self:
         """Undo `flatten_for_export`.
@@ -115,42 +124,23 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"flat": 4})).unflatten_from_export(template).scale.shape
         {'heads': 2, 'size': 2}
         """
-        return _split_axes(self, template, template._export_axes())
+        declared = template._export_axes()
+        if all(isinstance(getattr(template, field), Axis) for field in declared):
+            return self
+        changed: dict[str, Any] = {}
+        for field, arrays in declared.items():
+            changed[field] = getattr(template, field)
+            for array, spec in arrays.items():
+                x = changed.get(array, getattr(self, array))
+                split = axes_of_spec(spec)
+                changed[array] = unflatten_axis(x, _merged_name(field), split) if is_jax_array_like(x) else x
+        for array in {array for arrays in declared.values() for array in arrays}:
+            x, like = changed[array], getattr(template, array)
+            if is_jax_array_like(x) and like is not None and x.names != like.names:
+                changed[array] = rearrange(x, like.names)
+        return dataclasses.replace(self, **changed)
 
 
 def _merged_name(field: str) -> str:
     """Return the name of the axis that the axes of a field become. Existing code looks for these names."""
     return "__IN__" if field == "In" else "__OUT__"
-
-
-def _merge_axes(module: T, declared: ExportAxes) -> T:
-    """Return a module with one axis for each field; the module itself if no field has several."""
-    if all(isinstance(getattr(module, field), Axis) for field in declared):
-        return module
-    changed: dict[str, Any] = {}
-    for field, arrays in declared.items():
-        name = _merged_name(field)
-        changed[field] = Axis(name, axis_size(getattr(module, field)))
-        for array, spec in arrays.items():
-            x = changed.get(array, getattr(module, array))
-            merged = tuple(a.name for a in axes_of_spec(spec))
-            changed[array] = flatten_axes(x, merged, name) if is_jax_array_like(x) else x
-    return dataclasses.replace(module, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
-
-
-def _split_axes(module: T, template: Any, declared: ExportAxes) -> T:
-    """Undo `_merge_axes`, with the axes that the template declares, in its order."""
-    if all(isinstance(getattr(template, field), Axis) for field in declared):
-        return module
-    changed: dict[str, Any] = {}
-    for field, arrays in declared.items():
-        changed[field] = getattr(template, field)
-        for array, spec in arrays.items():
-            x = changed.get(array, getattr(module, array))
-            split = axes_of_spec(spec)
-            changed[array] = unflatten_axis(x, _merged_name(field), split) if is_jax_array_like(x) else x
-    for array in {array for arrays in declared.values() for array in arrays}:
-        x, like = changed[array], getattr(template, array)
-        if is_jax_array_like(x) and like is not None and x.names != like.names:
-            changed[array] = rearrange(x, like.names)
-    return dataclasses.replace(module, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]

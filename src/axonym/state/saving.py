@@ -72,22 +72,17 @@ def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None,
     [('norm.0.scale', (3,)), ('norm.1.scale', (3,))]
     """
     if at_once and layers_are_first(stacked, layers):
-        return _split_layers(to_state_dict(stacked, prefix), layers, prefix)
+        below, found = with_prefix(prefix, "") or "", {}
+        for key, x in to_state_dict(stacked, prefix).items():
+            if is_number(x) or not key.startswith(below):
+                found[key] = x
+            elif x.shape[:1] != (layers.size,):
+                raise ValueError(f"to_state_dict: {key!r} has shape {x.shape}, which does not start with {layers}.")
+            else:
+                found |= stacked_to_state_dict({key.removeprefix(below): x}, layers, prefix)
+        return found
     each = [named_trees.map(lambda x, i=i: layer_of(x, layers.name, i), stacked) for i in range(layers.size)]
     return children_to_state_dict(each, prefix)
-
-
-def _split_layers(state_dict: StateDict, layers: Axis, prefix: str | None) -> StateDict:
-    """Split the entries below a prefix, which have the layers first, into one for each layer."""
-    below, found = with_prefix(prefix, "") or "", {}
-    for key, x in state_dict.items():
-        if is_number(x) or not key.startswith(below):
-            found[key] = x
-        elif x.shape[:1] != (layers.size,):
-            raise ValueError(f"to_state_dict: {key!r} has shape {x.shape}, which does not start with {layers}.")
-        else:
-            found |= stacked_to_state_dict({key.removeprefix(below): x}, layers, prefix)
-    return found
 
 
 def to_numpy_state_dict(tree: Any, prefix: str | None = None) -> StateDict:

@@ -51,7 +51,16 @@ def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | Non
             else:
                 value = mine
         # After a problem nothing more is read, but the other problems are still found.
-        results.append(value if problems else wrap_like(_put_sharded(leaf, raw(value), sharding), value))
+        if not problems:
+            x = raw(value)
+            if isinstance(x, LazyArray) and sharding is not None and not is_on_device(x) and not in_trace():
+                x = _read_by_device(leaf, x, sharding)
+            else:
+                x = jnp.asarray(read_all(x)) if isinstance(x, LazyArray) else x
+                if sharding is not None and is_jax_array_like(x):  # whether it may pad was decided with the sharding
+                    x = shard(x, sharding.spec, sharding.mesh, uneven="pad")
+            value = wrap_like(x, value)
+        results.append(value)
     if problems:
         raise ValueError(list_problems(what, problems, None))
     return jax.tree.unflatten(structure, results)
@@ -101,16 +110,6 @@ def _wanted_sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedShardi
     if isinstance(has.mesh, AbstractMesh):  # as `jax.eval_shape` leaves it on Explicit mesh axes
         return NamedSharding(mesh, has.spec) if mesh is not None and mesh.abstract_mesh == has.mesh else None
     return has
-
-
-def _put_sharded(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
-    if isinstance(x, LazyArray):
-        if sharding is not None and not is_on_device(x) and not in_trace():
-            return _read_by_device(leaf, x, sharding)
-        x = jnp.asarray(read_all(x))
-    if sharding is None or not is_jax_array_like(x):
-        return x
-    return shard(x, sharding.spec, sharding.mesh, uneven="pad")  # whether it may was decided with the sharding
 
 
 def stored_shape(shape: tuple[int, ...], sharding: NamedSharding | None) -> tuple[int, ...]:
