@@ -44,7 +44,7 @@ class Project(eqx.Module):
     def method(self, v: Any) -> Any:
         return self(v)
 
-    @functools.partial(lift, in_axes=(None, "embed"), out_axes="out")
+    @lift("_, embed -> out")
     def by_name(self, v: Any) -> Any:
         return self(v)
 

@@ -33,8 +33,10 @@ def _in_model(found: ScopedOperation) -> ScopedOperation:
     if found.name != "MoELinear":
         return found
     last = {a.axis: dataclasses.replace(a, name=a.axis) for term in (*found.operands, *found.results) for a in term}
-    both = (tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results))
-    return ScopedOperation(found.name, *both)
+    operands, results = (
+        tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results)
+    )
+    return ScopedOperation(found.name, operands, results)
 
 
 def names_in(operations: Iterable[ScopedOperation]) -> set[str]:
