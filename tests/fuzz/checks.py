@@ -111,7 +111,24 @@ def check_placements(program: Program, seed: int) -> None:
                 continue  # some operations have no derivative at 0
             if "every placement was refused" not in str(refusal):
                 raise
+        except AssertionError as failure:
+            if "times the arguments" not in str(failure) or _stays_in_range(program):
+                raise
         return
+
+
+def _stays_in_range(program: Program) -> bool:
+    """Return whether all values are finite for arguments as large as `check_shard_invariance` makes them.
+
+    Beyond the range of the dtype, differences of two values are differences of how they were rounded.
+    """
+    values = [
+        dataclasses.replace(v, array=v.array * 16) if jnp.issubdtype(v.array.dtype, jnp.inexact) else v
+        for v in program.inputs
+    ]
+    for step in program.steps:
+        values.append(step.by_position(jnp, values))
+    return all(bool(jnp.all(jnp.isfinite(v.array))) for v in values)
 
 
 def by_position(program: Program) -> Callable[..., axn.NamedArray]:

@@ -24,6 +24,7 @@ def differs(found: Any, expected: Any, *, weak: bool = True, exact: bool = False
         intermediate results in bfloat16 matter too.
     """
     found, expected = jnp.asarray(found), jnp.asarray(expected)
+    weak = weak and expected.dtype != bool  # which promotes alike, weak or not
     if found.dtype != expected.dtype or (weak and found.weak_type != expected.weak_type):
         return f"dtype {found.dtype} weak={found.weak_type} for {expected.dtype} weak={expected.weak_type}"
     if found.shape != expected.shape:
