@@ -350,6 +350,16 @@ def test_compiled_functions_call_each_other() -> None:
         np.testing.assert_allclose(x.array, expected.array, rtol=1e-5)
 
 
+@pytest.mark.parametrize("over", ["x", ("x", "y")], ids=str)
+def test_gathered_arrays_keep_the_signs_of_zeros(over: Any) -> None:
+    x = axn.named(-np.zeros(11, np.float32), "vocab")
+    with jax.set_mesh(devices_of(x=4, y=2)), axn.axis_mapping({"vocab": over}, uneven="pad"):
+        padded = axn.shard(x)
+        assert is_padded(padded.array)
+        for gathered in (axn.unshard(padded), axn.unshard(axn.named_jit(lambda x: x * 1)(padded)), axn.to_host(padded)):
+            assert np.signbit(np.asarray(gathered.array)).all()
+
+
 def test_plans_refuse_padded_arrays() -> None:
     mesh = devices_of(data=8)
     placed, whole = axn.shard(X, {"vocab": "data"}, mesh, uneven="pad"), axn.shard(X, {}, mesh)
