@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from .axis import Names
+from .axis import Axis, AxisSelector, Names
 from .core import errors
 from .distribution.mesh_axes import explicit_mesh
-from .named_array import NamedArray, NamedOrNumeric, wrap
+from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan, require_in_range
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
@@ -79,7 +79,14 @@ class NamedRef:
         return self.ref.dtype
 
     axes, shape, ndim = NamedArray.axes, NamedArray.shape, NamedArray.ndim
-    resolve_axis = NamedArray.resolve_axis
+
+    def resolve_axis(self, axis: AxisSelector) -> Axis:
+        """Return the axis with a given name, including its size.
+
+        >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
+        Axis(name='x', size=3)
+        """
+        return resolve_axes(self.names, self._sizes(), axis, "resolve_axis")[0]
 
     def _sizes(self) -> tuple[int, ...]:
         return tuple(e.size for e in self.view if e.size is not None)

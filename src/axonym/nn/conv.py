@@ -44,8 +44,6 @@ class _Convolution(ModuleWithStateDictSerialization):
     kernel_size: tuple[int, ...] = eqx.field(static=True)
     stride: tuple[int, ...] = eqx.field(static=True)
     padding: Padding = eqx.field(static=True)
-    dilation: tuple[int, ...] = eqx.field(static=True)
-    groups: int = eqx.field(static=True)
 
     @abc.abstractmethod
     def _parameters(self) -> Parameters: ...
@@ -81,6 +79,9 @@ class Conv(_Convolution):
     >>> print(layer(axn.ones({"batch": 2, "channels": 3, "height": 8, "width": 8})))
     float32[batch=2, features=4, height=6, width=6]
     """
+
+    dilation: tuple[int, ...] = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
 
     @staticmethod
     def init(
@@ -140,6 +141,8 @@ class ConvTranspose(_Convolution):
     """
 
     output_padding: tuple[int, ...] = eqx.field(static=True)
+    dilation: tuple[int, ...] = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
 
     @staticmethod
     def init(
