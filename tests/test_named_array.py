@@ -109,6 +109,11 @@ class Hidden:
         ),
         (lambda: axn.named(jnp.zeros((2, 3)), "a b"), ValueError, "shape (2, 3). Names are a sequence: ('a', 'b')."),
         (
+            lambda: axn.named(jax.random.split(jax.random.PRNGKey(0), 2), Batch),
+            ValueError,
+            "shape (2, 2). Keys of `jax.random.PRNGKey` have a last dimension of their own; those of `jax.random.key`",
+        ),
+        (
             lambda: axn.named(jnp.zeros(2), (Batch, Embed)),
             ValueError,
             "2 axes (batch=2, embed=3) for an array of rank 1",

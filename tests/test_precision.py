@@ -36,6 +36,14 @@ def test_strings(text: str, expected: tuple[Any, Any, Any]) -> None:
     assert Policy.parse(str(policy)) == policy and hash(Policy.parse(str(policy))) == hash(policy)
 
 
+def test_only_half_asks_for_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program can parse a policy before it says how many devices there are: asking would start them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("the devices have started"))
+    assert Policy.parse("p=f32,c=bf16").compute_dtype == jnp.bfloat16
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert Policy.parse("half").compute_dtype == jnp.bfloat16
+
+
 def test_keywords() -> None:
     assert get_policy(params=F32, compute="bf16", output=np.float32) == Policy.parse(MIXED)
     assert get_policy(compute=BF16) == Policy.parse("c=bf16")

@@ -488,6 +488,11 @@ def _checked_fields(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     if len(shape) != len(names):
         words = re.split(r"[\s,]+", names[0].strip()) if len(names) == 1 else []
         hint = f" Names are a sequence: {tuple(words)}." if len(words) > 1 else ""
+        if len(shape) == len(names) + 1 and shape[-1] == 2 and getattr(array, "dtype", None) == jnp.uint32:
+            hint += (
+                " Keys of `jax.random.PRNGKey` have a last dimension of their own; those of `jax.random.key` do not. "
+                "`axonym.scan` and `axonym.vmap` take raw keys."
+            )
         raise ValueError(
             f"NamedArray: {errors.counted(len(names), 'axis', 'axes')} {errors.describe_selectors(found)} for an "
             f"array of rank {len(shape)}, shape {tuple(shape)}.{hint}"

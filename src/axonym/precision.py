@@ -161,9 +161,10 @@ def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) 
 
 
 def _parsed_dtype(name: str, text: str) -> Any:
-    half = "bfloat16" if jax.default_backend() == "tpu" else "float16"
+    if name == "half":  # only this asks for the devices, which programs configure after they have parsed a policy
+        return jnp.dtype("bfloat16" if jax.default_backend() == "tpu" else "float16")
     try:
-        return jnp.dtype(half if name == "half" else _SHORT.get(name, name))
+        return jnp.dtype(_SHORT.get(name, name))
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
         known = (*_SHORT.values(), *_SHORT, "half")
         raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
