@@ -138,7 +138,7 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder with a model")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder with a model, or of a run that exported one")
     parser.add_argument("--prompt", action="append", required=True, help="how a text begins; give several for a batch")
     parser.add_argument("--length", type=int, default=64, help="the most tokens to write after each prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
@@ -157,6 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", args.simulated_devices)
     if args.length < 1:
         parser.error("--length must be at least 1")
+    run = args.checkpoint
+    if (run / "exported.txt").is_file():  # the folder of a run of train_lm.py, which says where its model is
+        args.checkpoint = Path((run / "exported.txt").read_text())
+    elif (run / "checkpoints").is_dir():
+        parser.error(
+            f"--checkpoint: {run} is the folder of a run; export its model by train_lm.py --resume --out {run} "
+            "--export exported, then use --checkpoint exported"
+        )
     needed = [args.checkpoint / name for name in ("config.json", "tokenizer.json")]
     if missing := [path.name for path in needed if not path.is_file()]:
         what = f"has no {' and no '.join(missing)}" if args.checkpoint.is_dir() else "is not a folder"

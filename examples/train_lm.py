@@ -400,6 +400,9 @@ class Training:
         """Export the model, and say where everything is."""
         if self.config.export is not None:
             checkpoints.export(self.state.model, self.config.export, self.prepared.axes)
+            if not checkpoints.is_file(self.config.export):  # generate.py takes the folder of the run for it
+                where = str(self.config.export.resolve())
+                self.try_to("note where the model is", (self.files.folder / "exported.txt").write_text, where)
             self.reporter.say(f"The model is in {self.config.export}.")
         more = " " + self.how_to_go_on(" with more steps", f" --steps {2 * self.step}")
         self.reporter.say(

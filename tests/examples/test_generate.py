@@ -110,9 +110,12 @@ def test_folders_without_a_model(folder: Path, tmp_path: Path, capsys: pytest.Ca
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     empty = tmp_path / "empty"
     empty.mkdir()
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
     for checkpoint, message in (
         ("nowhere", "nowhere is not a folder"),
         (empty, "empty has no config.json and no tokenizer.json"),
+        (run, "--resume --out"),
         (tmp_path, "has no weights: no file ends with .safetensors"),
     ):
         with pytest.raises(SystemExit):
@@ -155,6 +158,9 @@ def test_what_was_just_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = "def f(x):\n\treturn 'caf\u00e9 \u2603'\x00"
     assert tokenizer.encode(text).ids == [*text.encode()] and tokenizer.decode([*text.encode()]) == text
     generate.main(["--checkpoint", str(folder), "--prompt", "def ", "--length", "3"])
+    assert capsys.readouterr().out.startswith("def ")
+    (tmp_path / "exported.txt").write_text(str(folder))  # as a run that has exported it
+    generate.main(["--checkpoint", str(tmp_path), "--prompt", "def ", "--length", "3"])
     assert capsys.readouterr().out.startswith("def ")
     (folder / "notes.txt").touch()
     assert "with other files" in str(train_lm.checkpoints.problem_of_export(folder, config))
