@@ -138,7 +138,7 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder with a model, or of a run that exported one")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder with a model, or of its run")
     parser.add_argument("--prompt", action="append", required=True, help="how a text begins; give several for a batch")
     parser.add_argument("--length", type=int, default=64, help="the most tokens to write after each prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
