@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -112,6 +114,17 @@ def test_in_the_program() -> None:
     """A cast is a conversion where it happens, of each argument once, and nothing else."""
     found = jax.make_jaxpr(mixed_precision("c=bf16,o=f32", lambda x, n: (x * x, n)))(jnp.ones(2), 3)
     assert [e.primitive.name for e in found.eqns] == ["convert_element_type", "mul", "convert_element_type"]
+
+
+def test_parsing_starts_no_backend() -> None:
+    """A script parses its flags before it says how many devices it simulates."""
+    code = "import jax, axonym as axn; axn.precision.Policy.parse('c=bf16'); jax.config.update('jax_num_cpu_devices', 3)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arrays_that_have_the_dtype_are_not_copied() -> None:
+    x = np.ones(2, np.float32)
+    assert Policy().cast_to_param({"x": x})["x"] is x
 
 
 def test_refusals() -> None:

@@ -161,9 +161,10 @@ def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) 
 
 
 def _parsed_dtype(name: str, text: str) -> Any:
-    half = "bfloat16" if jax.default_backend() == "tpu" else "float16"
+    if name == "half":  # only then is JAX's backend started
+        return jnp.dtype("bfloat16" if jax.default_backend() == "tpu" else "float16")
     try:
-        return jnp.dtype(half if name == "half" else _SHORT.get(name, name))
+        return jnp.dtype(_SHORT.get(name, name))
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
         known = (*_SHORT.values(), *_SHORT, "half")
         raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{errors.suggestion(name, known)}") from None
@@ -171,8 +172,9 @@ def _parsed_dtype(name: str, text: str) -> Any:
 
 def _cast_tree(tree: Any, dtype: np.dtype) -> Any:
     def cast(x: Any) -> Any:
-        # 8-bit floats are stored with a scale, which is cast.
-        if not isinstance(x, PROGRAM_ARRAYS) or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        if not isinstance(x, PROGRAM_ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if x.dtype.itemsize == 1:  # stored in few bits, with a scale that is cast
             return x
         return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
