@@ -299,6 +299,46 @@ def counted(model: Mapping[str, Any], devices: int = 64, seq: int = 2048) -> tup
     return report.flops / flops, (report.total_sent() or 0) / (sent * (devices - 1) / devices)
 
 
+# --- attention along a sequence ---
+
+CONTEXT = {
+    ("all-gather", 64): (1.31, 4.03, 14.33),
+    ("ring", 64): (1.68, 4.63, 15.35),
+    ("ring and heads", 16): (1.31, 4.02, 13.92),
+    ("ring and heads", 8): (1.44, 4.05, 13.65),
+}
+"""Seconds of a step of Llama 3 8B for 64, 128 and 256 Ki positions over 64 chips of v5p, by ways and devices of a ring:
+https://github.com/AI-Hypercomputer/maxtext/pull/4836, without balancing the causal mask."""
+
+
+def of_context(way: str, ring: int, seq: int, model: Transformer) -> float:
+    """The estimate for one text, with a balanced mask, and a layer's products computed again."""
+    tokens, over, heads = seq / 64, ("ring", "heads"), 64 // ring
+    keys, others = 4 * tokens * model.keys, 4 * tokens * model.queries
+
+    def sent(backward: bool) -> tuple[Sent, ...]:
+        ways = 2 if backward else 1
+        if way == "all-gather":
+            kinds = ("all-gather", "reduce-scatter")[:ways]
+            return tuple(Sent(kind, ("ring",), 64 * keys, "exchanging keys", count=2) for kind in kinds)
+        hops = (ring - 1) * ways
+        exchanged = Sent("all-to-all", ("heads",), heads * (keys + others) * ways, "exchanging heads", count=4 * ways)
+        travels = Sent("collective-permute", ("ring",), hops * keys, "exchanging keys", count=hops)
+        return (exchanged, travels) if heads > 1 else (travels,)
+
+    products = list(model.products(tokens, 1).values())
+    core = Multiplication(2 * tokens * seq * model.queries, 1, core=True)
+    gather = Sent("all-gather", over, 2 * model.layer, "gathering parameters", ahead=True)
+    scatter = Sent("reduce-scatter", over, 2 * model.layer, "summing gradients", ahead=True)
+    touched = cost_model.TOUCHED * 2 * tokens * (2 * model.embed + model.queries + 2 * model.keys + 2 * model.mlp)
+    forward = Part(model.layers, (*products, core), (gather, *sent(False)), touched)
+    again = (*scaled(products, 3), *scaled([core], 2.5))
+    backward = Part(model.layers, again, (gather, scatter, *sent(True)), 3 * touched)
+    islands = Islands("v5p", 64, 64)
+    rates = functools.cache(functools.partial(islands.rate, {"ring": ring, "heads": heads}))
+    return float(cost_model.estimate([forward, backward], rates, islands.chip).seconds)
+
+
 # --- the bars ---
 
 
@@ -368,6 +408,10 @@ def rows() -> list[Row]:
         for what, ratio, bar in (("flops", flops, 0.01), ("bytes", sent, 0.05)):
             what = f"{what} of {name} by names, over the closed form"
             rows.append(row(what, f"{ratio:.4f}", f"bar: {bar:.0%}", abs(ratio - 1), bar))
+    for (way, ring), true in CONTEXT.items():
+        found = [of_context(way, ring, 1024 * size, Transformer(models["llama3.1-8b"])) for size in (64, 128, 256)]
+        shown = ", ".join(f"{seconds:.2f} for {t:.2f} s" for seconds, t in zip(found, true, strict=True))
+        rows.append(row(f"attention by {way}, {ring} in a ring: estimate for measured", shown, "no bar", 0, 1))
     return [*rows, *map(_planning, PLANNED)]
 
 

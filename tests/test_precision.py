@@ -118,7 +118,9 @@ def test_in_the_program() -> None:
 
 def test_parsing_starts_no_backend() -> None:
     """A script parses its flags before it says how many devices it simulates."""
-    code = "import jax, axonym; axonym.precision.Policy.parse('c=bf16'); jax.config.update('jax_num_cpu_devices', 3)"
+    code = (
+        "import jax, axonym as axn; axn.precision.Policy.parse('c=bf16'); jax.config.update('jax_num_cpu_devices', 3)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -48,9 +48,14 @@ class Coordinates(Mapping[str, Any]):
     def __init__(self, coords: Any):
         import xarray
 
-        # Variables of a dataset hold the attributes of arrays.
-        known = coords._data if isinstance(coords, Coordinates) else coords
-        self._data = known if isinstance(known, xarray.Dataset) else xarray.Dataset(coords=known)
+        self._data = coords._data if isinstance(coords, Coordinates) else xarray.Dataset(coords=coords)
+
+    @classmethod
+    def _from_dataset(cls, data: Any) -> Coordinates:
+        """Return the coordinates of a dataset that nobody changes; its variables hold the attributes of arrays."""
+        found = object.__new__(cls)
+        found._data = data
+        return found
 
     def __getitem__(self, name: str) -> xarray.DataArray:
         """Return a coordinate, or a part of its dates: `coords["time.month"]`."""
@@ -91,7 +96,7 @@ class Coordinates(Mapping[str, Any]):
         if missing := [n for n in asked if n not in self._data.sizes]:
             raise ValueError(errors.missing_axes("isel", missing, [*map(str, self._data.sizes)]))
         arrays = {n: (a.names, np.asarray(a.array)) for n, a in asked.items() if isinstance(a, NamedArray)}
-        return Coordinates(self._data.isel(asked | {n: xarray.Variable(*a) for n, a in arrays.items()}))
+        return Coordinates._from_dataset(self._data.isel(asked | {n: xarray.Variable(*a) for n, a in arrays.items()}))
 
     def sel(self, *, method: Any = None, tolerance: Any = None, **values: Any) -> dict[str, Any]:
         """Return the positions of values: one, several, or a slice from one to another, which is included.
@@ -132,7 +137,9 @@ class Coordinates(Mapping[str, Any]):
         >>> axn.Coordinates({"lat": [60., -60., 0.]}).sort("lat")
         {'lat': array([1, 2, 0])}
         """
-        return self._changed_positions(self._positions_as_data().sortby(name, ascending=not descending))
+        (axis,) = self[name].dims
+        places = self._positions_as_data().sortby(name, ascending=not descending)
+        return {str(axis): slice(0, self[name].size, 1)} | self._changed_positions(places)
 
     def align(self, *others: Coordinates, join: Literal["exact", "inner"] = "exact") -> tuple[dict[str, Any], ...]:
         """Return positions at which these and other coordinates are equal along all axes that they share.
@@ -219,7 +226,7 @@ def merged(what: str, *several: Coordinates) -> Coordinates:
                     "`coords.align(other, join='inner')` gives the positions that both have."
                 )
         first = first.drop_vars([*gone, *first.coords.keys() & new.keys()]).assign_coords(new)
-    return Coordinates(first)
+    return Coordinates._from_dataset(first)
 
 
 def groups(labels: Any, every: str | None = None) -> tuple[Axis, NamedArray, Coordinates]:
@@ -359,7 +366,7 @@ class Labelled:
                 single = x.shape[name] == 1 and any(y.shape.get(name) == 1 for y, _ in given)
                 (kept if axis == name or single else moved).add(name)
         lost = [n for n, c in data.coords.items() if n in new or not (kept - moved).issuperset(c.dims)]
-        return Labelled(result, data.drop_vars(lost).assign_coords(new))
+        return Labelled(result, Coordinates._from_dataset(data.drop_vars(lost).assign_coords(new)))
 
     def tree_flatten_with_keys(self) -> Any:
         return ((jax.tree_util.GetAttrKey("array"), self.array),), self.coords
@@ -387,7 +394,7 @@ def _fitting(what: str, coords: Coordinates, tree: Any) -> Coordinates:
                     f"{what}: coordinate {name!r} has {size} values along {axis!r}, and the arrays have "
                     f"{sizes[axis]}. Select the same part of the coordinates by `coords.isel`, or leave them out."
                 )
-    return Coordinates(kept)
+    return Coordinates._from_dataset(kept)
 
 
 # --- from xarray ---
@@ -425,7 +432,7 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
     # A variable without axes holds the attributes of each array.
     named = data.data_vars if isinstance(found, dict) else {} if data.name is None else {data.name: data}
     about = {name: ((), 0, array.attrs) for name, array in named.items() if name not in data.coords}
-    return arrays, Coordinates(data.coords.to_dataset().assign(about).assign_attrs(data.attrs))
+    return arrays, Coordinates._from_dataset(data.coords.to_dataset().assign(about).assign_attrs(data.attrs))
 
 
 def _from_xarray(data: Any, problems: list[str]) -> Any:

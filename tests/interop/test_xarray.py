@@ -171,6 +171,11 @@ def test_coordinates_are_static() -> None:
     assert seen == []
     assert str(coords) == "Coordinates(time (time=4), station (station=3), height (station=3), run ())"
     assert axn.Coordinates(coords) == coords
+    data = xr.Dataset({"height": ("station", [1.0, 2.0])}, {"station": [1, 2]})
+    own = axn.Coordinates(data)
+    data.coords["station"] = [3, 4]
+    assert own["station"].values.tolist() == [1, 2] and {*own} == {"height", "station"}
+    assert own.sort("station") == {"station": slice(0, 2, 1)}
 
 
 def test_equal_coordinates_have_equal_hashes() -> None:

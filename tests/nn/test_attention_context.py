@@ -305,7 +305,8 @@ def way_of(mapping: Any, q: axn.NamedArray = Q, k: axn.NamedArray = K, mask: Any
         text = str(
             jax.make_jaxpr(lambda q, k: dot_product_attention(q, k, k, "key_pos", "head_size", mask, **options))(q, k)
         )
-    return "ring" if "ppermute" in text else "all_to_all" if "all_to_all" in text else "plain"
+    ways = {"ppermute": "ring", "all_to_all": "all_to_all"}
+    return " and ".join(way for primitive, way in ways.items() if primitive in text) or "plain"
 
 
 def test_chooses_what_moves_less(auto_mesh: Mesh) -> None:
@@ -314,6 +315,13 @@ def test_chooses_what_moves_less(auto_mesh: Mesh) -> None:
         assert way_of(alike) == "all_to_all"
         assert way_of(alike | {"heads": "model"}, Q["heads", :4], K["heads", :4]) == "ring"  # two heads for four
         assert way_of(alike, mask=Causal("pos", window=3)) == "ring"  # which reaches only one shard further
+        over = ("data", "model")
+        both = {"pos": over, "key_pos": over}
+        assert way_of(both) == "all_to_all"
+        few = Q["heads", :2], K["heads", :2]  # for one of the two mesh axes
+        assert way_of(both, *few) == way_of(both, *few, Causal("pos")) == "ring and all_to_all"
+        one = {"batch": 0, "heads": 0}  # nothing to exchange
+        assert way_of(both, *few, Causal("pos", window=3)) == way_of(both, Q[one], K[one]) == "ring"
         assert way_of({"pos": "data"}) == way_of({"pos": "data", "key_pos": "model"}) == way_of({}) == "plain"
         assert way_of(alike, pdrop=0.5, prng=jax.random.key(0)) == "plain"
 

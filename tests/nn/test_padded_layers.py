@@ -308,3 +308,13 @@ def test_checkpoints_of_stacks_in_stacks(tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ValueError, match=r"named' has axes \(outer=3, layers=2, embed=2\), but"):
         axn.state.restore_checkpoint(tmp_path / "1", jax.tree.map(lambda x: x[..., None], tree))
+
+
+def test_results_of_each_layer_with_arguments_that_are_no_arrays() -> None:
+    def scaled(block: Block, x: axn.NamedArray, by: float, how: str) -> axn.NamedArray:
+        return getattr(axn, how)(block.linear(x) * by)
+
+    x = axn.ones(Embed)
+    found, wanted = (m.vmap_via(scaled)(x, 2.0, "sin") for m in (model(divisible_by=4), model()))
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found.array, wanted.array, rtol=1e-6)

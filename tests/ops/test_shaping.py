@@ -428,6 +428,7 @@ def test_repeat_takes_counts_in_a_small_dtype():
     counts = np.array([100, 100], np.int8)
     for repeats in (counts, jnp.array(counts), axn.named(counts, "x")):
         assert axn.repeat(axn.named([0, 1], "x"), repeats, "x").sum().item() == 100
+    assert axn.repeat(axn.zeros({"x": 100}), jnp.asarray(2, "int8"), "x").shape == {"x": 200}
 
 
 def test_repeat_in_jit_needs_the_size_of_the_result():

@@ -44,6 +44,13 @@ def check_meshes(folder: Path) -> None:
         axn.make_mesh({"data": 1, "model": 8}, between="data")
     with pytest.raises(ValueError, match=r"2 slices of 3 or 4 devices .* pass `devices`, or start more processes"):
         axn.make_mesh({"data": 7}, devices=jax.devices()[1:])
+    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs/several_hosts.md").read_text(), flags=re.DOTALL)
+    (code,) = (block for block in blocks if "slices_along(mesh)" in block)
+    # The block of the page: its first mesh has 16 devices, and the last ones 24, in six slices.
+    *lines, last = code.replace('"model": 8', '"model": 4').replace('"model": 6', '"model": 2').splitlines()
+    for line, along in zip(lines, ({"data": 2}, {"model": 2}, {"data": 2}), strict=True):
+        exec(line, found := {"axn": axn})
+        assert eval(last, found) == along
     assert slices_along(MeshShardingHelper((-1, 2), ("data", "model")).mesh) == {"data": 2}
 
 

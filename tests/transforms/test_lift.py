@@ -331,6 +331,8 @@ def same(x: Any) -> Any:
         (lambda: lift(same, "(a b) -> a"), "axes are not split or merged here.*\n.*\n    \\^\\^\\^\\^\\^"),
         (lambda: lift(same, "{a b} -> a"), r"written without braces"),
         (lambda: lift(same, "a b"), r"expected `->`"),
+        (lambda: lift(same, "_, a -> _"), "`_` stands alone, .*\n.*\n            \\^"),
+        (lambda: lift(same, "_ a -> a"), "`_` stands alone, .*\n.*\n    \\^\\^\\^"),
     ],
 )
 def test_refuses(call: Callable[[], Any], message: str) -> None:

@@ -124,12 +124,12 @@ def all_gather(
     what = "all_gather"
     if not tiled:
         name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
-        position, names, alone = 0, (name, *x.names), x.array[None]
+        position, names = 0, (name, *x.names)
     else:
         position, name, axes = _axis_and_devices(what, x, axis, over)
-        axes, names, alone = axes and _gather_order(what, x, name, axes, over is not None), x.names, x.array
+        axes, names = axes and _gather_order(what, x, name, axes, over is not None), x.names
     if not axes:
-        return wrap(alone, names)
+        return x if tiled else wrap(x.array[None], names)
     require_varying(what, x, axes, f"axis {name!r} would {'be repeated' if tiled else 'repeat it'}.")
     # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
     # share of it.

@@ -178,8 +178,8 @@ def without_added(layers: Axis, padding: int, results: Any, arguments: Any) -> A
     if not padding:
         return results
     # So a decoding loop, which passes caches on, can keep them sharded over the stages.
-    given = [(raw(x).shape, layers_at(x, layers.name)) for x in named_trees.leaves(arguments)]
-    if any(position is not None and shape[position] == layers.size + padding for shape, position in given):
+    given = [(x, layers_at(x, layers.name)) for x in named_trees.leaves(arguments)]
+    if any(position is not None and raw(x).shape[position] == layers.size + padding for x, position in given):
         return zeroed(layers, padding, results)
 
     def shorter(x: Any) -> Any:

@@ -257,7 +257,8 @@ def _cross_entropy_kernel(
         if chosen in target_names:
             targets = _kernels.align(targets, target_names, names)
             # A label with logit -inf and probability zero adds nothing to the loss.
-            relative = jnp.where((targets == 0) & (x == -jnp.inf), 0, x - largest)
+            relative = x - largest
+            relative = jnp.where((targets == 0) & (relative == -jnp.inf), 0, relative)
             loss = jnp.sum(targets * (remainder - relative), position, keepdims=True)
         else:
             loss = of_positions(x, largest, remainder, targets)

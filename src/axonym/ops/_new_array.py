@@ -68,8 +68,7 @@ def sharded_kernel(
     jitted = jax.jit(kernel, inline=INLINE)
 
     def call(*arrays: Any) -> Any:
-        mesh = current_mesh()
-        if active_settings.pads_uneven() and mesh is not None and not has_explicit(mesh):
+        if active_settings.pads_uneven() and (mesh := current_mesh()) is not None and not has_explicit(mesh):
             from ..sharding.meshes import in_trace
 
             over = {a: mapped_on(what, a.name, mesh, AxisType.Auto) for a in out}
@@ -84,6 +83,7 @@ def sharded_kernel(
         try:
             return jitted(*arrays)
         except ValueError as error:  # in an older `with mesh:`, JAX does not compile programs on Explicit axes
+            mesh = current_mesh()
             if not (is_about_older_mesh(error) and isinstance(mesh, Mesh)):
                 raise
         with jax.set_mesh(mesh):

@@ -263,7 +263,7 @@ def repeat(
                 "known in jit. Pass total_repeat_length."
             )
         each = np.asarray(raw)
-        total_repeat_length = int(each.sum() if each.ndim else each * a.shape.get(name_of(axis), 0))
+        total_repeat_length = int(each.sum()) if each.ndim else int(each) * a.shape.get(name_of(axis), 0)
     return _repeat_kernel(names, repeats_names, axis, total_repeat_length).apply(a.array, raw)
 
 

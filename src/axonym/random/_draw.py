@@ -99,9 +99,8 @@ def draw(
     # jit, without a mapping, XLA shards the numbers according to their use.
     words = random_key.shape  # an old-style key is an array of numbers
     threefry = jax.random.key_impl(random_key) == "threefry2x32" if random_key.ndim == 0 else words == (2,)
-    is_placed = (
-        not isinstance(key, Tracer) or jax.device_count() == 1 or (active_mapping() and current_mesh() is not None)
-    )
+    is_placed = not isinstance(random_key, Tracer) or jax.device_count() == 1
+    is_placed = is_placed or (active_mapping() and current_mesh() is not None)
     merges = not along and threefry and bool(is_placed)
     kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, tuple(options.items()), merges)
     return kernel.apply(random_key, *(x for x, _ in operands))

@@ -255,9 +255,6 @@ def current_mapping() -> dict[str, Entry] | None:
 
 # --- threads and tasks ---
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function that runs under the mesh and the mapping that are active now, wherever it is called.

@@ -106,6 +106,9 @@ def lift(
     expression = parsing.parse(what, spec, comma="terms")
     inputs = tuple(_words_of(expression, term) for term in expression.lhs)
     outputs = tuple(_words_of(expression, term) for term in expression.rhs)
+    for term, words in zip((*expression.lhs, *expression.rhs), (*inputs, *outputs), strict=True):
+        if "_" in words and (term in expression.rhs or len(words) > 1):
+            parsing.fail(what, spec, term, "`_` stands alone, for an argument that is passed on; it is no axis.")
     signature = _Signature(tuple(None if words == ("_",) else words for words in inputs), outputs)
     _check_aliases(what, signature, axes)
     functions_of = Functions(fn, own=FunctionCache()).now

@@ -147,14 +147,16 @@ def attend_along_sequence(
             raise ValueError(errors.size_mismatch(what, KPos[0], sizes))
     lengths = key.axis_size(KPos[0]), query.axis_size(roles.positions[0])
     if context is None:
-        hops = _hops_of_ring(placed, _way_of_context(what, "ring", placed), *lengths, mask)
-        # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
-        hops = hops if _exchanged_axis(roles, placed, query, placed.shards) is not None else 0
         keys, queries = placed.local(key) + placed.local(value), placed.local(query)
         result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
-        share = (placed.shards - 1) / placed.shards
-        # The one that moves fewer bytes: `hops` times keys and values, or each operand and result once.
-        context = "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
+        choices: list[Context] = ["ring", "all_to_all"]
+        moved: dict[Context, float] = {}
+        for choice in [*choices, *([("all_to_all", "ring")] if len(placed.sequence) > 1 else [])]:
+            way = _way_of_context(what, choice, placed)
+            if way.devices == 1 or _exchanged_axis(roles, placed, query, way.devices) is not None:
+                once = (1 - 1 / way.devices) * (keys + queries + result)  # each operand and the result
+                moved[choice] = once + _hops_of_ring(placed, way, *lengths, mask) * keys
+        context = min(moved, key=lambda choice: moved[choice])
     way = _way_of_context(what, context, placed)
     hops, exchanged = _hops_of_ring(placed, way, *lengths, mask), _exchanged_axis(roles, placed, query, way.devices)
     if way.devices > 1 and exchanged is None:

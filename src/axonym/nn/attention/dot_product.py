@@ -102,9 +102,9 @@ def dot_product_attention(
             "ring" sends keys and values around, "all_to_all" exchanges heads for positions, and "all_gather" gathers
             keys and values. `("all_to_all", "ring")` is for more devices than heads: it exchanges heads over the last
             mesh axis of the positions, and sends keys and values around over those before it. By default, if `KPos` and
-            the query's positions are sharded over the same mesh axes, the ring or the exchange, whichever moves less.
-            The softmax is in float32. Such a result can be differentiated in reverse mode, as often as one likes, and
-            not in forward mode.
+            the query's positions are sharded over the same mesh axes, the ring, the exchange or both, whichever moves
+            least. The softmax is in float32. Such a result can be differentiated in reverse mode, as often as one
+            likes, and not in forward mode.
 
     >>> q = axn.ones({"pos": 2, "heads": 2, "head_size": 4})
     >>> k = q.rename({"pos": "key_pos"})
