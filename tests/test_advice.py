@@ -848,6 +848,7 @@ EXCEPTIONS = {
     "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py does",
     "jax.config.update('jax_num_cpu_devices', {…})": "must run before JAX starts, as in tests/conftest.py",
     "mask=axonym.nn.attention.Causal('pos')": "tests/nn/test_attention.py does, for queries with these positions",
+    "x.map(axonym.mean, 'lat')": "tests/interop/test_labelled.py calls it so",
     "axonym.named_jit(model)": "tests/test_raw_values.py reads this message",
     "equinox.filter_jit(model)": "stands in the same message",
     "rule.lenient()": "is for a rule of the user's own; tests/sharding/test_rules.py calls it where the message comes",
