@@ -268,7 +268,6 @@ def groups(labels: Any, every: str | None = None) -> tuple[Axis, NamedArray, Coo
 # --- arrays with coordinates ---
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class Labelled:
     """A named array, or a tree of them, and its coordinates, which are static.
 
@@ -368,14 +367,16 @@ class Labelled:
         lost = [n for n, c in data.coords.items() if n in new or not (kept - moved).issuperset(c.dims)]
         return Labelled(result, Coordinates._from_dataset(data.drop_vars(lost).assign_coords(new)))
 
-    def tree_flatten_with_keys(self) -> Any:
-        return ((jax.tree_util.GetAttrKey("array"), self.array),), self.coords
 
-    @classmethod
-    def tree_unflatten(cls, coords: Coordinates, children: Any) -> Labelled:
-        found = object.__new__(cls)  # without checks, since trees are also made of what is no array
-        (found.array,), found.coords = children, coords
-        return found
+def _labelled_of_parts(coords: Coordinates, children: Any) -> Labelled:
+    found = object.__new__(Labelled)  # without checks, since trees are also made of what is no array
+    (found.array,), found.coords = children, coords
+    return found
+
+
+jax.tree_util.register_pytree_with_keys(
+    Labelled, lambda x: (((jax.tree_util.GetAttrKey("array"), x.array),), x.coords), _labelled_of_parts
+)
 
 
 def _named_arrays_in(tree: Any) -> list[NamedArray]:
