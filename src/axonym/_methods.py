@@ -66,7 +66,7 @@ def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
 _Operator: TypeAlias = Callable[[NamedArray, NamedOrNumeric], R]
 
 
-def _operators(operation: Callable[..., R]) -> tuple[_Operator[R], _Operator[R]]:
+def _operator_and_reflection(operation: Callable[..., R]) -> tuple[_Operator[R], _Operator[R]]:
     """Return an operation as an operator, and as the one that Python calls on the second operand."""
 
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
@@ -146,23 +146,23 @@ class Methods:
     __pos__ = _unary(elementwise.positive)
     __abs__ = _unary(elementwise.abs)
     __invert__ = _unary(elementwise.invert)
-    __add__, __radd__ = _operators(elementwise.add)
-    __sub__, __rsub__ = _operators(elementwise.subtract)
-    __mul__, __rmul__ = _operators(elementwise.multiply)
-    __truediv__, __rtruediv__ = _operators(elementwise.divide)
-    __floordiv__, __rfloordiv__ = _operators(elementwise.floor_divide)
-    __divmod__, __rdivmod__ = _operators(elementwise.divmod)
-    __mod__, __rmod__ = _operators(elementwise.mod)
-    __pow__, __rpow__ = _operators(elementwise.power)
-    __and__, __rand__ = _operators(elementwise.bitwise_and)
-    __or__, __ror__ = _operators(elementwise.bitwise_or)
-    __xor__, __rxor__ = _operators(elementwise.bitwise_xor)
-    __lshift__, __rlshift__ = _operators(elementwise.left_shift)
-    __rshift__, __rrshift__ = _operators(elementwise.right_shift)
-    __lt__ = _operators(elementwise.less)[0]
-    __le__ = _operators(elementwise.less_equal)[0]
-    __gt__ = _operators(elementwise.greater)[0]
-    __ge__ = _operators(elementwise.greater_equal)[0]
+    __add__, __radd__ = _operator_and_reflection(elementwise.add)
+    __sub__, __rsub__ = _operator_and_reflection(elementwise.subtract)
+    __mul__, __rmul__ = _operator_and_reflection(elementwise.multiply)
+    __truediv__, __rtruediv__ = _operator_and_reflection(elementwise.divide)
+    __floordiv__, __rfloordiv__ = _operator_and_reflection(elementwise.floor_divide)
+    __divmod__, __rdivmod__ = _operator_and_reflection(elementwise.divmod)
+    __mod__, __rmod__ = _operator_and_reflection(elementwise.mod)
+    __pow__, __rpow__ = _operator_and_reflection(elementwise.power)
+    __and__, __rand__ = _operator_and_reflection(elementwise.bitwise_and)
+    __or__, __ror__ = _operator_and_reflection(elementwise.bitwise_or)
+    __xor__, __rxor__ = _operator_and_reflection(elementwise.bitwise_xor)
+    __lshift__, __rlshift__ = _operator_and_reflection(elementwise.left_shift)
+    __rshift__, __rrshift__ = _operator_and_reflection(elementwise.right_shift)
+    __lt__ = _operator_and_reflection(elementwise.less)[0]
+    __le__ = _operator_and_reflection(elementwise.less_equal)[0]
+    __gt__ = _operator_and_reflection(elementwise.greater)[0]
+    __ge__ = _operator_and_reflection(elementwise.greater_equal)[0]
     __matmul__ = __rmatmul__ = _refuse_matmul
 
     # Methods rather than assignments: type checkers would give these names the types that they have on `object`.

@@ -284,7 +284,7 @@ class Labelled:
 
     def __init__(self, array: Any, coords: Any):
         self.array: Any = array
-        self.coords: Coordinates = _fitting("Labelled", Coordinates(coords), array)
+        self.coords: Coordinates = _fitting_coordinates("Labelled", Coordinates(coords), array)
 
     def __repr__(self) -> str:
         return f"Labelled({self.array!r}, {self.coords!r})"
@@ -319,7 +319,7 @@ class Labelled:
         return self.isel(self.coords.sel(method=method, tolerance=tolerance, **values))
 
     def map(self, f: Callable[..., Any], *others: Any, coords: Any = None) -> Labelled:
-        """Call a function with the array, and with those of other arguments that are labelled.
+        """Call a function with the array, and with the arrays of other labelled arguments.
 
         Coordinates are kept along axes of which each element of a result is computed from elements at the same place,
         or from all: by arithmetic, reductions over other axes, running totals. An axis that is selected from, reversed,
@@ -369,7 +369,7 @@ class Labelled:
 
 
 def _labelled_of_parts(coords: Coordinates, children: Any) -> Labelled:
-    found = object.__new__(Labelled)  # without checks, since trees are also made of what is no array
+    found = object.__new__(Labelled)  # without checks, since JAX also makes trees of placeholders
     (found.array,), found.coords = children, coords
     return found
 
@@ -384,7 +384,7 @@ def _named_arrays_in(tree: Any) -> list[NamedArray]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_named_array) if is_named_array(x)]
 
 
-def _fitting(what: str, coords: Coordinates, tree: Any) -> Coordinates:
+def _fitting_coordinates(what: str, coords: Coordinates, tree: Any) -> Coordinates:
     """Return the coordinates whose axes all exist."""
     data, sizes = coords._data, {n: s for x in _named_arrays_in(tree) for n, s in x.shape.items()}
     kept = data.drop_vars([n for n, c in data.coords.items() if not sizes.keys() >= {*c.dims}])
@@ -505,7 +505,7 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
         kind = type(wrong[0]).__name__
         raise TypeError(f"to_xarray: expected a named array or a dictionary of them, got {kind}.")
     on_host = to_host(dict(arrays))
-    data = _fitting("to_xarray", Coordinates({} if coords is None else coords), on_host)._data
+    data = _fitting_coordinates("to_xarray", Coordinates({} if coords is None else coords), on_host)._data
     if single:
         name = str(*data.data_vars) if name is None and len(data.data_vars) == 1 else name
         return xarray.DataArray(on_host[""].array, data.coords, tree.names, name, data.attrs)

@@ -146,7 +146,7 @@ def _rule_of_same_arrays(e: _Equation) -> OperationRule:
 
 
 def _rule_of_layouts(dims_of: Callable[[_Equation, Term], Iterable[Dimension]]) -> _Maker:
-    """Make the rule of what only moves elements, from the dimensions of the result, given those of the operands."""
+    """Make the rule of an operation that moves elements, from a function that gives its result's dimensions."""
 
     def make(e: _Equation) -> OperationRule:
         dims = e.all_new(e.ins[0])

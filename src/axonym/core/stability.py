@@ -36,7 +36,7 @@ def deprecated(old: str, instead: str, since: str) -> None:
     Arguments:
         old: what was written.
         instead: what to write.
-        since: the minor version in which this warning is new. It and the next one still have what is deprecated.
+        since: the minor version in which this warning is new. This version and the next one still have the old form.
     """
     major, minor = map(int, since.split("."))
     until = f"{major}.{minor + 2}"

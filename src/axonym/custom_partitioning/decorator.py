@@ -357,7 +357,7 @@ def _run_operation(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     if around.manual_axes and set(around.manual_axes) == set(around.axis_names):
         return operation.call_unsharded(*arrays)
     mesh: AnyMesh | None = around
-    if around.empty:  # then that of the types of the operands, with its devices if they are known
+    if around.empty:  # then the mesh in the types of the operands, with its devices if they are known
         mesh = explicit_mesh(arrays)
         if mesh is not None and not any(isinstance(x, Tracer) for x in arrays):
             meshes = (x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding))

@@ -156,7 +156,7 @@ def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
     at_peak = found.held_at(held.index(max(held)))
     backward = {m.at for m, phase in zip(moments, phases, strict=True) if phase in ("backward", "recomputed")}
     # The compiler runs some instructions of the forward pass late, and some of the backward pass early, so there is no
-    # single moment at which one ends and the other begins: arrays kept are those of the moment when they take most.
+    # single moment at which one ends and the other begins: kept arrays are counted when they take most.
     kept: list[tuple[int, int, HeldArray]] = []
     for buffer in found.buffers:
         until = max(backward & set(buffer.uses), default=0)

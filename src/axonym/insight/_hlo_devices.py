@@ -1,4 +1,4 @@
-"""Read what a program says of devices: the groups that exchange data, and which shard of an array each device has."""
+"""Read the devices in the text of a program: the groups that exchange data, and the shard of each device."""
 
 from __future__ import annotations
 

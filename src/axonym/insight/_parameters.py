@@ -70,7 +70,7 @@ def report_of(
 ) -> Report:
     """Report on a step, from what was read of a program, or worked out by names.
 
-    `kinds` are those of the results: an argument of another one is no parameter, as the step returns no update of it.
+    `kinds` are the kinds of the results: an argument of another kind is no parameter, as no result updates it.
     `converted` has by path the dtype that an argument gets once it is gathered, `looked_up` by line the table of rows.
     """
     sizes = Counter[str]()

@@ -44,9 +44,9 @@ _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "va
 _BINS = 240
 """How many steps the picture of the memory has."""
 _SMALLER = 60
-"""How many rows of less than 1% are written."""
+"""The number of rows of less than 1% that are written."""
 _AROUND = 3
-"""How many lines of code are shown before and after a line."""
+"""The number of lines of code that are shown before and after a line."""
 
 
 def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:

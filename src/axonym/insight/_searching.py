@@ -193,7 +193,7 @@ class Search:
         self.chip, self.chips = islands.chip, islands.chips
         of_model, of_batch = step.of_model, step.of_batch
         self.ruled_out = 0
-        """How many mappings were not given to the partitioner, since what names tell of them takes too long."""
+        """The number of mappings that the partitioner did not get, since the exchanges known by name take too long."""
         self.left_out: dict[str, str] = {}
         """The shardings that are not considered, each with the reason."""
         self._sizes = {n: size for x in self.trace.arguments for n, size in x.dims if n is not None}
@@ -402,7 +402,7 @@ class Search:
         """Plan a mapping by the partitioner, if it divides the axes and fits into memory.
 
         Arguments:
-            least: the seconds from which on a mapping is not worth it, by those of its exchanges that names tell.
+            least: the mapping is left out if the exchanges known by name take this many seconds or more.
         """
         layout, sharded = self._layout(mesh, compute, storage), [n for n in compute if n in self.refused]
         what = f"sharding {', '.join(sharded)}"

@@ -274,7 +274,7 @@ class Islands:
 
 
 def islands_of(chips: int | str | Islands, chip: Chip | str) -> Islands:
-    """Return the chips that a user means: a number of some kind, or what a name such as `v5e:16x16x2slices` says."""
+    """Return the chips of a number and a kind, or of a name such as `v5e:16x16x2slices`."""
     if isinstance(chips, Islands):
         return chips
     if isinstance(chips, int):

@@ -161,7 +161,7 @@ class Round:
     """Copies that are made together: as many for each target device."""
 
     cuts: dict[Any, tuple[Start, ...]]
-    """Where each source device cuts pieces out of its shard."""
+    """By source device, the start of each piece that is cut out of its shard."""
     sent: tuple[Sent, ...]
     """For each piece that a target device gets: the source device, the number of its cut, and the target device."""
     puts: dict[Any, tuple[tuple[Start, int], ...]]
