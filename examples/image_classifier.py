@@ -23,7 +23,6 @@ from axonym import nn
 
 try:
     import optax
-    from sklearn.datasets import load_digits
 except ImportError as e:
     raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
@@ -72,6 +71,8 @@ class Classifier(eqx.Module):
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Images with values from 0 to 1, and what they show, in an order that is random but always the same."""
+    from sklearn.datasets import load_digits  # takes a while, so `main` says something before
+
     data: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     return (data.images[order] / 16).astype(np.float32), data.target[order].astype(np.int32)
@@ -130,7 +131,7 @@ def main() -> None:
     args = parse_arguments()
     mapping = MAPPINGS[args.mapping]
     mesh = axn.make_mesh({"data": -1, "rows": 2 if jax.device_count() % 2 == 0 else 1})
-    print(f"mesh {dict(mesh.shape)}, mapping {mapping}")
+    print(f"mesh {dict(mesh.shape)}, mapping {mapping}", flush=True)
     images, labels = digits()
     test = batch_of(images[:TEST_IMAGES], labels[:TEST_IMAGES])
     images, labels = images[TEST_IMAGES:], labels[TEST_IMAGES:]
