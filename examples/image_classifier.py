@@ -9,6 +9,7 @@ the rows at the border. Without an accelerator, there are eight simulated device
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,8 +22,12 @@ from jax.sharding import PartitionSpec
 import axonym as axn
 from axonym import nn
 
+if __name__ == "__main__":
+    print("importing scikit-learn", file=sys.stderr)
+
 try:
     import optax
+    from sklearn.datasets import load_digits
 except ImportError as e:
     raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
@@ -71,8 +76,6 @@ class Classifier(eqx.Module):
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Images with values from 0 to 1, and what they show, in an order that is random but always the same."""
-    from sklearn.datasets import load_digits  # takes a while, so `main` says something before
-
     data: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     return (data.images[order] / 16).astype(np.float32), data.target[order].astype(np.int32)
@@ -131,7 +134,7 @@ def main() -> None:
     args = parse_arguments()
     mapping = MAPPINGS[args.mapping]
     mesh = axn.make_mesh({"data": -1, "rows": 2 if jax.device_count() % 2 == 0 else 1})
-    print(f"mesh {dict(mesh.shape)}, mapping {mapping}", flush=True)
+    print(f"mesh {dict(mesh.shape)}, mapping {mapping}")
     images, labels = digits()
     test = batch_of(images[:TEST_IMAGES], labels[:TEST_IMAGES])
     images, labels = images[TEST_IMAGES:], labels[TEST_IMAGES:]

@@ -21,7 +21,7 @@ FEW = 2
 compiled: list[str] = []
 
 
-def note(event: str, duration: float, **about: Any) -> None:
+def note(event: str, duration_secs: float, **about: Any) -> None:
     if event.endswith("backend_compile_duration"):
         compiled.append(event)
 
