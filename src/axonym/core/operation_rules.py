@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .jax_versions import program_of, scan_operands
+from .jax_versions import program_of, programs_in, scan_operands
 
 Dimension = tuple[int, ...]
 Term = tuple[Dimension, ...]
@@ -586,7 +586,8 @@ def inside(eqn: Any) -> list[Inside]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a program, and of all programs in them, also of those that no rule enters."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for body in inside(eqn):
-            yield from equations(body.jaxpr)
+        for program in [f.jaxpr for f in inside(eqn)] or programs_in(eqn):
+            yield from equations(program)
