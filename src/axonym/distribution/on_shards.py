@@ -86,7 +86,7 @@ class OnShards(OperationsOnShards):
             found = self.by_rule(eqn, xs)
         return [x._replace(own=x.own | own) for x in found]
 
-    def function(self, inner: Inside) -> _ShardFunction:
+    def function_on_shards(self, inner: Inside) -> _ShardFunction:
         """Return a function inside of an operation as one of shards."""
         return functools.partial(self.run, inner.jaxpr, inner.constants)
 
@@ -114,7 +114,7 @@ def _with_arrays(xs: Sequence[Shard], here: Sequence[Any]) -> list[Shard]:
     return [x._replace(here=h) for x, h in zip(xs, here, strict=True)]
 
 
-def _arrays(xs: Sequence[Shard]) -> list[Any]:
+def _arrays_here(xs: Sequence[Shard]) -> list[Any]:
     return [x.here for x in xs]
 
 
@@ -134,28 +134,28 @@ def _function_of_arrays(fn: _ShardFunction, like: Sequence[Shard]) -> tuple[Call
     def of_arrays(*here: Any) -> list[Any]:
         found = fn(_with_arrays(like, here))
         layouts[:] = [x._replace(here=None) for x in found]
-        return _arrays(found)
+        return _arrays_here(found)
 
     return of_arrays, layouts
 
 
-def _traced(fn: _ShardFunction, xs: Sequence[Shard]) -> list[Shard]:
+def _traced_results(fn: _ShardFunction, xs: Sequence[Shard]) -> list[Shard]:
     """Return the results of a function, with types in place of arrays."""
     of_arrays, layouts = _function_of_arrays(fn, xs)
-    types = jax.make_jaxpr(of_arrays)(*_arrays(xs)).out_avals
+    types = jax.make_jaxpr(of_arrays)(*_arrays_here(xs)).out_avals
     return _with_arrays(layouts, types)
 
 
 def _run_call(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     (called,) = inside(eqn)
-    return self.function(called)(xs)
+    return self.function_on_shards(called)(xs)
 
 
 def _run_checkpoint(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     (called,) = inside(eqn)
-    fn, layouts = _function_of_arrays(self.function(called), xs)
+    fn, layouts = _function_of_arrays(self.function_on_shards(called), xs)
     remat = jax.checkpoint(fn, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-    found = remat(*_arrays(xs))
+    found = remat(*_arrays_here(xs))
     return _with_arrays(layouts, found)
 
 
@@ -186,7 +186,7 @@ def _settled_carry(
     own = frozenset[str]().union(*(x.own for x in (*fixed, *carry, *rest)))
     carry = [x._replace(own=own) for x in carry]
     while True:
-        found = _traced(body, [*fixed, *carry, *rest])
+        found = _traced_results(body, [*fixed, *carry, *rest])
         wanted = [_common_layout(x, y)._replace(here=y.here) for x, y in zip(carry, found, strict=False)]
         new = _with_arrays(wanted, _arrays_like(self, eqn, carry, wanted))
         alike = [{i for i in x.alike & y.alike if not to.over[i]} for x, y, to in zip(carry, found, new, strict=False)]
@@ -199,7 +199,7 @@ def _settled_carry(
 
 def _run_scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     (loop,), p = inside(eqn), eqn.params
-    body = self.function(loop)
+    body = self.function_on_shards(loop)
     fixed, carry, each = scan_operands(p, xs)
     if not p["length"]:
         return [*carry, *(_complete_value(jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars[len(carry) :])]
@@ -209,9 +209,9 @@ def _run_scan(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
 
     def step(here: Any, row: Any) -> Any:
         found = body([*fixed, *_with_arrays(carry, here), *_with_arrays(rows, row)])
-        return _arrays_like(self, eqn, found[: len(carry)], carry), _arrays(found[len(carry) :])
+        return _arrays_like(self, eqn, found[: len(carry)], carry), _arrays_here(found[len(carry) :])
 
-    last, every = jax.lax.scan(step, _arrays(carry), _arrays(each), p["length"], p["reverse"], p["unroll"])
+    last, every = jax.lax.scan(step, _arrays_here(carry), _arrays_here(each), p["length"], p["reverse"], p["unroll"])
     stacked = [Shard(y, ((), *x.over), sums=x.sums) for y, x in zip(every, found[len(carry) :], strict=True)]
     return [*_with_arrays(carry, last), *stacked]
 
@@ -237,7 +237,7 @@ def _run_while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     test, loop = inside(eqn)
     with self.context():
         program = _body_of_while(eqn, test, loop)
-    body, goes_on = functools.partial(self.run, program.jaxpr, program.consts), self.function(test)
+    body, goes_on = functools.partial(self.run, program.jaxpr, program.consts), self.function_on_shards(test)
     first = len(xs) - loop.carried
     fixed = xs[:first]
     carry, _ = _settled_carry(self, eqn, body, fixed, xs[first:], [])
@@ -249,7 +249,7 @@ def _run_while(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     def step(here: Any) -> Any:
         return _arrays_like(self, eqn, body([*fixed, *_with_arrays(carry, here)]), carry)
 
-    return _with_arrays(carry, jax.lax.while_loop(goes_on_here, step, _arrays(carry)))
+    return _with_arrays(carry, jax.lax.while_loop(goes_on_here, step, _arrays_here(carry)))
 
 
 def _run_linear_solve(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
@@ -264,21 +264,21 @@ def _run_linear_solve(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     def here_of(i: int) -> Callable[..., list[Any]]:
         return lambda here: _arrays_like(self, eqn, of(i, _with_arrays(rights, here)), rights)
 
-    solved = _traced(functools.partial(of, 2), rights)
+    solved = _traced_results(functools.partial(of, 2), rights)
     if len(solved) != len(rights):
         raise NeedsCompleteAxes(f"{self.described(eqn)} has auxiliary results.")
     rights = [self.moved(eqn, x, _common_layout(x, y).over) for x, y in zip(rights, solved, strict=True)]
     product, solve, backward = here_of(0), here_of(2), here_of(3) if programs[3] is not None else None
     found = jax.lax.custom_linear_solve(
-        product, _arrays(rights), lambda _, b: solve(b), backward and (lambda _, b: backward(b))
+        product, _arrays_here(rights), lambda _, b: solve(b), backward and (lambda _, b: backward(b))
     )
     return _with_arrays(rights, found)
 
 
 def _run_cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     index, *args = xs
-    branches = [self.function(branch) for branch in inside(eqn)]
-    each = [*zip(*(_traced(branch, args) for branch in branches), strict=True)]
+    branches = [self.function_on_shards(branch) for branch in inside(eqn)]
+    each = [*zip(*(_traced_results(branch, args) for branch in branches), strict=True)]
     wanted = [_common_layout(*options) for options in each]
     vary = [
         frozenset(a for a in met.sums.union(*met.over) if not a.startswith("#")).union(
@@ -292,7 +292,7 @@ def _run_cond(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
         return [device_varying(self.moved(eqn, x, to.over, to.sums).here, v) for x, to, v in found]
 
     at, taken = self.moved(eqn, index, ()).here, [functools.partial(taken_branch, branch) for branch in branches]
-    return _with_arrays(wanted, jax.lax.switch(at, taken, *_arrays(args)))
+    return _with_arrays(wanted, jax.lax.switch(at, taken, *_arrays_here(args)))
 
 
 # --- functions with their own derivative ---
@@ -318,7 +318,7 @@ def _abstract_values(atoms: Sequence[Any]) -> list[Any]:
 def _run_with_derivative(self: OnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
     """Run a function with its own derivative, and the derivative, which is traced for complete axes, too."""
     (called,) = inside(eqn)
-    inner = self.function(called)
+    inner = self.function_on_shards(called)
     of_arrays, layouts = _function_of_arrays(lambda xs: [self.moved(eqn, x, x.over) for x in inner(xs)], xs)
     of_jvp = eqn.primitive.name == "custom_jvp_call"
     derivative = functools.partial(
