@@ -69,8 +69,8 @@ def contract(
         raise TypeError(f"contract: `never_gathers` is a list of names, got the string {never_gathers!r}.")
     if snapshot is not None and max_memory is not None:
         raise ValueError(
-            "contract: `snapshot` is of the program as it is partitioned, and `max_memory` of the compiled one. Make two "
-            "contracts."
+            "contract: `snapshot` is of the program as it is partitioned, and `max_memory` of the compiled one. Make "
+            "two contracts."
         )
     return Contract(
         max_sent={axis: parsed_bytes(limit) for axis, limit in (max_sent or {}).items()},
