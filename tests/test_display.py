@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import treescope
 from jax.sharding import Mesh
 
 import axonym as axn
@@ -164,19 +163,3 @@ def test_what_a_mapping_does(mesh: Mesh, model: dict[str, Any]) -> None:
     assert "table: float32[vocab=16/model, embed=8]" in str(by_rule)
     with pytest.raises(ValueError, match="shown on a mesh, and none is active: pass `mesh`"):
         show(model, {"embed": "data"})
-
-
-# Treescope asks NumPy for a class that NumPy is about to drop.
-@pytest.mark.filterwarnings("ignore:The chararray class is deprecated:DeprecationWarning")
-def test_treescope(mesh: Mesh) -> None:
-    x = axn.shard(axn.ones({"mlp": 128, "embed": 64}), {"mlp": "model"}, mesh)
-    line = f"<NamedArray float32[mlp=128/model, embed=64], {text_of(x).partition('] ')[2]}>"
-    with jax.transfer_guard("disallow"):
-        assert line in treescope.render_to_text({"w": x})
-    jax.jit(lambda a: treescope.render_to_html(a) and None)(x)
-    for drawn in (treescope.render_array(x, rows=["mlp"]), treescope.render_array_sharding(x)):
-        html = treescope.render_to_html(drawn, compressed=False)
-        assert "mlp: 128" in html and "embed: 64" in html
-    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
-        html = treescope.render_to_html({"w": x, "gone": jax.eval_shape(lambda: x)}, compressed=False)
-    assert "mlp: 128" in html and "128/model" in html and "±" not in html
