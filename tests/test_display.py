@@ -147,18 +147,12 @@ def test_a_model_and_its_optimizer_state(mesh: Mesh, model: dict[str, Any]) -> N
 def test_what_a_mapping_does(mesh: Mesh, model: dict[str, Any]) -> None:
     shown = show(model, {"vocab": "model", "embd": "data"}, mesh)
     for text in (text_of(shown), str(shown)):
-        assert "no array. Did you mean 'embed'?" in text and "1 array" in text
-        assert "not reached: norm, raw, 48 B on each device" in text
+        assert "unused: axis 'embd' is in the mapping but not in the tree. Did you mean 'embed'?" in text
     with axn.set_mesh(mesh):
         pair = show(model, ({"embed": "data"}, {"batch": "data", "vocab": "model"}))
-    assert "axiscomputed overstored over" in text_of(pair)  # the head of a table
-    assert "embed: computed replicated, stored over data" in str(pair) and "batch: over data" in str(pair)
     assert "table: float32[vocab=16/model, embed=8/data]" in str(pair)
     wrong = show(model, {"embed": "rows"}, mesh)
-    assert "rows" in text_of(wrong) and wrong.problems
-    assert str(show({"batch": ("data", "model"), "embed": None}, mesh=mesh)).endswith("embed: replicated")
-    assert str(show({"batch": "data"})) == "batch: over data"
-    assert "The mesh has no axis 'dta'. Did you mean 'data'?" in str(show({"batch": "dta"}, mesh=mesh))
+    assert "rows" in text_of(wrong) and wrong.findings
     by_rule = show(model, axn.sharding.TreePathShardingRule(("table", jax.P("model")), (".*", jax.P())), mesh)
     assert "table: float32[vocab=16/model, embed=8]" in str(by_rule)
     with pytest.raises(ValueError, match="shown on a mesh, and none is active: pass `mesh`"):
