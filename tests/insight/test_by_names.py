@@ -680,8 +680,8 @@ def test_a_plan_places_where_the_step_asks() -> None:
     x = jax.eval_shape(lambda: axn.ones({"batch": 16, "embed": 8}))
     w = jax.eval_shape(lambda: axn.ones({"embed": 8, "mlp": 4}))
     plans = [
-        axn.insight.plan(lambda w, x: axn.dot(change(x), w, axis="embed"), w, x, chips=2)
-        for change in (axn.sin, lambda x: axn.shard(axn.sin(x)))
+        axn.insight.plan(lambda w, x, own=own: axn.dot(own(axn.sin(x)), w, axis="embed"), w, x, chips=2)
+        for own in (axn.exp, lambda x: axn.exp(axn.shard(x)))
     ]
     first, second = ([(p.compute, p.sent, p.flops) for p in plan.found] for plan in plans)
     assert first == second and plans[1].best.compute == {"batch": "data"}

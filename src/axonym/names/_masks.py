@@ -91,7 +91,8 @@ def facts_of_value(dims: Dims, value: Any) -> Facts | None:
 # --- what each primitive tells ---
 
 _LAYOUT = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reduce_precision", "name"}
-_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice", MARK, EXCHANGE}
+_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice"}
+_LAYOUT |= {MARK, EXCHANGE}
 
 
 def facts_of(step: AxisStep, xs: Sequence[Axed], result: Axed) -> Facts | None:
