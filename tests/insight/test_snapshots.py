@@ -51,6 +51,31 @@ def test_steps_that_are_compiled_and_what_is_not_distributed() -> None:
     assert alone.startswith("on one device") and alone.endswith("nothing is sent between devices")
 
 
+def test_a_contract_to_keep_a_snapshot() -> None:
+    mesh = axn.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    exact = axn.insight.snapshot(step, *arguments(), mapping=FSDP, mesh=mesh)
+    assert axn.insight.contract(snapshot=f"{exact}\n", mapping=FSDP, mesh=mesh).check(step, *arguments()).collectives
+    kept = axn.insight.contract(snapshot=exact.replace("1 KiB", "2 KiB"), mapping=FSDP, mesh=mesh)
+    with pytest.raises(
+        axn.insight.BrokenContract, match=r"step: differs from its snapshot:\n-   x .*2 KiB\n\+   x .*1 KiB$"
+    ):
+        kept.check(step, *arguments())
+    other = axn.insight.contract(snapshot=exact, mapping=({}, {"batch": "data"}), mesh=mesh)
+    with pytest.raises(axn.insight.BrokenContract, match=r"(?s)\+ .*all-reduce over data, backward"):
+        other.check(step, *arguments())
+    with pytest.raises(ValueError, match="Make two contracts"):
+        axn.insight.contract(snapshot=exact, max_memory="1 MiB")
+
+
+def test_raw_arrays_are_sharded_as_the_step_places_them() -> None:
+    two = axn.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
+    rule = axn.sharding.TreePathShardingRule(("w", jax.P(None, "model")), (".*", jax.P("data")))
+    placed = axn.named_jit(lambda tree: tree["x"] @ tree["w"], in_placement=rule)
+    tree = {"w": jax.ShapeDtypeStruct((4, 8), "float32"), "x": jax.ShapeDtypeStruct((2, 4), "float32")}
+    text = axn.insight.snapshot(placed, tree, mesh=two)
+    assert "tree/w  float32[4, 8 over model]  64 B" in text and "tree/x  float32[2 over data, 4]   16 B" in text
+
+
 TESTS = """
 import jax
 import axonym as axn

@@ -15,12 +15,13 @@ import numpy as np
 from ..core.errors import describe_bytes
 from ..core.parameter_names import parameter_names
 from ..core.tree_spec import PROGRAM_ARRAYS
-from ..distribution.mesh_axes import mesh_axes
+from ..distribution.mesh_axes import mesh_axes, padded
 from ..distribution.padded_array import stored
 from ..named_array import raw
 from ..names.distributing import DistributedFunction
 from ..sharding._compiled_function import BoundCompiledFunction, Stage
 from ..sharding.leaves import leaves_of
+from ..sharding.placement import present_sharding
 
 Sizes = tuple[int, ...]
 
@@ -38,6 +39,7 @@ class PlacedArgument:
 
     path: str
     """The argument and the path in it: `model/layers/0/weight`."""
+    dtype: str
     axes: tuple[str | None, ...]
     """The names of its axes; None for an axis without one."""
     sizes: tuple[int, ...]
@@ -65,27 +67,28 @@ class GivenArray:
     path: str
     scope: str
     """The name that JAX gives it in the program."""
+    dtype: str
     axes: tuple[str | None, ...]
     sizes: Sizes
     itemsize: int
+    over: tuple[tuple[str, ...], ...] | None
+    """The mesh axes that each axis is sharded over, if the argument says it."""
 
     def on_devices(
         self, local: Sequence[int], mesh: Mapping[str, int], mappings: Sequence[Mapping[str, Any]]
     ) -> PlacedArgument:
         """Describe the array, of which each device has a shard of some sizes."""
-        over = tuple(
-            _chosen(n, size // max(own, 1), mesh, mappings)
-            for n, size, own in zip(self.axes, self.sizes, local, strict=True)
-        )
-        shards = math.prod(size // max(own, 1) for size, own in zip(self.sizes, local, strict=True))
+        counts = [size // max(own, 1) for size, own in zip(self.sizes, local, strict=True)]
+        over, shards = self.over or (), math.prod(counts)
+        if [math.prod(mesh.get(a, 1) for a in axes) for axes in over] != counts:
+            over = tuple(_chosen(n, count, mesh, mappings) for n, count in zip(self.axes, counts, strict=True))
         copies = math.prod(mesh.values()) // max(shards, 1)
         used = {a for axes in over for a in axes}
         left = tuple(a for a, n in mesh.items() if n > 1 and a not in used)
         known = math.prod(mesh[a] for a in left) == copies
         size = math.prod(local) * self.itemsize
-        return PlacedArgument(
-            self.path, self.axes, self.sizes, over, size, copies, left if known and copies > 1 else ()
-        )
+        replicated_over = left if known and copies > 1 else ()
+        return PlacedArgument(self.path, self.dtype, self.axes, self.sizes, over, size, copies, replicated_over)
 
 
 def _chosen(
@@ -124,13 +127,16 @@ def arrays_of(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             argument=name,
             path="/".join(filter(None, [name, "" if not leaf.keys else leaf.path])),
             scope=name + jax.tree_util.keystr(leaf.keys),
+            dtype=str(array.dtype),
             axes=tuple(None if n == "_" else n for n in leaf.names or (None,) * np.ndim(array)),
             sizes=tuple(np.shape(array)),
             itemsize=array.dtype.itemsize,
+            over=None if spec is None else tuple(map(mesh_axes, padded(spec, np.ndim(array)))),
         )
         for name, tree in given
         for leaf in leaves_of(tree)[0]
         if isinstance(array := stored(raw(leaf.value)), PROGRAM_ARRAYS) and not isinstance(array, np.character)
+        for spec in [getattr(present_sharding(leaf.value), "spec", None)]
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -10,25 +11,17 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from ..core import errors
 from ..core.errors import describe_bytes
 from ..core.function_cache import FunctionCache
-from ..core.parameter_names import parameter_names
 from ..core.tree_spec import flatten_arrays
 from ..distribution import active_settings
-from ..distribution.mesh_axes import AnyMesh, mesh_axes, padded
-from ..distribution.padded_array import stored
-from ..named_array import raw
-from ..names.distributing import DistributedFunction
-from ..sharding._compiled_function import CompiledFunction
-from ..sharding.leaves import leaves_of
+from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import Between, current_mesh
-from ..sharding.placement import present_sharding
 from ._text import aligned, described_mesh, parsed_bytes
 from .comparing import counted
-from .explaining import Mappings, active, distributed, explain, quickest_exact
+from .explaining import Mappings, explain, quickest_exact
 from .records import Collective
 from .report import Report
 
@@ -47,6 +40,7 @@ def contract(
     never_gathers: Collection[str] = (),
     scatters_gradients: bool = False,
     max_memory: int | str | None = None,
+    snapshot: str | None = None,
     mapping: Mappings = None,
     mesh: AnyMesh | None = None,
 ) -> Contract:
@@ -63,6 +57,7 @@ def contract(
         scatters_gradients: whether gradients of parameters that `fsdp` stores sharded over a mesh axis must be summed
             over it by reduce-scatters.
         max_memory: the bytes that a device may hold: arguments, results and temporaries.
+        snapshot: the text of `snapshot` that the step must keep.
         mapping, mesh: as in `explain`.
 
     >>> at_most = axn.insight.contract(never_gathers=["vocab"], max_memory="1 MiB")
@@ -72,11 +67,17 @@ def contract(
     """
     if isinstance(never_gathers, str):
         raise TypeError(f"contract: `never_gathers` is a list of names, got the string {never_gathers!r}.")
+    if snapshot is not None and max_memory is not None:
+        raise ValueError(
+            "contract: `snapshot` is of the program as it is partitioned, and `max_memory` of the compiled one. Make "
+            "two contracts."
+        )
     return Contract(
         max_sent={axis: parsed_bytes(limit) for axis, limit in (max_sent or {}).items()},
         never_gathers=tuple(never_gathers),
         scatters_gradients=scatters_gradients,
         max_memory=None if max_memory is None else parsed_bytes(max_memory),
+        snapshot=snapshot,
         mapping=mapping,
         mesh=mesh,
     )
@@ -101,7 +102,7 @@ def never(
     >>> rule.check(lambda x: x * 2, axn.ones({"batch": 8})).total_sent("slices")
     0
     """
-    return Contract({}, (), False, None, mapping, mesh, between, (over, phase))
+    return Contract({}, (), False, None, None, mapping, mesh, between, (over, phase))
 
 
 @dataclasses.dataclass
@@ -116,6 +117,8 @@ class Contract:
     never_gathers: tuple[str, ...]
     scatters_gradients: bool
     max_memory: int | None
+    snapshot: str | None = None
+    """The text of `snapshot` that the step must keep."""
     mapping: Mappings = None
     mesh: AnyMesh | None = None
     between: Between = None
@@ -215,6 +218,9 @@ class Contract:
                     f"{describe_bytes(m.arguments)} of arguments, {describe_bytes(results)} of results "
                     f"and {describe_bytes(m.temporaries)} of temporaries. Either {remedy}."
                 )
+        if self.snapshot is not None and (now := described_distribution(report)) != self.snapshot.rstrip("\n"):
+            lines = difflib.ndiff(self.snapshot.rstrip("\n").split("\n"), now.split("\n"))
+            found.append("\n".join(["differs from its snapshot:", *(line for line in lines if line[0] in "+-")]))
         return tuple(f"{report.step}: {line}" for line in found)
 
     def __enter__(self) -> Contract:
@@ -303,27 +309,19 @@ def snapshot(
     <BLANKLINE>
     nothing is sent between devices
     """
-    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=quickest_exact(), **kwargs)
-    rows, total = list[tuple[str, str, str]](), 0
-    with active(mesh):  # the arguments as the step shards them
-        compiled = distributed(fn, mapping)
-        if isinstance(compiled, DistributedFunction):
-            args, kwargs = compiled.named(args, kwargs)
-        elif isinstance(compiled, CompiledFunction):
-            args, kwargs = compiled.placed(args, kwargs)
-        names = parameter_names(compiled, len(args), kwargs)
-        for leaf in leaves_of(dict(zip(names, args, strict=True)) | kwargs)[0]:
-            if leaf.shape is not None:
-                array, sharding = raw(leaf.value), present_sharding(leaf.value)
-                spec = padded(sharding.spec if isinstance(sharding, NamedSharding) else (), array.ndim)
-                said = errors.describe_sharded(array.dtype, leaf.names, array.shape, map(mesh_axes, spec))
-                held = stored(array)
-                shape = held.shape if sharding is None else sharding.shard_shape(held.shape)
-                size = math.prod(shape) * held.dtype.itemsize
-                rows.append((leaf.path, said, describe_bytes(size)))
-                total += size
+    return described_distribution(explain(fn, *args, mapping=mapping, mesh=mesh, by=quickest_exact(), **kwargs))
+
+
+def described_distribution(report: Report) -> str:
+    """Describe how the arguments of a step are sharded, and what it sends, in the text of `snapshot`."""
+    rows = list[tuple[str, str, str]]()
+    for x in report.placed:
+        names = [n or "_" for n in x.axes] if any(x.axes) else None
+        over = x.over or ((),) * len(x.sizes)
+        rows.append((x.path, errors.describe_sharded(x.dtype, names, x.sizes, over), describe_bytes(x.bytes)))
+    total = describe_bytes(sum(x.bytes for x in report.placed))
     parts = [f"on {described_mesh(report.mesh, report.devices)}"]
-    parts.append("\n  ".join([f"arguments: {describe_bytes(total)} on each device", *aligned(rows)]))
+    parts.append("\n  ".join([f"arguments: {total} on each device", *aligned(rows)]))
     sent = {what + (why and f": {why}"): found for (what, why), found in counted(report.collectives).items()}
     ordered = sorted(sent.items(), key=lambda pair: (-math.prod(pair[1]), pair[0]))
     lines = [f"{times} x {describe_bytes(n)}  {text}" for text, (times, n) in ordered]

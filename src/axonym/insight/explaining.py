@@ -127,7 +127,11 @@ def explain(
             text, memory = _compiling.partitioned(lowered, compiler_options), None
         program = HloProgram(text, _compiling.device_count(lowered))
         found = mesh_of(args, kwargs, program.devices)
-        names = ArgumentNames(lowered, fn, args, kwargs)
+        given, here = (args, kwargs), current_mesh()
+        if isinstance(compiled_step, CompiledFunction) and not isinstance(compiled_step, DistributedFunction):
+            # As the step shards them. They are abstract, so that nothing moves.
+            given = compiled_step.placed(*(given if here is None else _moved_to(here, given, others=True)))
+        names = ArgumentNames(lowered, fn, *given)
         around = mesh if isinstance(mesh, Mesh) else current_mesh()
         crossing = _slices_along(around and with_devices(around), None if topology else between)
         timed_on = chip if chip and chip.clock else CHIPS.get((topology or "").partition(":")[0])
@@ -218,14 +222,17 @@ def _on_topology(mesh: AnyMesh | None, topology: str, between: Between) -> Mesh:
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _moved_to(mesh: Mesh, tree: Any) -> Any:
-    """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh."""
+def _moved_to(mesh: AnyMesh, tree: Any, others: bool = False) -> Any:
+    """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh.
+
+    `others` allows arrays that are on a mesh of other axes, and leaves out how they are sharded.
+    """
 
     def moved(x: Any) -> Any:
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
             return x
         sharding = x.sharding
-        if isinstance(sharding, NamedSharding):
+        if isinstance(sharding, NamedSharding) and (sharding.mesh.shape == mesh.shape or not others):
             if sharding.mesh.shape != mesh.shape:
                 raise ValueError(
                     f"explain: an argument is on the mesh {dict(sharding.mesh.shape)}, and the step is explained on "

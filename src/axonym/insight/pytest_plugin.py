@@ -5,7 +5,6 @@ A project enables it in its `conftest.py`: `pytest_plugins = ["axonym.insight.py
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from ..distribution.mesh_axes import AnyMesh
-from .contracts import Contract, contract, snapshot
+from .contracts import BrokenContract, Contract, contract, snapshot
 from .explaining import Mappings
 
 _UPDATE = "--update-snapshots"
@@ -53,17 +52,18 @@ class MappingSnapshot:
         __tracebackhide__ = True
         number = next(self._numbers)
         path = self._folder / f"{self._stem}{'' if number == 1 else f'.{number}'}.txt"
-        found = snapshot(fn, *args, mapping=mapping, mesh=mesh, **kwargs) + "\n"
+        where: dict[str, Any] = {"mapping": mapping, "mesh": mesh}
         if self._update:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(found, encoding="utf-8")
-        elif not path.exists():
+            path.write_text(snapshot(fn, *args, **where, **kwargs) + "\n", encoding="utf-8")
+            return
+        if not path.exists():
             pytest.fail(f"there is no {path}: run pytest with {_UPDATE}, and read the new file.", pytrace=False)
-        elif found != (kept := path.read_text(encoding="utf-8")):
-            lines = difflib.ndiff(kept.splitlines(), found.splitlines())
-            changed = "\n".join(line for line in lines if line[0] in "+-")
-            advice = f"If this change is intended, run pytest with {_UPDATE}."
-            pytest.fail(f"the step differs from its snapshot {path}:\n{changed}\n{advice}", pytrace=False)
+        try:
+            contract(snapshot=path.read_text(encoding="utf-8"), **where).check(fn, *args, **kwargs)
+        except BrokenContract as error:
+            advice = f"It is kept in {path}. If this change is intended, run pytest with {_UPDATE}."
+            pytest.fail(f"{error}\n{advice}", pytrace=False)
 
 
 @pytest.fixture
