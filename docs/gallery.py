@@ -29,7 +29,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "small_weights.py": ("A Llama with weights of 8 and 4 bits", "--steps 100"),
     "generate.py": (
         "Text from a model of Hugging Face's hub",
-        '--checkpoint runs/rhyme --prompt "The rain" --length 36',
+        'runs/rhyme --prompt "The rain" --length 36',
     ),
     "trainer_to_sampler.py": ("Weights from a trainer to a sampler", "--steps 30"),
     "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),

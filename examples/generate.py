@@ -1,9 +1,10 @@
-"""Write text with a model from the Hugging Face Hub: `python examples/generate.py --checkpoint FOLDER --prompt TEXT`.
+"""Write text with a model from the Hugging Face Hub: `python examples/generate.py FOLDER --prompt TEXT`.
 
 The folder has a `config.json` of one of the families in `models/families.py`, weights in safetensors files, and the
-`tokenizer.json` of the model. Each device reads its shard of the weights, one array at a time. With `--mesh
-data=2,model=4` there are eight devices: texts are sharded over `data`; heads, hidden features and the vocabulary over
-`model`. `--simulated-devices 8` makes this work without accelerators. `--weights int8` keeps the weights in 8 bits.
+`tokenizer.json` of the model; or it is that of a run of `train_lm.py` that has exported its model. Each device reads
+its shard of the weights, one array at a time. With `--mesh data=2,model=4` there are eight devices: texts are sharded
+over `data`; heads, hidden features and the vocabulary over `model`. `--simulated-devices 8` makes this work without
+accelerators. `--weights int8` keeps the weights in 8 bits.
 """
 
 from __future__ import annotations
@@ -137,8 +138,10 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder with a model, or of its run")
+    # The description says how it is called. Without the usage, an error is one line.
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__, formatter_class=form)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with a model, or of a run of train_lm.py")
     parser.add_argument("--prompt", action="append", required=True, help="how a text begins; give several for a batch")
     parser.add_argument("--length", type=int, default=64, help="the most tokens to write after each prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
@@ -157,22 +160,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", args.simulated_devices)
     if args.length < 1:
         parser.error("--length must be at least 1")
-    run = args.checkpoint
-    if (run / "exported.txt").is_file():  # the folder of a run of train_lm.py, which says where its model is
-        args.checkpoint = Path((run / "exported.txt").read_text())
-    elif (run / "checkpoints").is_dir():
+    folder = args.folder
+    if (folder / "exported.txt").is_file():  # the folder of a run of train_lm.py, which says where its model is
+        folder = Path((folder / "exported.txt").read_text())
+    elif (folder / "checkpoints").is_dir():
         parser.error(
-            f"--checkpoint: {run} is the folder of a run; export its model by train_lm.py --resume --out {run} "
-            "--export exported, then use --checkpoint exported"
+            f"{folder} is the folder of a run that has not exported its model; that is done by train_lm.py --resume "
+            f"--out {folder} --export exported"
         )
-    needed = [args.checkpoint / name for name in ("config.json", "tokenizer.json")]
+    needed = [folder / name for name in ("config.json", "tokenizer.json")]
     if missing := [path.name for path in needed if not path.is_file()]:
-        what = f"has no {' and no '.join(missing)}" if args.checkpoint.is_dir() else "is not a folder"
-        parser.error(f"--checkpoint: {args.checkpoint} {what}")
-    if not list(args.checkpoint.glob("*.safetensors")):
-        parser.error(f"--checkpoint: {args.checkpoint} has no weights: no file ends with .safetensors")
-    tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
-    stop = stop_tokens(args.checkpoint)
+        what = f"has no {' and no '.join(missing)}" if folder.is_dir() else "is not a folder"
+        parser.error(f"{folder} {what}")
+    if not list(folder.glob("*.safetensors")):
+        parser.error(f"{folder} has no weights: no file ends with .safetensors")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stop = stop_tokens(folder)
     for token in args.stop:
         if (number := tokenizer.token_to_id(token)) is None:
             parser.error(f"--stop: {token!r} is no token of the model")
@@ -191,9 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mesh = axn.make_mesh(sizes)
     except ValueError as e:
         parser.error(f"--mesh: {e}; or use --simulated-devices")
-    print(f"Loading {args.checkpoint}.", file=sys.stderr, flush=True)
+    print(f"Loading {folder}.", file=sys.stderr, flush=True)
     with jax.set_mesh(mesh), axn.axis_mapping({n: axis for n, axis in MAPPING.items() if axis in sizes}):
-        model = load(args.checkpoint, args.dtype)
+        model = load(folder, args.dtype)
         if args.weights:
             model = quantize_weights(model, args.weights, group=64 if args.weights == "int4" else None)
         writer = Writer(model, sampling)

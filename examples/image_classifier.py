@@ -9,6 +9,7 @@ the rows at the border. Without an accelerator, there are eight simulated device
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,9 @@ from jax.sharding import PartitionSpec
 
 import axonym as axn
 from axonym import nn
+
+if __name__ == "__main__":
+    print("importing scikit-learn", file=sys.stderr)
 
 try:
     import optax

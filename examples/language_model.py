@@ -4,6 +4,7 @@ It trains on one device: `python examples/language_model.py`. `language_model_fs
 `language_model_tensor_parallel.py` distribute it by rules, without changing it.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,7 @@ def report(i: int, value: jax.Array) -> None:
 
 
 def main() -> None:
+    print("compiling for one device", file=sys.stderr)
     params, state = jax.jit(start)(jax.random.key(0))
     train = jax.jit(step)
     for i, tokens in enumerate(batches()):

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 import axonym as axn
 
+print("importing Flax, and creating the model", file=sys.stderr)
+
 try:
     import optax
     from flax import nnx

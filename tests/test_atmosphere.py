@@ -79,6 +79,24 @@ def test_names_know_the_halos_of_512_devices() -> None:
     assert sent <= {4, 8, row, column, 8 * 64 * 33 * 4, 8 * 64 * 257 * 4}, sent
 
 
+@pytest.mark.parametrize(("sizes", "shape"), [(MESH, (MEMBERS, *SIZE)), (LARGE, (64, 64, 512, 1024))])
+def test_names_know_what_the_step_sends(sizes: dict[str, int], shape: tuple[int, ...]) -> None:
+    """Each phase under its own mapping; constants of the physics lie by the mapping that is active there."""
+    early, true = (report(atmosphere.step, abstract(*shape), sizes, by) for by in ("names", "partitioner"))
+    kinds = ("collective-permute", "all-to-all")
+    assert early.total_sent() == true.total_sent()
+    for kind in kinds:
+        own, other = ([c.sent for c in r.collectives if c.kind == kind] for r in (early, true))
+        assert sorted(own) == sorted(other)
+    assert {c.kind for c in early.collectives} == {*kinds}
+    assert {*atmosphere.sent_by_phase(early)} == {"dynamics", "to_columns", "to_grid"}
+
+
+def test_a_plan_does_not_choose_the_axes_of_a_mapping_inside() -> None:
+    with pytest.raises(ValueError, match=r"plan: step has a mapping inside, \{'lat': .*atmosphere.py:\d+.* `compare`"):
+        axn.insight.plan(atmosphere.step, *abstract(2, 8, 32, 64), chips=8)
+
+
 def test_the_compiled_step() -> None:
     state, rows = start()
     with jax.set_mesh(axn.make_mesh(MESH)), axn.axis_mapping(atmosphere.GRID):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import treescope
 from jax.sharding import Mesh
 
 import axonym as axn
@@ -148,35 +147,13 @@ def test_a_model_and_its_optimizer_state(mesh: Mesh, model: dict[str, Any]) -> N
 def test_what_a_mapping_does(mesh: Mesh, model: dict[str, Any]) -> None:
     shown = show(model, {"vocab": "model", "embd": "data"}, mesh)
     for text in (text_of(shown), str(shown)):
-        assert "no array. Did you mean 'embed'?" in text and "1 array" in text
-        assert "not reached: norm, raw, 48 B on each device" in text
+        assert "unused: axis 'embd' is in the mapping but not in the tree. Did you mean 'embed'?" in text
     with axn.set_mesh(mesh):
         pair = show(model, ({"embed": "data"}, {"batch": "data", "vocab": "model"}))
-    assert "axiscomputed overstored over" in text_of(pair)  # the head of a table
-    assert "embed: computed replicated, stored over data" in str(pair) and "batch: over data" in str(pair)
     assert "table: float32[vocab=16/model, embed=8/data]" in str(pair)
     wrong = show(model, {"embed": "rows"}, mesh)
-    assert "rows" in text_of(wrong) and wrong.problems
-    assert str(show({"batch": ("data", "model"), "embed": None}, mesh=mesh)).endswith("embed: replicated")
-    assert str(show({"batch": "data"})) == "batch: over data"
-    assert "The mesh has no axis 'dta'. Did you mean 'data'?" in str(show({"batch": "dta"}, mesh=mesh))
+    assert "rows" in text_of(wrong) and wrong.findings
     by_rule = show(model, axn.sharding.TreePathShardingRule(("table", jax.P("model")), (".*", jax.P())), mesh)
     assert "table: float32[vocab=16/model, embed=8]" in str(by_rule)
     with pytest.raises(ValueError, match="shown on a mesh, and none is active: pass `mesh`"):
         show(model, {"embed": "data"})
-
-
-# Treescope asks NumPy for a class that NumPy is about to drop.
-@pytest.mark.filterwarnings("ignore:The chararray class is deprecated:DeprecationWarning")
-def test_treescope(mesh: Mesh) -> None:
-    x = axn.shard(axn.ones({"mlp": 128, "embed": 64}), {"mlp": "model"}, mesh)
-    line = f"<NamedArray float32[mlp=128/model, embed=64], {text_of(x).partition('] ')[2]}>"
-    with jax.transfer_guard("disallow"):
-        assert line in treescope.render_to_text({"w": x})
-    jax.jit(lambda a: treescope.render_to_html(a) and None)(x)
-    for drawn in (treescope.render_array(x, rows=["mlp"]), treescope.render_array_sharding(x)):
-        html = treescope.render_to_html(drawn, compressed=False)
-        assert "mlp: 128" in html and "embed: 64" in html
-    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
-        html = treescope.render_to_html({"w": x, "gone": jax.eval_shape(lambda: x)}, compressed=False)
-    assert "mlp: 128" in html and "128/model" in html and "±" not in html

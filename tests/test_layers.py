@@ -28,7 +28,6 @@ nn
 schedules state
 random
 _methods custom_partitioning
-_treescope
 _xarray
 _display fft linalg manual poly ref transforms
 tree

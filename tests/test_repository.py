@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 import axonym as axn
 
@@ -129,6 +130,39 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     if gallery["EXAMPLES"].get(example.name, ("", "small"))[1] == "":  # run as the page does
         shown = gallery["shown"](gallery["PAGE"].read_text())[example.name]
         assert _without_digits(gallery["cut"](result.stdout)) == _without_digits(shown), "run docs/gallery.py"
+
+
+FIRST_OUTPUT = (ROOT / "tests" / "first_output.py").read_text()  # as a file, its folder would be on the path
+
+# The commands of the README, the pages and the examples, by the words after `python`; some have arguments.
+COMMANDS = {
+    **{f"examples/{path.name}": [] for path in (ROOT / "examples").glob("*.py")},
+    "examples/generate.py": ["model", "--prompt", "a"],
+    "-m axonym.insight": ["examples/explain.py:case", "--mesh", "data=64,model=8", "--mapping", "fsdp"],
+    "-m axonym.state": ["verify", "model"],
+    "-m benchmarks": [],
+}
+
+
+def test_commands_of_pages_are_known() -> None:
+    command = re.compile(r"(?<![\w/])(?:\.venv/bin/)?python3? (-m (?:axonym|benchmarks)[\w.]*|examples/\w+\.py)")
+    found = {words for page in PAGES for words in command.findall(page.read_text())}
+    assert found <= COMMANDS.keys()
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_command_shows_something_at_once(command: str, tmp_path: Path) -> None:
+    """Before it compiles programs or imports large packages: after that, nobody would know whether it runs."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
+    for name in ("examples", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    result = _run("-c", FIRST_OUTPUT, *command.split(), *COMMANDS[command], cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert "error" not in result.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_relative)

@@ -1,4 +1,4 @@
-"""Arrays, trees and mappings in HTML, for notebooks: names, sizes, bytes on each device, and a picture with cuts.
+"""Arrays and trees in HTML, for notebooks: names, sizes, bytes on each device, and a picture with cuts.
 
 Nothing is computed for it, and nothing is waited for. Notebooks that are not trusted drop styles and pictures, so the
 text says everything.
@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from .core.errors import counted, describe_bytes, suggestion
+from .core.errors import counted, describe_bytes
 from .core.html import (
     COLORS,
     STYLE,
@@ -31,13 +31,13 @@ from .core.html import (
     folded,
     joined,
     light_dark,
-    table,
 )
 from .distribution.mesh_axes import AnyMesh, current_mesh, mesh_axes, padded, shard_count
 from .named_array import NamedArray, describe_array, raw, small_values
 from .sharding.leaves import Leaf, leaves_of
 from .sharding.mapping import is_resource_mapping, normalize_mapping
 from .sharding.placement import ParameterOrComputeMapping, Placement, examine, present_sharding
+from .sharding.queries import lint_mapping
 
 _VALUES = 1000
 """Values of arrays with up to this many elements are in the output, folded."""
@@ -279,10 +279,7 @@ def array_tree(placed: Iterable[Any], described: Callable[[Any], Html], more: st
     return element("ul", *listed, class_="tree")
 
 
-# --- trees and mappings, as `axonym.debug.show` has them ---
-
-_NAMED = 6
-"""At most so many arrays that a mapping does not reach are named."""
+# --- trees, as `axonym.debug.show` has them ---
 
 
 def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> Shown:
@@ -293,11 +290,11 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     moved.
 
     Arguments:
-        tree: the tree; its arrays may be abstract, as `jax.eval_shape` gives them. Or a resource mapping, to show it
-            alone.
-        mapping: a mapping, or another placement, to show where it puts the arrays, and what it does not reach. For
-            FSDP, the two mappings of `axonym.fsdp`: `(parameter_mapping, compute_mapping)`; two mappings always mean
-            that, also for a tree that is a pair. By default, the arrays are shown where they lie.
+        tree: the tree; its arrays may be abstract, as `jax.eval_shape` gives them.
+        mapping: a mapping, or another placement, to show where it puts the arrays, and after them what
+            `axonym.lint_mapping` finds. For FSDP, the two mappings of `axonym.fsdp`: `(parameter_mapping,
+            compute_mapping)`; two mappings always mean that, also for a tree that is a pair. By default, the arrays are
+            shown where they lie.
         mesh: the mesh of the mapping; the active one by default.
 
     >>> mesh = axn.make_mesh({"data": 2, "model": 4})
@@ -306,89 +303,59 @@ def show(tree: Any, mapping: Placement = None, mesh: AnyMesh | None = None) -> S
     dict: 2 arrays, 1 KiB; 288 B on each of 8 CPU devices
     norm: float32[embed=8], 32 B, 8 copies along data and model
     up: float32[embed=8, mlp=32/model], 256 B, 2 copies along data
-    mlp: over model=4, 1 array
-    heads: over model=4, no array
-    not reached: norm, 32 B on each device
+    unused: axis 'heads' is in the mapping but not in the tree.
     """
-    mesh = current_mesh() if mesh is None else mesh
-    sizes = {} if mesh is None else dict(mesh.shape)
-    if mapping is None and isinstance(tree, Mapping) and tree and is_resource_mapping(tree):
-        entries = _entries_of_axes([normalize_mapping(tree, "debug.show")], None)
-        unknown = {a for over, _ in entries.values() for axes in over for a in axes if sizes and a not in sizes}
-        problems = tuple(f"The mesh has no axis {a!r}.{suggestion(a, sizes)}" for a in sorted(unknown))
-        return Shown("", (), sizes, entries, problems, False)
     title = type(tree).__name__
     if mapping is None:
-        arrays = tuple(shown_array(leaf) for leaf in leaves_of(tree)[0] if leaf.shape is not None)
-        return Shown(title, arrays, sizes, {}, (), False)
+        return Shown(title, tuple(shown_array(leaf) for leaf in leaves_of(tree)[0] if leaf.shape is not None), ())
+    mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError("debug.show: a mapping is shown on a mesh, and none is active: pass `mesh`.")
     given = mapping if isinstance(mapping, tuple) and len(mapping) == 2 else (mapping,)
     mappings = [normalize_mapping(m, "debug.show") for m in given if is_resource_mapping(m)]
     placement = ParameterOrComputeMapping(*mappings) if len(mappings) == 2 else mapping
     examined = examine(tree, placement, mesh, "debug.show")
-    leaves, wrong = [leaf for leaf in examined.leaves if leaf.shape is not None], dict(examined.problems)
+    wrong = {path for path, _ in examined.problems}
     arrays = tuple(
         shown_array(leaf)
         if leaf.spec is None or leaf.path in wrong
         else placed_array(leaf, NamedSharding(leaf.mesh or mesh, leaf.spec), "")  # pyright: ignore  # any mesh
-        for leaf in leaves
+        for leaf in examined.leaves
+        if leaf.shape is not None
     )
-    entries = _entries_of_axes(mappings, [set(leaf.names or ()) for leaf in leaves])
-    return Shown(title, arrays, sizes, entries, tuple(dict.fromkeys(wrong.values())), True)
+    findings = (f"{found.kind}: {found.message}" for found in lint_mapping(tree, placement, mesh))
+    return Shown(title, arrays, tuple(dict.fromkeys(findings)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Shown:
-    """Show a tree or a mapping, in HTML in a notebook and as text elsewhere; `axonym.debug.show` returns it.
+    """Show a tree, in HTML in a notebook and as text elsewhere; `axonym.debug.show` returns it.
 
-    >>> print(axn.debug.show({"batch": "data"}, mesh=axn.make_mesh({"data": 8})))
-    batch: over data=8
+    >>> print(axn.debug.show({"w": axn.ones({"embed": 8})}))
+    dict: 1 array, 32 B; 32 B on CPU 0
+    w: float32[embed=8], 32 B
     """
 
     title: str
     """The kind of tree."""
     arrays: tuple[ShownArray, ...]
-    mesh: Mapping[str, int]
-    """The sizes of the mesh axes; empty without a mesh."""
-    entries: Mapping[str, tuple[tuple[tuple[str, ...], ...], str]]
-    """For each axis of the mapping: its mesh axes, for FSDP in compute and in storage, and how many arrays have it."""
-    problems: tuple[str, ...]
-    """The reasons why the mapping cannot place arrays."""
-    placed: bool
-    """True if the arrays are shown as a mapping places them."""
+    findings: tuple[str, ...]
+    """What is wrong or suspicious in the mapping that the arrays are shown by."""
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {self._sum()}"] if self.title else []
-        lines += [
+        lines = (
             ", ".join(filter(None, (f"{x.path}: {x}", describe_bytes(x.bytes), x.replicated()))) for x in self.arrays
-        ]
-        for name, (over, has) in self.entries.items():
-            places = [f"over {self._over(axes)}" if axes else "replicated" for axes in over]
-            how = places[0] if len(set(places)) == 1 else f"computed {places[0]}, stored {places[1]}"
-            lines.append(f"{name}: {how}{', ' if has else ''}{has}")
-        return "\n".join([*lines, *self.problems, *filter(None, [self._unreached()])])
+        )
+        return "\n".join([f"{self.title}: {self._sum()}", *lines, *self.findings])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        meshes = [self.mesh, *(x.mesh for x in self.arrays)]
-        words, parts = Words(dict.fromkeys(axis for mesh in meshes for axis in mesh)), list[Html]()
-        if self.title:
-            more = "axonym.debug.describe_shardings has them"
-            tree = array_tree(self.arrays, lambda x: x.line(words, x.replicated(), _SMALL), more)
-            parts += [element("p", element("b", self.title), " ", self._sum()), tree]
-        if self.entries:
-            columns = max(len(over) for over, _ in self.entries.values())
-            header = ["axis", *(["over"] if columns == 1 else ["computed over", "stored over"]), ""]
-            rows = list[Sequence[str]]()
-            for name, (over, has) in self.entries.items():
-                cells = (joined([words.axis(a, self._over([a])) for a in axes], " and ") for axes in over)
-                rows.append([code(name), *(cell or "replicated" for cell in cells), has])
-            parts += [element("p", "mesh: ", words.mesh(self.mesh))] * bool(self.mesh)
-            parts.append(table("the mapping", header, rows))
-        parts += [element("p", said) for said in (*map(words.said, self.problems), self._unreached()) if said]
-        return styled(*parts)
+        words = Words(dict.fromkeys(axis for x in self.arrays for axis in x.mesh))
+        more = "axonym.debug.describe_shardings has them"
+        tree = array_tree(self.arrays, lambda x: x.line(words, x.replicated(), _SMALL), more)
+        findings = [element("p", words.said(found)) for found in self.findings]
+        return styled(element("p", element("b", self.title), " ", self._sum()), tree, *findings)
 
     def _sum(self) -> str:
         total, held = sum(x.total for x in self.arrays), sum(x.bytes for x in self.arrays if x.copies)
@@ -396,34 +363,6 @@ class Shown:
         at_one = len(places) == 1 and self.arrays[0].copies
         each = f"; {describe_bytes(held)} on {self.arrays[0].where}" if at_one else ""
         return f"{counted(len(self.arrays), 'array')}, {describe_bytes(total)}{each}"
-
-    def _over(self, axes: Sequence[str]) -> str:
-        return " and ".join(f"{a}={self.mesh[a]}" if a in self.mesh else a for a in axes)
-
-    def _unreached(self) -> str:
-        """Name the arrays without an axis of the mapping."""
-        has_entries = self.placed and bool(self.entries)
-        left = [x for x in self.arrays if has_entries and x.sizes and self.entries.keys().isdisjoint(x.axes)]
-        if not left:
-            return ""
-        paths = [x.path for x in left[:_NAMED]] + ([f"{len(left) - _NAMED} more"] if len(left) > _NAMED else [])
-        return f"not reached: {', '.join(paths)}, {describe_bytes(sum(x.bytes for x in left))} on each device"
-
-
-def _entries_of_axes(
-    mappings: Sequence[Mapping[str, Any]], names: Sequence[set[str]] | None
-) -> dict[str, tuple[tuple[tuple[str, ...], ...], str]]:
-    """Return the mesh axes of each axis of one mapping, or of storage and compute, and how many arrays have it."""
-    known = {n for found in names or () for n in found}
-    entries = {}
-    for name in dict.fromkeys(n for mapping in mappings[::-1] for n in mapping):
-        compute = mappings[-1].get(name)
-        over = tuple(mesh_axes(entry) for entry in (compute, mappings[0].get(name, compute))[: len(mappings)])
-        count = sum(name in found for found in names or ())
-        hint = suggestion(name, known)
-        has = counted(count, "array") if count else f"no array.{hint}" if hint else "no array"
-        entries[name] = over, has if names is not None else ""
-    return entries
 
 
 # --- devices ---

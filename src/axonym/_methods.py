@@ -182,16 +182,6 @@ class Methods:
 
         return array_html(self)
 
-    def __treescope_repr__(self: Any, path: str | None, subtree_renderer: Any) -> Any:
-        from ._treescope import render
-
-        return render(self, path)
-
-    def __treescope_ndarray_adapter__(self: Any) -> Any:
-        from ._treescope import NamedArrayAdapter
-
-        return NamedArrayAdapter()
-
     # --- refusal of positional functions ---
 
     @property

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from axonym.core.jax_versions import varying_axes
-from axonym.distribution.on_shards import NeedsCompleteAxes, OnShards, Shard
+from axonym.distribution.on_shards import OnShards
+from axonym.distribution.operations_on_shards import NeedsCompleteAxes, Shard
 
 SIZES = {"a": 2, "b": 2}
 LAYOUTS: list[tuple[str, ...]] = [(), ("a",), ("b",), ("a", "b")]

@@ -141,15 +141,15 @@ BUGS: dict[str, Bug] = {
     # the mapping
     "a misspelt batch": Bug(
         {**COMPUTE, "batch": None, "bacth": "data"},
-        ("bacth", "Did you mean 'batch'", "% of the compute is repeated: 4 devices along data"),
+        ("bacth", "Did you mean 'batch'", "% of the compute is repeated, first .*: 4 devices along data"),
     ),
     "the heads of another model": Bug(
         {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model"},
-        ("kv_heads", "Did you mean 'heads'", "repeated: 2 devices along model", "first in dot"),
+        ("kv_heads", "Did you mean 'heads'", "repeated, first .* in dot.*: 2 devices along model"),
     ),
     "mlp is forgotten": Bug(
         {"batch": "data", "heads": "model", "vocab": "model"},
-        ("of the compute is repeated: 2 devices along model", "Try: shard mlp"),
+        ("of the compute is repeated, first .*: 2 devices along model", "Try: shard mlp"),
     ),
     "no axis for the mesh axis model": Bug(
         {"batch": "data"}, ("Nothing uses the mesh axis model", "50% of the compute")
@@ -219,13 +219,13 @@ BUGS: dict[str, Bug] = {
     ),
     "many microbatches": Bug(  # the compiler gathers parameters once, but not the gradients
         FSDP,
-        ("The same .*gradients are sent again in each turn of a loop, 8 times",),
+        ("The same .*gradients are sent again in each turn of a loop at .*, 8 times",),
         Parts(microbatches=8),
         by=PARTITIONED,
     ),
     "gradients are summed in each microbatch": Bug(
         COMPUTE,
-        ("The same .*gradients are sent again in each turn of a loop, 8 times",),
+        ("The same .*gradients are sent again in each turn of a loop at .*, 8 times",),
         Parts(microbatches=8, inside=True),
         by=PARTITIONED,
     ),

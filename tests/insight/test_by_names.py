@@ -581,7 +581,32 @@ def causal(x: Any) -> Any:
         ("solve", lambda x: jnp.linalg.solve(x.array, x.array[0]), {"batch": "data"}, "lu along batch"),
         ("columns", lambda x: jnp.linalg.solve(x.array, x.array[0]), {"embed": "data"}, "triangular_solve along embed"),
         ("shift", lambda x: jax.lax.pad(x.array, 0.0, [(1, -1, 0), (0, 0, 0)]), {"batch": "data"}, "pad along batch"),
-        ("placement", lambda x: axn.shard(x, {"batch": None}), {"batch": "data"}, "without a mesh, which it asks for"),
+        ("placement", lambda x: axn.shard(x, P("model")), {"batch": "data"}, "without a mesh, which it asks for"),
+        (
+            "swap",
+            lambda x: axn.shard(x, {"batch": "model", "embed": "data"}),
+            {"batch": "data", "embed": "model"},
+            r"several exchanges, or to mesh axes in another order in shard\[.* \(at test_by_names.py:\d+\)",
+        ),
+        (
+            "mixed",
+            lambda x: axn.shard(axn.sin(x), {"embed": "data"}) + x,
+            {"batch": "data"},
+            r"\[batch, embed\], which lies by another mapping than what it is used with in add",
+        ),
+        (
+            "stored",
+            lambda x: axn.shard(x, {"batch": None}),
+            ({"embed": "data"}, {"batch": "data"}),
+            "which lies by another mapping beside a parameter mapping",
+        ),
+        ("inner", lambda x: axn.shard(x, {"batch": "other"}), {}, "'batch' is mapped to mesh axis 'other', but"),
+        (
+            "mapped",
+            lambda x: axn.vmap(lambda x: axn.shard(x, {"embed": "model"}), "batch")(x),
+            {"batch": "data"},
+            "a placement along batch",
+        ),
         ("constraint", lambda x: jax.lax.with_sharding_constraint(x, P("model")), {"batch": "data"}, "asks for"),
         (
             "idle",
@@ -603,6 +628,74 @@ def test_what_names_do_not_tell_is_refused(what: str, function: Any, mapping: An
     x = jax.eval_shape(lambda: axn.ones({"batch": 12 if what == "indivisible" else 8, "embed": 8}))
     with jax.set_mesh(cases.mesh_of(data=4, model=2)), pytest.raises(ValueError, match=message):
         axn.insight.explain(function, x, mapping=mapping, by="names")
+
+
+def _in_columns(x: axn.NamedArray) -> axn.NamedArray:
+    """Compute with rows sharded along another axis, and with a new array, which the mapping active there places."""
+    x = axn.shard(axn.shard(axn.sin(x)), {"embed": "data"})
+    with axn.axis_mapping({"embed": "data"}):
+        bias = axn.arange(x.resolve_axis("batch"), dtype=jnp.float32).broadcast_axis({"one": 1}) * 2
+        x = axn.shard(axn.nn.softmax(x, "batch") * bias["one", 0])
+    return axn.shard(x)
+
+
+def _merged(x: axn.NamedArray) -> axn.NamedArray:
+    with axn.axis_mapping(merge=True, embed=None):
+        return axn.sin(axn.shard(axn.shard(axn.sin(x), {"batch": "data", "embed": "model"})))
+
+
+def _turned(x: axn.NamedArray) -> Any:
+    def body(x: axn.NamedArray, _: Any) -> Any:
+        return _in_columns(x), None
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
+PLACED = {
+    "there and back": (_in_columns, {"batch": "data"}),
+    "there and back, gradient": (jax.grad(lambda x: axn.sum(_in_columns(x) ** 2).scalar()), {"batch": "data"}),
+    "in a loop": (_turned, {"batch": "data"}),
+    "result": (lambda x: axn.shard(axn.sin(x), {"embed": "data"}), {"batch": "data"}),
+    "replicated": (lambda x: axn.sin(axn.shard(axn.sin(x), {})), {"batch": "data"}),
+    "two axes": (lambda x: axn.shard(axn.sin(x), {"embed": ("data", "model")}).array, {"batch": ("data", "model")}),
+    "minor": (lambda x: axn.shard(axn.sin(x), {"batch": "data", "embed": "model"}).array, {"batch": ("data", "model")}),
+    "cut": (lambda x: axn.shard(axn.sin(x), {"batch": "data", "embed": "model"}).array, {"batch": "data"}),
+    "part": (lambda x: axn.shard(axn.sin(x), {"batch": "data"}).array, {"batch": ("data", "model")}),
+    "merged": (_merged, {"batch": "data", "embed": "model"}),
+    "where it lies": (lambda x: axn.shard(axn.sin(x)), {"batch": "data"}),
+}
+
+
+@pytest.mark.parametrize("what", PLACED)
+def test_a_change_of_mapping_sends_what_the_partitioner_says(what: str) -> None:
+    step, mapping = PLACED[what]
+    x = jax.eval_shape(lambda: axn.ones({"batch": 16, "embed": 8}))
+    early, true = both((step, x), mapping)
+    assert sent(early) == sent(true)
+    assert bool(sent(early)) == (what not in ("cut", "where it lies"))
+
+
+def test_a_plan_places_where_the_step_asks() -> None:
+    """`shard` without a mapping is by each mapping that the plan tries, and sends nothing where arrays lie by it."""
+    x = jax.eval_shape(lambda: axn.ones({"batch": 16, "embed": 8}))
+    w = jax.eval_shape(lambda: axn.ones({"embed": 8, "mlp": 4}))
+    plans = [
+        axn.insight.plan(lambda w, x, own=own: axn.dot(own(axn.sin(x)), w, axis="embed"), w, x, chips=2)
+        for own in (axn.exp, lambda x: axn.exp(axn.shard(x)))
+    ]
+    first, second = ([(p.compute, p.sent, p.flops) for p in plan.found] for plan in plans)
+    assert first == second and plans[1].best.compute == {"batch": "data"}
+
+
+def test_products_in_another_mapping_are_divided_by_it() -> None:
+    x = jax.eval_shape(lambda: axn.ones({"batch": 16, "embed": 8}))
+    w = jax.eval_shape(lambda: axn.ones({"embed": 8, "mlp": 4}))
+    early, true = both(
+        (lambda x, w: axn.dot(axn.shard(axn.sin(x), {"batch": ("data", "model")}), w, axis="embed").array, x, w),
+        {"batch": "data"},
+    )
+    assert early.flops == true.flops == 2 * 2 * 8 * 4
+    assert sent(early) == sent(true)
 
 
 def _matrices(x: axn.NamedArray) -> axn.NamedArray:

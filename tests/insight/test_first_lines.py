@@ -212,7 +212,7 @@ FAULTS: dict[str, Planted] = {
     ),
     "repeated along a mesh axis": Planted(
         trained(),
-        r"fix: 43% of the compute is repeated.*along columns.*at test_first_lines.py:.*Try: shard hidden",
+        r"fix: 43% of the compute is repeated, first at test_first_lines.py:.*along columns.*Try: shard hidden",
         {"batch": "rows", "words": "columns"},
     ),
     "no placement of the arguments": Planted(

@@ -120,8 +120,8 @@ def is_on_host(aval: Any) -> bool:
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yield the programs in the parameters of an equation: bodies of loops, branches and functions that it calls."""
     for value in jax.tree.leaves(list(equation.params.values())):
-        if hasattr(getattr(value, "jaxpr", value), "eqns"):
-            yield value
+        if hasattr(program := getattr(value, "jaxpr", value), "eqns"):
+            yield program
 
 
 def program_of(params: Any, operands: Sequence[Any]) -> Jaxpr | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .jax_versions import program_of, scan_operands
+from .jax_versions import program_of, programs_in, scan_operands
 
 Dimension = tuple[int, ...]
 Term = tuple[Dimension, ...]
@@ -549,7 +549,7 @@ class Inside(NamedTuple):
     times: int | None = 1
     """None if values decide."""
     constants: Sequence[Any] = ()
-    """The values of the constants of a called function."""
+    """The values of its constants."""
 
 
 def inside(eqn: Any) -> list[Inside]:
@@ -560,17 +560,19 @@ def inside(eqn: Any) -> list[Inside]:
         consts, carry, scanned = scan_operands(params, range(count))
         return [
             Inside(params["jaxpr"].jaxpr, "loop", [*consts, *carry, *scanned], len(carry), len(consts), len(scanned),
-                   params["length"])
+                   params["length"], params["jaxpr"].consts)
         ]  # fmt: skip
     if name == "while":
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         carry = range(tests + consts, count)
+        test, body = params["cond_jaxpr"], params["body_jaxpr"]
+        operands = [*range(tests), *carry]
         return [
-            Inside(params["cond_jaxpr"].jaxpr, "test", [*range(tests), *carry], len(carry), tests, times=None),
-            Inside(params["body_jaxpr"].jaxpr, "loop", range(tests, count), len(carry), consts, times=None),
+            Inside(test.jaxpr, "test", operands, len(carry), tests, times=None, constants=test.consts),
+            Inside(body.jaxpr, "loop", range(tests, count), len(carry), consts, times=None, constants=body.consts),
         ]
     if name == "cond":
-        return [Inside(branch.jaxpr, "branch", range(1, count)) for branch in params["branches"]]
+        return [Inside(x.jaxpr, "branch", range(1, count), constants=x.consts) for x in params["branches"]]
     if name == "shard_map":
         return [Inside(params["jaxpr"], "device", range(count))]
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
@@ -584,7 +586,8 @@ def inside(eqn: Any) -> list[Inside]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a program, and of all programs in them, also of those that no rule enters."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for body in inside(eqn):
-            yield from equations(body.jaxpr)
+        for program in [f.jaxpr for f in inside(eqn)] or programs_in(eqn):
+            yield from equations(program)

@@ -8,7 +8,6 @@ they finish its collectives, exchange whether they succeeded, and then all raise
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import sys
@@ -88,8 +87,7 @@ def _agree_on_success(what: str, error: BaseException | None, same: Mapping[str,
     if not summaries[:, 0].any():
         if (summaries == summaries[0]).all():
             return
-        hashes = _of_all_processes({key: _hashes_of_lines(text) for key, text in same.items()})
-        raise ValueError(difference(what, dict(enumerate(_of_all_processes(_own_lines(same, hashes))))))
+        raise ValueError(difference(what, dict(enumerate(_of_all_processes(dict(same))))))
     told = _of_all_processes(None if error is None else _described_error(error))
     failed = {i: one for i, one in enumerate(told) if one is not None}
     first = next(iter(failed.values()))
@@ -102,37 +100,15 @@ def _agree_on_success(what: str, error: BaseException | None, same: Mapping[str,
 
 def _of_all_processes(x: Any) -> list[Any]:
     """Return what each process gives to this function."""
-    payload = json.dumps(x).encode()
+    payload = zlib.compress(json.dumps(x).encode())  # programs are long
     lengths = from_all_processes(np.array([len(payload)], np.uint32))[:, 0]
     # Few sizes, since each compiles a gather.
     padded = np.zeros(max(1024, 1 << int(lengths.max() - 1).bit_length()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    return [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), lengths, strict=True)]
-
-
-def _hashes_of_lines(text: str) -> list[str]:
-    """Return a hash of a text and of each of its lines: the texts of programs are too long to send them all."""
     return [
-        hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-        for part in (text, *text.splitlines())
+        json.loads(zlib.decompress(row[:n].tobytes()))
+        for row, n in zip(from_all_processes(padded), lengths, strict=True)
     ]
-
-
-def _own_lines(same: Mapping[str, str], told: list[dict[str, list[str]]]) -> dict[str, str]:
-    """Return a few lines of this process, of each text that differs, which some process does not have."""
-    own: dict[str, str] = {}
-    for key in dict.fromkeys(key for one in told for key in one):
-        hashes = [one.get(key, [""]) for one in told]
-        if all(one == hashes[0] for one in hashes):
-            continue
-        text = same.get(key, "")
-        whole, *mine = _hashes_of_lines(text)
-        everywhere = set.intersection(*(set(lines) for _, *lines in hashes))
-        lines = [line for line, name in zip(text.splitlines(), mine, strict=True) if name not in everywhere]
-        own[key] = "\n".join(dict.fromkeys(lines[:4]))
-        if all(set(lines) == everywhere for _, *lines in hashes):
-            own[key] = f"the same lines in another order or number ({whole})"
-    return own
 
 
 def from_all_processes(x: np.ndarray) -> np.ndarray:
@@ -188,10 +164,14 @@ def difference(what: str, told: Mapping[int, Mapping[str, str]]) -> str:
             continue
         # Lines that all processes have would hide the lines that differ.
         everywhere = set.intersection(*(set(text.splitlines()) for text in texts.values()))
+        reordered = all(set(text.splitlines()) == everywhere for text in texts.values())
         groups: dict[str, list[int]] = {}
         for i, text in texts.items():
-            own = [line.strip() for line in text.splitlines() if line not in everywhere]
-            groups.setdefault("; ".join(own[:3]) + (" ..." if len(own) > 3 else ""), []).append(i)
+            own = [*dict.fromkeys(line.strip() for line in text.splitlines() if line not in everywhere)]
+            shown = "; ".join(own[:3]) + (" ..." if len(own) > 3 else "")
+            if reordered:
+                shown = f"the same lines in another order or number ({zlib.crc32(json.dumps(text).encode()):08x})"
+            groups.setdefault(shown, []).append(i)
         seen = "".join(f"\n  process {', '.join(map(str, ids))}: {own or 'none'}" for own, ids in groups.items())
         parts.append(f"{key} must be the same in every process, but differ:{seen}")
     return f"{what}: " + "\n".join(parts) if parts else ""

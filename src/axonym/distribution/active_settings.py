@@ -24,6 +24,10 @@ Entry = str | tuple[str, ...] | None
 """The mesh axis or axes that an axis is sharded over; None if it is replicated."""
 
 
+REPORTED = "mapping of the report"
+"""The key that stands for all entries of the mapping that a report by names is for, which its trace does not know."""
+
+
 def _empty_mapping() -> Mapping[str, Any]:
     return MappingProxyType({})
 

@@ -9,14 +9,14 @@ to, and `jax.vmap` adds an axis without a name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ..axis import Names
 from ..core.jax_versions import marking_operation
-from .active_settings import ACTIVE, activate_here
+from .active_settings import ACTIVE, Entry, activate_here, active_mapping
 from .operation_scope import DerivedName, names_of_results, unmarked
 
 MARK = "named_axes"
@@ -24,6 +24,12 @@ MARK = "named_axes"
 
 EXCHANGE = "exchanged"
 """The name of the primitive that shows what devices exchange; its parameter `names` has what `exchanged` got."""
+
+PLACEMENT = "placement"
+"""What devices exchange where an array is placed by a mapping."""
+
+ACTIVE_HERE = "active mapping"
+"""Nothing is exchanged, but new arrays lie by this mapping."""
 
 _mark = marking_operation(MARK, lambda names, at: (*names[:at], None, *names[at:]))
 _exchange = marking_operation(EXCHANGE, lambda names, at: names)
@@ -40,8 +46,12 @@ def is_marking() -> bool:
 
 
 def marked(arrays: Sequence[jax.Array], names: Sequence[Names]) -> list[jax.Array]:
-    """Return arrays, each marked with its names."""
-    return [_mark(x, tuple(map(_public_name, own))) if own else x for x, own in zip(arrays, names, strict=True)]
+    """Return arrays, each marked with its names, and with the mapping that is active inside of the step, if any."""
+    found = [_mark(x, tuple(map(_public_name, own))) if own else x for x, own in zip(arrays, names, strict=True)]
+    if not (mapping := active_mapping()):
+        return found
+    here = _entries(mapping)
+    return [_exchange(x, (ACTIVE_HERE, own, here)) if own else x for x, own in zip(found, names, strict=True)]
 
 
 def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
@@ -55,6 +65,15 @@ def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
             share them out (None for all), and a function that yields their exchanges: see `axonym.optim.matrices`.
     """
     return _exchange(x, (what, axis, *details))
+
+
+def placed(x: jax.Array, names: Names, mapping: Mapping[str, Entry]) -> jax.Array:
+    """Return an array, marked with the mapping that shards these axes of it from here on."""
+    return _exchange(x, (PLACEMENT, names, _entries(mapping)))
+
+
+def _entries(mapping: Mapping[str, Entry]) -> tuple[tuple[str, Entry], ...]:
+    return tuple(sorted(mapping.items(), key=lambda pair: pair[0]))
 
 
 def _public_name(name: str) -> str | None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..axis import Names
 from . import policy
@@ -32,7 +32,6 @@ from .mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
-    axes_of_type,
     current_mesh,
     entries_of,
     entry_of,
@@ -43,12 +42,11 @@ from .mesh_axes import (
     mapped_axes,
     mesh_around,
     reshard,
-    restricted,
     spec_of,
     storage_axes,
 )
 from .padded_array import with_padding
-from .per_device import gather_axes, run_per_device, varying_over
+from .per_device import gather_axes, run_per_device, varying_over, with_auto_axes
 from .policy import Mappings, PlacedAxes, Undecided
 
 
@@ -152,12 +150,7 @@ def run_with_auto_axes(
     def run(*arrays):
         return run_per_device(fn, arrays, in_specs, out_spec, mesh_around())
 
-    explicit = axes_of_type(mesh, AxisType.Explicit)
-    if not explicit:
-        return run(*arrays)
-    out_sharding = NamedSharding(mesh, restricted(out_spec, explicit))
-    inside: Any = jax.sharding.auto_axes(run, axes=explicit, out_sharding=out_sharding)
-    return inside(*arrays)
+    return with_auto_axes(run, mesh, out_spec)(*arrays)
 
 
 def active_mappings(mesh: AnyMesh) -> Mappings:

@@ -18,7 +18,8 @@ from ..core.tree_spec import flatten_arrays
 from ..named_array import NamedArray, wrap
 from .active_settings import activate_here, active_settings
 from .mesh_axes import Axes, mapped_axes
-from .on_shards import MICROBATCHES, Layout, ShardExchange, exchange_p
+from .on_shards import ShardExchange, exchange_p
+from .operations_on_shards import MICROBATCHES, Layout
 
 
 class KeptShards(NamedTuple):

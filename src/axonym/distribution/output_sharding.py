@@ -20,12 +20,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ..axis import Names
 from . import policy
 from .active_settings import Entry, active_mapping, is_mapped
-from .mesh_axes import NO_MESH, axes_of_type, entries_of, entry_of, explicit_mesh, mapped_on, mesh_axes, spec_of
+from .mesh_axes import NO_MESH, entries_of, entry_of, explicit_mesh, mapped_on, mesh_axes, spec_of
+from .per_device import with_auto_axes
 from .policy import Mappings, PlacedAxes, Successors, Undecided
 
 
@@ -84,18 +85,13 @@ def call_with_output_sharding(
             return fn(*arrays)
         # For some functions, such as a look-up by mapped indices in an array that is not mapped, JAX cannot infer the
         # sharding of the result, but it adds the mapped axis to a sharding that is given.
-        explicit, everywhere = axes_of_type(around, AxisType.Explicit), NamedSharding(around, PartitionSpec())
-        return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=everywhere)(*arrays)
+        return with_auto_axes(fn, around, PartitionSpec())(*arrays)
     several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors, summed)
     if native and not several and _operands_agree(out_names, specs[0], _placed_operands(in_names, arrays)):
         return fn(*arrays)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-    placed = jax.sharding.auto_axes(
-        lambda *xs: tuple(fn(*xs)) if several else fn(*xs),
-        axes=axes_of_type(mesh, AxisType.Explicit),
-        out_sharding=shardings if several else shardings[0],
-    )
-    return placed(*arrays)
+    if several:
+        return with_auto_axes(lambda *xs: tuple(fn(*xs)), mesh, specs)(*arrays)
+    return with_auto_axes(fn, mesh, specs[0])(*arrays)
 
 
 def infer_output_specs(

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.jax_versions import INLINE, varying_axes
 from .active_settings import is_mapped
-from .mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, padded, reshard, spec_of
+from .mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, padded, reshard, restricted, spec_of
 
 
 def run_per_device(
@@ -53,6 +53,19 @@ def run_per_device(
         # without `check_vma`, inside a `vmap` over an axis that is sharded over Explicit mesh axes.
         mapped = jax.jit(mapped, inline=INLINE)
     return mapped(*reshard_operands(arrays, in_specs, mesh, manual))
+
+
+def with_auto_axes(fn: Callable[..., Any], mesh: AnyMesh, out_specs: Any) -> Callable[..., Any]:
+    """Return a function in which the Explicit axes of a mesh are Auto; over them, its results have the given specs."""
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    if not explicit:
+        return fn
+
+    def sharding_of(spec: Any) -> Any:
+        return NamedSharding(mesh, restricted(spec, explicit))
+
+    shardings = sharding_of(out_specs) if isinstance(out_specs, PartitionSpec) else tuple(map(sharding_of, out_specs))
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
 
 
 def reshard_operands(

@@ -280,6 +280,35 @@ def _inherited_axes(
     return kept | taken
 
 
+# --- changes of placement ---
+
+
+def change(before: Sequence[Axes], after: Sequence[Axes]) -> tuple[str, Axes] | None:
+    """Return the collective that takes an array from one sharding to another, and its mesh axes.
+
+    There is none if each device has what it needs, and only cuts it.
+    """
+    kept = [_common(*pair) for pair in zip(before, after, strict=True)]
+    left, new = (
+        {i: axes[len(own) :] for i, (axes, own) in enumerate(zip(all_axes, kept, strict=True)) if axes != own}
+        for all_axes in (before, after)
+    )
+    if not left:
+        return None
+    if not new:
+        return "all-gather", distinct(a for axes in left.values() for a in axes)
+    # Mesh axes go, as they are, from one axis to another.
+    if len(left) == 1 and [*left.values()] == [*new.values()] and left.keys() != new.keys():
+        return "all-to-all", next(iter(left.values()))
+    raise Undecided("a change of placement by several exchanges, or to mesh axes in another order")
+
+
+def _common(before: Axes, after: Axes) -> Axes:
+    """Return the major mesh axes that two shardings of an axis share."""
+    count = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), None)
+    return before[: min(len(before), len(after)) if count is None else count]
+
+
 # --- look-ups in tables ---
 
 

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from .. import tree_checkpoint_name as _tree_checkpoint_name
 from ..axis import Axis
+from ..core.named_scope import named_call as named_call
 from ..named_array import NamedArray, describe_array, is_jax_array_like as is_jax_array_like
 from ..tree import maybe_rng_split as maybe_rng_split
 from ._signatures import with_parameters
@@ -75,25 +76,6 @@ def _equal(tree: Any) -> bool:
 
 
 # --- functions ---
-
-
-def named_call(f: Any = None, name: str | None = None) -> Any:
-    """Decorate a function so that profiles show what it does under a name, by default its own.
-
-    >>> f = hax.jax_utils.named_call(lambda x: x * x, name="squares")
-    >>> "squares" in jax.jit(f).lower(2.0).as_text(debug_info=True)
-    True
-    """
-    if f is None:
-        return functools.partial(named_call, name=name)
-    scope = name or getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2].removesuffix(".__call__")
-
-    @functools.wraps(f)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope):
-            return f(*args, **kwargs)
-
-    return called
 
 
 def multilevel_scan(

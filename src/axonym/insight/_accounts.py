@@ -66,7 +66,7 @@ def device_count(sizes: Sizes, axes: Iterable[str]) -> Amount:
 
 def _divided(layout: Layout, x: Value, over: Sequence[Axes] | None = None) -> tuple[Axes, float]:
     """Return the mesh axes that divide an array, and its bytes."""
-    over = [layout.used(n) for n, _ in x.base] if over is None else over
+    over = [layout.by(x.by).used(n) for n, _ in x.base] if over is None else over
     return distinct(a for axes in over for a in axes), math.prod(n for _, n in x.base) * x.dtype.itemsize
 
 
@@ -161,6 +161,8 @@ def parts_of_trace(
 
 
 def _multiplication_of(event: Sum, layout: Layout, sizes: Sizes, is_parameter: Any) -> Multiplication:
+    layout = layout.by(event.place.by)
+
     def local(dims: Iterable[tuple[str | None, int]]) -> Amount:
         dims = list(dims)
         return math.prod(n for _, n in dims) / device_count(sizes, distinct(a for n, _ in dims for a in layout.used(n)))

@@ -120,6 +120,7 @@ def _temporary_arrays(trace: NamedTrace, layout: Layout) -> Iterator[HeldArray]:
     products = ((e.result, e.place) for e in trace.events if isinstance(e, Sum) and e.flops)
     most = max(products, key=lambda pair: layout.bytes(pair[0]), default=None)
     for x, place in (*trace.kept, *([] if most is None else [most])):
-        array = array_said(x.short_dtype, [(n, own) for (n, _), own in zip(x.base, layout.local(x.base), strict=True)])
+        local = layout.by(x.by).local(x.base)
+        array = array_said(x.short_dtype, [(n, own) for (n, _), own in zip(x.base, local, strict=True)])
         made = "kept by a loop" if most is None or x is not most[0] else _scopes.said_of(place.operation) or "a product"
         yield HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))

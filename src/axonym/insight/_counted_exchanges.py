@@ -12,7 +12,7 @@ from typing import Any
 from ..core.errors import describe_axes, indivisible
 from ..core.source_lines import source
 from ..distribution import policy
-from ..distribution.active_settings import Entry
+from ..distribution.active_settings import REPORTED, Entry
 from ..distribution.mesh_axes import Axes, mapped_axes
 from ..distribution.policy import Mappings, PlacedAxes, Undecided, distinct
 from ..names.distributing import PRODUCTS
@@ -21,8 +21,10 @@ from ..ops._kernels import GATHERING
 from . import _scopes
 from ._flops import Computed
 from ._named_events import (
+    BY_REPORT,
     Dims,
     Exchanged,
+    Lies,
     Lookup,
     NamedTrace,
     NotKnown,
@@ -30,6 +32,7 @@ from ._named_events import (
     Offloaded,
     Open,
     PerDevice,
+    Placed,
     Renamed,
     Sum,
     Together,
@@ -62,15 +65,30 @@ class Layout(Mappings):
         storage: Mapping[str, Entry],
         joined: Mapping[str, Axes] = MappingProxyType({}),
         stages: LayerStages | None = None,
+        around: Layout | None = None,
     ):
+        """Arguments:
+        around: the layout of the report, in which this one is of a mapping that the step has inside.
+        """
         super().__init__(mesh, compute, storage)
-        self.joined, self.stages = joined, stages
+        self.joined, self.stages, self._around = joined, stages, around or self
         # A step uses the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
+        self._by = cached(self._of_mapping)
         self.used, self.stored = cached(self._used), cached(self._stored)
         lies = super().is_stored
         self._is_stored = cached(lambda names: lies(n for name in names for n in self._parts(name)))
         self._over = cached(lambda names: [*map(self.stored if self.is_stored(names) else self.used, names)])
+
+    def by(self, mapping: Lies) -> Layout:
+        """Return the layout of arrays that lie by a mapping inside of the step."""
+        return self._around if mapping == BY_REPORT else self._around._by(mapping)
+
+    def _of_mapping(self, mapping: Lies) -> Layout:
+        own = dict(mapping)
+        compute = {**self.compute, **own} if REPORTED in own else own
+        own = {n: entry for n, entry in compute.items() if n != REPORTED}
+        return Layout(self.mesh, own, self.storage, self.joined, self.stages, around=self)
 
     def over_stages(self) -> Layout:
         """Return where arguments and results lie, whose layers are divided over the stages, if there are any."""
@@ -111,10 +129,10 @@ class Layout(Mappings):
 
     def bytes(self, x: Value, over: Sequence[Axes] | None = None) -> int:
         """Return the bytes of a shard."""
-        return math.prod(self.local(x.base, over)) * x.dtype.itemsize
+        return math.prod(self.by(x.by).local(x.base, over)) * x.dtype.itemsize
 
 
-def check_sizes(layout: Layout, trace: NamedTrace) -> None:
+def check_sizes(layout: Layout, arrays: Iterable[Value]) -> None:
     """Raise an error if a mesh axis is unknown, or does not divide an axis."""
     for mapping in (layout.compute, layout.storage):
         for name in mapping:
@@ -123,7 +141,7 @@ def check_sizes(layout: Layout, trace: NamedTrace) -> None:
                     f"explain: axis {name!r} is mapped to mesh axis {unknown[0]!r}, but the mesh has "
                     f"{describe_axes(layout.mesh)}."
                 )
-    for x in trace.sized:
+    for x in arrays:
         for (name, size), axes in zip(x.dims, layout.over(x.dims), strict=True):
             if size % layout.count(axes):
                 problem = indivisible(f"axis {name!r}", size, {a: layout.mesh[a] for a in axes})
@@ -162,7 +180,7 @@ class Account:
         divides: whether mesh axes must divide the axes of arguments.
         all_known: whether to refuse a mapping of which names do not tell all exchanges.
         """
-        self.trace, self.layout = trace, layout
+        self.trace, self.layout, self._divides = trace, layout, divides
         self.exchanges: list[CountedExchange] = []
         self.computed = Computed()
         self.computed.flops = None if trace.uncounted else 0
@@ -176,13 +194,16 @@ class Account:
         self._gathered: set[tuple[int, int, Any]] = set()
         self._given = {x.origin for x in trace.arguments}
         if divides:
-            check_sizes(layout, trace)
+            check_sizes(layout, trace.sized)
         counts: dict[type, Callable[[Any], None]] = {
             Sum: self._sum, Use: self._use, Lookup: self._lookup, Together: self._together, Renamed: self._renamed,
-            Exchanged: self._exchanged, PerDevice: self._per_device, Open: self._along, Offloaded: lambda _: None,
+            Exchanged: self._exchanged, Placed: self._placed, PerDevice: self._per_device, Open: self._along,
+            Offloaded: lambda _: None,
         }  # fmt: skip
         for event in trace.events:
+            self.layout = layout.by(event.place.by)
             counts[type(event)](event)
+        self.layout = layout
         if self.open and all_known:
             at = ((what, source(place.frames)) for what, place in self.open.items())
             lines = [f"{what}{f' (at {line})' if line else ''}" for what, line in at]
@@ -215,6 +236,26 @@ class Account:
                 # If the operation works along the axis, it needs all of it, even if both names are sharded alike.
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
                 self._leave_open(f"{before} becomes {after}, which is sharded {sharded}", event.place)
+
+    def _placed(self, event: Placed) -> None:
+        """Count what takes an array from one mapping to another: asked for, or where others lie by that one."""
+        layout, place, x = self.layout.by(event.by), event.place, event.value
+        if self._divides:
+            check_sizes(layout, [x])
+        before, after = self.layout.over(x.dims), layout.over(x.dims)
+        if before == after:
+            return
+        what = f"[{', '.join(n or '_' for n, _ in x.dims)}], which lies by another mapping"
+        try:
+            if layout.storage:
+                raise Undecided(f"{what} beside a parameter mapping")
+            found = policy.change(before, after)
+            if not event.asked and (found is not None or place.phase == "backward"):
+                raise Undecided(f"{what} than what it is used with")
+        except Undecided as undecided:
+            return self._leave_open(str(undecided), place)
+        if found is not None:
+            self._exchange(place, *found, dataclasses.replace(x, base=x.dims), after)
 
     def _exchanged(self, event: Exchanged) -> None:
         layout, x, along = self.layout, event.value, event.along
@@ -492,7 +533,8 @@ class Account:
 
     def described(self, found: CountedExchange) -> Collective:
         """Describe a collective."""
-        layout, place, x, axes = self.layout, found.place, found.value, found.axes
+        place, x, axes = found.place, found.value, found.axes
+        layout = self.layout.by(place.by)
         operation = place.operation
         if operation is not None:  # it says where its axes lie
             operands, results = (

@@ -183,7 +183,7 @@ class _Walk:
         return OneHot(before, math.prod(rest), len(counts) == 1 and max(counts) % before == 0)
 
     def _counts(self, value: Any) -> set[int]:
-        """Return the sizes of counts from 0 that are compared with other numbers to make a value, up to scales."""
+        """Return the sizes of counts from 0 whose equality with other numbers makes a value, up to scales."""
         waiting, found = [value], set[int]()
         for x in itertools.islice(waiting, 64):
             owner = x.owner
@@ -198,7 +198,8 @@ class _Walk:
                 waiting.append(owner.operands[0])
             elif name in _COMBINED:
                 waiting += owner.operands
-            elif name == "stablehlo.compare":
+            elif name == "stablehlo.compare" and " EQ>" in str(owner.attributes["comparison_direction"]):
+                # Masks of groups, as grouped products have them on CPUs, compare by size.
                 for side in owner.operands:
                     while getattr(side.owner, "name", "") in _SAME:
                         side = side.owner.operands[0]

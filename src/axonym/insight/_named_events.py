@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.source_lines import Frame, frames_of
+from ..distribution.active_settings import REPORTED, Entry
 from ..distribution.mesh_axes import Axes
 from . import _scopes
 from ._flops import Branches
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
+
+Lies = tuple[tuple[str, Entry], ...]
+"""The entries of a mapping by which an array lies."""
+
+BY_REPORT: Lies = ((REPORTED, None),)
+"""The mapping that the report is for."""
 
 Dims = tuple[tuple[str | None, int], ...]
 """The name (or None) and the size of each axis of an array."""
@@ -34,10 +41,18 @@ class Value:
     """The axes that the array had before it was broadcast."""
     depth: int = 0
     """How many of the loops around it change it, from the outermost."""
+    by: Lies = BY_REPORT
+    """The mapping by which it lies."""
 
     @functools.cached_property  # plans ask for it again and again
     def names(self) -> tuple[str, ...]:
         return tuple(n for n, _ in self.base if n is not None)
+
+    @functools.cached_property
+    def may_be_sharded(self) -> bool:
+        """Whether its mapping shards one of its axes, as far as the trace knows."""
+        own = {part for n in self.names for part in n.split("*")}
+        return bool(own) and any(n == REPORTED or (n in own and entry is not None) for n, entry in self.by)
 
     def called(self, dims: Dims) -> Value:
         """Return the array with other names; its axes from before a broadcast keep their own."""
@@ -76,6 +91,8 @@ class Occurrence:
     """The dispatch of rows that the equation is part of, in place of its own operation."""
     counted_as: str | None = None
     """The phase that it counts for, if its scope says another one."""
+    by: Lies = BY_REPORT
+    """The mapping by which its results lie."""
 
     def inside(self, eqn: JaxprEqn) -> Occurrence:
         """Return the place of an equation here, which operations in it share."""
@@ -210,7 +227,18 @@ class Exchanged:
     """For look-ups, the axis of the places, and how far they reach, or None."""
 
 
-Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Exchanged | Offloaded
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """An array that is placed by another mapping than it lies by, or is used with others that lie by that mapping."""
+
+    place: Occurrence
+    value: Value
+    by: Lies
+    asked: bool
+    """True if the step asks for it, by `axonym.shard` or as a result."""
+
+
+Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice | Exchanged | Offloaded | Placed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,19 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from ..axis import Names
 from ..core import errors
 from ..core.jax_versions import is_on_host, without_unused
 from ..core.operation_rules import Inside, OperationRule, inside
 from ..core.tree_spec import PROGRAM_ARRAYS, flatten_arrays
-from ..distribution.active_settings import activate
-from ..distribution.axis_marks import EXCHANGE, MARK, marking
+from ..distribution.active_settings import REPORTED, activate
+from ..distribution.axis_marks import ACTIVE_HERE, EXCHANGE, MARK, PLACEMENT, marking
 from ..distribution.mesh_axes import NO_MESH
 from ..names import NamedProgram
 from ..names._axes import fresh
@@ -35,9 +36,11 @@ from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import step_name
 from ._named_events import (
+    BY_REPORT,
     Dims,
     Event,
     Exchanged,
+    Lies,
     Lookup,
     NamedTrace,
     NotKnown,
@@ -45,6 +48,7 @@ from ._named_events import (
     Offloaded,
     Open,
     PerDevice,
+    Placed,
     Renamed,
     Sum,
     Together,
@@ -104,13 +108,19 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     values = [events.value(v.aval, own) for v, own in zip(jaxpr.invars, names, strict=True)]
     results = events.run(needed.body, values, Occurrence())
     # No result may need the operation that renames an axis, but its gradient.
-    events.renamed(whole)
+    if any(isinstance(e, Placed) for e in events.found):
+        followed = _Events(whole.names_of, set())
+        followed.run(whole.body, values, Occurrence())
+        events.renamed(whole, followed.lying)
+    else:
+        events.renamed(whole, {})
     for i, (own, x) in enumerate(zip(returned, results, strict=True)):
         if own is not None:
             dims = tuple(zip(own, (n for _, n in x.dims), strict=True))
             if own not in names:  # an updated argument has its names
                 events.differ(Occurrence(), x.dims, dims, at_end=True)
-            results[i] = x.called(dims)
+            events.place_by(Occurrence(), x, BY_REPORT)
+            results[i] = dataclasses.replace(x.called(dims), by=BY_REPORT)
     exchanges = [*events.rows.exchanges()]
     return NamedTrace(
         step_name(step), tuple(dict.fromkeys((*events.found, *exchanges))), tuple(values), tuple(results),
@@ -138,10 +148,13 @@ class _Events:
         """The numbers of results, by the operation and the numbers of its operands."""
         self._made_by: dict[int, _scopes.ScopedOperation] = {}
         """The named operations that made the results of elementwise operations and products."""
+        self.lying: dict[int, Lies] = {}
+        """The mapping by which the results of a step of the program lie, by its identity, if not by the report's."""
         self._constants: set[int] = set()
         """The numbers of arrays that depend on no argument."""
-        self._together: set[tuple[str, ...]] = set()
-        """The axes of the results so far: what holds for one of several arrays with these axes holds for all."""
+        self._together: set[tuple[tuple[str, ...], Lies]] = set()
+        """The axes of the results so far: what holds for one of several arrays with these axes holds for all that lie
+        by the same mapping."""
 
     # --- values ---
 
@@ -179,7 +192,11 @@ class _Events:
             key = _key(step.eqn, operands)
             constant = key is not None and self._constants.issuperset(x.origin for x in operands)
             avoidable = constant or key in self._made
-            results = self._results(step, operands, around.inside(step.eqn), avoidable)
+            place = around.inside(step.eqn)
+            place = dataclasses.replace(place, by=self._lying(operands, None if step.bodies else place))
+            if place.by != BY_REPORT:
+                self.lying[id(step)] = place.by
+            results = self._results(step, operands, place, avoidable)
             depth = max((x.depth for x in operands), default=0)
             results = [dataclasses.replace(x, depth=depth) for x in results]
             if key is not None:
@@ -189,6 +206,44 @@ class _Events:
             known.update(zip(step.eqn.outvars, results, strict=True))
         return [read(v) for v in body.jaxpr.outvars]
 
+    def _lying(self, xs: Sequence[Value], place: Occurrence | None = None) -> Lies:
+        """Return the mapping by which the results of an operation lie, and record the operands that lie by others.
+
+        Those that are replicated, or depend on no argument, follow the others.
+        """
+        if all(x.by == BY_REPORT for x in xs):
+            return BY_REPORT
+        new = [x for x in xs if x.origin in self._constants]
+        varying = [x for x in xs if x.names and x not in new]
+        if not varying:
+            return next((x.by for x in new if x.by != BY_REPORT), BY_REPORT)
+        sharded = [x for x in varying if x.may_be_sharded]
+        # Mappings that the step has inside come before the one of the report, with entries replaced or as it is.
+        found = min((x.by for x in sharded), key=lambda by: (REPORTED in dict(by), by == BY_REPORT), default=())
+        known, seen = dict(found), {n for x in varying for n in x.names}
+        for x in new:  # the mapping that is active here places axes that only they have
+            by = dict(x.by)
+            own = {n: by.get(n) for n in x.names if n not in seen and (n in by or REPORTED not in by)}
+            known |= {n: over for n, over in own.items() if REPORTED in known or over != known.get(n)}
+        found = tuple(sorted(known.items(), key=lambda pair: pair[0]))
+        for x in sharded:
+            self.place_by(place, x, found, asked=False)
+        return found
+
+    def place_by(self, place: Occurrence | None, x: Value, by: Lies, asked: bool = True) -> None:
+        """Record that an array is placed by a mapping, if it lies by another one."""
+        if x.by != by and place is not None and x.origin not in self._constants:
+            self.found.append(Placed(dataclasses.replace(place, by=x.by), x, by, asked))
+
+    def _by_mark(self, x: Value, place: Occurrence, kind: str, names: Names, by: Lies) -> Value:
+        """Return an array that a mark places by a mapping; the active mapping places only new arrays."""
+        if kind == ACTIVE_HERE:
+            return dataclasses.replace(x, by=by) if x.origin in self._constants else x
+        if x.by != by:  # along an axis over which `vmap` maps, JAX leaves an array where it lies
+            self._open(place, "a placement", [d for d in x.dims if d[0] not in names])
+        self.place_by(place, x, by)
+        return dataclasses.replace(x, by=by)
+
     def _results(self, step: AxisStep, xs: list[Value], around: Occurrence, avoidable: bool) -> list[Value]:
         functions = inside(step.eqn) if step.bodies else []
         if functions and functions[0].how == "call" and step.name not in _UNCOUNTED:
@@ -196,7 +251,10 @@ class _Events:
             body = dataclasses.replace(around, within=next(self._numbers), recomputes=True) if again else around
             # A barrier keeps what is computed again from being moved.
             return self.run(step.bodies[0], _changed_alike(xs) if again else xs, body)
+        if step.name == EXCHANGE and step.params["names"][0] in (ACTIVE_HERE, PLACEMENT):
+            return [self._by_mark(xs[0], around, *step.params["names"])]
         ys = [self._named(v, x) for v, x in zip(step.eqn.outvars, step.results, strict=True)]
+        ys = [dataclasses.replace(y, by=around.by) for y in ys]
         if (dispatch := _scopes.around(around.scope, "dispatch")) is not None:
             self.rows.add(dispatch, around, ys)
         if functions and functions[0].how in ("loop", "test", "branch"):
@@ -235,18 +293,22 @@ class _Events:
             given, first = [xs[j] for j in f.operands], len(f.operands) - f.sliced
             if f.how == "branch":
                 inner = dataclasses.replace(around, branches=(*around.branches, (number, len(functions), i)))
-                self._again(around, ys, self.run(body, _changed_alike(xs, given), inner))
+                results = self.run(body, _changed_alike(xs, given), inner)
+                ys[:] = [dataclasses.replace(y, by=x.by) for y, x in zip(ys, results, strict=True)] if i == 0 else ys
+                self._again(around, ys, results)
                 continue
             times = None if around.times is None or f.times is None else around.times * f.times
             inner = dataclasses.replace(around, times=times, turns=(*around.turns, f.times), within=number)
             stacked = given[first:]
             given[first:] = [self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)][first:]
-            self._open(around, "a loop", [x.dims[0] for x in stacked])
+            given[first:] = [dataclasses.replace(x, by=y.by) for x, y in zip(given[first:], stacked, strict=True)]
+            self._open(dataclasses.replace(around, by=self._lying(stacked)), "a loop", [x.dims[0] for x in stacked])
             self.slices |= {own.origin: x.origin for own, x in zip(given[first:], stacked, strict=True)}
             for j in (*range(f.first, f.first + f.carried), *range(first, len(given))):
                 given[j] = dataclasses.replace(given[j], depth=len(inner.turns))
             results = self.run(body, given, inner)
             if f.how == "loop":
+                ys[:] = [dataclasses.replace(y, by=x.by) for y, x in zip(ys, results, strict=True)]
                 self._again(around, given[f.first : f.first + f.carried], results)
             if f.how == "loop" and around.phase == "forward":
                 # The slices that it goes through are kept anyway, and each array once.
@@ -261,6 +323,7 @@ class _Events:
         for x, y in zip(before, after, strict=False):
             if x.dims != y.dims:
                 self.differ(around, y.dims, x.dims)
+            self.place_by(around, y, x.by, asked=False)
 
     # --- names that change ---
 
@@ -280,15 +343,19 @@ class _Events:
         """Rename joined axes in the same way if the same axes were joined into them."""
         return tuple(("*".join(self.rows.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
 
-    def renamed(self, program: NamedProgram) -> None:
-        """Record the axes that named operations call otherwise, unless they are parts of others."""
+    def renamed(self, program: NamedProgram, lying: Mapping[int, Lies]) -> None:
+        """Record the axes that named operations call otherwise, unless they are parts of others.
+
+        Arguments:
+        lying: the mappings by which results of the program lie, as `lying` has them.
+        """
         for step in steps_of(program.body):
             if step.name != MARK or _scopes.exchanges(_around(step).scope):
                 continue
             names = zip(*map(program.names_of, (step.operands[0], step.results[0])), strict=True)
             pairs = [(None if a is None or "." in a else a, b) for a, b in names]
             if any(a != b for a, b in pairs if a is not None):
-                place = _around(step)
+                place = dataclasses.replace(_around(step), by=lying.get(id(step), BY_REPORT))
                 before, after = (tuple(zip(own, step.shape, strict=True)) for own in zip(*pairs, strict=True))
                 changed = {a for a, b in pairs if a != b}
                 whole = place.operation is not None and not changed.isdisjoint(place.operation.axes)
@@ -423,8 +490,8 @@ class _Events:
         if place.operation is not None:
             self._made_by.setdefault(result.origin, place.operation)
         names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
-        if len(names) > 1 and names not in self._together:
-            self._together.add(names)
+        if len(names) > 1 and (names, place.by) not in self._together:
+            self._together.add((names, place.by))
             self.found.append(Together(place, names))
 
     def _summed(self, place: Occurrence, dims: Dims) -> Dims:
@@ -547,7 +614,7 @@ def _torn(before: Dims, after: Dims, named: bool) -> list[tuple[str | None, int]
 def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
     """Return a key that is equal for operations that compute the same; None if they call functions."""
     given = tuple(
-        (str(var), x.dtype) if hasattr(var, "val") else (x.origin, x.dims)
+        (str(var), x.dtype) if hasattr(var, "val") else (x.origin, x.dims, x.by)
         for var, x in zip(eqn.invars, operands, strict=True)
     )
     key = eqn.primitive, tuple(sorted(eqn.params.items())), given

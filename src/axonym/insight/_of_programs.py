@@ -294,16 +294,16 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
         key, call = _key(scope, frames)[::2], _call(scope, frames)
         total += (own := mean(flops, branches))
         if _scopes.phase(scope) == "backward":
-            backward.add((key, call))
+            backward.add((key[1], call))  # in code without names, its products have operations of their own
         elif _scopes.phase(scope) in ("forward", "") and key[0] is not None:
             passes.setdefault(key, {})[call] = passes.get(key, {}).get(call, 0) + own
     found: dict[Any, list[tuple[Any, int]]] = {}
     for key, calls in passes.items():
-        trained = [call for call in calls if (key, call) in backward]
+        trained = [call for call in calls if (key[1], call) in backward]
         for call, own in calls.items():
             known = {n for t in trained for n in arguments.get((key, t), ())} - {None}
             others = arguments.get((key, call), set()) - {None}
-            if trained and (key, call) not in backward and (known & others or not others):
+            if trained and (key[1], call) not in backward and (known & others or not others):
                 apart = next((f for a, f in itertools.zip_longest(trained[0][1], call[1]) if a != f and f), None)
                 found.setdefault(apart, []).append((key[0], own))
     for frame, works in found.items():

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from ..core.source_lines import source
 from ..distribution.mesh_axes import Axes, entry_of, mesh_axes
 from ..names.distributing import DistributedFunction
 from ..sharding.leaves import leaves_of
 from . import cost_model
 from ._accounts import Meshes, device_count, kept_memory, loops_over, parts_of_report, parts_of_trace
 from ._counted_exchanges import Account, LayerStages, Layout, check_sizes
-from ._named_events import NamedTrace, NotKnown, Renamed, Sum
+from ._named_events import NamedTrace, NotKnown, Placed, Renamed, Sum
 from ._named_trace import named_trace
 from ._text import as_shown
 from .chips import Islands
@@ -160,6 +161,14 @@ class TracedStep:
                 f"plan: how long {trace.name} computes is not known, because the flops of "
                 f"{', '.join(trace.uncounted)} are not counted. Compare mappings that you choose, with `compare`."
             )
+        for event in trace.events:
+            if isinstance(event, Placed) and (own := {n: over for n, over in event.by if over is not None}):
+                line = source(event.place.frames)
+                raise ValueError(
+                    f"plan: {trace.name} has a mapping inside, {own}{f' (at {line})' if line else ''}, over mesh axes "
+                    "that a plan chooses. Place arrays by the active mapping, as in `axonym.shard(x)`, or compare "
+                    "mappings that you choose, with `compare`."
+                )
         self.raw = isinstance(fn, DistributedFunction)
         of_model, *of_batch = fn.named(args, {})[0] if isinstance(fn, DistributedFunction) else args
         self.of_model, self.of_batch = names_of(of_model), names_of(of_batch)
@@ -407,7 +416,7 @@ class Search:
         layout, sharded = self._layout(mesh, compute, storage), [n for n in compute if n in self.refused]
         what = f"sharding {', '.join(sharded)}"
         try:
-            check_sizes(layout, self.trace)
+            check_sizes(layout, self.trace.sized)
         except ValueError:
             return None
         touched, memory = kept_memory(self.trace, layout, mesh)

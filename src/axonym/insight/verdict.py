@@ -41,6 +41,8 @@ _WIDE = 0.2
 memory, from which arguments that are not donated are."""
 _LEAST = 0.02
 """The share of the bound on time, or of the memory of a chip, below which something costs too little for a remark."""
+_NESTED = 1.5
+"""How often a backward pass may compute the forward pass again: once, and some of it in kernels that do so, too."""
 _MOST = 0.4
 """The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
 
@@ -367,9 +369,8 @@ def _of_repeated(report: Figures, work: Sequence[RepeatedWork]) -> Iterator[str]
         if len(along) > 1:
             parts = [f"{p} ({_percentage(repeated_share(report, own))})" for p, own in along.items()]
         first = short_operation(work[0].operation or "a product without names")
-        at = f", at {work[0].source}" if work[0].source else ""
-        same = f"{' and '.join(parts)} do the same, first in {first}{at}."
-        yield f"{_percentage(share)} of the compute is repeated: {same}"
+        same = f"first{_at(work[0].source)} in {first}: {' and '.join(parts)} do the same."
+        yield f"{_percentage(share)} of the compute is repeated, {same}"
 
 
 def _axes_to_shard(report: Figures, work: Sequence[RepeatedWork], *over: str) -> str:
@@ -636,6 +637,18 @@ def _avoidable(report: Figures) -> _Found:
         yield "no product has one-hot arrays or many empty rows, or runs in a second forward pass"
 
 
+def _computed_again(report: Figures) -> _Found:
+    """Find a forward pass that the backward pass computes again more than once."""
+    forward, again = (report.computed.get(phase, 0) for phase in ("forward", "recomputed"))
+    if forward and again > _NESTED * forward:
+        cause = f"The backward pass computes the forward pass again {again / forward:.2g} times, "
+        cause += (
+            f"{_percentage(again / sum(report.computed.values()))} of the compute: gradient checkpointing lies around "
+        )
+        cause += "code that has it already."
+        yield Suspicion("look", cause, advice="one of the two, such as that of nn.Stacked, unless memory needs both.")
+
+
 def _widened(report: Figures) -> _Found:
     """Find a step of which most products are in a larger dtype than the one that an operand came in."""
     if report.widened >= _WIDE:
@@ -651,15 +664,22 @@ def _widened(report: Figures) -> _Found:
 
 
 def _again(report: Figures) -> _Found:
-    """Find parameters that a loop sends again in each turn, rather than a part of them."""
-    ranks = {x.path: len(x.axes) for x in report.placed}
-    several = [c for c in report.collectives if (c.times or 0) > 1 and c.parameters]
-    again = [c for c in several if len(carried_axes(c)) == ranks.get(c.parameters[0])]
+    """Find parameters that a loop sends again in each turn, rather than a part of them, such as one of its layers."""
+    given = {x.path: (x.axes, x.sizes) for x in report.placed}
+
+    def is_again(c: Collective) -> bool:
+        axes, sizes = given.get(c.parameters[0], ((), ()))
+        names = carried_axes(c)
+        # A loop over layers sends one of them in each turn, and again if it has more turns.
+        parts = math.prod(size for n, size in zip(axes, sizes, strict=True) if n not in names)
+        return len(names) == len(axes) or (bool(names) and {*names} <= {*axes} and (c.times or 0) > parts)
+
+    again = [c for c in report.collectives if (c.times or 0) > 1 and c.parameters and is_again(c)]
     if share := _much_is_sent(report, again):
         kinds = dict.fromkeys("parameters" if "gather" in c.kind else "gradients" for c in again)
         times = sorted({c.times or 0 for c in again})
         often = f"{times[0]} to {times[-1]} times" if times[1:] else f"{times[0]} times"
-        cause = f"The same {' and '.join(kinds)} are sent again in each turn of a loop, {often}, "
+        cause = f"The same {' and '.join(kinds)} are sent again in each turn of a loop{_at(again[0].source)}, {often}, "
         cause += f"{_percentage(share)} of the bytes sent: {_paths(again)}."
         advice = "fewer and larger microbatches, if the loop is over these, or one exchange before or after the loop."
         yield Suspicion("look", cause, advice=advice)
@@ -689,8 +709,8 @@ def _reasons(report: Figures) -> _Found:
             yield "the cause of each large transfer is known"
         return
     c, *_ = largest = grouped(unknown)[0]
-    where, over = f"{f' in {c.operation}' if c.operation else ''}{_at(c.source)}", described_axes(c.axes)
-    cause = f"Why {_percentage(share)} of the bytes are sent is not known: "
+    where, over = f" in {c.operation}" if c.operation else "", described_axes(c.axes)
+    cause = f"Why {_percentage(share)} of the bytes are sent is not known, first{_at(c.source)}: "
     cause += f"{_percentage(_share_sent(report, largest))} by the {c.kind} of {c.array}{where}."
     advice = "names for the arrays there: see axonym.names."
     if _is_placed(c):
@@ -714,7 +734,7 @@ def _certain(report: Figures) -> _Found:
 
 
 CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _avoidable, _gathered_parameters, _again, _across, _came_sharded,
-    _lie_apart, _copies, _converted, _cast, _widened, _donated, _kept, _reasons, _waits, _certain,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _avoidable, _computed_again, _gathered_parameters, _again, _across,
+    _came_sharded, _lie_apart, _copies, _converted, _cast, _widened, _donated, _kept, _reasons, _waits, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""

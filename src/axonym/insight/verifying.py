@@ -24,7 +24,7 @@ from ..core.differences import (
     first_wrong,
     moved_by_rounding,
 )  # fmt: skip
-from ..core.jax_versions import programs_in
+from ..core.operation_rules import equations
 from ..core.source_lines import Source, source
 from ..core.tree_spec import PROGRAM_ARRAYS, is_key
 from ..distribution.mesh_axes import AnyMesh
@@ -180,9 +180,7 @@ def compare_programs(
 
 def _bodies(program: Any, devices: int) -> Iterator[OwnPartitioning]:
     """Yield the functions that are partitioned in their own ways, which the text of a program does not have."""
-    for equation in program.eqns:
-        for inner in programs_in(equation):
-            yield from _bodies(getattr(inner, "jaxpr", inner), devices)
+    for equation in equations(program):
         if equation.primitive.name == "custom_partitioning":
             call, scope = equation.params["call"], str(equation.source_info.name_stack)
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in call.jaxpr.invars]

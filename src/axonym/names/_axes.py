@@ -519,7 +519,8 @@ class Copies(dict[AxisFactor, AxisFactor]):
             return self[root]
         made = self[f] = AxisFactor(f.size)
         f.used_as += (made,)
-        made.like = tuple(self[g] for g in f.like if g.size == f.size)  # as for the axes of an identity matrix
+        # As for the axes of an identity matrix. Merges repeat factors, and each copy of a copy would repeat them again.
+        made.like = tuple(dict.fromkeys(self[g] for g in f.like if g.size == f.size))
         return made
 
     def axis(self, axis: Axis) -> Axis:

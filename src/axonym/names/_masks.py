@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..distribution.axis_marks import MARK
+from ..distribution.axis_marks import EXCHANGE, MARK
 from ._axes import Axes, Axis, AxisFactor, Dims, Meeting, find, last_base, leaves
 from ._values import Axed, AxisStep, Factors, Facts, Mask, Order, dtype_kind
 
@@ -91,7 +91,8 @@ def facts_of_value(dims: Dims, value: Any) -> Facts | None:
 # --- what each primitive tells ---
 
 _LAYOUT = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reduce_precision", "name"}
-_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice", MARK}
+_LAYOUT |= {"optimization_barrier", "sharding_constraint", "log", "expand_dims", "pvary", "dynamic_slice"}
+_LAYOUT |= {MARK, EXCHANGE}
 
 
 def facts_of(step: AxisStep, xs: Sequence[Axed], result: Axed) -> Facts | None:

@@ -34,8 +34,9 @@ from ..distribution.active_settings import (
     active_uneven,
     changed,
 )
-from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, has_manual, restricted, shard_count
+from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, has_explicit, has_manual, shard_count
 from ..distribution.operation_scope import operation_scope
+from ..distribution.per_device import with_auto_axes
 from ..named_array import is_named_array, raw, wrap
 from ..sharding._compiled_function import CompiledFunction, JitOptions
 from ..sharding.jit import misspelled
@@ -202,12 +203,10 @@ class _Distributed:
                 return tuple(eval_jaxpr(inner, jaxpr.consts, *arrays))
 
             paths = [f"result {i}" for i in range(len(program.body.results))]
-            explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
             run: Any = whole
-            if explicit:
+            if mesh is not None and has_explicit(mesh):
                 specs = self._specs("results", jaxpr.out_avals, program.body.results, paths)
-                specs = tuple([restricted(specs.get(path, PartitionSpec()), explicit) for path in paths])
-                run = jax.sharding.auto_axes(whole, axes=explicit, out_sharding=specs)
+                run = with_auto_axes(whole, mesh, [specs.get(path, PartitionSpec()) for path in paths])
             results = [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
             if mesh is None or all(x.size for x in results):
                 return results, []

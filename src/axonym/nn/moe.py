@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .. import random
 from ..axis import Axis, AxisSpec, Names
@@ -20,7 +20,6 @@ from ..distribution.mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
-    axes_of_type,
     entries_of,
     explicit_mesh,
     fits,
@@ -32,7 +31,7 @@ from ..distribution.mesh_axes import (
     spec_of,
     storage_axes,
 )
-from ..distribution.per_device import gather_axes, run_per_device, varying_over
+from ..distribution.per_device import gather_axes, run_per_device, varying_over, with_auto_axes
 from ..named_array import NamedArray, named
 from ..ops import _kernels
 from ..ops._operands import distinct, one_axis, private, require_named
@@ -249,13 +248,8 @@ class _GroupedProduct(NamedTuple):
         if self.use_gmm and not mesh.empty and not has_manual(mesh):  # XLA does not partition kernels
             whole = [PartitionSpec(*[None] * a.ndim) for a in (x, weight, sizes)]
             return run_per_device(self.multiply, (x, weight, sizes), whole, whole[0], mesh, check_vma=False)
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if not explicit:
-            return self.multiply(x, weight, sizes)
         # On an Explicit mesh, JAX does not infer the sharding of the result, even if all operands are replicated.
-        replicated = NamedSharding(mesh, PartitionSpec(None, None))
-        multiply: Any = jax.sharding.auto_axes(self.multiply, axes=explicit, out_sharding=replicated)
-        return multiply(x, weight, sizes)
+        return with_auto_axes(self.multiply, mesh, PartitionSpec(None, None))(x, weight, sizes)
 
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
         """Multiply shards on their devices; return None unless rows or groups are sharded in a suitable way."""

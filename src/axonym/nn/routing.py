@@ -37,8 +37,9 @@ from ..distribution.mesh_axes import (
     spec_of,
     storage_axes,
 )
-from ..distribution.on_shards import GROUPS, ROWS, SIZES, NeedsCompleteAxes, OnShards, Shard
+from ..distribution.on_shards import OnShards
 from ..distribution.operation_scope import operation_scope
+from ..distribution.operations_on_shards import GROUPS, ROWS, SIZES, NeedsCompleteAxes, Shard
 from ..distribution.per_device import gather_axes, run_per_device, vary_like
 from ..named_array import NamedArray, wrap
 from ..ops._operands import at_least_int32, one_axis, require_named

@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -393,6 +393,9 @@ class Stacked(BlockFoldable[M], LayerStack):
     gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
     padding: int = eqx.field(static=True, default=0)
 
+    _at_once: ClassVar[bool] = False
+    """Whether the methods of a layer write and load the arrays of all layers at once."""
+
     if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
 
         @classmethod
@@ -512,11 +515,13 @@ class Stacked(BlockFoldable[M], LayerStack):
     # In a state dict, every layer has its own entries, as in a `BlockSeq` and in PyTorch models.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        return stacked_to_state_dict(self.stacked, self.Block, prefix)
+        return stacked_to_state_dict(self.stacked, self.Block, prefix, at_once=self._at_once and not self.padding)
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Self:
-        stacked = stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix, padding=self.padding)
+        stacked = stacked_from_state_dict(
+            self.stacked, self.Block, state_dict, prefix, padding=self.padding, at_once=self._at_once
+        )
         return dataclasses.replace(self, stacked=stacked)
 
 

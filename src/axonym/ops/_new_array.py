@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
 from ..axis import Axis, Names
 from ..core import errors
@@ -28,9 +28,9 @@ from ..distribution.mesh_axes import (
     mapped_on,
     mesh_around,
     mesh_axes,
-    restricted,
     shard_count,
 )
+from ..distribution.per_device import with_auto_axes
 from ..named_array import NamedArray, wrap
 from . import _kernels
 
@@ -110,13 +110,10 @@ def run_sharded(
         mapping = {n: entry_of([a for a in mesh_axes(active.get(n)) if a not in manual]) for n in names}
     # Resolve the mapping first, so that its errors name the operation and the axes.
     leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), mapping, mesh, what, pads=True)
-    explicit = axes_of_type(mesh, AxisType.Explicit)
-    placed: Any = fn
-    if explicit:
+    if has_explicit(mesh):
         operands = [(n, entries_of(x)) for n, x in zip(in_names, arrays, strict=True) if n]
         spec = leaves[0].spec
         if spec is None:
             spec = output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
-        spec = restricted(spec, explicit)
-        placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
-    return shard_quietly(wrap(placed(*arrays), names), mapping, what).array
+        fn = with_auto_axes(fn, mesh, spec)
+    return shard_quietly(wrap(fn(*arrays), names), mapping, what).array

@@ -30,8 +30,8 @@ from jax.sharding import AxisType, PartitionSpec
 from ..axis import Axis
 from ..core.tree_spec import flatten_arrays
 from ..distribution.mesh_axes import axes_in, current_mesh, mapped_on, shard_count
-from ..distribution.on_shards import NeedsCompleteAxes
 from ..distribution.operation_scope import operation_scope
+from ..distribution.operations_on_shards import NeedsCompleteAxes
 from ..distribution.per_device import vary_like
 from ._stages import Arrays, Fold, Stages, Then, added, at, chosen, floating_parts, wide_dtype, with_none
 from .pipeline_schedules import GPipe, Schedule, first_ticks

@@ -38,7 +38,8 @@ from ..distribution.mesh_axes import (
     restricted,
     shard_count,
 )
-from ..distribution.on_shards import MICROBATCHES, NeedsCompleteAxes, OnShards, Shard
+from ..distribution.on_shards import OnShards
+from ..distribution.operations_on_shards import MICROBATCHES, NeedsCompleteAxes, Shard
 from ..distribution.per_device import gather_axes, permute, run_per_device, vary_like, varying_over
 from ..named_array import is_named_array
 from .pipeline_schedules import GPipe, Schedule, check_stages, work_of

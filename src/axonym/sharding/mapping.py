@@ -23,7 +23,7 @@ import jax
 from ..axis import Axis, name_of
 from ..core import errors
 from ..distribution import active_settings
-from ..distribution.active_settings import Entry, Settings
+from ..distribution.active_settings import REPORTED, Entry, Settings
 from ..distribution.mesh_axes import AnyMesh, check_mesh_axes, current_mesh, entry_of
 
 P = ParamSpec("P")
@@ -145,7 +145,8 @@ def axis_mapping(
         if outer is None or not merge:
             ended = active_settings.changed(outer, uneven=None)
             return active_settings.changed(ended, mapping=new, uneven=uneven)
-        merged = {**outer.mapping, **new}
+        around = outer.mapping or ({REPORTED: None} if outer.marked else {})
+        merged = {**around, **new}
         return active_settings.changed(outer, mapping=merged, uneven=uneven or outer.uneven)
 
     return ActiveSettings("axis_mapping", settings)

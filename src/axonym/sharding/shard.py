@@ -19,7 +19,9 @@ from ..core.jax_versions import INLINE, is_about_devices
 from ..core.parameter_names import by_parameter, parameter_names
 from ..core.processes import checksum, fail_together
 from ..core.tree_spec import is_key
-from ..distribution.active_settings import active_mapping, active_parameter_mapping
+from ..distribution import axis_marks
+from ..distribution.active_settings import REPORTED, active_mapping, active_parameter_mapping
+from ..distribution.axis_marks import is_marking
 from ..distribution.mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from ..distribution.operation_scope import operation_scope
 from ..distribution.padded_array import PaddedArray, is_padded, padded_array, stored, with_padding
@@ -267,6 +269,8 @@ def _shard_leaves(
     pads: bool = False,
     arguments: bool = False,
 ) -> T:
+    if warn and is_marking() and current_mesh() is None and _is_by_name(placement, mesh) and not undo:
+        return _with_placement_marks(tree, placement, what)
     if placement is None and not active_mapping():
         if warn:
             errors.warn(
@@ -301,6 +305,25 @@ def _shard_leaves(
     return jax.tree.unflatten(
         structure, [_place_leaf(leaf, leaf.mesh or mesh, what, pads, arguments) for leaf in leaves]
     )
+
+
+def _is_by_name(placement: Placement, mesh: AnyMesh | None) -> bool:
+    return mesh is None and (placement is None or is_resource_mapping(placement))
+
+
+def _with_placement_marks(tree: T, placement: Any, what: str) -> T:
+    """Mark where the arrays of a tree lie from here on, in a trace that follows names and has no mesh."""
+    mapping = normalize_mapping(placement, what) if placement is not None else active_mapping() or {REPORTED: None}
+    leaves, structure = leaves_of(tree)
+    placed = list[Any]()
+    for leaf in leaves:
+        x = raw(leaf.value)
+        if isinstance(x, Tracer) and leaf.names is not None:
+            with jax.named_scope(operation_scope("shard", (leaf.names,), leaf.names, (x,))):
+                placed.append(wrap_like(axis_marks.placed(x, leaf.names, mapping), leaf.value))
+        else:
+            placed.append(leaf.value)
+    return jax.tree.unflatten(structure, placed)
 
 
 def _are_in_place(tree: Any, placement: Placement, mesh: AnyMesh, what: str) -> bool:

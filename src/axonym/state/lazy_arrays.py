@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
+from ..core.operation_rules import inside
 from ..core.tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..distribution import active_settings
 from ..named_array import NamedArray, wrap
@@ -323,10 +324,6 @@ def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
     return returned[0].unflatten(outputs)
 
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-"""The primitives that call a jaxpr, and the parameter that holds it."""
-
-
 def _evaluate_jaxpr(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[LazyArray]:
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(as_lazy, [*consts, *arrays]), strict=True))
 
@@ -341,9 +338,8 @@ def _evaluate_jaxpr(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) ->
 
 def _evaluate_equation(equation: Any, operands: Sequence[LazyArray]) -> Sequence[LazyArray]:
     kind, params = equation.primitive.name, equation.params
-    if kind in _CALLS:
-        inner = params[_CALLS[kind]]
-        return _evaluate_jaxpr(inner.jaxpr, inner.consts, operands)
+    if (called := inside(equation)) and called[0].how == "call":
+        return _evaluate_jaxpr(called[0].jaxpr, called[0].constants, operands)
     if kind == "transpose":
         return [operands[0].transpose(params["permutation"])]
     shape = equation.outvars[0].aval.shape

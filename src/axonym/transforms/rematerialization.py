@@ -20,7 +20,7 @@ import jax.ad_checkpoint
 import numpy as np
 
 from ..core import errors
-from ..core.jax_versions import programs_in
+from ..core.operation_rules import equations
 from ..core.tree_spec import FlatTree, flatten_arrays
 
 T = TypeVar("T")
@@ -271,9 +271,8 @@ def checkpointed_scan(
         result = run(carry, xs)
     wanted = () if policy.disable else (*policy._saved, *policy.offload_block_internals)
     if not given.issuperset(wanted):  # JAX ignores names that the body gives to no array
-        found = given | set(
-            _names_in(jax.make_jaxpr(lambda *xs: jax.lax.scan(step, *xs, length=length))(carry, xs).jaxpr)
-        )
+        program = jax.make_jaxpr(lambda *xs: jax.lax.scan(step, *xs, length=length))(carry, xs).jaxpr
+        found = given | {eqn.params["name"] for eqn in equations(program) if eqn.primitive.name == "name"}
         unknown = [n for n in wanted if n not in found]
         left = sorted(found.difference(wanted))
         hints = "".join(dict.fromkeys(errors.suggestion(n, left) for n in unknown))
@@ -352,12 +351,3 @@ def _record_names() -> Iterator[set[str]]:
         _GIVEN.reset(token)
         if outer is not None:
             outer |= given
-
-
-def _names_in(jaxpr: Any) -> Iterator[str]:
-    """Return the names given to arrays in a traced program and the programs that it calls."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
-            yield equation.params["name"]
-        for program in programs_in(equation):
-            yield from _names_in(getattr(program, "jaxpr", program))

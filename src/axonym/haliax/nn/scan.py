@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses as _dataclasses
-from collections.abc import Mapping as _Mapping
-from typing import TYPE_CHECKING, Any as _Any, ParamSpec, Self as _Self, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import equinox as eqx
 
@@ -16,12 +14,6 @@ from ...nn.scan import (
     ScanFunction as ScanFunction,
     Stacked as _Stacked,
     VmapFunction as VmapFunction,
-)
-from ...state import (
-    StateDict as _StateDict,
-    lazy_loading as _lazy_loading,
-    stacked_from_state_dict as _load,
-    stacked_to_state_dict as _save,
 )
 from ..axis import Axis
 from ..hof import ScanCheckpointPolicy as ScanCheckpointPolicy, ScanCheckpointSpec as ScanCheckpointSpec
@@ -45,6 +37,8 @@ class Stacked(_Stacked[M]):
     {'h.1.weight': (3,), 'h.1.bias': (3,)}
     """
 
+    _at_once = True
+
     if TYPE_CHECKING:  # for a checker, the base class would return its own layers
 
         @classmethod
@@ -57,11 +51,3 @@ class Stacked(_Stacked[M]):
             prevent_cse: bool | None = None,
             divisible_by: int = 1,
         ) -> ModuleInit[Stacked[S]]: ...
-
-    def to_state_dict(self, prefix: str | None = None) -> _StateDict:
-        return _save(self.stacked, self.Block, prefix, at_once=not self.padding)
-
-    @_lazy_loading
-    def from_state_dict(self, state_dict: _Mapping[str, _Any], prefix: str | None = None) -> _Self:
-        stacked = _load(self.stacked, self.Block, state_dict, prefix, padding=self.padding, at_once=True)
-        return _dataclasses.replace(self, stacked=stacked)

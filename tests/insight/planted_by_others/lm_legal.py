@@ -1,0 +1,40 @@
+"""A language model of legal texts."""
+
+import equinox as eqx
+import jax
+import optax
+
+import axonym as axn
+from axonym import nn
+from axonym.precision import mixed_precision
+from blocks import BF16, Decoder, abstract, integers, key_of, state_of
+
+Batch, Pos, Vocab = axn.make_axes(batch=32, pos=2048, vocab=32000)
+Embed, Heads, HeadSize, Mlp, Layers = axn.make_axes(embed=2048, heads=16, head_size=128, mlp=5632, layers=16)
+
+MESH = {"data": 8}
+STORED = {"embed": "data"}
+COMPUTE = {"batch": "data"}
+
+optimizer = optax.adamw(3e-4, weight_decay=0.1)
+forward = mixed_precision(BF16, Decoder.__call__)
+
+
+def loss(model, tokens, targets):
+    return nn.cross_entropy_loss(forward(model, tokens), "vocab", targets)
+
+
+@eqx.filter_checkpoint
+def objective(model, tokens, targets):
+    return loss(model, tokens, targets).scalar()
+
+
+def train(model, state, tokens, targets):
+    value, gradients = axn.value_and_grad(objective)(model, tokens, targets)
+    updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_inexact_array))
+    return value, eqx.apply_updates(model, updates), state
+
+
+def arguments():
+    model = abstract(Decoder.init, Vocab, Layers, Embed, Heads, HeadSize, Mlp, key=key_of())
+    return model, state_of(optimizer, model), integers(Batch, Pos), integers(Batch, Pos)
