@@ -411,3 +411,94 @@ def test_ill_conditioned_elements_are_left_out_and_said() -> None:
 
     with pytest.raises(AssertionError, match=r"wrong_elsewhere depends on how it is distributed"):
         check_shard_invariance(wrong_elsewhere, X, gradients=False)
+
+
+# --- bugs of the compiler: docs/compiler_bugs.md ---
+
+PLAIN_CONV = jax.lax.conv
+BUGS_OF_THE_COMPILER: dict[str, tuple[Any, Any, str]] = {
+    "pad with gaps": (lambda x: jax.lax.pad(x, 0.0, [(6, 6, 1)]), [((4,), ("data",))], "pad at test_testing.py:"),
+    "gradient of strided slices": (
+        lambda x, y: jax.vjp(lambda x: x[0:12:3] * x[1:13:3] + x[2:14:3], x)[1](y),
+        [((16,), ("data",)), ((4,), ())],
+        "pad at test_testing.py:",
+    ),
+    "gradient of a convolution": (
+        lambda x, w: jax.grad(lambda w: jnp.sum(PLAIN_CONV(x, w, (1,), "SAME") ** 2))(w),
+        [((2, 4, 16), (None, None, "data")), ((4, 4, 3), ())],
+        "gives 2 times (the size of model) a value of the reference",
+    ),
+    "convolution with a sharded kernel": (
+        lambda x, w: PLAIN_CONV(x, w, (1,), "SAME"),
+        [((2, 4, 16), (None, None, "model")), ((4, 4, 4), (None, None, "data"))],
+        "gives 4 times (the size of data) a value of the reference",
+    ),
+    "gradient of overlapping pools": (
+        lambda x, y: jax.vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (3,), (1,), "SAME"), x)[1](y),
+        [((16,), ("data",))] * 2,
+        "select_and_scatter_add at test_testing.py:",
+    ),
+    "scatter from an uneven axis": (
+        lambda x: jnp.zeros(5).at[jnp.arange(7) % 5].add(x[:7]),
+        [((8,), ("data",))],
+        "scatter-add at test_testing.py:",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS_OF_THE_COMPILER)
+def test_bugs_of_the_compiler_are_found(name: str, auto_mesh: Mesh) -> None:
+    """Abstract arguments get values; a row goes when its bug goes."""
+    fn, arrays, words = BUGS_OF_THE_COMPILER[name]
+    args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(auto_mesh, P(*spec))) for s, spec in arrays]
+    with pytest.raises(AssertionError) as raised:
+        check_shard_invariance(fn, *args, gradients=False)
+    assert words in str(raised.value)
+
+
+def test_abstract_arguments_get_values_that_are_no_nan(auto_mesh: Mesh) -> None:
+    """Roots need positive numbers, and keys are drawn too."""
+
+    def step(v: jax.Array, n: jax.Array, key: jax.Array) -> Any:
+        return jnp.sqrt(v) + jax.random.normal(key, v.shape), n * 2
+
+    whole = NamedSharding(auto_mesh, P("data"))
+    args = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=whole), jax.ShapeDtypeStruct((8,), jnp.int8, sharding=whole)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    assert check_shard_invariance(step, *args, key, gradients=False).scales == (1.0, 1 / 16, 16.0)
+
+
+def test_a_mesh_with_more_devices_than_there_are() -> None:
+    mesh = jax.sharding.AbstractMesh((16, 4), ("data", "model"))
+    x = jax.ShapeDtypeStruct((32, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"has 64 devices and this process 8\..*'jax_num_cpu_devices', 64"):
+        check_shard_invariance(jnp.sum, x)
+
+
+def test_shardings_inside_a_function_are_left_out_on_one_device(auto_mesh: Mesh) -> None:
+    columns = NamedSharding(auto_mesh, P(None, "model"))
+    x = jax.device_put(X.array, NamedSharding(auto_mesh, P("data")))
+    constrained = lambda x: jax.lax.with_sharding_constraint(jnp.tanh(x), columns)
+    assert check_shard_invariance(constrained, x).compared == 1
+    assert check_shard_invariance(jax.jit(jnp.tanh, out_shardings=columns), x).compared == 1
+
+
+def test_one_mapping_on_the_active_mesh(auto_mesh: Mesh) -> None:
+    seen: set[str] = set()
+
+    def step(x: axn.NamedArray, count: jax.Array) -> Any:
+        seen.add(str(axn.current_mapping()))
+        return axn.sum(x * x, "embed") + count
+
+    count = jax.device_put(jnp.ones(()), NamedSharding(auto_mesh, P()))
+    with jax.set_mesh(auto_mesh):
+        assert check_shard_invariance(step, X, count, mapping={"batch": "data"}).compared == 1
+        stored = axn.fsdp(lambda x: axn.sum(x, "embed"), {"embed": "data"}, {"batch": "data"})
+        assert check_shard_invariance(stored, X, mapping={}).compared == 1
+        with pytest.raises(AssertionError, match=r"axn.axis_mapping\(\{'embed': 'data'\}\)"):
+            check_shard_invariance(
+                lambda x: axn.shard_map(lambda x: axn.sum(x, "embed"), check_vma=False)(x), X, mapping={"embed": "data"}
+            )
+    assert any("data" in mapping for mapping in seen)
+    with pytest.raises(ValueError, match="a mapping is for named arguments on the active mesh"):
+        check_shard_invariance(lambda x: x, X, mapping={"batch": "data"})

@@ -19,7 +19,9 @@ class Recording(NamedTuple):
     values: Mapping[int, np.ndarray]
 
 
-def diagnose(found: Recording, reference: Recording, wrong: Sequence[int], names: Sequence[str]) -> str | None:
+def diagnose(
+    found: Recording, reference: Recording, wrong: Sequence[int], names: Sequence[str], mesh: Mapping[str, int]
+) -> str | None:
     """Return a sentence about the first wrong step on the way to wrong results; None if the values do not tell.
 
     Arguments:
@@ -27,9 +29,10 @@ def diagnose(found: Recording, reference: Recording, wrong: Sequence[int], names
         reference: the reference.
         wrong: the positions of the steps that computed the wrong results.
         names: the names of the arguments.
+        mesh: the mesh axes and their sizes.
     """
     steps, known = found.steps, {fingerprint(x) for x in reference.values.values()}
-    sizes = {a: n for s in steps for a, n in s.devices.items()}
+    sizes = {**mesh, **{a: n for s in steps for a, n in s.devices.items()}}
 
     @functools.cache
     def likeness(position: int) -> Likeness | None:

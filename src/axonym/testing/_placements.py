@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..core.tree_spec import ARRAYS, is_key
+from ..distribution.mesh_axes import AnyMesh, mesh_axes
 from ..sharding.leaves import leaves_of
-from ..sharding.mapping import axis_mapping
+from ..sharding.mapping import ResourceMapping, axis_mapping, normalize_mapping
+from ..sharding.meshes import current_mesh
 from ..sharding.moving import renew_if_empty
 from ..sharding.shard import shard
 
@@ -39,7 +41,7 @@ class AsPlaced:
         return AsPlaced(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types), alone=True)
 
     def active(self) -> Any:
-        return jax.set_mesh(self.mesh) if self.alone and self.mesh else contextlib.nullcontext()  # the caller's mesh
+        return jax.set_mesh(self.mesh) if self.mesh and (self.alone or current_mesh()) else contextlib.nullcontext()
 
     def place(self, args: Any) -> Any:
         return jax.tree.map(lambda x: self._alone(x) if isinstance(x, ARRAYS) else x, args) if self.alone else args
@@ -65,6 +67,10 @@ class Distribution:
     """The mesh axes that are Explicit; the others are Auto."""
     mapping: Mapping[str, tuple[str, ...]]
 
+    @property
+    def alone(self) -> bool:
+        return math.prod(self.mesh.values()) == 1
+
     def __str__(self) -> str:
         explicit = f", explicit={self.explicit == set(self.mesh) or sorted(self.explicit)}" if self.explicit else ""
         mapping = {n: axes[0] if len(axes) == 1 else axes for n, axes in self.mapping.items() if axes}
@@ -82,7 +88,13 @@ class Distribution:
             yield
 
     def place(self, args: Any) -> Any:
-        return shard(args)
+        # Arrays that lie on other devices come from there first, also raw ones, which no mapping places.
+        def here(x: Any) -> Any:
+            elsewhere = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+            return AsPlaced(None, alone=True).place(x) if elsewhere else x
+
+        args = jax.tree.map(here, args)
+        return shard(args) if self.mapping else args
 
     def smaller(self) -> Iterator[Distribution]:
         """Yield simpler placements: without one entry, on fewer devices, on Auto axes."""
@@ -100,17 +112,68 @@ class Distribution:
 AnyPlacement = Distribution | AsPlaced
 
 
-def on_one_device(draw: Draw, mesh: Mapping[str, int], draws: int) -> list[Distribution]:
+def on_one_device(draw: Draw, axes: Iterable[str], draws: int) -> list[Distribution]:
     """List mappings on one device, where all give the same results, but some may not fit the function."""
+    mesh = dict.fromkeys(axes, 1)
     return [Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)]
 
 
 def mesh_of(args: Any) -> Mesh | None:
     """Return the active mesh, or one on which arguments are sharded."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        return jax.sharding.get_mesh()
-    shardings = [x.sharding for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)), None)
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+    meshes = [current_mesh(), *(s.mesh for s in shardings if isinstance(s, NamedSharding))]
+    return next((_on_devices(mesh) for mesh in meshes if mesh is not None), None)
+
+
+def _on_devices(mesh: AnyMesh) -> Mesh:
+    """Return a mesh with devices of this machine if it has none."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh.size > jax.device_count():
+        raise ValueError(
+            f"check_shard_invariance: the mesh {dict(mesh.shape)} has {mesh.size} devices and this process "
+            f"{jax.device_count()}. On a CPU, they can be simulated: `jax.config.update('jax_num_cpu_devices', "
+            f"{mesh.size})` before JAX starts."
+        )
+    devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def under_mapping(mapping: ResourceMapping, mesh: Mesh) -> Distribution:
+    """Return the placement that a mapping makes on a mesh."""
+    entries = normalize_mapping(mapping, "check_shard_invariance")
+    explicit = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
+    return Distribution(dict(mesh.shape), frozenset(explicit), {n: mesh_axes(axes) for n, axes in entries.items()})
+
+
+def is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def with_values(args: Any, simple: bool = False) -> Any:
+    """Give abstract arrays random values; simple ones are positive, or integers below 2, as roots and indices need."""
+    rng = np.random.default_rng(0)
+
+    def drawn(x: Any) -> Any:
+        if not is_abstract(x):
+            return x
+        if is_key(x):
+            data = drawn(jax.eval_shape(jax.random.key_data, x))
+            impls = list[Any]()
+            jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
+            found = jax.random.wrap_key_data(data, impl=impls[0])
+        elif jnp.issubdtype(x.dtype, jnp.inexact):  # not too large for weights, whose products add up
+            sizes = (np.abs(rng.normal(size=x.shape)) + 0.1) / math.sqrt(max(x.shape[1:], default=1))
+            signs = [1, -1j] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [1, -1]
+            found = jnp.asarray(sizes if simple else sizes * rng.choice(signs, x.shape), x.dtype)
+        else:
+            most = 2 if simple or x.dtype == bool else min(32, int(jnp.iinfo(x.dtype).max))
+            found = jnp.asarray(rng.integers(0, most, x.shape), x.dtype)
+        if not isinstance(x.sharding, NamedSharding):
+            return found
+        return jax.device_put(found, NamedSharding(_on_devices(x.sharding.mesh), x.sharding.spec))
+
+    return jax.tree.map(drawn, args)
 
 
 def meshes_of_several(axes: Sequence[str]) -> list[dict[str, int]]:

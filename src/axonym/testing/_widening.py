@@ -30,7 +30,10 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
-_OWN_PRECISION = re.compile("callback|pallas|ffi|custom_call|kernel_call|cudnn|dot_product_attention|debug_print")
+# XLA replicates the operands of a select_and_scatter in float64, and partitions it in smaller dtypes, in its own way.
+_OWN_PRECISION = re.compile(
+    "callback|pallas|ffi|custom_call|kernel_call|cudnn|dot_product_attention|debug_print|select_and_scatter"
+)
 _SAME_VALUES = re.compile(
     "broadcast_in_dim|convert_element_type|copy|optimization_barrier|pbroadcast|pcast|pvary|reduce_precision|reshape"
     "|reshard|sharding_constraint|squeeze|stop_gradient|transpose"
@@ -64,7 +67,8 @@ class Step(NamedTuple):
 class WidenedProgram:
     """A program, to be called with the same arguments in float64 while `jax.enable_x64` is active."""
 
-    def __init__(self, program: ClosedJaxpr, recording: bool = False):
+    def __init__(self, program: ClosedJaxpr, recording: bool = False, alone: bool = False):
+        self._alone = alone  # on one device, whatever shardings the program asks for
         self._program, self._x64 = program, bool(jax.config.read("jax_enable_x64"))
         self.own_precision: dict[str, Any] = {}
         """The operations that could only be evaluated at their own precision, and the coarsest dtype of each."""
@@ -144,7 +148,7 @@ class WidenedProgram:
             first = lengths.matvec + lengths.vecmat
             arguments = [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
             return self._evaluate(params["jaxprs"].solve, arguments)
-        if primitive is primitives.reduce_precision_p:
+        if primitive is primitives.reduce_precision_p or (self._alone and primitive.name == "sharding_constraint"):
             return operands
         if primitive is primitives.bitcast_convert_type_p:  # such as random bits, which become floats of their dtype
             return self._at_own_precision(equation, operands)
@@ -188,14 +192,18 @@ class WidenedProgram:
 
     def _call(self, equation: JaxprEqn, program: Any, operands: Sequence[Any]) -> Sequence[Any]:
         params, around = equation.params, self._place
-        operands = [
-            _constrained_array(x, s) for x, s in zip(operands, params.get("in_shardings", operands), strict=True)
-        ]
+        operands = self._constrained(operands, params.get("in_shardings", operands))
         if around is None and _LIBRARIES.search(str(program.debug_info.func_src_info)):
             self._place = _where_called(equation)  # the lines inside belong to the first call
         results = self._evaluate(program, operands)
         self._place = around
-        return [_constrained_array(x, s) for x, s in zip(results, params.get("out_shardings", results), strict=True)]
+        return self._constrained(results, params.get("out_shardings", results))
+
+    def _constrained(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+        """Give arrays the shardings that a jit inside the program asks for, if any."""
+        if self._alone:
+            return [*arrays]
+        return [_constrained_array(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
     def _scan(self, params: Any, operands: Sequence[Any]) -> Sequence[Any]:
         consts, init, scanned = scan_operands(params, operands)
@@ -313,7 +321,6 @@ def _converted_array(x: Any, dtype: Any) -> Any:
 
 
 def _constrained_array(x: Any, sharding: Any) -> Any:
-    """Give an array the sharding that a jit inside the program asks for, if any."""
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) != {AxisType.Auto}:
         return x
     return jax.lax.with_sharding_constraint(x, sharding)

@@ -20,11 +20,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ..core.differences import SCALES, asymmetric, moved_by_rounding, usual_sizes
 from ..core.tree_spec import ARRAYS, flatten_arrays, is_key
+from ..sharding.mapping import ResourceMapping
 from ._diagnosis import Recording, diagnose
-from ._placements import AnyPlacement, AsPlaced, Distribution, Draw, mesh_of, meshes_of_several, on_one_device
+from ._placements import (
+    AnyPlacement,
+    AsPlaced,
+    Distribution,
+    Draw,
+    is_abstract,
+    mesh_of,
+    meshes_of_several,
+    on_one_device,
+    under_mapping,
+    with_values,
+)
 from ._widening import WidenedProgram, wide_dtype
 
 __all__ = ["ShardInvariance", "check_shard_invariance"]
@@ -55,6 +68,7 @@ def check_shard_invariance(
     fn: Callable[..., Any],
     *args: Any,
     reference: Callable[..., Any] | None = None,
+    mapping: ResourceMapping | None = None,
     mesh_axes: Sequence[str] = ("data", "model"),
     draws: int = 50,
     seed: int = 0,
@@ -86,9 +100,11 @@ def check_shard_invariance(
 
     Arguments:
         fn: the function. It may use `axonym.shard_map`, which then runs under the drawn mapping.
-        *args: its arguments; named arrays among them provide the axes that are mapped.
+        *args: its arguments; named arrays among them provide the axes that are mapped. Abstract ones get random
+            values, where they say to be.
         reference: another function of the same arguments that gives the right results, such as the plain version of
             per-device code. By default the function itself. It runs on one device.
+        mapping: the only mapping to compare under, on the active mesh, instead of drawn ones.
         mesh_axes: the names of the mesh axes. Include the ones that the function itself mentions.
         draws: how many placements to draw.
         seed: the same seed draws the same placements.
@@ -103,17 +119,30 @@ def check_shard_invariance(
     >>> result.compared, dict(result.refusals)
     (3, {})
     """
-    draw, placed = Draw(args, seed), None
-    if not draw.sizes:
-        placed = AsPlaced(mesh_of(args))
+    draw, placed, mesh = Draw(args, seed), None, mesh_of(args)
+    if mapping is not None:
+        if not draw.sizes or mesh is None:
+            raise ValueError(
+                "check_shard_invariance: a mapping is for named arguments on the active mesh, "
+                + ("and no argument is named." if mesh else "and none is active. Use `jax.set_mesh`.")
+            )
+        placed, mesh_axes = under_mapping(mapping, mesh), mesh.axis_names
+    elif not draw.sizes:
+        placed = AsPlaced(mesh)
     elif draws < 1 or not meshes_of_several(mesh_axes):
         raise ValueError(
             f"check_shard_invariance: there is nothing to compare with {draws} draws on {jax.device_count()} devices. "
             "Several devices can be simulated with `jax.config.update('jax_num_cpu_devices', 8)` before JAX starts."
         )
-    check = _Check(fn, args, reference or fn, gradients, rtol, refusals)
-    ones = dict.fromkeys(mesh_axes, 1)
-    check.expect([placed.on_one_device()] if placed else on_one_device(draw, ones, draws))
+    alone = [placed.on_one_device()] if isinstance(placed, AsPlaced) else on_one_device(draw, mesh_axes, draws)
+    check = _Check(fn, with_values(args), reference or fn, gradients, rtol, refusals)
+    try:
+        check.expect(alone)
+    except _NotANumber:
+        if not any(map(is_abstract, jax.tree.leaves(args))):
+            raise
+        check = _Check(fn, with_values(args, simple=True), reference or fn, gradients, rtol, refusals)
+        check.expect(alone)
     compared, refused = 0, {}
     for placement in [placed] if placed else draw.placements(meshes_of_several(mesh_axes), draws):
         try:
@@ -141,6 +170,10 @@ def check_shard_invariance(
 
 class _Refusal(Exception):
     """Raised if a placement does not fit the function."""
+
+
+class _NotANumber(ValueError):
+    """Raised if elements of the expected results are NaN."""
 
 
 class _Mismatch(NamedTuple):
@@ -216,7 +249,7 @@ class _Check:
         self.scales = tuple([scale for scale in self.scales if not any(map(_has_nan, values[scale]))])
         if 1.0 not in self.scales:
             where = next(path for path, x in zip(self._paths(), values[1.0], strict=True) if _has_nan(x))
-            raise ValueError(
+            raise _NotANumber(
                 f"check_shard_invariance: on one device, {where} has elements that are NaN, which would hide every "
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
             )
@@ -297,7 +330,8 @@ class _Check:
         wrong = [p for i in ends if (p := found.program.origins[i]) is not None]
         paths = [path for path, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
         names = [(parameters[p[0].idx :] or [f"args[{p[0].idx}]"])[0] + jax.tree_util.keystr(p[1:]) for p in paths]
-        return diagnose(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names])
+        mesh = dict(placement.mesh.shape if isinstance(placement.mesh, Mesh) else placement.mesh or {})
+        return diagnose(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names], mesh)
 
     def is_refusal(self, error: Exception) -> bool:
         """Return whether an error says that a placement does not fit, rather than that something is wrong."""
@@ -324,7 +358,8 @@ class _Check:
             arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
             traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
             program, structs = traced(arrays)
-            widened, values, recorded, compiled, devices = WidenedProgram(program, recording), {}, {}, None, 1
+            widened = WidenedProgram(program, recording, placement.alone)
+            values, recorded, compiled, devices = {}, {}, None, 1
             with jax.enable_x64(True):
                 for scale in scales or self.scales:
                     wide = list(arrays)
