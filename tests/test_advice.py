@@ -843,6 +843,7 @@ EXCEPTIONS = {
     "g(x)": "a part of the advice before it",
     "x.resolve_axis({…})": "not to write, but where an Axis comes from",
     "axonym.sum(x, axis)": "in a docstring",
+    "axonym.shard(x)": "in a step that is planned, as in tests/insight/test_planning.py",
     "axonym.to_host(x)": "needs several processes, where tests/processes gathers like this",
     "jax.config.update('jax_num_cpu_devices', 8)": "must run before JAX starts, as in tests/conftest.py",
     "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py does",
