@@ -113,7 +113,17 @@ class Coordinates(Mapping[str, Any]):
             if name not in self._data.indexes:
                 known = errors.suggestion(name, map(str, self._data.indexes))
                 raise KeyError(f"sel: there are no coordinates {name!r} to select by in {self!r}.{known}")
-        found = self._changed_positions(self._positions_as_data().sel(values, method=method, tolerance=tolerance))
+        try:
+            places = self._positions_as_data().sel(values, method=method, tolerance=tolerance)
+        except KeyError:
+            known = ((n, asked, self._data.indexes[n]) for n, asked in values.items() if self._data.indexes[n].size)
+            listed = " or ".join(f"{n}={asked!r} among values from {i[0]} to {i[-1]}" for n, asked, i in known)
+            within = "" if tolerance is None else f" within {tolerance!r}"
+            raise KeyError(
+                f"sel: not all values found{within}: {listed}. `method='nearest'` takes the nearest value, at most "
+                "`tolerance` away."
+            ) from None
+        found = self._changed_positions(places)
         for name, asked in values.items():
             if isinstance(asked, slice) and self._data.indexes[name].size and found.get(name) == slice(0, 0, 1):
                 index = self._data.indexes[name]

@@ -216,8 +216,11 @@ def test_what_sel_refuses() -> None:
     for asked, message in (
         ({"lat": slice(-30, 30)}, "no value of 'lat' lies in slice(-30, 30). They go from 70.0 to -70.0"),
         ({"latt": 3}, "no coordinates 'latt' to select by"),
-        ({"lat": 3}, "not all values found in index 'lat'"),
-        ({"lat": 3, "method": "nearest", "tolerance": 1}, "not all values found"),
+        ({"lat": 3}, "not all values found: lat=3 among values from 70.0 to -70.0"),
+        (
+            {"lat": 3, "method": "nearest", "tolerance": 1},
+            "not all values found within 1: lat=3 among values from 70.0 to -70.0",
+        ),
     ):
         with pytest.raises(KeyError, match=re.escape(message)):
             coords.sel(**asked)
