@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
@@ -335,3 +336,15 @@ def test_a_report_under_an_active_mapping_is_written_and_kept(by: str) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
         report = insight.explain(lambda x: x.sum("embed"), axn.ones({"batch": 8, "embed": 4}), by=by)
     assert pickle.loads(pickle.dumps(report)).to_json() == report.to_json()
+
+
+def test_a_report_moves_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[Any]()
+    monkeypatch.setattr(jax, "device_put", lambda x, *args, **kwargs: moved.append(x))
+    mesh = axn.make_mesh({"data": 8})
+    by_name = axn.named_jit(lambda x: x * 2, in_placement={"batch": "data"})
+    by_sharding = axn.named_jit(lambda x: x * 2, in_placement=jax.NamedSharding(mesh, jax.P("data")))
+    with jax.set_mesh(mesh):
+        report = axn.insight.explain(by_name, axn.named(np.ones((16, 4), np.float32), ("batch", "embed")))
+    assert report.placed[0].over == (("data",), ()) and report.placed[0].bytes == 32
+    assert axn.insight.explain(by_sharding, jnp.ones((16, 4))).placed[0].bytes == 32 and not moved

@@ -241,7 +241,11 @@ class Account:
         """Count what takes an array from one mapping to another: asked for, or where others lie by that one."""
         layout, place, x = self.layout.by(event.by), event.place, event.value
         if self._divides:
-            check_sizes(layout, [x])
+            try:
+                check_sizes(layout, [x])
+            except ValueError as e:
+                line = source(place.frames)
+                raise ValueError(f"{e} A mapping inside the step asks for it{f' at {line}' if line else ''}.") from None
         before, after = self.layout.over(x.dims), layout.over(x.dims)
         if before == after:
             return

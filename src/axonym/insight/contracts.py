@@ -218,8 +218,9 @@ class Contract:
                     f"{describe_bytes(m.arguments)} of arguments, {describe_bytes(results)} of results "
                     f"and {describe_bytes(m.temporaries)} of temporaries. Either {remedy}."
                 )
-        if self.snapshot is not None and (now := described_distribution(report)) != self.snapshot.rstrip("\n"):
-            lines = difflib.ndiff(self.snapshot.rstrip("\n").split("\n"), now.split("\n"))
+        kept, now = (self.snapshot or "").splitlines(), described_distribution(report).splitlines()
+        if self.snapshot is not None and now != kept:
+            lines = difflib.ndiff(kept, now)
             found.append("\n".join(["differs from its snapshot:", *(line for line in lines if line[0] in "+-")]))
         return tuple(f"{report.step}: {line}" for line in found)
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from ..core.tree_spec import PROGRAM_ARRAYS
 from ..distribution.active_settings import Entry, active_mapping, active_parameter_mapping
 from ..distribution.mesh_axes import AnyMesh
 from ..names.distributing import DistributedFunction
@@ -129,8 +130,8 @@ def explain(
         found = mesh_of(args, kwargs, program.devices)
         given, here = (args, kwargs), current_mesh()
         if isinstance(compiled_step, CompiledFunction) and not isinstance(compiled_step, DistributedFunction):
-            # As the step shards them. They are abstract, so that nothing moves.
-            given = compiled_step.placed(*(given if here is None else _moved_to(here, given, others=True)))
+            # As the step shards them, and abstract, so that nothing moves.
+            given = compiled_step.placed(*jax.tree.map(lambda x: _abstract_array(x, here), given))
         names = ArgumentNames(lowered, fn, *given)
         around = mesh if isinstance(mesh, Mesh) else current_mesh()
         crossing = _slices_along(around and with_devices(around), None if topology else between)
@@ -222,17 +223,23 @@ def _on_topology(mesh: AnyMesh | None, topology: str, between: Between) -> Mesh:
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _moved_to(mesh: AnyMesh, tree: Any, others: bool = False) -> Any:
-    """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh.
+def _abstract_array(x: Any, mesh: AnyMesh | None) -> Any:
+    """Replace an array by an abstract one, which keeps its sharding if that is on a mesh with these axes."""
+    if not isinstance(x, PROGRAM_ARRAYS) or getattr(x.dtype, "kind", "") in ("S", "U", "O"):  # these are static
+        return x
+    sharding = getattr(x, "sharding", None)
+    fits = isinstance(sharding, NamedSharding) and mesh is not None and sharding.mesh.shape == mesh.shape
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec) if fits else None)
 
-    `others` allows arrays that are on a mesh of other axes, and leaves out how they are sharded.
-    """
+
+def _moved_to(mesh: Mesh, tree: Any) -> Any:
+    """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
             return x
         sharding = x.sharding
-        if isinstance(sharding, NamedSharding) and (sharding.mesh.shape == mesh.shape or not others):
+        if isinstance(sharding, NamedSharding):
             if sharding.mesh.shape != mesh.shape:
                 raise ValueError(
                     f"explain: an argument is on the mesh {dict(sharding.mesh.shape)}, and the step is explained on "

@@ -668,7 +668,9 @@ def _again(report: Figures) -> _Found:
     given = {x.path: (x.axes, x.sizes) for x in report.placed}
 
     def is_again(c: Collective) -> bool:
-        axes, sizes = given.get(c.parameters[0], ((), ()))
+        if c.parameters[0] not in given:
+            return False
+        axes, sizes = given[c.parameters[0]]
         names = carried_axes(c)
         # A loop over layers sends one of them in each turn, and again if it has more turns.
         parts = math.prod(size for n, size in zip(axes, sizes, strict=True) if n not in names)
