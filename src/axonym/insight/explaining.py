@@ -228,8 +228,9 @@ def _abstract_array(x: Any, mesh: AnyMesh | None) -> Any:
     if not isinstance(x, PROGRAM_ARRAYS) or getattr(x.dtype, "kind", "") in ("S", "U", "O"):  # these are static
         return x
     sharding = getattr(x, "sharding", None)
-    fits = isinstance(sharding, NamedSharding) and mesh is not None and sharding.mesh.shape == mesh.shape
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec) if fits else None)
+    if mesh is not None and isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _moved_to(mesh: Mesh, tree: Any) -> Any:
