@@ -577,6 +577,12 @@ TABLE = [
         lambda d: [*d] == ["x"],
         names={"to_state_dict": axn.state.to_state_dict, "tree": {"x": X}},
     ),
+    Advice(
+        "method='nearest'",
+        lambda: axn.Coordinates({"lat": [-60.0, 0.0, 60.0]}).sel(lat=7),
+        lambda found: found == {"lat": 1},
+        run="axonym.Coordinates({'lat': [-60.0, 0.0, 60.0]}).sel(lat=7, CODE)",
+    ),
     # Per device.
     Advice(
         "axonym.shard_map(f, check_vma=False)",
