@@ -1,10 +1,10 @@
 """Write text with a model from the Hugging Face Hub: `python examples/generate.py FOLDER --prompt TEXT`.
 
 The folder has a `config.json` of one of the families in `models/families.py`, weights in safetensors files, and the
-`tokenizer.json` of the model; or it is that of a run of `train_lm.py` that has exported its model. Each device reads
-its shard of the weights, one array at a time. With `--mesh data=2,model=4` there are eight devices: texts are sharded
-over `data`; heads, hidden features and the vocabulary over `model`. `--simulated-devices 8` makes this work without
-accelerators. `--weights int8` keeps the weights in 8 bits.
+`tokenizer.json` of the model. The folder of a run of `train_lm.py` works, too, if the run has exported its model. Each
+device reads its shard of the weights, one array at a time. With `--mesh data=2,model=4` there are eight devices: texts
+are sharded over `data`; heads, hidden features and the vocabulary over `model`. `--simulated-devices 8` makes this work
+without accelerators. `--weights int8` keeps the weights in 8 bits.
 """
 
 from __future__ import annotations

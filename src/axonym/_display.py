@@ -340,7 +340,7 @@ class Shown:
     """The kind of tree."""
     arrays: tuple[ShownArray, ...]
     findings: tuple[str, ...]
-    """What is wrong or suspicious in the mapping that the arrays are shown by."""
+    """The findings of `axonym.lint_mapping`, as texts; empty without a mapping."""
 
     def __str__(self) -> str:
         lines = (

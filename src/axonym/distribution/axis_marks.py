@@ -26,10 +26,10 @@ EXCHANGE = "exchanged"
 """The name of the primitive that shows what devices exchange; its parameter `names` has what `exchanged` got."""
 
 PLACEMENT = "placement"
-"""What devices exchange where an array is placed by a mapping."""
+"""The kind of mark that places an array by a mapping from there on, for which devices may exchange shards."""
 
 ACTIVE_HERE = "active mapping"
-"""Nothing is exchanged, but new arrays lie by this mapping."""
+"""The kind of mark that names the active mapping, by which new arrays lie; devices exchange nothing for it."""
 
 _mark = marking_operation(MARK, lambda names, at: (*names[:at], None, *names[at:]))
 _exchange = marking_operation(EXCHANGE, lambda names, at: names)
@@ -50,7 +50,7 @@ def marked(arrays: Sequence[jax.Array], names: Sequence[Names]) -> list[jax.Arra
     found = [_mark(x, tuple(map(_public_name, own))) if own else x for x, own in zip(arrays, names, strict=True)]
     if not (mapping := active_mapping()):
         return found
-    here = _entries(mapping)
+    here = _sorted_entries(mapping)
     return [_exchange(x, (ACTIVE_HERE, own, here)) if own else x for x, own in zip(found, names, strict=True)]
 
 
@@ -69,10 +69,10 @@ def exchanged(x: jax.Array, what: str, axis: str, *details: Any) -> jax.Array:
 
 def placed(x: jax.Array, names: Names, mapping: Mapping[str, Entry]) -> jax.Array:
     """Return an array, marked with the mapping that shards these axes of it from here on."""
-    return _exchange(x, (PLACEMENT, names, _entries(mapping)))
+    return _exchange(x, (PLACEMENT, names, _sorted_entries(mapping)))
 
 
-def _entries(mapping: Mapping[str, Entry]) -> tuple[tuple[str, Entry], ...]:
+def _sorted_entries(mapping: Mapping[str, Entry]) -> tuple[tuple[str, Entry], ...]:
     return tuple(sorted(mapping.items(), key=lambda pair: pair[0]))
 
 

@@ -80,7 +80,7 @@ class OnShards(OperationsOnShards):
             if own:
                 xs = [self.moved(eqn, x, tuple(() if own & {*a} else a for a in x.over)) for x in xs]
             if name.startswith("debug_") and any(a.startswith("#") for x in xs for own in x.over for a in own):
-                return self.bound(eqn, xs, [])  # it shows what is here, and no value depends on it
+                return self.bound(eqn, xs, [])  # a print shows the shard, and no value depends on a print
             if name != "ragged_dot_general" and any((SIZES,) in x.over for x in xs):
                 raise NeedsCompleteAxes(f"{self.described(eqn)} uses the numbers of rows.")
             found = self.by_rule(eqn, xs)

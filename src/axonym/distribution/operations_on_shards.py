@@ -1,6 +1,6 @@
 """Run one operation, which was traced for complete axes, on the shards of a device by its rule.
 
-The rules are those of `axonym.core.operation_rules`. An operation that needs more than shards, or has no rule, is
+The rules are in `axonym.core.operation_rules`. An operation that needs more than shards, or has no rule, is
 refused with the line of the user, or gets complete operands. So a missing rule costs a refusal, never a value.
 """
 
@@ -67,7 +67,7 @@ class OperationsOnShards:
     Arguments:
         sizes: the number of shards over each mesh axis.
         names: the axis that is cut over some mesh axes, for messages.
-        context: what a derivative is traced in.
+        context: makes the context in which a derivative is traced.
         sums: whether sums over cut axes stay partial for as long as they can: see `Shard.sums`.
         gathers: whether an operation that needs complete axes gets them; it is refused otherwise.
         places: the number of the shard that is here, along axes that are none of the mesh.
@@ -116,11 +116,11 @@ class OperationsOnShards:
         to = self.without_single_devices(to)
         here, changed = x.here, [i for i, (own, new) in enumerate(zip(x.over, to, strict=True)) if own != new]
         if total := tuple(sorted(x.sums - sums)):
-            self._refuse(eqn, total, False)
+            self._refuse_gathers(eqn, total, False)
             here = jax.lax.psum(here, total)
         for i in changed:
             if own := x.over[i]:
-                self._refuse(eqn, own, not self._gathers)
+                self._refuse_gathers(eqn, own, not self._gathers)
                 here = jax.lax.all_gather(here, own, axis=i, tiled=True)
         for i in changed:  # after all gathers, since a mesh axis may go from one dimension to another
             if not (new := to[i]):
@@ -129,13 +129,13 @@ class OperationsOnShards:
             if i in x.alike:
                 here = jax.lax.slice_in_dim(here, 0, size, axis=i)
                 continue
-            self._refuse(eqn, tuple(a for a in new if a not in self.places), False)
+            self._refuse_gathers(eqn, tuple(a for a in new if a not in self.places), False)
             at = self._place_of_shard(new) * size
             here = jax.lax.dynamic_slice_in_dim(
                 device_varying(here, varying_axes(here) | varying_axes(at)), at, size, i
             )
         if first := sums - x.sums:
-            self._refuse(eqn, tuple(a for a in first if a not in self.places), False)
+            self._refuse_gathers(eqn, tuple(a for a in first if a not in self.places), False)
             here = jnp.where(self._place_of_shard(tuple(sorted(first))) == 0, here, jnp.zeros_like(here))
         return Shard(here, to, x.own, frozenset(i for i in x.alike if not to[i]), sums)
 
@@ -147,7 +147,7 @@ class OperationsOnShards:
             at = at * self.sizes[a] + here
         return at
 
-    def _refuse(self, eqn: Any, over: Axes, always: bool) -> None:
+    def _refuse_gathers(self, eqn: Any, over: Axes, always: bool) -> None:
         """Refuse an operation that needs more than a shard, if shards over these axes cannot be gathered."""
         if always or any(a.startswith("#") for a in over):
             raise self.needs(eqn, over)
@@ -193,7 +193,7 @@ class OperationsOnShards:
         return [x._replace(sums=x.sums.union(*kept)) for x in found]
 
     def by_factors(self, eqn: Any, rule: OperationRule, xs: list[Shard]) -> list[Shard]:
-        """Run an operation on shards: of the factors that pass, and of those of which devices combine results."""
+        """Run an operation on shards, cut along factors that results have, or along which devices combine results."""
         rule = _with_equal_parts(rule)
         layout = self._cut_factors(rule, xs)
         before, after = (
@@ -205,7 +205,7 @@ class OperationsOnShards:
         sums, largest, smallest = (
             tuple([a for how, over in combined if how == wanted for a in over]) for wanted in _COMBINED
         )
-        self._refuse(eqn, (*(() if self.sums else sums), *largest, *smallest), False)
+        self._refuse_gathers(eqn, (*(() if self.sums else sums), *largest, *smallest), False)
         if largest or smallest:
             axes = tuple(eqn.params["axes"])
             return [Shard(_extreme_elements(bool(largest), axes, largest or smallest, here[0].here), after[0])]
@@ -238,7 +238,7 @@ class OperationsOnShards:
             own = before if of_operand else after
             if isinstance(given := eqn.params.get(key), tuple) and len(given) == len(own):
                 sizes = eqn.invars[0].aval.shape if of_operand else given
-                # Of what a look-up takes one element, this is the number, not the size.
+                # Along an axis from which a look-up takes one element, the parameter is 1, not the size of the axis.
                 changed[key] = self.cut_sizes(
                     given, [a if n == m else () for a, n, m in zip(own, given, sizes, strict=True)]
                 )
@@ -247,7 +247,7 @@ class OperationsOnShards:
         return changed
 
     def bound(self, eqn: Any, xs: Sequence[Shard], to: Sequence[Layout], **changed: Any) -> list[Shard]:
-        """Run an operation on what is here, and return results of known layouts."""
+        """Run an operation on the shards of this device, and return results of known layouts."""
         params = {**eqn.params, **changed}
         params |= {n: None for n in ("sharding", "out_sharding") if n in params}
         over = frozenset[str]().union(*(varying_axes(x.here) for x in xs))
@@ -296,6 +296,7 @@ def _alike_dimensions(eqn: Any, rule: OperationRule, xs: Sequence[Shard]) -> lis
 
 
 def device_varying(x: Any, over: Collection[str]) -> Any:
+    """Return an array that is device-varying over these mesh axes, too."""
     missing = {*over} - varying_axes(x)
     if not missing or hasattr(jax.typeof(x), "inner_aval"):  # a reference
         return x
@@ -363,7 +364,7 @@ def _scatter_add(self: OperationsOnShards, eqn: Any, xs: list[Shard]) -> list[Sh
 
 
 def _run_ragged_product(self: OperationsOnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
-    """Multiply rows by the matrices of their groups: those of a device by the groups of the device."""
+    """Multiply the rows of a device by the matrices of the groups that the device has."""
     numbers, (rows, matrices, sizes) = eqn.params["ragged_dot_dimension_numbers"], xs
     at, groups = {*numbers.lhs_ragged_dimensions}, {*numbers.rhs_group_dimensions}
     if (SIZES,) in sizes.over and not any(rows.over):
@@ -383,7 +384,7 @@ def _run_ragged_product(self: OperationsOnShards, eqn: Any, xs: list[Shard]) -> 
 
 
 def _run_reference(self: OperationsOnShards, eqn: Any, xs: list[Shard]) -> list[Shard]:
-    """Make, read or write a reference: complete, or all of what is here."""
+    """Make, read or write a reference: a complete array, or the whole shard of a device."""
     if len(eqn.invars) > (1 if eqn.primitive.name in ("get", "new_ref", "core_ref", "ref", "freeze") else 2):
         raise NeedsCompleteAxes(f"{self.described(eqn)} reads or writes some of a reference.")
     ref, *values = xs

@@ -288,7 +288,7 @@ def change(before: Sequence[Axes], after: Sequence[Axes]) -> tuple[str, Axes] | 
 
     There is none if each device has what it needs, and only cuts it.
     """
-    kept = [_common(*pair) for pair in zip(before, after, strict=True)]
+    kept = [_common_axes(*pair) for pair in zip(before, after, strict=True)]
     left, new = (
         {i: axes[len(own) :] for i, (axes, own) in enumerate(zip(all_axes, kept, strict=True)) if axes != own}
         for all_axes in (before, after)
@@ -303,7 +303,7 @@ def change(before: Sequence[Axes], after: Sequence[Axes]) -> tuple[str, Axes] | 
     raise Undecided("a change of placement by several exchanges, or to mesh axes in another order")
 
 
-def _common(before: Axes, after: Axes) -> Axes:
+def _common_axes(before: Axes, after: Axes) -> Axes:
     """Return the major mesh axes that two shardings of an axis share."""
     count = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), None)
     return before[: min(len(before), len(after)) if count is None else count]

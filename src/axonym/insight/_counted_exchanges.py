@@ -197,7 +197,7 @@ class Account:
             check_sizes(layout, trace.sized)
         counts: dict[type, Callable[[Any], None]] = {
             Sum: self._sum, Use: self._use, Lookup: self._lookup, Together: self._together, Renamed: self._renamed,
-            Exchanged: self._exchanged, Placed: self._placed, PerDevice: self._per_device, Open: self._along,
+            Exchanged: self._exchanged, Placed: self._change_placement, PerDevice: self._per_device, Open: self._along,
             Offloaded: lambda _: None,
         }  # fmt: skip
         for event in trace.events:
@@ -237,7 +237,7 @@ class Account:
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
                 self._leave_open(f"{before} becomes {after}, which is sharded {sharded}", event.place)
 
-    def _placed(self, event: Placed) -> None:
+    def _change_placement(self, event: Placed) -> None:
         """Count what takes an array from one mapping to another: asked for, or where others lie by that one."""
         layout, place, x = self.layout.by(event.by), event.place, event.value
         if self._divides:

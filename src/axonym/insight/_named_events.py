@@ -50,7 +50,7 @@ class Value:
 
     @functools.cached_property
     def may_be_sharded(self) -> bool:
-        """Whether its mapping shards one of its axes, as far as the trace knows."""
+        """Return whether a mapping may shard an axis of the array, as far as the trace knows."""
         own = {part for n in self.names for part in n.split("*")}
         return bool(own) and any(n == REPORTED or (n in own and entry is not None) for n, entry in self.by)
 

@@ -193,7 +193,7 @@ class _Events:
             constant = key is not None and self._constants.issuperset(x.origin for x in operands)
             avoidable = constant or key in self._made
             place = around.inside(step.eqn)
-            place = dataclasses.replace(place, by=self._lying(operands, None if step.bodies else place))
+            place = dataclasses.replace(place, by=self._mapping_of_results(operands, None if step.bodies else place))
             if place.by != BY_REPORT:
                 self.lying[id(step)] = place.by
             results = self._results(step, operands, place, avoidable)
@@ -206,7 +206,7 @@ class _Events:
             known.update(zip(step.eqn.outvars, results, strict=True))
         return [read(v) for v in body.jaxpr.outvars]
 
-    def _lying(self, xs: Sequence[Value], place: Occurrence | None = None) -> Lies:
+    def _mapping_of_results(self, xs: Sequence[Value], place: Occurrence | None = None) -> Lies:
         """Return the mapping by which the results of an operation lie, and record the operands that lie by others.
 
         Those that are replicated, or depend on no argument, follow the others.
@@ -302,7 +302,11 @@ class _Events:
             stacked = given[first:]
             given[first:] = [self._named(v, x) for v, x in zip(body.jaxpr.invars, body.arguments, strict=True)][first:]
             given[first:] = [dataclasses.replace(x, by=y.by) for x, y in zip(given[first:], stacked, strict=True)]
-            self._open(dataclasses.replace(around, by=self._lying(stacked)), "a loop", [x.dims[0] for x in stacked])
+            self._open(
+                dataclasses.replace(around, by=self._mapping_of_results(stacked)),
+                "a loop",
+                [x.dims[0] for x in stacked],
+            )
             self.slices |= {own.origin: x.origin for own, x in zip(given[first:], stacked, strict=True)}
             for j in (*range(f.first, f.first + f.carried), *range(first, len(given))):
                 given[j] = dataclasses.replace(given[j], depth=len(inner.turns))

@@ -42,7 +42,7 @@ memory, from which arguments that are not donated are."""
 _LEAST = 0.02
 """The share of the bound on time, or of the memory of a chip, below which something costs too little for a remark."""
 _NESTED = 1.5
-"""How often a backward pass may compute the forward pass again: once, and some of it in kernels that do so, too."""
+"""The flops computed again, over those of the forward pass, from which checkpointing is nested; without it, about 1."""
 _MOST = 0.4
 """The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
 
@@ -646,7 +646,7 @@ def _computed_again(report: Figures) -> _Found:
             f"{_percentage(again / sum(report.computed.values()))} of the compute: gradient checkpointing lies around "
         )
         cause += "code that has it already."
-        yield Suspicion("look", cause, advice="one of the two, such as that of nn.Stacked, unless memory needs both.")
+        yield Suspicion("look", cause, advice="checkpoint in one place, such as nn.Stacked, unless memory needs both.")
 
 
 def _widened(report: Figures) -> _Found:

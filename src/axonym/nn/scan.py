@@ -394,7 +394,7 @@ class Stacked(BlockFoldable[M], LayerStack):
     padding: int = eqx.field(static=True, default=0)
 
     _at_once: ClassVar[bool] = False
-    """Whether the methods of a layer write and load the arrays of all layers at once."""
+    """Whether the state-dict methods of one layer are called once, with the arrays of all layers."""
 
     if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
 

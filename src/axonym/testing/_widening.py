@@ -192,14 +192,14 @@ class WidenedProgram:
 
     def _call(self, equation: JaxprEqn, program: Any, operands: Sequence[Any]) -> Sequence[Any]:
         params, around = equation.params, self._place
-        operands = self._constrained(operands, params.get("in_shardings", operands))
+        operands = self._constrained_arrays(operands, params.get("in_shardings", operands))
         if around is None and _LIBRARIES.search(str(program.debug_info.func_src_info)):
             self._place = _where_called(equation)  # the lines inside belong to the first call
         results = self._evaluate(program, operands)
         self._place = around
-        return self._constrained(results, params.get("out_shardings", results))
+        return self._constrained_arrays(results, params.get("out_shardings", results))
 
-    def _constrained(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    def _constrained_arrays(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         """Give arrays the shardings that a jit inside the program asks for, if any."""
         if self._alone:
             return [*arrays]
@@ -321,6 +321,7 @@ def _converted_array(x: Any, dtype: Any) -> Any:
 
 
 def _constrained_array(x: Any, sharding: Any) -> Any:
+    """Constrain an array to a sharding on Auto mesh axes; leave it as it is otherwise."""
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) != {AxisType.Auto}:
         return x
     return jax.lax.with_sharding_constraint(x, sharding)
