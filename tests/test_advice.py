@@ -404,11 +404,6 @@ TABLE = [
         run="axonym.random.choice(jax.random.key(0), {'draw': 2}, axonym.arange({'batch': 4}), 'batch', CODE)",
         names={"probabilities": [0.0, 0.0, 0.0, 1.0]},
     ),
-    Advice(
-        "{'layers': 4}",
-        lambda: axn.random.generate_sharded(axn.random.normal)(KEY, {}),
-        lambda shape: axn.random.generate_sharded(axn.random.normal)(KEY, shape).shape == {"layers": 4},
-    ),
     # Neural networks.
     Advice(
         "targets.rename({…})",
