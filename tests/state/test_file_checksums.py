@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
     """Save two checkpoints, step-1 and step-2, and return their folder."""
     folder, patch = tmp_path_factory.mktemp("checkpoints"), pytest.MonkeyPatch()
     with patch.context() as p:
-        p.setattr(file_checksums, "_SMALLEST_BLOCK", 512)
+        p.setattr(file_checksums, "_BLOCK", 512)
         for step in (1, 2):
             save_checkpoint(folder / f"step-{step}", axn.shard(state(), {"a": "data"}, auto_mesh))
     return folder

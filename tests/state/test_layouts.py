@@ -233,11 +233,6 @@ WRONG_TABLES: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({"a": "mlp"}, {"w": "a -> two half"}, "a is float32[mlp=7], without 'two'"),
     ({"a": "mlp size"}, {"w": "a -> mlp thirds rest"}, "axis 'size' of a, of size 4, is not (thirds=3, rest=?)."),
     ({"a": "mlp"}, {"w": "a -> mlp", "t": "b -> mlp", "v": "= t"}, "'v': the tree has no 't'."),
-    (
-        {"a": "mlp embed", "b": "mlp rank", "c": "rank size"},
-        {"w": "a + 1 b c -> mlp embed"},
-        "which the product of b, ",
-    ),
 ]
 
 

@@ -49,7 +49,7 @@ def write_checksums_of_process(folder: Any, process: int) -> None:
 def _checksums_of_files(folder: Any, paths: Iterable[Any]) -> Files:
     paths = list(paths)
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(_sums_of_blocks, paths)
+        sums = threads.map(lambda path: _sums_of_blocks(path, _BLOCK), paths)
         return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
 
 
@@ -142,7 +142,7 @@ def _files_below(folder: Any) -> Iterator[Any]:
             yield path
 
 
-def _sums_of_blocks(path: Any, block: int = _BLOCK) -> tuple[int, int, list[int]]:
+def _sums_of_blocks(path: Any, block: int) -> tuple[int, int, list[int]]:
     """Return the size of a file, -1 if it is missing, and the checksums of its blocks."""
     if not path.is_file():
         return -1, block, []
