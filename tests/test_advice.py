@@ -133,11 +133,6 @@ def quantized(**options: Any) -> Any:
     return on(AUTO, lambda: quantize_weights(layer, "int4", **options), {"embed": "data"})
 
 
-def unchecked() -> None:
-    with axn.insight.contract(max_memory="1 KiB"):
-        pass
-
-
 EIGHT = axn.ones({"batch": 8})
 RAW = {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}
 ROWS = jax.device_put(jnp.arange(8.0), NamedSharding(AUTO, PartitionSpec("data")))
@@ -724,13 +719,6 @@ TABLE = [
         lambda: axn.insight.explain(lambda x: x.sum(), X, by="names"),
         lambda report: report.count() == 1,
         run="axonym.insight.explain(lambda x: x.sum(), x, by='names', mesh=AUTO, CODE{'batch': 'data'})",
-    ),
-    Advice(
-        "check(step, *args)",
-        unchecked,
-        lambda ns: True,
-        run="with axonym.insight.contract(max_memory='1 KiB') as c: c.CODE",
-        names={"step": lambda x: x * 2, "args": (X,)},
     ),
     Advice(
         "x[{…}]",

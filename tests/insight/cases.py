@@ -47,6 +47,12 @@ def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
+def first_lost(axis: str, step: Callable[..., Any], *args: Any, mapping: Any) -> axn.insight.Collective | None:
+    """Return the first exchange by which an axis stops being sharded; indices of look-ups do not count."""
+    found = axn.insight.explain(step, *args, mapping=mapping, by="partitioner").collectives
+    return next((c for c in found if axis in (*c.gathered, *c.moved) and not c.of_indices), None)
+
+
 def gradients(model: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any]:
     return jax.value_and_grad(lambda model: model.loss(tokens))(model)
 
