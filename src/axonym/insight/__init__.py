@@ -4,9 +4,8 @@ May change before 1.0.
 
 `explain` reads the compiled program of a step, without running it, or works it out by name; it reports numbers that it
 cannot know as not known. `compare` explains a step under several mappings, and `contract` checks limits on a step.
-`verify` checks that the compiler kept a step the same when it partitioned it. `plan` searches for the mapping under
-which a step takes the least time. `snapshot` writes a text to keep with the tests. From the command line,
-`python -m axonym.insight` explains and compares.
+`plan` searches for the mapping under which a step takes the least time. `snapshot` writes a text to keep with the
+tests. From the command line, `python -m axonym.insight` explains and compares.
 """
 
 from ..core.source_lines import Source as Source
@@ -34,4 +33,3 @@ from .records import (
 )
 from .report import Report as Report
 from .verdict import Suspicion as Suspicion, Verdict as Verdict
-from .verifying import FirstDifference as FirstDifference, Verification as Verification, verify as verify
