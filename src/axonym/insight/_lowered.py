@@ -399,7 +399,7 @@ def _computing(value: Any) -> Iterator[tuple[str, bool]]:
             placed = producer.name == "sdy.sharding_constraint"
             yield scope_of(str(producer.location)), placed
             if placed or _is_elementwise(producer):
-                waiting += [x for x in producer.operands if x.type == value.type]
+                waiting += [x for x in producer.operands if getattr(x.type, "shape", None) == value.type.shape]
 
 
 def scope_of(location: str) -> str:

@@ -184,6 +184,7 @@ class AvoidableWork:
     """The share of the compute."""
     sizes: tuple[int, int] = (0, 0)
     """The number of rows before and after."""
+    of: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..core.errors import describe_bytes, suggestion
+from ..core.errors import counted, describe_bytes, suggestion
 from ..core.source_lines import Source
 from ..distribution.mesh_axes import axes_in, mesh_axes
 from ._arguments import PlacedArgument
@@ -41,8 +41,6 @@ _WIDE = 0.2
 memory, from which arguments that are not donated are."""
 _LEAST = 0.02
 """The share of the bound on time, or of the memory of a chip, below which something costs too little for a remark."""
-_NESTED = 1.5
-"""The flops computed again, over those of the forward pass, from which checkpointing is nested; without it, about 1."""
 _MOST = 0.4
 """The share of the bytes sent, or of the memory of a chip, from which replicated parameters may be wasteful."""
 
@@ -544,7 +542,9 @@ def _lost(report: Figures) -> dict[_Lost, float]:
             key = _Lost(names, c.source, bool(c.gathered), c.reason or "why is not known", c.cause)
             together.setdefault(key, []).append(c)
     shares = {key: _much_is_sent(report, found) for key, found in together.items()}
-    return {key: share for key, share in shares.items() if share}
+    # A placement is the cause of what others need again.
+    ordered = sorted(shares.items(), key=lambda pair: pair[0].cause != "placement")
+    return {key: share for key, share in ordered if share}
 
 
 def _moved(report: Figures) -> _Found:
@@ -611,16 +611,73 @@ def _gathered_parameters(report: Figures) -> _Found:
 
 _AVOIDABLE = {
     "one-hot": (
-        "of the compute looks rows up by products with one-hot arrays: first {0}{1}",
+        "{share} of the compute looks rows up by products with one-hot arrays: first {operation}{at}",
         "the rows by their numbers, as in table[axis, numbers].",
     ),
     "empty": (
-        "of the compute is of rows that are empty, if each row goes to one expert: {0}{1} makes {3:,} rows of {2:,}",
+        "{share} of the compute is of rows that are empty, if each row goes to one expert: {operation}{at} makes "
+        "{sizes[1]:,} rows of {sizes[0]:,}",
         "fewer slots for each expert, or axonym.nn.dispatch, which makes no empty rows.",
     ),
     "again": (
-        "of the compute is a forward pass that runs a second time, called{1}, first in {0}",
+        "{share} of the compute is a forward pass that runs a second time, called{at}, first in {operation}",
         "use what the differentiated function computes, by has_aux=True, or run it in few steps only.",
+    ),
+    "padding": (
+        "{share} of the compute is of padding: {of} grows from {sizes[0]:,} to {sizes[1]:,}{at}",
+        "a smaller multiple, or several short sequences in one.",
+    ),
+    "turns": (
+        "{share} of the compute is the same in each turn of a loop{at}: it has {values} in {sizes[1]:,} turns",
+        "compute it before the loop.",
+    ),
+    "cache": (
+        "{share} of the compute is for all {sizes[1]:,} of {of} in each turn of a loop{at}, which changes one",
+        "a cache of keys and values, such as axonym.nn.attention.KVCache, and only the new position in each turn.",
+    ),
+    "gathered": (
+        "{bytes} of gradients are gathered by a placement{at}, of parameters that are stored sharded",
+        "leave the placement out: norms, clips and updates need no complete gradients.",
+    ),
+    "frozen": (
+        "{share} of the compute is for gradients{at} of parameters that the step leaves as they are: {of}",
+        "differentiate with respect to the other parameters only, and keep no state of these.",
+    ),
+    "unused": (
+        "{share} of the compute{at} is for all {sizes[1]:,} of {of}, of which {operation} picks {sizes[0]:,}",
+        "pick them before these products.",
+    ),
+    "equal": (
+        "{share} of the compute is of rows that are all equal, since {of} is added by a broadcast{at}",
+        "broadcast after the products, or leave it to names.",
+    ),
+    "experts": (
+        "{share} of the compute{at} is for all {sizes[1]:,} of {of}, of which each row takes {sizes[0]:,}",
+        "axonym.nn.dispatch, which sends rows only to those that they take.",
+    ),
+    "apart": (
+        "{share} of the compute{at} is in a loop, but does not depend on what it carries",
+        "compute it for all turns at once, before the loop.",
+    ),
+    "checkpointed": (
+        "{share} of the compute is computed again twice: gradient checkpointing{at} lies in or around another",
+        "checkpoint in one place, such as nn.Stacked, unless memory needs both.",
+    ),
+    "repeated": (
+        "{bytes} of an array{at}, repeated {sizes[1]:,} times, are read by products with few rows",
+        "an axis for the repetition in the other operand, as grouped queries have, and the array as it is.",
+    ),
+    "stacked": (
+        "A loop stacks {bytes} of arrays made{at}, of which only sums are used",
+        "add them up in what the loop carries.",
+    ),
+    "sum of products": (
+        "A sum of elementwise products{at} makes {sizes[1]:,} numbers of {sizes[0]:,}: it is a product of matrices",
+        "axonym.dot of both, along the axis of the sum.",
+    ),
+    "wide": (
+        "{of}{at}: {share} of the flops of the forward pass come after it in the larger dtype",
+        "convert what is added or multiplied there to the smaller dtype, or convert the result.",
     ),
 }
 """For each kind of avoidable work, the words of a report and the advice."""
@@ -630,23 +687,18 @@ def _avoidable(report: Figures) -> _Found:
     for work in report.avoidable:
         if work.share >= _MUCH:
             cause, advice = _AVOIDABLE[work.why]
-            name = short_operation(work.operation or "a product without names")
-            said = cause.format(name, _at(work.source), *work.sizes)
-            yield Suspicion("look", f"{_percentage(work.share)} {said}.", advice=advice)
+            said = cause.format(
+                share=_percentage(work.share),
+                operation=short_operation(work.operation or "a product without names"),
+                at=_at(work.source),
+                sizes=work.sizes,
+                values=counted(work.sizes[0], "value"),
+                of=work.of,
+                bytes=describe_bytes(work.sizes[0]),
+            )
+            yield Suspicion("look", f"{said}.", advice=advice)
     if report.flops and report.by != "names" and not report.avoidable:
         yield "no product has one-hot arrays or many empty rows, or runs in a second forward pass"
-
-
-def _computed_again(report: Figures) -> _Found:
-    """Find a forward pass that the backward pass computes again more than once."""
-    forward, again = (report.computed.get(phase, 0) for phase in ("forward", "recomputed"))
-    if forward and again > _NESTED * forward:
-        cause = f"The backward pass computes the forward pass again {again / forward:.2g} times, "
-        cause += (
-            f"{_percentage(again / sum(report.computed.values()))} of the compute: gradient checkpointing lies around "
-        )
-        cause += "code that has it already."
-        yield Suspicion("look", cause, advice="checkpoint in one place, such as nn.Stacked, unless memory needs both.")
 
 
 def _widened(report: Figures) -> _Found:
@@ -736,7 +788,7 @@ def _certain(report: Figures) -> _Found:
 
 
 CHECKS = (
-    _fits, _mapping, _mesh_axes, _moved, _repeated, _avoidable, _computed_again, _gathered_parameters, _again, _across,
+    _fits, _mapping, _mesh_axes, _moved, _repeated, _avoidable, _gathered_parameters, _again, _across,
     _came_sharded, _lie_apart, _copies, _converted, _cast, _widened, _donated, _kept, _reasons, _waits, _certain,
 )  # fmt: skip
 """The checks, in the order in which findings of equal severity are listed."""
