@@ -26,8 +26,9 @@ from ._figures import Memory
 from ._flops import NOTE, Branches, Computed, mean
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
-from ._lowered import Constraints, Product, read_step
+from ._lowered import Constraints
 from ._parameters import HeldArgument, kind_of, report_of
+from ._products import Product, cast_gradients, converted_arguments, products_of
 from ._schedule import SILENT, Schedule, called_target, links_used
 from ._step_faults import faults_of
 from ._traced_step import Replicating, TracedStep, origin, replicating
@@ -75,10 +76,10 @@ def report_on(
             notes.append(f"the memory over the course of the step is not known: {e}")
     arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
     kept = [x for _, x, _ in arrays]
-    found = read_step(lowered, mesh or {})
     results = leaves_of(lowered.out_info)[0]
     known = [names.find(scope) for scope in traced.jaxpr.debug_info.arg_names]
     traced_step = TracedStep(traced)
+    products = [*products_of(traced_step, mesh or {})]
     uses = [
         (op, [known[y.argument] for x in op.operands[:2] if (y := origin(x)).argument is not None])
         for op in traced_step.operations
@@ -106,20 +107,20 @@ def report_on(
         ),
         memory=memory,
         computed=visited.computed,
-        converted={x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted},
+        converted={x.path: dtype for n, dtype in converted_arguments(traced_step).items() if (x := known[n])},
         notes=tuple(notes),
         timeline=course,
-        repeated=tuple(repeated(found.products, visited.products, mesh)) if mesh else (),
+        repeated=tuple(repeated(products, visited.products, mesh)) if mesh else (),
         placed_by_rule=getattr(compiled_step, "placed_by_rule", False),
         idle=max((op.idle or 0.0 for op in operations), default=0.0),
         axes=tuple(sorted(_scopes.names_in(operations) | {n for x in names.arrays for n in x.axes if n is not None})),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
         computing=schedule.cycles / timed_on.clock if schedule and timed_on else None,
-        avoidable=(*_one_hot(found.products), *_again(found.products, visited.products), *faults),
+        avoidable=(*_one_hot(products), *_again(products, visited.products), *faults),
         narrow=any(op.flops and op.operands[0].dtype.itemsize <= 2 for op in traced_step.operations),
-        cast=next(((before, after, source(lines)) for lines, before, after in found.cast), None),
-        **_widened(found.products),
+        cast=next(cast_gradients(traced_step), None),
+        **_widened(products),
     )
 
 
@@ -162,7 +163,11 @@ def _placed_by(collectives: Iterable[Collective], placements: Sequence[Replicati
     """Give transfers the line of the placement that makes them necessary, where the compiler says one beside it."""
     for c in collectives:
         over = {*(c.axes or ())}
-        by = [p for p in placements if c.gathered and p.axes.issuperset(c.gathered) and over <= p.over and c.source in p.beside]
+        by = [
+            p
+            for p in placements
+            if c.gathered and p.axes.issuperset(c.gathered) and over <= p.over and c.source in p.beside
+        ]
         if by and not c.stored:
             reason = _scopes.reason_of_placement(c.gathered, (), c.axes or ())
             yield dataclasses.replace(c, source=by[0].source, reason=reason)
@@ -311,9 +316,18 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
 
     Its products have the operations and the innermost lines of others, but not the lines that call these.
     """
-    arguments: dict[Any, set[int | None]] = {}
+    used: dict[Any, list[tuple[bool, tuple[Frame, ...], tuple[int | None, ...]]]] = {}
     for p in step:
-        arguments.setdefault((_key(p.scope, p.frames)[::2], _call(p.scope, p.frames)), set()).update(p.arguments)
+        used.setdefault(_key(p.scope, p.frames)[::2], []).append((*_call(p.scope, p.frames), p.arguments))
+
+    def arguments(key: Any, call: tuple[bool, tuple[Frame, ...]]) -> set[int | None]:
+        """Return the arguments that a product of the step uses; programs may have more of the outermost lines."""
+        found: set[int | None] = set()
+        for trained, lines, own in used.get(key, ()):
+            if trained == call[0] and all(a == b for a, b in zip(lines[::-1], call[1][::-1], strict=False)):
+                found.update(own)
+        return found - {None}
+
     passes: dict[Any, dict[Any, int]] = {}
     backward, total = set[Any](), 0
     for scope, frames, flops, branches in computed:
@@ -327,8 +341,7 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
     for key, calls in passes.items():
         trained = [call for call in calls if (key[1], call) in backward]
         for call, own in calls.items():
-            known = {n for t in trained for n in arguments.get((key, t), ())} - {None}
-            others = arguments.get((key, call), set()) - {None}
+            known, others = {n for t in trained for n in arguments(key, t)}, arguments(key, call)
             if trained and (key[1], call) not in backward and (known & others or not others):
                 apart = next((f for a, f in itertools.zip_longest(trained[0][1], call[1]) if a != f and f), None)
                 found.setdefault(apart, []).append((key[0], own))
@@ -340,7 +353,7 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
 def _call(scope: str, frames: Sequence[Frame]) -> tuple[bool, tuple[Frame, ...]]:
     """Return whether a product belongs to a differentiated function, and the lines around it, the outermost first."""
     mine = (f for f in reversed(frames) if source([f]) is not None)
-    return _scopes.phase(scope) != "", tuple(mine)
+    return _scopes.phase(scope) != "", tuple(dict.fromkeys(mine))  # calls repeat the lines around them
 
 
 def _exchange(
