@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from ..core.source_lines import Frame, Source
 from . import _scopes
+from ._named_events import short_dtype
 from ._traced_step import SAME, Operation, TracedStep, Value, origin
 
 
@@ -87,14 +88,9 @@ def _widened(x: Value) -> tuple[str, str] | None:
         if x.maker.name == "convert_element_type":
             floats = all(jnp.issubdtype(d, jnp.floating) for d in (before.dtype, x.dtype))
             larger = floats and 1 < before.dtype.itemsize < x.dtype.itemsize
-            return (short(before.dtype), short(x.dtype)) if larger else None
+            return (short_dtype(before.dtype), short_dtype(x.dtype)) if larger else None
         x = before
     return None
-
-
-def short(dtype: Any) -> str:
-    """Return the compiler's name of a floating-point dtype."""
-    return f"{'bf' if 'bfloat' in str(dtype) else 'f'}{8 * dtype.itemsize}"
 
 
 def _one_hot(op: Operation, of: int) -> OneHot | None:
@@ -137,7 +133,7 @@ def converted_arguments(step: TracedStep) -> dict[int, str]:
             if len(dtypes) == 1 == len(y.users) and number is not None:
                 (dtype,) = dtypes
                 if x.dtype == step.arguments[number].dtype and dtype.itemsize < x.dtype.itemsize:
-                    found[number] = short(dtype)
+                    found[number] = short_dtype(dtype)
     return found
 
 
