@@ -115,7 +115,8 @@ class Operation:
             return 0
         result = self.results[0].shape
         if self.name == "conv_general_dilated":
-            return _flops.of_traced_convolution(self.eqn.params, *(x.shape for x in self.operands), result)
+            image, kernel = (x.shape for x in self.operands)
+            return _flops.of_traced_convolution(self.eqn.params, image, kernel, result)
         left, summed = self.rule.operands[0], self.rule.summed
         return _flops.of_product(result, [self.rule.sizes[f] for dim in left for f in dim if f in summed])
 
