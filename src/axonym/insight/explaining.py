@@ -111,7 +111,7 @@ def explain(
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
         report = by_names(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
         return dataclasses.replace(report, between=_slices_along(around, between))
-    with _with_active_mesh(mesh, repeated=by == "partitioner"):
+    with _active_mesh(mesh, repeated=by == "partitioner"):
         args, kwargs = _arrays_on_devices((args, kwargs))
         compiled_step = _distributed_step(fn, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
@@ -254,7 +254,7 @@ def _moved_to(mesh: Mesh, tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _with_active_mesh(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
+def _active_mesh(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
     """Make the mesh active, with devices of this machine if it has none.
 
     If there are too few, that is an error, unless `repeated` allows to compile for one device in place of all.
