@@ -87,7 +87,7 @@ def report_on(
     ]
     shards = {x.path: math.prod(x.sizes) // max(1, math.prod(shape.sizes)) for _, x, shape in arrays if x is not None}
     faults = faults_of(traced_step, [x and x.path for x in known], [x.path for x in results], shards, mesh or {})
-    operations = {*operations_in(lowered.as_text(debug_info=True))}
+    operations = {found for op in traced_step.operations for found in operations_in(op.scope)}
     notes += _scopes.choices_in(operations)
     return report_of(
         step,
