@@ -21,12 +21,12 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import ArgumentNames, GivenArray, only_axes
+from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory
 from ._flops import NOTE, Branches, Computed, mean
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
-from ._lowered import Constraints
 from ._parameters import HeldArgument, kind_of, report_of
 from ._products import Product, cast_gradients, converted_arguments, products_of
 from ._schedule import SILENT, Schedule, called_target, links_used
@@ -63,7 +63,8 @@ def report_on(
     compiled_step = compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
     own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
     schedule = Schedule(program) if platform == "tpu" else None
-    visited = _Visited(program, Constraints(lowered), mesh, platform, between, schedule, timed_on)
+    traced_step = TracedStep(traced)
+    visited = _Visited(program, Constraints(traced_step), mesh, platform, between, schedule, timed_on)
     notes = [*_notes(visited, mesh)]
     if schedule and schedule.unknown:
         left_out = ", ".join(counted(n, what) for what, n in schedule.unknown.items())
@@ -78,7 +79,6 @@ def report_on(
     kept = [x for _, x, _ in arrays]
     results = leaves_of(lowered.out_info)[0]
     known = [names.find(scope) for scope in traced.jaxpr.debug_info.arg_names]
-    traced_step = TracedStep(traced)
     products = [*products_of(traced_step, mesh or {})]
     uses = [
         (op, [known[y.argument] for x in op.operands[:2] if (y := origin(x)).argument is not None])
