@@ -139,7 +139,8 @@ def _matrix_kernel(
         return found if several else found[0]
 
     out_names = tuple(layouts) if several else layouts[0]
-    return _kernels.make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
+    whole = dict.fromkeys((row, col), "whole")
+    return _kernels.make_kernel(what, positional, (names,), out_names, whole, selection=axes)
 
 
 def _apply_to_matrices(
@@ -306,7 +307,8 @@ def _system_kernel(
         x = fn(a, b.reshape(*b.shape[: len(batch) + 1], math.prod(many)), *static)
         return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
 
-    return _kernels.make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
+    whole = dict.fromkeys((row, col), "whole")
+    return _kernels.make_kernel(what, positional, (a_names, b_names), out_names, whole, selection=axes)
 
 
 @errors.say_how_to_call
@@ -391,8 +393,8 @@ def _tridiagonal_kernel(names: Names, of_diagonals: tuple[Names, ...], axis: Axi
         aligned = [_kernels.align(x, own, names) for x, own in zip(diagonals, of_diagonals, strict=True)]
         return _tridiagonal(b, *aligned, axis=names.index(along))
 
-    return _kernels.make_along_kernel(
-        what, positional, (names, *of_diagonals), names, {along}, per_device=True, selection=axis
+    return _kernels.make_kernel(
+        what, positional, (names, *of_diagonals), names, {along: "whole"}, selection=axis, on_auto="per device"
     )
 
 
@@ -440,7 +442,8 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
             _check_dtype(what, x)
             return fn(x)
 
-        return _kernels.make_along_kernel(what, of_singular_values, (names,), out_names, chosen, selection=axis)
+        whole = dict.fromkeys(chosen, "whole")
+        return _kernels.make_kernel(what, of_singular_values, (names,), out_names, whole, selection=axis)
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 

@@ -31,7 +31,7 @@ def _activation_kernel(
     def positional(x, *scalars):
         return fn(x, *scalars, **dict(options))
 
-    return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, by_index=True)
+    return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, {})
 
 
 def _apply_activation(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:

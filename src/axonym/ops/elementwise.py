@@ -33,7 +33,7 @@ def _unary_kernel(
     fn: Callable[..., Any], name: str, names: Names, outputs: int = 1, constant: bool = False, *static: Any
 ) -> _kernels.Kernel:
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, lambda x: fn(x, *static), (names,), out_names, by_index=not constant)
+    return _kernels.make_kernel(name, lambda x: fn(x, *static), (names,), out_names, None if constant else {})
 
 
 @_kernels.shared("a_names", "b_names")
@@ -46,7 +46,7 @@ def _binary_kernel(
         return fn(_kernels.align(a, a_names, names), _kernels.align(b, b_names, names))
 
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, by_index=True)
+    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, {})
 
 
 def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -383,5 +383,5 @@ def _compare_kernel(fn: Callable[..., Any], what: str, in_names: tuple[Names, ..
         aligned = [_kernels.align(x, own, names) for x, own in zip(arrays, in_names, strict=True)]
         return fn(*aligned, equal_nan=equal_nan)
 
-    each = what == "isclose"
-    return _kernels.make_kernel(what, positional, in_names, names if each else (), by_index=each)
+    out_names, uses = (names, {}) if what == "isclose" else ((), dict.fromkeys(names, "and"))
+    return _kernels.make_kernel(what, positional, in_names, out_names, uses)

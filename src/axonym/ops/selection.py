@@ -56,7 +56,7 @@ def _broadcast_kernel(fn: Callable[..., Any], name: str, all_names: tuple[Names,
     def positional(*arrays):
         return fn(*(_kernels.align(x, own, names) for x, own in zip(arrays, all_names, strict=True)))
 
-    return _kernels.make_kernel(name, positional, all_names, names, by_index=True)
+    return _kernels.make_kernel(name, positional, all_names, names, {})
 
 
 @_kernels.shared("x_names", "y_names")
