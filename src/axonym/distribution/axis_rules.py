@@ -48,7 +48,7 @@ class AxisRule:
     @property
     def native(self) -> bool:
         """Return whether JAX infers the sharding of the result from operands that agree."""
-        return self.uses is not None and INFERRED.issuperset(self.uses.values())
+        return self.uses is not None and not self.product and INFERRED.issuperset(self.uses.values())
 
     @property
     def gathers(self) -> bool:

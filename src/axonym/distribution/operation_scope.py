@@ -41,6 +41,9 @@ class DerivedName(str):
         found.axis, found.private = getattr(axis, "axis", axis), private
         return found
 
+    def __getnewargs__(self) -> Any:
+        return self.axis, str(self), self.private
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DerivedName) and str.__eq__(self, other)
 

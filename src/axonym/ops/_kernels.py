@@ -325,7 +325,7 @@ def make_kernel(
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
             from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
     """
-    rule = AxisRule(in_names, out_names, uses, successors, product)
+    rule = AxisRule(in_names, out_names, uses, dict(successors), product)
     if rule.by_index and rule.gathers:
         per_device = functools.partial(run_gathering_parameters, fn, in_names, names_of_results(out_names)[0])
     if rule.along:
@@ -389,7 +389,7 @@ def _along(
     """
     in_names, out_names, along = rule.operands, rule.results, rule.along
     if on_auto:
-        fn = _on_auto_axes(fn, in_names, out_names, along, on_auto == "per device", by_products)
+        fn = _on_auto_axes(fn, rule, on_auto == "per device", by_products)
 
     def positional(*arrays):
         if by_products is not None and is_mapped() and has_explicit(mesh_around(arrays)):
@@ -418,12 +418,7 @@ def _along(
 
 
 def _on_auto_axes(
-    fn: Callable[..., Any],
-    in_names: Sequence[Names],
-    out_names: Any,
-    along: Collection[str],
-    per_device: bool,
-    by_products: Callable[..., Any] | None,
+    fn: Callable[..., Any], rule: AxisRule, per_device: bool, by_products: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """Return a function that avoids what the partitioner does wrongly along some axes of its operands and results.
 
@@ -433,6 +428,7 @@ def _on_auto_axes(
     or ends the process, so then each device computes its shard of the batch, as the active mapping shards it. Without a
     mapping, the operation is computed as a sum of products, which keeps the sharding of the batch.
     """
+    in_names, out_names, along = rule.operands, rule.results, rule.along
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
     def kept(names: Names, x: jax.Array, mesh: AnyMesh) -> jax.Array:

@@ -179,10 +179,7 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
         axis, others = others[0], []
     if others:
         kinds = ", ".join(type(a).__name__ for a in others)
-        raise TypeError(
-            f"dot: expected NamedArrays, got {kinds}."
-            + (errors.under_tree_map() or " Name raw arrays with axonym.named(array, axes).")
-        )
+        raise TypeError(f"dot: expected NamedArrays, got {kinds}.{errors.HOW_TO_NAME}")
     if axis is _REQUIRED:
         listed = " and ".join(errors.describe_axes(x.names, jnp.shape(x.array)) for x in operands)
         raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None means all of them.")

@@ -65,8 +65,7 @@ def _reduce_leaf(fn: Callable[..., Any], name: str, array: Any, axis: Any, where
         if axis is None and where is None:
             return fn(array, **dict(options))
         raise TypeError(
-            f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names."
-            + errors.under_tree_map()
+            f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names.{errors.HOW_TO_NAME}"
         )
     axis = _kernels.hashable(axis)
     if where is None:
