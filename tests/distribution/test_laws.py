@@ -288,7 +288,7 @@ EXCUSED = {
     "take_along_axis-several": "along a sharded axis it is a look-up, whose result has another name",
     "linalg.py _matrix_kernel": _BATCHES,
     "linalg.py _norm_kernel": _BATCHES,
-    "linalg.py _system_kernel": _BATCHES,
+    "linalg.py _solve_kernel": _BATCHES,
     "linalg.py _tridiagonal_kernel": _BATCHES,
     "nn/moe.py _grouped_kernel": "experts send rows by the data: tests/insight/test_by_names.py compares their steps",
     "ops/interpolation.py _interp_kernel": _BATCHES,
