@@ -21,6 +21,7 @@ reshapes, for which it needs an output sharding."""
 class AxisRule:
     """Describes what an operation does to named axes.
 
+    >>> from axonym.distribution.axis_rules import AxisRule
     >>> AxisRule((("batch", "embed"),), ("batch",), {"embed": "sum"}).native
     True
     >>> AxisRule((("batch",), ("batch",)), ("batch",), {}).gathers
