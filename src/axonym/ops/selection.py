@@ -11,7 +11,6 @@ import numpy as np
 
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
-from ..core.jax_versions import varying_axes
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
@@ -194,17 +193,6 @@ def searchsorted(
 @_kernels.shared("names", "own")
 def _search_kernel(names: Names, own: Names, count: int, side: str, method: str) -> _kernels.Kernel:
     def positional(v, a, sorter=None):
-        if not any(map(varying_axes, (v, a))):
-            return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
-        # JAX refuses device-varying arrays. The place of a value is its rank among all values, less its rank among the
-        # values looked up.
-        dtype, left = jnp.promote_types(a.dtype, v.dtype), side == "left"
-        a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
-        ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))
-        return ((ranks[: v.size] if left else ranks[a.size :]) - _ranks(flat)).reshape(v.shape)
+        return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
 
     return _kernels.make_kernel("searchsorted", positional, (names, *[own] * count), names)
-
-
-def _ranks(x: jax.Array) -> jax.Array:
-    return jnp.argsort(jnp.argsort(x))
