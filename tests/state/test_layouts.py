@@ -142,15 +142,6 @@ def test_few_bits(dtype: str) -> None:
     np.testing.assert_array_equal(back["up"].array[1], values[7:])
 
 
-def test_a_product_is_added() -> None:
-    tree = tree_of(w="layers mlp embed", a="layers mlp rank", b="layers rank embed")
-    layout = WeightLayout({"{layers}.w": "w + 0.5 a b -> embed mlp"})
-    w, a, b = (np.asarray(tree[name].array) for name in "wab")
-    np.testing.assert_allclose(layout.pack(tree)["1.w"].array, (w + 0.5 * a @ b)[1].T, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"'\{layers\}\.w' cannot be undone, since a product was added to w\. Unpack"):
-        layout.unpack(layout.pack(tree), tree)
-
-
 def test_what_layers_declare() -> None:
     """The factor of a parametrization is in the entries, and the added layers of a stack are not."""
     Layers, Embed, Mlp = axn.make_axes(layers=3, embed=4, mlp=2)
@@ -242,11 +233,6 @@ WRONG_TABLES: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({"a": "mlp"}, {"w": "a -> two half"}, "a is float32[mlp=7], without 'two'"),
     ({"a": "mlp size"}, {"w": "a -> mlp thirds rest"}, "axis 'size' of a, of size 4, is not (thirds=3, rest=?)."),
     ({"a": "mlp"}, {"w": "a -> mlp", "t": "b -> mlp", "v": "= t"}, "'v': the tree has no 't'."),
-    (
-        {"a": "mlp embed", "b": "mlp rank", "c": "rank size"},
-        {"w": "a + 1 b c -> mlp embed"},
-        "which the product of b, ",
-    ),
 ]
 
 

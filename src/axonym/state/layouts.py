@@ -22,7 +22,6 @@ from .. import tree as named_trees
 from ..axis import Axis
 from ..core import errors, parsing
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
-from ..ops.contraction import dot
 from ..ops.indexing import index
 from ..ops.joining import concatenate, pad, stack
 from ..ops.rearranging import rearrange
@@ -82,8 +81,8 @@ class WeightLayout:
             have axes, as in `"layers.{layers}.weight"`: there is an entry for each of their elements. Axes in
             parentheses are merged. Several arrays are joined along `_`, each with the axes that follow its path in
             parentheses. `axis=8` adds zeros up to that size, and `as bfloat16` casts. An entry in few bits has its
-            scales in another, `as scale`, with the axes that have scales. `"a + 2 b c"` adds a multiple of a product.
-            `"= key"` repeats an entry. Rows of which a tree has no array are left out.
+            scales in another, `as scale`, with the axes that have scales. `"= key"` repeats an entry. Rows of which a
+            tree has no array are left out.
         split: by axis, two or more axes that it consists of, with all sizes but one, as in `{"size": "two=2 half"}`.
             Rows can have these axes in its place, in any order.
 
@@ -166,11 +165,6 @@ class WeightLayout:
         found: dict[str, NamedArray] = {}
         for fitted in self._fitted(tensors):
             row = fitted.row
-            if added := [operand.path for operand in row.operands if operand.added]:
-                raise ValueError(
-                    f"{WHAT}.unpack: {row.key!r} cannot be undone, since a product was added to {added[0]}. Unpack it "
-                    f"with a layout that has {added[0]} alone."
-                )
             if not row.is_scale:
                 x = _gathered_entries(fitted, entries)
                 if scale := self._scales.get(row.key):
@@ -302,11 +296,6 @@ class WeightLayout:
             path, x, first = operand.path, tensors[operand.path], tensors[row.operands[0].path]
             if x.dtype != first.dtype:
                 yield f"{row.key!r}: {row.operands[0].path} is {first.dtype}, but {path} is {x.dtype}."
-            if operand.added:
-                left, right = (set(tensors[p].names) for p in operand.added.paths)
-                if not left ^ right <= set(x.names) <= left | right:
-                    product = " and ".join(f"{p}, {describe_array(tensors[p])}" for p in operand.added.paths)
-                    yield f"{row.key!r}: {path} is {describe_array(x)}, which the product of {product} is not."
             yield from self._misplaced(row, operand, x, sizes)
             for name, size in padded.items():
                 other, owner = seen.setdefault(name, (size, path))
@@ -360,10 +349,6 @@ class WeightLayout:
         row, parts = fitted.row, []
         for operand, sizes, padded in zip(row.operands, fitted.sizes, fitted.padded, strict=True):
             x = tensors[operand.path]
-            if operand.added:
-                left, right = (tensors[p] for p in operand.added.paths)
-                summed = tuple(n for n in left.names if n in right.names and n not in x.names)
-                x = x + (dot(left, right, axis=summed) * operand.added.factor).astype(x.dtype)
             for axis, factors in self._splits(row, x.names):
                 x = unflatten_axis(x, axis, tuple(Axis(f.name, sizes[f.name]) for f in factors))
             wider: dict[Any, int] = {name: padded[name] - size for name, size in sizes.items() if padded[name] > size}

@@ -7,6 +7,7 @@ functions with per-device code, their own partitioning or assumptions about shar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -137,12 +138,12 @@ def check_shard_invariance(
     alone = [placed.on_one_device()] if isinstance(placed, AsPlaced) else on_one_device(draw, mesh_axes, draws)
     check = _Check(fn, with_values(args), reference or fn, gradients, rtol, refusals)
     try:
-        check.expect(alone)
+        check.expect(alone, placed)
     except _NotANumber:
         if not any(map(is_abstract, jax.tree.leaves(args))):
             raise
         check = _Check(fn, with_values(args, simple=True), reference or fn, gradients, rtol, refusals)
-        check.expect(alone)
+        check.expect(alone, placed)
     compared, refused = 0, {}
     for placement in [placed] if placed else draw.placements(meshes_of_several(mesh_axes), draws):
         try:
@@ -222,18 +223,24 @@ class _Check:
         self.ill_conditioned: set[str] = set()
         self._movements: dict[float, Sequence[np.ndarray]] = {}
 
-    def expect(self, placements: Iterable[AnyPlacement]) -> None:
-        """Compute the expected results, under the first placement that the reference accepts."""
+    def expect(self, placements: Iterable[AnyPlacement], placed: AnyPlacement | None) -> None:
+        """Compute the expected results, under the first placement that the reference accepts.
+
+        Arguments:
+            placements: placements on one device.
+            placed: the placement to compare under, if it is the only one.
+        """
         first: Exception | None = None
-        for self._one in placements:
+        for placement in placements:
             try:
-                self._expected = self._run(self._reference, self._one)
+                self._expect(placement, placed)
                 break
             except Exception as error:
                 if not self.is_refusal(error):
-                    if isinstance(self._one, AsPlaced) and self._reference is self._fn:
+                    if isinstance(placement, AsPlaced) and self._reference is self._fn:
                         error.add_note(
-                            "This was on one device. For a function that does not run there, pass `reference=`."
+                            "This was on one device. For a function that does not run there, pass `reference=`. Write "
+                            "shardings in it as a `PartitionSpec`, which fits every mesh."
                         )
                     raise
                 first = first or error
@@ -253,6 +260,19 @@ class _Check:
                 f"check_shard_invariance: on one device, {where} has elements that are NaN, which would hide every "
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
             )
+
+    def _expect(self, placement: AnyPlacement, placed: AnyPlacement | None) -> None:
+        """Compute the expected results under a placement on one device."""
+        try:
+            self._expected, self._one = self._run(self._reference, placement), placement
+        except ValueError:
+            # Shardings in the reference may name the complete mesh. It is traced there, and they are left out.
+            if placed is not None:
+                with contextlib.suppress(Exception):
+                    elsewhere = placed.without_mesh()
+                    self._expected, self._one = self._run(self._reference, elsewhere), elsewhere
+                    return
+            raise
 
     def difference(self, placement: AnyPlacement) -> _Mismatch | None:
         """Return how the results under a placement differ from the expected ones; None if they agree."""
@@ -354,25 +374,29 @@ class _Check:
         """Return the results and the gradients of a function under a placement, also at other values of its floats."""
         other = iter(floats or ())
         given = [w if w is None or floats is None else next(other) for w in self._wide]
-        with placement.active():
-            arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
+        traced_under = placement.traced_under if isinstance(placement, AsPlaced) else None
+        with (traced_under or placement).active():
             traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
-            program, structs = traced(arrays)
-            widened = WidenedProgram(program, recording, placement.alone)
-            values, recorded, compiled, devices = {}, {}, None, 1
+            program, structs = traced(self._arrays(traced_under or placement))
+        with placement.active():
+            arrays = self._arrays(placement)
+            widened = WidenedProgram(program, recording, placement.alone, traced_under is not None)
+            values, recorded, devices = {}, {}, 1
             with jax.enable_x64(True):
                 for scale in scales or self.scales:
                     wide = list(arrays)
                     for i, (x, w) in enumerate(zip(arrays, given, strict=True)):
                         if w is not None:
                             wide[i] = jax.device_put(w * scale, x.sharding) if x.committed else jnp.asarray(w * scale)
-                    if compiled is None:
-                        compiled = widened.compile(wide)
-                    results, recorded = jax.block_until_ready(compiled(wide))
+                    results, recorded = widened.run(wide)
                     values[scale] = [_copies_of_devices(x) for x in results]
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
         recorded = {i: np.asarray(x) for i, x in recorded.items()}
         return _Outcome(structs, values, devices, widened, Recording(widened.steps, recorded))
+
+    def _arrays(self, placement: AnyPlacement) -> list[jax.Array]:
+        """Return the arrays of the arguments where a placement puts them."""
+        return [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
 
     def _paths(self) -> list[str]:
         """Return names of all results and gradients."""
@@ -442,6 +466,8 @@ def _arrays_of(results: Any) -> Any:
             return tuple(map(_arrays_of, x))
         if isinstance(x, jax.Array) and is_key(x):
             return jax.random.key_data(x)
+        if getattr(x, "dtype", None) == jax.dtypes.float0:
+            return None  # the gradient of an integer
         return x if isinstance(x, (jax.Array, np.ndarray, bool, int, float, complex)) else None
 
     return jax.tree.map(data, results, is_leaf=lambda x: isinstance(x, list))
