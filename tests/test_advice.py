@@ -948,7 +948,6 @@ WORDS_OF_CALLS: dict[str, Any] = {
 }
 OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
 OWN_WORDS_OF_CALLS["solve("] = {"x": axn.eye(axn.Axis("batch", 3), axn.Axis("embed", 3)), "b": axn.ones({"batch": 3})}
-OWN_WORDS_OF_CALLS["lstsq("] = {"b": axn.ones({"batch": 4})}
 UNKNOWN: list[dict[str, Any]] = [
     {"what": 1},
     {"dim": "batch"},
