@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 from .._display import array_picture, array_tree
 from ..core.errors import counted, describe_bytes
-from ..core.html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked, table
+from ..core.html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked
 from ..core.source_lines import Source
 from ._arguments import PlacedArgument
 from ._figures import needed_memory, total_sent
+from ._tables import Column, column_of, held_columns, on_page
 from ._text import described_axes, described_seconds, phase_of, short_operation, written_number
 from .records import (
     SMALL,
@@ -39,7 +40,6 @@ _MADE = {
     "partitioner": "partitioned for {}, and not compiled to the end",
     "compiled": "compiled for {}",
 }
-_AT_PEAK = 6
 _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "var(--fill)"}
 _BINS = 240
 """How many steps the picture of the memory has."""
@@ -186,28 +186,21 @@ def percent(share: float) -> str:
 
 def _phases(report: Report, words: Words) -> Html:
     """Return a table of the flops in each pass, and of the bytes sent over each set of mesh axes."""
-    phases = ("forward", "recomputed", "backward", "optimizer", "")
-    sums = {
-        phase: {axes: known_sent([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
-        for phase in phases
-    }
-    most = max((n for row in sums.values() for n in row.values()), default=0) or 1
-    flops = {phase: report.computed.get(phase, 0) for phase in phases} if report.flops else {}
-    header = ["", *(["computed"] if flops else []), *(joined(["sent over ", words.axes(a)]) for a in report.by_axes())]
-    rows = [
-        [
-            phase_of(phase),
-            *([_measured(f"{written_number(flops[phase])} flops", flops[phase] / report.flops)] if flops else []),
-            *(_measured(describe_bytes(n), n / most, words.color(a)) for a, n in row.items()),
-        ]
-        for phase, row in sums.items()
-        if any(row.values()) or flops.get(phase)
+    flops = report.computed if report.flops else {}
+    by_axes = report.by_axes()
+    phases = [
+        phase
+        for phase in ("forward", "recomputed", "backward", "optimizer", "")
+        if flops.get(phase) or known_sent([c for c in report.collectives if c.phase == phase])
     ]
-    return table("passes", header, rows) if rows else html("")
-
-
-def _measured(number: str, share: float, kind: str = "") -> Html:
-    return element("span", element("span", number, class_="num"), bar(share, kind), class_="cell")
+    sent = {a: [known_sent([c for c in found if c.phase == p]) for p in phases] for a, found in by_axes.items()}
+    most = max((n for row in sent.values() for n in row), default=0)
+    columns = [Column("", [phase_of(p) for p in phases])]
+    if flops:
+        computed = [flops.get(p, 0) for p in phases]
+        columns.append(column_of("computed", computed, lambda n: f"{written_number(n)} flops", most=report.flops))
+    columns += [column_of(f"sent over {described_axes(a)}", row, describe_bytes, a, most) for a, row in sent.items()]
+    return on_page("passes", columns, words) if phases else html("")
 
 
 # --- memory ---
@@ -282,26 +275,11 @@ def _over_the_step(timeline: MemoryTimeline, arguments: int) -> Html:
     return picture(label, left + width, base + 36, *filter(None, parts))
 
 
-def _held(title: str, others: Sequence[HeldArray], whole: int, words: Words) -> Iterator[Html]:
-    """Yield the table of some arrays; the bars are shares of a whole."""
-    rows: list[Sequence[str]] = []
-    for h in others[:_AT_PEAK]:
-        times = f"{h.count} × " if h.count > 1 else None
-        rows.append(
-            (
-                _measured(describe_bytes(h.bytes), h.bytes / (whole or 1)),
-                joined([times, words.array(h.array)]),
-                phase_of(h.phase),
-                short_operation(h.operation or "no named operation"),
-                code(str(h.source)) if h.source else "-",
-            )
-        )
-    if rest := others[_AT_PEAK:]:
-        size = sum(h.bytes for h in rest)
-        smaller = f"{sum(h.count for h in rest)} smaller"
-        rows.append((_measured(describe_bytes(size), size / (whole or 1)), smaller, "", "", ""))
-    yield element("h3", title)
-    yield table(title.partition(",")[0].lower(), ("bytes", "array on each device", "made in", "by", "line"), rows)
+def _held(title: str, others: Sequence[HeldArray], whole: int, words: Words) -> list[Html]:
+    """Return the table of some arrays below its title; the bars are shares of a whole."""
+    *columns, by = held_columns(others, whole)
+    by = by._replace(cells=[short_operation(operation) for operation in by.cells])
+    return [element("h3", title), on_page(title.partition(",")[0].lower(), [*columns, by], words)]
 
 
 # --- arguments ---
