@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .._display import array_picture, array_tree
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked
-from ..core.source_lines import Source
 from ._arguments import PlacedArgument
 from ._figures import needed_memory, total_sent
 from ._tables import Column, column_of, held_columns, on_page
@@ -45,21 +42,18 @@ _BINS = 240
 """How many steps the picture of the memory has."""
 _SMALLER = 60
 """The number of rows of less than 1% that are written."""
-_AROUND = 3
-"""The number of lines of code that are shown before and after a line."""
 
 
-def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:
+def report_page(report: Report, figures: Sequence[str]) -> tuple[str, Html]:
     """Return the title and the body of the page of a report; `figures` are the lines at the end of its text."""
     words, verdict = Words(report.mesh, report.mapping), report.verdict
-    transfers = _Transfers(report, words, source)
+    transfers = _Transfers(report, words)
     sections = {
         "phases": ("Passes", _phases(report, words)),
         "memory": ("Memory", _memory(report, words)),
         "arguments": ("Arguments", _arguments(report, words)),
         "transfers": ("All transfers", transfers.all()),
         "how": ("How it was made", joined([element("p", words.said(f)) for f in (*figures, *report.notes)])),
-        "lines": ("Lines", transfers.lines()),
     }
     shown = {name: section for name, section in sections.items() if section[1]}
     wrong, findings = sum(found.severity == "fix" for found in verdict.suspicious), list[Html]()
@@ -307,15 +301,13 @@ def _arguments(report: Report, words: Words) -> Html:
 
 
 class _Transfers:
-    """The transfers of a report, the ones of repeated layers together, and on request the lines of code around them."""
+    """The transfers of a report, the ones of repeated layers together."""
 
-    def __init__(self, report: Report, words: Words, source: bool):
+    def __init__(self, report: Report, words: Words):
         self._report, self._words = report, words
         self._total = known_sent(report.collectives)
         self._large, self._small = alike(report.collectives, self._total)
         self._found = [*self._large, *self._small]
-        places = dict.fromkeys(x.source for x, *_ in self._found if source and x.source is not None)
-        self._lines = {place: f"line-{i}" for i, place in enumerate(places) if _around(place)}
 
     def costliest(self) -> Html:
         """Write the lines of the verdict, each with a bar, its bytes and its time."""
@@ -332,7 +324,7 @@ class _Transfers:
                 element("p", self._words.said(what), ":" if what != rest else None),
                 element("p", self._words.said(reason), class_="soft") if what != rest else None,
             ]
-            items.append(element("div", *said, self._code(found), class_="item"))
+            items.append(element("div", *said, class_="item"))
         link = element("a", f"All {counted(len(self._found), 'transfer')}", href="#transfers")
         after = joined([f"{describe_bytes(self._total)} are sent by each device in a call. ", link])
         after = after if self._found else "Nothing is sent."
@@ -386,7 +378,7 @@ class _Transfers:
             details["exposed"] = f"{overlapped}, about {described_seconds(seconds)}" if seconds else hidden
         details["operation"] = code(c.operation) if c.operation else "no named operation"
         listed = element("dl", *(part for k, v in details.items() for part in (element("dt", k), element("dd", v))))
-        return folded(row, listed, self._code(found))
+        return folded(row, listed)
 
     def _time(self, found: Sequence[Collective]) -> str | None:
         """Return the time of a transfer: its share of the time of all over its mesh axes."""
@@ -397,35 +389,3 @@ class _Transfers:
         if bounds is None or axes not in bounds.links or found[0].branches or not whole:
             return None
         return described_seconds(bounds.links[axes] * known_sent(found) / whole)
-
-    # --- lines of code ---
-
-    def _code(self, found: Sequence[Collective]) -> Html | None:
-        """Return the place of the code of a transfer, which the script fills."""
-        name = self._lines.get(source) if (source := found[0].source) is not None else None
-        return element("div", data_line=name) if name is not None else None
-
-    def lines(self) -> Html:
-        """Write the lines of code around each transfer, of which one is marked, each place once."""
-        parts = list[Html]()
-        for source, name in self._lines.items():
-            path = os.path.relpath(source.file)
-            path = str(source).rpartition(":")[0] if path.startswith("..") else path.replace(os.sep, "/")
-            lines = [
-                element("mark", f"{n:5}  {text}") if n == source.line else html(f"{n:5}  {text}")
-                for n, text in _around(source).items()
-            ]
-            title = element("p", f"{source.function} in {path}:{source.line}")
-            listing = element("div", title, element("pre", joined(lines, "\n"), tabindex="0"), class_="code")
-            parts.append(element("div", listing, id=name))
-        return joined(parts)
-
-
-def _around(source: Source) -> dict[int, str]:
-    """Return the lines around a line by their numbers; none if the file cannot be read."""
-    try:
-        found = linecache.getlines(source.file)
-    except ValueError:  # no file can have such a name
-        return {}
-    numbers = range(max(1, source.line - _AROUND), min(len(found), source.line + _AROUND) + 1)
-    return {n: found[n - 1].rstrip() for n in numbers}

@@ -128,7 +128,7 @@ class Comparison(Page):
                 parts.append("\n".join([f"{self.change(first, other)}\n", *lines]))
         return "\n\n".join(parts)
 
-    def _page(self, source: bool) -> tuple[str, Html]:
+    def _page(self) -> tuple[str, Html]:
         headline, changes = self._headline()
         first, *others = self.reports
         report = self.reports[first]

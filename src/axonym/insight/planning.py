@@ -101,7 +101,7 @@ class MappingPlan(Page):
         parts = [self._title(), *cautions, markdown_table(header, rows), self.why(), code]
         return "\n\n".join([*filter(None, parts), "\n".join(f"- note: {n}" for n in notes)])
 
-    def _page(self, source: bool) -> tuple[str, Html]:
+    def _page(self) -> tuple[str, Html]:
         mappings = self._by_mapping()
         words = Words(list(dict.fromkeys(a for p in self.found for a in p.mesh)))
         best = self.best

@@ -84,8 +84,8 @@ class Report(Figures, Page):
         parts.append("\n".join(f"- {line}" for line in (*self._figures(), *(f"note: {n}" for n in self.notes))))
         return "\n\n".join(parts)
 
-    def _page(self, source: bool) -> tuple[str, Html]:
-        return report_page(self, [*self._figures()], source)
+    def _page(self) -> tuple[str, Html]:
+        return report_page(self, [*self._figures()])
 
     def _headline(self) -> tuple[str, str]:
         return self.verdict.binds, self.verdict.explanation
