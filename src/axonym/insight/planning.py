@@ -15,6 +15,7 @@ from ..core.html import Html, Words, copyable, element, folded, joined, listed, 
 from ..distribution.mesh_axes import Axes
 from ._accounts import Meshes
 from ._searching import NEAR, PlannedMapping, Ranked, Search, TracedStep
+from ._tables import Column, rows_of
 from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, Islands, islands_of
 from .cost_model import why_first
@@ -93,9 +94,15 @@ class MappingPlan(Page):
             "be better, by their bounds"
         )
         notes.append("times are estimates, and `at least` and memory lower bounds: measure the first few")
-        header, *rows = self._table()
+        columns = self._columns(self._by_mapping(8))
         cautions, code = (f"caution: {c}" for c in self.cautions), textwrap.indent(self.best.code(), "    ")
-        parts = [self._title(), *cautions, markdown_table(header, rows), self.why(), code]
+        parts = [
+            self._title(),
+            *cautions,
+            markdown_table([c.title for c in columns], rows_of(columns)),
+            self.why(),
+            code,
+        ]
         return "\n\n".join([*filter(None, parts), "\n".join(f"- note: {n}" for n in notes)])
 
     def _page(self) -> tuple[str, Html]:
@@ -108,7 +115,10 @@ class MappingPlan(Page):
             considered += f"; {self.not_fitting} need more than {describe_bytes(self.memory)}"
         most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
         least = best.estimate.seconds
-        fitting = [_row(i + 1, p, others, most, least, words) for i, (p, others) in enumerate(mappings)]
+        cells = {c.title: c.cells for c in self._columns(mappings)}
+        numbers = zip(cells["about"], cells["at least"], cells["memory"], strict=True)
+        rows = enumerate(zip(mappings, numbers, strict=True))
+        fitting = [_row(i + 1, p, others, written, most, least, words) for i, ((p, others), written) in rows]
         terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
         then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
         header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
@@ -163,23 +173,25 @@ class MappingPlan(Page):
             f"{counted(self.considered, 'mesh and mapping', 'meshes and mappings')}{large}"
         )
 
-    def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "about", "at least", "bottleneck", "sent", "memory", "flops",
-                  "source"]  # fmt: skip
-        chosen = any(p.choices for p in self.found)
-        if chosen:
-            header.insert(1, "choices")
-        rows = []
-        for p, others in self._by_mapping(8):
-            own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
-            flops = "not known" if p.flops is None else written_number(p.flops)
-            mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
-            rows.append(
-                [mesh, *([_listed(p.choices, "=")] if chosen else []), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(as_shown(p.estimate.seconds)), described_seconds(p.seconds), p.bounds.bottleneck,
-                 describe_bytes(p.sent), describe_bytes(p.memory), flops, p.by]
-            )  # fmt: skip
-        return [header, *rows]
+    def _columns(self, mappings: Sequence[tuple[PlannedMapping, int]]) -> list[Column]:
+        """Return the table of some mappings, each on its best mesh."""
+        found = [p for p, _ in mappings]
+        own = [{n: over for n, over in p.storage.items() if p.compute.get(n) != over} for p in found]
+        others = [f" (and {counted(n, 'other')})" if n else "" for _, n in mappings]
+        columns = [
+            Column("mesh", [_listed(p.mesh, "=") + more for p, more in zip(found, others, strict=True)]),
+            Column("choices", [_listed(p.choices, "=") for p in found]),
+            Column("compute", [_listed(p.compute) for p in found]),
+            Column("and stored by", [_listed(stored) or "as used" for stored in own]),
+            Column("about", [described_seconds(as_shown(p.estimate.seconds)) for p in found]),
+            Column("at least", [described_seconds(p.seconds) for p in found]),
+            Column("bottleneck", [p.bounds.bottleneck for p in found]),
+            Column("sent", [describe_bytes(p.sent) for p in found]),
+            Column("memory", [describe_bytes(p.memory) for p in found]),
+            Column("flops", ["not known" if p.flops is None else written_number(p.flops) for p in found]),
+            Column("source", [p.by for p in found]),
+        ]
+        return [c for c in columns if c.title != "choices" or any(p.choices for p in self.found)]
 
 
 def plan(
@@ -410,15 +422,16 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 # --- the page ---
 
 
-def _row(number: int, p: PlannedMapping, others: int, most: float, least: float, words: Words) -> Sequence[Html | str]:
+def _row(
+    number: int, p: PlannedMapping, others: int, written: Sequence[str], most: float, least: float, words: Words
+) -> Sequence[Html | str]:
     stored = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
     mapping = [words.entries(p.compute)] if any(p.compute.values()) else [joined(["nothing is sharded"])]
     if stored:
         mapping.append(joined([element("span", "stored by ", class_="soft"), words.entries(stored)]))
     mapping += [joined([element("span", f"{name} ", class_="soft"), str(value)]) for name, value in p.choices.items()]
     more = element("small", f" and {counted(others, 'other mesh', 'other meshes')}") if others else None
-    seconds = map(described_seconds, (as_shown(p.estimate.seconds), p.seconds))
-    numbers = [element("span", text, class_="num") for text in (*seconds, describe_bytes(p.memory))]
+    numbers = [element("span", text, class_="num") for text in written]
     if number > 1 and p.estimate.seconds <= _TIED * least:
         numbers[0] = joined([numbers[0], element("small", " a tie, within 2%")])
     # The time to compute, and after it the times to send, in the color of the mesh axes, to wait and to offload.
