@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import describe_bytes
-from ..core.html import Html, Words, code, element, folded, html, joined, over_of, table
+from ..core.html import Html, Words, code, element, folded, html, joined, over_of
 from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import Between
 from ._figures import needed_memory
@@ -85,13 +85,11 @@ class Comparison(Page):
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")
         ()
         """
-        return tuple(
-            f"{sign} {times} x {describe_bytes(sent)}  {what}{why and f': {why}'}"
-            for sign, times, sent, what, why in self._changed(first, second)
-        )
+        rows = rows_of(self._changes(first, second))
+        return tuple(f"{size}  {what}{why and f': {why}'}" for size, what, why in rows)
 
-    def _changed(self, first: str, second: str) -> list[tuple[str, int, int, str, str]]:
-        """Return the sign of each exchange that only one report has, how often, its bytes, what it is, and why."""
+    def _changes(self, first: str, second: str) -> list[Column]:
+        """Return the table of the exchanges that only one report has: how often and how many bytes, what, and why."""
         before, after = (counted(self.reports[name].collectives) for name in (first, second))
         found = [
             (sign, rest, sent, *said)
@@ -99,7 +97,10 @@ class Comparison(Page):
             for said, (times, sent) in more.items()
             if (rest := times - less.get(said, (0, 0))[0]) > 0
         ]
-        return sorted(found, key=lambda change: -change[1] * change[2])
+        found.sort(key=lambda change: -change[1] * change[2])
+        sizes = [f"{sign} {times} x {describe_bytes(sent)}" for sign, times, sent, _, _ in found]
+        what, why = [c[3] for c in found], [c[4] for c in found]
+        return [Column("times × bytes", sizes), Column("transfer", what), Column("why", why)]
 
     def change(self, first: str, second: str) -> str:
         """Say in a sentence how the time, the bytes sent and the memory differ between two mappings.
@@ -229,22 +230,17 @@ def _changes(comparison: Comparison, first: str, other: str, words: Words) -> Ht
         if over_of(old := old_mapping.get(name)) != over_of(new := new_mapping.get(name))
         and not (said and (name, old, new) == (name, before.mapping.get(name), after.mapping.get(name)))
     ]
-    lines = [
-        (
-            element("span", f"{'+' if sign == '+' else '−'} {n} x {describe_bytes(sent)}",
-                    class_=f"num {'more' if sign == '+' else 'less'}"),
-            words.said(what),
-            words.said(why or "not known"),
-        )
-        for sign, n, sent, what, why in comparison._changed(first, other)
-    ]  # fmt: skip
     mapped = joined([element("p", "In the mapping:"), element("ul", *entries)]) if entries else None
-    if not lines:
+    columns = comparison._changes(first, other)
+    if not columns[0].cells:
         return joined([mapped, element("p", "Both send the same.")])
-    header = ("times × bytes", "transfer", "why")
-    parts = [mapped, element("h3", "Transfers added (+), and removed (−)"), table("changes", header, lines[:_CHANGES])]
-    if rest := lines[_CHANGES:]:
-        parts.append(folded(f"{len(rest)} smaller", table("smaller changes", header, rest)))
+    shown, rest = (
+        [c._replace(cells=c.cells[part]) for c in columns] for part in (slice(_CHANGES), slice(_CHANGES, None))
+    )
+    title = element("h3", "Transfers added (+), and removed (-)")
+    parts = [mapped, title, on_page("changes", shown, words)]
+    if smaller := rest[0].cells:
+        parts.append(folded(f"{len(smaller)} smaller", on_page("smaller changes", rest, words)))
     return joined(parts)
 
 
