@@ -118,7 +118,7 @@ def test_plan() -> None:
     found = plan(axn.names.distribute(step, names=names), params, jnp.ones((4096, 8)), chips=8)
     assert found.best.compute.keys() & {"batch", "mlp"}, found
     assert {n for p in found.found for n in p.compute} >= {"batch", "mlp"}, found
-    where: Any = {"mapping": found.best.mapping, "mesh": axn.make_mesh(found.best.mesh), "by": "partitioner"}
+    where: Any = {"mapping": found.best.mapping, "mesh": axn.make_mesh(dict(found.best.mesh)), "by": "partitioner"}
     verified = explain(axn.names.distribute(step, names=names), params, jnp.ones((4096, 8)), **where)
     assert verified.total_sent() == pytest.approx(found.best.sent, rel=0.25), found
     scope: dict[str, Any] = {"axn": axn, "step": step, "names": names}
