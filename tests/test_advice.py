@@ -399,11 +399,6 @@ TABLE = [
         run="axonym.random.choice(jax.random.key(0), {'draw': 2}, axonym.arange({'batch': 4}), 'batch', CODE)",
         names={"probabilities": [0.0, 0.0, 0.0, 1.0]},
     ),
-    Advice(
-        "{'layers': 4}",
-        lambda: axn.random.generate_sharded(axn.random.normal)(KEY, {}),
-        lambda shape: axn.random.generate_sharded(axn.random.normal)(KEY, shape).shape == {"layers": 4},
-    ),
     # Neural networks.
     Advice(
         "targets.rename({…})",
@@ -815,10 +810,11 @@ TABLE = [
         run="axn.optim.roles({'table': axn.ones({'vocab': 3, 'embed': 2})}, CODE)",
     ),
     Advice(
-        "axn.in_context(fn)",
+        "asyncio.to_thread(axn.in_context(fn))",
         lambda: asyncio.run(_together(waits)),
-        lambda task: asyncio.run(_together(task)) is None,
-        names={"fn": waits},
+        lambda mapping: asyncio.run(mapping) == {"batch": "data"},
+        run="on(AUTO, lambda: CODE, {'batch': 'data'})",
+        names={"fn": axn.current_mapping, "asyncio": asyncio, "on": on, "AUTO": AUTO},
     ),
 ]
 
@@ -952,7 +948,6 @@ WORDS_OF_CALLS: dict[str, Any] = {
 }
 OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
 OWN_WORDS_OF_CALLS["solve("] = {"x": axn.eye(axn.Axis("batch", 3), axn.Axis("embed", 3)), "b": axn.ones({"batch": 3})}
-OWN_WORDS_OF_CALLS["lstsq("] = {"b": axn.ones({"batch": 4})}
 UNKNOWN: list[dict[str, Any]] = [
     {"what": 1},
     {"dim": "batch"},

@@ -46,7 +46,8 @@ class Report(Figures, Page):
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").to_dict()["by"]
         'partitioner'
         """
-        found = dataclasses.asdict(self)
+        # The rule of an operation says what follows from its axes.
+        found = dataclasses.asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if k != "rule"})
         if self.bounds is not None:
             found["bounds"]["links"] = [{"axes": list(a), "seconds": t} for a, t in self.bounds.links.items()]
             found["bounds"]["bottleneck"] = self.bounds.bottleneck
