@@ -810,10 +810,11 @@ TABLE = [
         run="axn.optim.roles({'table': axn.ones({'vocab': 3, 'embed': 2})}, CODE)",
     ),
     Advice(
-        "axn.in_context(fn)",
+        "asyncio.to_thread(axn.in_context(fn))",
         lambda: asyncio.run(_together(waits)),
-        lambda task: asyncio.run(_together(task)) is None,
-        names={"fn": waits},
+        lambda mapping: asyncio.run(mapping) == {"batch": "data"},
+        run="on(AUTO, lambda: CODE, {'batch': 'data'})",
+        names={"fn": axn.current_mapping, "asyncio": asyncio, "on": on, "AUTO": AUTO},
     ),
 ]
 
@@ -947,7 +948,6 @@ WORDS_OF_CALLS: dict[str, Any] = {
 }
 OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
 OWN_WORDS_OF_CALLS["solve("] = {"x": axn.eye(axn.Axis("batch", 3), axn.Axis("embed", 3)), "b": axn.ones({"batch": 3})}
-OWN_WORDS_OF_CALLS["lstsq("] = {"b": axn.ones({"batch": 4})}
 UNKNOWN: list[dict[str, Any]] = [
     {"what": 1},
     {"dim": "batch"},

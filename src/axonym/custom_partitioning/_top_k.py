@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..distribution import output_sharding
 from ..distribution.active_settings import active_mapping
+from ..distribution.axis_rules import AxisRule
 from ..distribution.kept_shards import in_pipeline
 from ..distribution.mesh_axes import axes_of_type, current_mesh
 from ..manual.collectives import all_gather, axis_offset, axis_size
@@ -157,9 +158,8 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         # JAX cannot differentiate a `shard_map` inside a pipeline, which is one itself.
         nested = in_pipeline() and len(manual) < len(mesh.axis_names)
         if nested or (open_ and (manual or axes_of_type(mesh, AxisType.Explicit))):
-            return output_sharding.call_with_output_sharding(
-                _WHAT, unsharded, in_names, (found_names,) * 2, (x, *limits)
-            )
+            rule = AxisRule(in_names, (found_names,) * 2)
+            return output_sharding.call_with_output_sharding(_WHAT, unsharded, rule, (x, *limits))
         if not open_ and len(manual) in (0, len(mesh.axis_names)):
             return candidates(x, *limits)
         values, places = candidates(*map(jax.lax.stop_gradient, (x, *limits)))
@@ -185,9 +185,8 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         values, places, given = arrays[0], arrays[1], arrays[2:]
 
         def values_at(*given):
-            return output_sharding.call_with_output_sharding(
-                _WHAT, at, (found_names, *in_names), found_names, (places, *given)
-            )
+            rule = AxisRule((found_names, *in_names), found_names)
+            return output_sharding.call_with_output_sharding(_WHAT, at, rule, (places, *given))
 
         return values, jax.jvp(values_at, given, tangents[2:])[1]
 

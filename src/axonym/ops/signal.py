@@ -32,9 +32,9 @@ def _convolution_kernel(
     )
     (along_v,) = private("`v`", (chosen,))  # it must not be matched: its size differs
     in_names = (a_names, tuple(along_v if n == chosen else n for n in v_names))
-    along = (chosen, along_v)
-    return _kernels.make_along_kernel(
-        what, positional, in_names, out_names, along, replicated=True, by_products=by_products, selection=axis
+    whole = dict.fromkeys((chosen, along_v), "whole")
+    return _kernels.make_kernel(
+        what, positional, in_names, out_names, whole, selection=axis, on_auto="replicated", by_products=by_products
     )
 
 
@@ -49,7 +49,7 @@ def _convolve_along(
 def convolve_by_products(fn: Callable[..., Any], a: jax.Array, v: jax.Array, mode: str = "full") -> jax.Array:
     """Apply `jnp.convolve` or `jnp.correlate` to vectors as a sum of products, one for each element of the shorter one.
 
-    In a loop, since they can be long; `make_along_kernel` says where it is needed.
+    In a loop, since they can be long; `_along` in `axonym.ops._kernels` says where it is needed.
     """
     wanted = jax.eval_shape(functools.partial(fn, mode=mode), a, v)
     dtype = jnp.promote_types(wanted.dtype, jnp.float32)  # a convolution, too, sums small dtypes in float32
