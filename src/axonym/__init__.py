@@ -199,7 +199,6 @@ from .ops.shaping import (
 )
 from .ops.signal import (
     convolve as convolve,
-    correlate as correlate,
 )
 from .ops.sorting import (
     argsort as argsort,

@@ -25,7 +25,7 @@ FAILED: list[tuple[Any, ...]] = [
     ("repeat-array", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
     ("segment_max-several axes", {"a": 3, "b": 2}, {"pos": ("a",), "embed": ("b",)}),
     ("convolve-full", {"a": 4, "b": 2}, {"batch": ("a",), "pos": ("b",)}),
-    ("correlate-same", {"a": 4, "b": 2}, {"pos": ("a",), "heads": ("b",)}),
+    ("convolve-same", {"a": 4, "b": 2}, {"pos": ("a",), "heads": ("b",)}),
     ("fft.fft-last", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
     ("vmap of convolutions", {"a": 4, "b": 2}, {"batch": ("a",)}),
     ("fft.fft-several", {"a": 4, "b": 2}, {"batch": ("a", "b")}),
