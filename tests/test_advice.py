@@ -810,10 +810,11 @@ TABLE = [
         run="axn.optim.roles({'table': axn.ones({'vocab': 3, 'embed': 2})}, CODE)",
     ),
     Advice(
-        "axn.in_context(fn)",
+        "asyncio.to_thread(axn.in_context(fn))",
         lambda: asyncio.run(_together(waits)),
-        lambda task: asyncio.run(_together(task)) is None,
-        names={"fn": waits},
+        lambda mapping: asyncio.run(mapping) == {"batch": "data"},
+        run="on(AUTO, lambda: CODE, {'batch': 'data'})",
+        names={"fn": axn.current_mapping, "asyncio": asyncio, "on": on, "AUTO": AUTO},
     ),
 ]
 

@@ -70,8 +70,6 @@ def test_wrong_selections() -> None:
         random.categorical(KEY, logits, "vocab", (Batch, Vocab))
     with pytest.raises(ValueError, match=r"random.categorical: `logits` .* has 8 for axis 'batch', the result has 4"):
         random.categorical(KEY, logits, "vocab", Batch.resize(4))
-    with pytest.raises(ValueError, match=r"random.categorical: there are more draws \(draw=17\) than axis vocab\(16\)"):
-        random.categorical(KEY, logits, "vocab", {"batch": 8, "draw": 17}, replace=False)
     with pytest.raises(ValueError, match=r"random.choice: no axis 'x' in \(batch=8, vocab=16\)"):
         random.choice(KEY, Pos, logits, "x")
     with pytest.raises(ValueError, match=r"random.choice: 'vocab' would name more than one axis"):

@@ -8,7 +8,6 @@
 | `qkv: "q (heads), k -> (_ size) embed"`        | arrays one after the other along `_`, with their axes in it    |
 | `q: "a.weight -> (heads=8 size) embed"`        | with zeros up to a size                                        |
 | `q: "a.weight -> mlp embed as bfloat16"`       | in another dtype                                               |
-| `q.scale: "a.weight -> mlp as scale"`          | the scales of an entry with the same arrays in few bits        |
 | `head: "= table"`                              | the same as another entry                                      |
 """
 
@@ -48,7 +47,6 @@ class TableRow(NamedTuple):
     elements: tuple[parsing.Name | parsing.Group, ...]
     """The axes of the entry, in order."""
     dtype: np.dtype | None
-    is_scale: bool
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -112,15 +110,14 @@ def parse_row(key: str, text: str) -> TableRow:
         parsing.fail(
             what, axes.strip(), term.dots or (named or [term])[0], "only names and groups of names have a place."
         )
-    scale = dtype.strip() == "scale"
     try:
-        known = np.dtype(dtype.strip()) if dtype and not scale else None
+        known = np.dtype(dtype.strip()) if dtype else None
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
-        raise ValueError(
-            f"{what}: no dtype is called {dtype.strip()!r}: write bfloat16, int8 or float8_e4m3fn."
-        ) from None
+        raise ValueError(f"{what}: no dtype is called {dtype.strip()!r}: write bfloat16 or float8_e4m3fn.") from None
+    if known is not None and np.issubdtype(known, np.integer):
+        raise ValueError(f"{what}: a cast to {known} would cut off fractions; make integers and scales of the entry.")
     elements: tuple[parsing.Name | parsing.Group, ...] = term.elements  # pyright: ignore[reportAssignmentType]
-    row = TableRow(key, operands, elements, known, scale)
+    row = TableRow(key, operands, elements, known)
     _check_joined(what, text, row)
     return row
 
