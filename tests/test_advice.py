@@ -133,11 +133,6 @@ def quantized(**options: Any) -> Any:
     return on(AUTO, lambda: quantize_weights(layer, "int4", **options), {"embed": "data"})
 
 
-def unchecked() -> None:
-    with axn.insight.contract(max_memory="1 KiB"):
-        pass
-
-
 EIGHT = axn.ones({"batch": 8})
 RAW = {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}
 ROWS = jax.device_put(jnp.arange(8.0), NamedSharding(AUTO, PartitionSpec("data")))
@@ -403,11 +398,6 @@ TABLE = [
         lambda y: y.tolist() == [3, 3],
         run="axonym.random.choice(jax.random.key(0), {'draw': 2}, axonym.arange({'batch': 4}), 'batch', CODE)",
         names={"probabilities": [0.0, 0.0, 0.0, 1.0]},
-    ),
-    Advice(
-        "{'layers': 4}",
-        lambda: axn.random.generate_sharded(axn.random.normal)(KEY, {}),
-        lambda shape: axn.random.generate_sharded(axn.random.normal)(KEY, shape).shape == {"layers": 4},
     ),
     # Neural networks.
     Advice(
@@ -726,20 +716,6 @@ TABLE = [
         run="axonym.insight.explain(lambda x: x.sum(), x, by='names', mesh=AUTO, CODE{'batch': 'data'})",
     ),
     Advice(
-        "check(step, *args)",
-        unchecked,
-        lambda ns: True,
-        run="with axonym.insight.contract(max_memory='1 KiB') as c: c.CODE",
-        names={"step": lambda x: x * 2, "args": (X,)},
-    ),
-    Advice(
-        "x[{…}]",
-        lambda: axn.debug.draw(X.broadcast_axis(axn.Axis("draw", 2))),
-        lambda ax: ax is not None,
-        run="axonym.debug.draw(CODE)",
-        names={"x": X.broadcast_axis(axn.Axis("draw", 2))},
-    ),
-    Advice(
         "(t - t[0]) / np.timedelta64(1, 's')",
         lambda: axn.from_xarray(days()),
         lambda x: x.tolist() == [0, 172800],
@@ -834,10 +810,11 @@ TABLE = [
         run="axn.optim.roles({'table': axn.ones({'vocab': 3, 'embed': 2})}, CODE)",
     ),
     Advice(
-        "axn.in_context(fn)",
+        "asyncio.to_thread(axn.in_context(fn))",
         lambda: asyncio.run(_together(waits)),
-        lambda task: asyncio.run(_together(task)) is None,
-        names={"fn": waits},
+        lambda mapping: asyncio.run(mapping) == {"batch": "data"},
+        run="on(AUTO, lambda: CODE, {'batch': 'data'})",
+        names={"fn": axn.current_mapping, "asyncio": asyncio, "on": on, "AUTO": AUTO},
     ),
 ]
 
@@ -850,7 +827,6 @@ EXCEPTIONS = {
     "x.resolve_axis({…})": "not to write, but where an Axis comes from",
     "axonym.sum(x, axis)": "in a docstring",
     "axonym.shard(x)": "in a step that is planned, as in tests/insight/test_planning.py",
-    "axonym.to_host(x)": "needs several processes, where tests/processes gathers like this",
     "jax.config.update('jax_num_cpu_devices', 8)": "must run before JAX starts, as in tests/conftest.py",
     "batch_fn=lambda xs: axonym.tree.map(lambda *x: axonym.stack(x, 'batch'), *xs)": "tests/test_named_array.py does",
     "jax.config.update('jax_num_cpu_devices', {…})": "must run before JAX starts, as in tests/conftest.py",
@@ -972,7 +948,6 @@ WORDS_OF_CALLS: dict[str, Any] = {
 }
 OWN_WORDS_OF_CALLS = OWN_WORDS | {"gamma(": {"a": 2.0}, "beta(": {"a": 2.0}, "one_hot(": {"x": INTEGERS}}
 OWN_WORDS_OF_CALLS["solve("] = {"x": axn.eye(axn.Axis("batch", 3), axn.Axis("embed", 3)), "b": axn.ones({"batch": 3})}
-OWN_WORDS_OF_CALLS["lstsq("] = {"b": axn.ones({"batch": 4})}
 UNKNOWN: list[dict[str, Any]] = [
     {"what": 1},
     {"dim": "batch"},

@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         "axonym.ops.* axonym.custom_partitioning._top_k", f"{ROOT} or {LATE}",
         {"the CASES of its module tests/ops/cases_*.py": _has_case},
         {"get_kernel", "mask_names", "look_up", "write_slice", "Indexer", "IndexedArray", "Update",
-         "convolve_by_products", "sort_along", "positions_along", "take_in_order"},
+         "convolve_by_products", "elementwise_kernel", "sort_along", "positions_along", "take_in_order"},
     ),
     **{
         f"operations of {room}": Family(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,53 +243,3 @@ def test_identity_map() -> None:
     with pytest.raises(KeyError):
         found[x]
     assert repr(debug.IdentityMap([("k", 1)])) == "IdentityMap([('k', 1)])"
-
-
-# --- drawing ---
-
-
-@pytest.fixture
-def pyplot() -> Iterator[Any]:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    yield plt
-    plt.close("all")
-
-
-def test_an_image(pyplot: Any, mesh: Mesh) -> None:
-    x = axn.arange(axn.make_axes(batch=8, embed=4))
-    with jax.set_mesh(mesh):
-        ax = debug.draw(shard(x, {"batch": "data", "embed": "model"}), "batch")
-    (image,) = ax.get_images()
-    np.testing.assert_array_equal(image.get_array(), np.asarray(x.array).T)
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("batch", "embed", "int32[batch=8, embed=4]")
-
-
-def test_lines(pyplot: Any) -> None:
-    x = axn.arange(axn.make_axes(batch=3, time=5))
-    ax = pyplot.subplots()[1]
-    assert debug.draw(x["batch", 1], ax=ax) is ax
-    (line,) = ax.get_lines()
-    assert line.get_ydata().tolist() == [5, 6, 7, 8, 9] and ax.get_xlabel() == "time"
-    ax = debug.draw(x, kind="line")
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["batch=0", "batch=1", "batch=2"]
-
-
-def test_what_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    four = axn.zeros({"batch": 2, "head": 2, "pos": 2, "key_pos": 2})
-    with pytest.raises(
-        ValueError, match=r"got float32\[batch=2, .*\]\. Draw a part of it, such as `x\['batch', 0, 'head', 0\]`"
-    ):
-        debug.draw(four)
-    with pytest.raises(ValueError, match=r"got float32\[\]\. Print it instead"):
-        debug.draw(X.mean())
-    with pytest.raises(ValueError, match="`kind` must be 'line' or 'image', got 'bar'"):
-        debug.draw(X, kind="bar")
-    with pytest.raises(TypeError, match=r"float32\[batch=8, embed=4\] is being traced, so it has no values"):
-        jax.jit(debug.draw)(X)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"debug\.draw needs Matplotlib, which is optional: install axonym\[plot\]\."):
-        debug.draw(X)

@@ -108,7 +108,7 @@ def _counting_kernel() -> tuple[Callable[[axn.NamedArray], Any], list[Any], list
             traced.append(x.shape)
             return x + 1
 
-        return _kernels.make_kernel("counting", fn, (names,), names, native=True)
+        return _kernels.make_kernel("counting", fn, (names,), names, {})
 
     return lambda a: kernel(a.names).call(a.array), built, traced
 

@@ -557,16 +557,6 @@ def test_results_are_sharded_like_the_carry() -> None:
         assert not gathers
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("schedule", [GPipe(3), OneFOneB(3)])
-def test_draw_into_axes(schedule: Any) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    ax = schedule.draw(2, ax=figure.subplots())
-    assert [x.get_text() for x in ax.get_yticklabels()] == ["stage 0", "stage 1"]
-    assert sorted(int(x.get_text()) for x in ax.texts) == sorted([0, 1, 2] * 2 * (1 + isinstance(schedule, OneFOneB)))
-    assert ax.get_title().startswith(f"{type(schedule).__name__}, 3 microbatches: ")
-
-
 @pytest.mark.parametrize("step", [gradient, inside])
 def test_what_jax_keeps_for_derivatives_has_no_tracers(step: Any) -> None:
     """`jax.checking_leaks` cannot say so: loops in `shard_map` leak without Axonym, too."""

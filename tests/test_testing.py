@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym.custom_partitioning import partitioned
 from axonym.testing import check_shard_invariance
+from tests.insight import cases
 
 X = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 16})
 W = axn.random.normal(jax.random.key(1), {"embed": 16, "mlp": 8})
@@ -456,6 +461,45 @@ def test_bugs_of_the_compiler_are_found(name: str, auto_mesh: Mesh) -> None:
     assert words in str(raised.value)
 
 
+def test_each_bug_that_ends_the_process_does() -> None:
+    """The table of the page loses a row when this fails."""
+    page = (Path(__file__).parents[1] / "docs" / "compiler_bugs.md").read_text()
+    setup = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)[0]
+    helper, *programs = re.findall(r"^```py\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(programs) == page.count("(#programs-that-end-the-process)")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", setup + helper + program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        for program in programs
+    ]
+    for process, program in zip(started, programs, strict=True):
+        _, said = process.communicate(timeout=300)
+        assert process.returncode < 0 and b"Check fail" in said, (
+            f"it does not end the process:\n{program}\n{said[-2000:]!r}"
+        )
+
+
+# --- steps of the examples, distributed in their own ways ---
+
+STEPS: dict[str, tuple[Any, Any]] = {
+    "a sharding that names an Explicit mesh": (lambda: cases.plain_jax(AxisType.Explicit), None),
+    "gradients of integers": (lambda: cases.classifier("height"), {}),
+    "weights in int4": (lambda: cases.generated("int4 in groups of 4"), {}),
+    "Pallas kernels that are interpreted": (lambda: cases.kernels(2), {}),
+    "rows sent to experts": (lambda: cases.mixture("experts"), {}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_examples_are_the_same(name: str) -> None:
+    case, mapping = STEPS[name]
+    mesh, step, args = case()
+    with jax.set_mesh(mesh):
+        found = check_shard_invariance(step, *args, mapping=mapping, gradients=False)
+    assert (found.compared, found.scales) == (1, (1.0, 1 / 16, 16.0))
+
+
 def test_abstract_arguments_get_values_that_are_no_nan(auto_mesh: Mesh) -> None:
     """Roots need positive numbers, and keys are drawn too."""
 
@@ -481,6 +525,57 @@ def test_shardings_inside_a_function_are_left_out_on_one_device(auto_mesh: Mesh)
     constrained = lambda x: jax.lax.with_sharding_constraint(jnp.tanh(x), columns)
     assert check_shard_invariance(constrained, x).compared == 1
     assert check_shard_invariance(jax.jit(jnp.tanh, out_shardings=columns), x).compared == 1
+
+
+def test_shardings_of_an_explicit_mesh_inside_a_function_are_left_out(explicit_mesh: Mesh) -> None:
+    columns, rows = NamedSharding(explicit_mesh, P(None, "model")), NamedSharding(explicit_mesh, P("data"))
+
+    def step(x: jax.Array, factor: float = 1.0) -> Any:
+        y = jnp.einsum("bi,io->bo", x, jnp.ones((16, 8)), out_sharding=rows)
+        totals = jax.lax.scan(lambda c, row: (c + row.sum(), row * 2), 0.0, jax.sharding.reshard(y, columns))
+        return totals, jnp.zeros((8, 2), device=rows) + factor
+
+    def per_device(x: jax.Array) -> jax.Array:
+        specs: Any = {"mesh": explicit_mesh, "in_specs": P("data"), "out_specs": P()}
+        return jax.shard_map(lambda x: jax.lax.psum(x, "data"), **specs)(x) * step(x)[1][0, 0]
+
+    with jax.set_mesh(explicit_mesh):
+        x = jax.device_put(X.array, rows)
+        assert check_shard_invariance(step, x).compared == 1
+        with pytest.raises(AssertionError, match=r"the result\[1\] differs"):
+            check_shard_invariance(step, x, reference=lambda x: step(x, 2.0))
+        named = axn.named(jax.device_put(X.array, P()), ("batch", "embed"))
+        assert check_shard_invariance(lambda x: step(x.array), named, mapping={"batch": "data"}).compared == 1
+        with pytest.raises(ValueError, match="mesh") as raised:
+            check_shard_invariance(per_device, x)
+    assert any("pass `reference=`" in note for note in raised.value.__notes__)
+
+
+def test_what_shard_map_returns_can_still_be_called(auto_mesh: Mesh) -> None:
+    """It keeps the mesh of its first call, which is not the one device."""
+    specs: Any = {"in_specs": P("data"), "out_specs": P()}
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "data"), **specs)
+    with jax.set_mesh(auto_mesh):
+        x = jax.device_put(X.array, P("data"))
+        with pytest.raises(ValueError, match="should match the mesh passed to shard_map") as raised:
+            check_shard_invariance(mapped, x)
+        assert any("call `jax.shard_map` in it" in note for note in raised.value.__notes__)
+        found = mapped(x)
+        np.testing.assert_allclose(found, X.array.reshape(4, 2, 16).sum(0), rtol=1e-6)
+
+        def total(x: jax.Array) -> jax.Array:
+            return jax.shard_map(lambda x: jax.lax.psum(x.sum(0), "data"), **specs)(x)
+
+        assert check_shard_invariance(total, x).compared == 1
+
+
+def test_refusals_are_described() -> None:
+    def rows_only(x: axn.NamedArray, w: axn.NamedArray) -> axn.NamedArray:
+        return axn.shard_map(lambda x, w: axn.dot(x, w, axis="embed"))(x, w)
+
+    result = check_shard_invariance(rows_only, X, W, draws=40, seed=1)
+    assert result.compared and any(r"results: the " in m for m in result.refusals.values())
+    assert all(re.search(r"\w[^:]*$", message) for message in result.refusals.values())
 
 
 def test_one_mapping_on_the_active_mesh(auto_mesh: Mesh) -> None:

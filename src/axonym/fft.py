@@ -111,9 +111,10 @@ def _transform_kernel(
         same = all(length is None for length in lengths)
         return several(x, s=None if same else full, axes=positions, norm=norm)
 
-    successors, along = {old: (new,) for old, new in renamed.items()}, {*chosen, *renamed.values()}
-    return _kernels.make_along_kernel(
-        what, positional, (names,), out_names, along, per_device=True, selection=asked, successors=successors
+    whole = dict.fromkeys((*chosen, *renamed.values()), "whole")
+    successors = {old: (new,) for old, new in renamed.items()}
+    return _kernels.make_kernel(
+        what, positional, (names,), out_names, whole, successors=successors, selection=asked, on_auto="per device"
     )
 
 

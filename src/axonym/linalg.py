@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,12 @@ __all__ = [
     "eigvals",
     "eigvalsh",
     "inv",
-    "lstsq",
     "norm",
-    "pinv",
     "qr",
     "slogdet",
     "solve",
     "svd",
+    "svdvals",
     "tridiagonal_solve",
 ]
 
@@ -139,7 +138,8 @@ def _matrix_kernel(
         return found if several else found[0]
 
     out_names = tuple(layouts) if several else layouts[0]
-    return _kernels.make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
+    whole = dict.fromkeys((row, col), "whole")
+    return _kernels.make_kernel(what, positional, (names,), out_names, whole, selection=axes)
 
 
 def _apply_to_matrices(
@@ -157,8 +157,12 @@ def _apply_to_matrices(
     ).apply(a.array)
 
 
-_USE_PINV = " `linalg.pinv` and `linalg.lstsq` take a matrix of any shape."
-_INVERSE = _Form((("col", "row"),), square=True, way_out=_USE_PINV, transposes=True)
+_INVERSE = _Form(
+    (("col", "row"),),
+    square=True,
+    way_out=" `axonym.lift` applies `jnp.linalg.pinv` and `lstsq`, which take any matrix.",
+    transposes=True,
+)
 _MATRIX = _Form((("row", "col"),), square=True)
 _SCALARS = _Form(((), ()), square=True, transposes=True)
 _EIGENVALUES = _Form((("new",),), square=True, way_out=" `linalg.svd` takes a matrix of any shape.")
@@ -206,22 +210,11 @@ eigh: _Decomposition[_Two] = _make_function(jnp.linalg.eigh, _EIGENVECTORS, "Com
 eigvalsh: _Decomposition[NamedArray] = _make_function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", _DIAGONAL, "float32[k=2], [2. 3.]")
 eig: _Decomposition[_Two] = _make_function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]", "complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]")
 eigvals: _Decomposition[NamedArray] = _make_function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]")
+svdvals: _Decomposition[NamedArray] = _make_function(jnp.linalg.svdvals, _Form((("new",),), transposes=True), "Compute the descending singular values of matrices of any shape.", "[[0., 3., 0.], [2., 0., 0.]]", "float32[k=2], [3. 2.]")
 # fmt: on
 
 
 # --- functions of any matrix ---
-
-
-def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
-    """Compute the pseudo-inverse of matrices of any shape, with the axes (col, row).
-
-    Singular values below the fraction `rtol` of the largest count as zero.
-
-    >>> axn.linalg.pinv(axn.named([[2., 0., 0.], [0., 4., 0.]], ("i", "j")), ("i", "j"))
-    NamedArray(float32[j=3, i=2], [[0.5 0. ] [0. 0.25] [0. 0. ]])
-    """
-    form = _Form((("col", "row"),), transposes=True)
-    return _apply_to_matrices(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=None if rtol is None else float(rtol))
 
 
 @errors.say_how_to_call
@@ -237,53 +230,31 @@ def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedAr
     return _apply_to_matrices(jnp.linalg.qr, "linalg.qr", _Form((("row", "new"), ("new", "col"))), a, axes, new_axis)
 
 
-@overload
-def svd(
-    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: Literal[True] = True
-) -> tuple[NamedArray, NamedArray, NamedArray]: ...
-@overload
-def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: Literal[False]) -> NamedArray: ...
-@overload
-def svd(
-    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool
-) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]: ...
 @errors.say_how_to_call
-def svd(
-    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True
-) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]:
+def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray, NamedArray]:
     """Compute the reduced singular value decomposition.
 
     Return U with the axes (row, new), the singular values along new in descending order, and the conjugate of V with
-    the axes (new, col): the product of the three over `new_axis` is `a`.
+    the axes (new, col): the product of the three over `new_axis` is `a`. `svdvals` returns the singular values alone.
 
     Arguments:
         new_axis: the axis of the singular values, whose size is the smaller one of row and col.
-        compute_uv: False for the singular values alone.
 
     >>> a = axn.named([[0., 3., 0.], [2., 0., 0.]], ("i", "j"))
     >>> u, s, vh = axn.linalg.svd(a, ("i", "j"), "k")
     >>> u.shape, s, vh.shape
     ({'i': 2, 'k': 2}, NamedArray(float32[k=2], [3. 2.]), {'k': 2, 'j': 3})
     """
-    if compute_uv:
-        form = _Form((("row", "new"), ("new",), ("new", "col")))
-        return _apply_to_matrices(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
-    return _apply_to_matrices(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
+    form = _Form((("row", "new"), ("new",), ("new", "col")))
+    return _apply_to_matrices(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
 
 
 # --- systems of equations ---
 
 
 @_kernels.shared("a_names", "b_names", "axes")
-def _system_kernel(
-    fn: Callable[..., Any],
-    what: str,
-    form: _Form,
-    a_names: Names,
-    b_names: Names,
-    axes: MatrixAxes,
-    static: tuple[Any, ...] = (),
-) -> _kernels.Kernel:
+def _solve_kernel(a_names: Names, b_names: Names, axes: MatrixAxes) -> _kernels.Kernel:
+    what = "linalg.solve"
     row, col = _kernels.select(what, a_names, axes)
     _kernels.select(what, b_names, row, operand=1)
     if col in b_names:
@@ -299,14 +270,15 @@ def _system_kernel(
 
     def positional(a, b):
         a = _kernels.transpose_to(a, a_names, (*batch, row, col))
-        _check_matrix(what, form, (row, col), a)
+        _check_matrix(what, _INVERSE, (row, col), a)
         b = _kernels.align(b, b_names, (*batch, row, *sides))
         many = b.shape[len(batch) + 1 :]
         # Each right-hand side is a column of one matrix.
-        x = fn(a, b.reshape(*b.shape[: len(batch) + 1], math.prod(many)), *static)
+        x = jnp.linalg.solve(a, b.reshape(*b.shape[: len(batch) + 1], math.prod(many)))
         return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
 
-    return _kernels.make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
+    whole = dict.fromkeys((row, col), "whole")
+    return _kernels.make_kernel(what, positional, (a_names, b_names), out_names, whole, selection=axes)
 
 
 @errors.say_how_to_call
@@ -323,31 +295,7 @@ def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
     """
     what = "linalg.solve"
     require_named(what, a), require_named(what, b)
-    return _system_kernel(jnp.linalg.solve, what, _INVERSE, a.names, b.names, _pair_of_axes(what, axes)).apply(
-        a.array, b.array
-    )
-
-
-@errors.say_how_to_call
-def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = None) -> NamedArray:
-    """Solve `a x = b`, that is `dot(a, x, axis=col) = b`, by least squares, for matrices of any shape.
-
-    Of several equally good solutions, return the one with the smallest norm.
-
-    Arguments:
-        b: the right-hand side, as for `solve`.
-        rcond: singular values below this fraction of the largest count as zero.
-
-    >>> a = axn.named([[1.], [1.]], ("i", "j"))
-    >>> axn.linalg.lstsq(a, axn.named([1., 2.], "i"), ("i", "j"))
-    NamedArray(float32[j=1], [1.5])
-    """
-    what = "linalg.lstsq"
-    require_named(what, a), require_named(what, b)
-    kernel = _system_kernel(
-        _lstsq, what, _Form(()), a.names, b.names, _pair_of_axes(what, axes), (None if rcond is None else float(rcond),)
-    )
-    return kernel.apply(a.array, b.array)
+    return _solve_kernel(a.names, b.names, _pair_of_axes(what, axes)).apply(a.array, b.array)
 
 
 def tridiagonal_solve(
@@ -391,8 +339,8 @@ def _tridiagonal_kernel(names: Names, of_diagonals: tuple[Names, ...], axis: Axi
         aligned = [_kernels.align(x, own, names) for x, own in zip(diagonals, of_diagonals, strict=True)]
         return _tridiagonal(b, *aligned, axis=names.index(along))
 
-    return _kernels.make_along_kernel(
-        what, positional, (names, *of_diagonals), names, {along}, per_device=True, selection=axis
+    return _kernels.make_kernel(
+        what, positional, (names, *of_diagonals), names, {along: "whole"}, selection=axis, on_auto="per device"
     )
 
 
@@ -404,13 +352,6 @@ def _tridiagonal(b: jax.Array, *diagonals: jax.Array, axis: int) -> jax.Array:
     lower, upper = jnp.where(place == 0, 0, lower), jnp.where(place == b.shape[-1] - 1, 0, upper)
     x = jax.lax.linalg.tridiagonal_solve(lower, diagonal, upper, b[..., None])[..., 0]
     return jnp.moveaxis(x, -1, axis).astype(kind)
-
-
-def _lstsq(a: jax.Array, b: jax.Array, rcond: float | None) -> jax.Array:
-    def solution(a, b):
-        return jnp.linalg.lstsq(a, b, rcond)[0]
-
-    return jnp.vectorize(solution, signature="(m,n),(m,k)->(n,k)")(a, b)
 
 
 # --- norms ---
@@ -440,7 +381,8 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
             _check_dtype(what, x)
             return fn(x)
 
-        return _kernels.make_along_kernel(what, of_singular_values, (names,), out_names, chosen, selection=axis)
+        whole = dict.fromkeys(chosen, "whole")
+        return _kernels.make_kernel(what, of_singular_values, (names,), out_names, whole, selection=axis)
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 

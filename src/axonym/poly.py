@@ -8,7 +8,6 @@ Raw arrays, lists and numbers are polynomials too; if no operand has a name, the
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -73,10 +72,10 @@ def _result_axis(*operands: PolynomialLike) -> Names:
 def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
-    along = {n for names in in_names for n in names}
-    by_products = functools.partial(convolve_by_products, jnp.convolve) if fn is jnp.polymul else None
-    return _kernels.make_along_kernel(
-        name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along, replicated=True, by_products=by_products
+    positional, whole = lambda *arrays: fn(*arrays, *static), {n: "whole" for names in in_names for n in names}
+    by_products = convolve_by_products if fn is jnp.polymul else None
+    return _kernels.make_kernel(
+        name, positional, in_names, out_names, whole, on_auto="replicated", by_products=by_products
     )
 
 
@@ -188,7 +187,7 @@ def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
 
 @_kernels.shared("own", "names")
 def _polyval_kernel(own: Names, names: Names) -> _kernels.Kernel:
-    return _kernels.make_along_kernel("polyval", jnp.polyval, (own, names), names, own)
+    return _kernels.make_kernel("polyval", jnp.polyval, (own, names), names, dict.fromkeys(own, "whole"))
 
 
 def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
@@ -353,7 +352,7 @@ def _polyfit_kernel(
             return coefficients, _kernels.transpose_to(each, (point, f"{point}_cov", *others), covariance)
         return coefficients
 
-    return _kernels.make_along_kernel("polyfit", positional, in_names, out_names, x_names)
+    return _kernels.make_kernel("polyfit", positional, in_names, out_names, dict.fromkeys(x_names, "whole"))
 
 
 def _inexact(x: jax.Array) -> jax.Array:

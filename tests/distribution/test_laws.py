@@ -281,14 +281,14 @@ IN_THE_LAW = {
 """The operation of the law for each case that lies elsewhere, and for each function that makes kernels of operations
 that run per device or along an axis."""
 _BATCHES, _OTHERWISE = (
-    "`make_along_kernel` distributes its batches as it does the batches of an FFT",
+    "`_along` in `ops/_kernels.py` distributes its batches as it does the batches of an FFT",
     "on Auto mesh axes it avoids what XLA partitions wrongly: see `_on_auto_axes`",
 )
 EXCUSED = {
     "take_along_axis-several": "along a sharded axis it is a look-up, whose result has another name",
     "linalg.py _matrix_kernel": _BATCHES,
     "linalg.py _norm_kernel": _BATCHES,
-    "linalg.py _system_kernel": _BATCHES,
+    "linalg.py _solve_kernel": _BATCHES,
     "linalg.py _tridiagonal_kernel": _BATCHES,
     "nn/moe.py _grouped_kernel": "experts send rows by the data: tests/insight/test_by_names.py compares their steps",
     "ops/interpolation.py _interp_kernel": _BATCHES,
@@ -301,19 +301,19 @@ EXCUSED = {
 
 
 def _made_with_care() -> set[str]:
-    """Return the functions that make kernels with `per_device`, `gathers` or `along`, each with its file."""
+    """Return the functions that make kernels of products, per device, or of all of an axis, each with its file."""
     found = set()
     root = Path(axn.__file__).parent
     for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for f in tree.body:
-            calls = [(ast.unparse(c.func).rpartition(".")[2], c) for c in ast.walk(f) if isinstance(c, ast.Call)]
-            keywords = {k.arg for made, c in calls if made == "make_kernel" for k in c.keywords}
-            if isinstance(f, ast.FunctionDef) and (
-                keywords & {"per_device", "gathers"} or any(made == "make_along_kernel" for made, _ in calls)
-            ):
+            calls = [c for c in ast.walk(f) if isinstance(c, ast.Call)]
+            made = [c for c in calls if ast.unparse(c.func).rpartition(".")[2] == "make_kernel"]
+            keywords = {k.arg for c in made for k in c.keywords}
+            words = {c.value for c in ast.walk(f) if isinstance(c, ast.Constant)}
+            if isinstance(f, ast.FunctionDef) and made and (keywords & {"per_device", "product"} or "whole" in words):
                 found.add(f"{path.relative_to(root).as_posix()} {f.name}")
-    return found - {"ops/_kernels.py make_along_kernel"}
+    return found
 
 
 def test_operations_that_exchange_are_in_the_law() -> None:

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import io
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +43,12 @@ def example(name: str) -> Any:
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def first_lost(axis: str, step: Callable[..., Any], *args: Any, mapping: Any) -> axn.insight.Collective | None:
+    """Return the first exchange by which an axis stops being sharded; indices of look-ups do not count."""
+    found = axn.insight.explain(step, *args, mapping=mapping, by="partitioner").collectives
+    return next((c for c in found if axis in (*c.gathered, *c.moved) and not c.of_indices), None)
 
 
 def gradients(model: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any]:
@@ -147,23 +151,6 @@ def train_lm(name: str, kind: AxisType = AxisType.Auto) -> Case:
     return mesh, steps.distributed(train, strategy), (state, tokens)
 
 
-def raw_language_model(rule: str) -> Case:
-    """Return the step of `language_model.py`, in plain JAX for Auto axes, as two scripts distribute it."""
-    example_ = example("language_model")
-    tensor = example("language_model_tensor_parallel")
-    mesh = mesh_of(data=4, model=2)
-    parameters = tensor.PARAMETERS if rule == "tensor" else axn.sharding.FSDPShardingRule("data", min_fsdp_size=1024)
-    step = axn.named_jit(
-        example_.step,
-        in_placement=(parameters, parameters, PartitionSpec("data")),
-        out_placement=(PartitionSpec(), parameters, parameters),
-        annotation_shardings=tensor.ACTIVATIONS if rule == "tensor" else {},
-    )
-    params, state = jax.eval_shape(example_.start, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((8, example_.LENGTH + 1), jnp.int32)
-    return mesh, step, (params, state, tokens)
-
-
 def explained(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
     """Return the step of `explain.py`, made smaller."""
     example_ = example("explain")
@@ -177,27 +164,6 @@ def explained(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
         return jax.eval_shape(lambda: axn.ones({n: sizes[n] for n in names}))
 
     return mesh, step, ({"up": array("embed", "mlp"), "down": array("mlp", "embed")}, array("batch", "pos", "embed"))
-
-
-def tutorial(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
-    """Return the training step of the tutorial, under one of its mappings."""
-    text = (EXAMPLES.parent / "docs" / "tutorial.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    program = "\n".join(blocks).partition("model, state = start()")[0]
-    scope: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(program, scope)
-    placements = {
-        "data": {"batch": ("data", "model")},
-        "tensor": {"heads": "model", "mlp": "model"},
-        "both": {"batch": "data", "heads": "model", "mlp": "model"},
-        "fsdp": ({"embed": ("data", "model")}, {"batch": ("data", "model")}),
-    }
-    placement, step = placements[mapping], scope["step"]
-    fsdp = isinstance(placement, tuple)
-    compiled = axn.fsdp(step, *placement) if fsdp else axn.named_jit(step, placement, in_placement=placement)
-    args = jax.eval_shape(lambda: (*scope["start"](), *scope["sample"](0)))
-    return mesh_of(kind, data=4, model=2), compiled, args
 
 
 def generated(weights: str, kind: AxisType = AxisType.Auto) -> Case:
@@ -234,34 +200,3 @@ def kernels(mapping: int, kind: AxisType = AxisType.Auto) -> Case:
     args = jax.eval_shape(lambda: (axn.zeros((example_.Row, example_.Embed)), axn.zeros(example_.Embed)))
     placement = example_.MAPPINGS[mapping]
     return mesh_of(kind, data=2, model=2), axn.named_jit(step, placement, in_placement=placement), args
-
-
-def own_partitioning(mapping: int, kind: AxisType = AxisType.Auto) -> Case:
-    """Return the operations of `custom_partitioning.py` whose results do not depend on the number of devices."""
-    example_ = example("custom_partitioning")
-
-    def step(x: axn.NamedArray, by: axn.NamedArray) -> Any:
-        total = example_.scaled_total_of_raw(x.array, 2.0)
-        return example_.scaled(x, 2.0), example_.scaled_total(x, 2.0), total, example_.rescaled(x, by, 2.0)
-
-    args = jax.eval_shape(lambda: (axn.zeros((example_.Batch, example_.Vocab)), axn.zeros(example_.Batch)))
-    placement = example_.MAPPINGS[mapping]
-    return mesh_of(kind, rows=2, cols=2), axn.named_jit(step, placement, in_placement=placement), args
-
-
-def per_device(program: int, kind: AxisType = AxisType.Auto) -> Case:
-    """Return one of the programs of `per_device.py`."""
-    found = example("per_device").PROGRAMS[program]
-    compiled = jax.jit(axn.shard_map(found.fn, **found.options))
-    return mesh_of(kind, **found.mesh), compiled, found.arguments()
-
-
-def tour(mapping: int, kind: AxisType = AxisType.Auto) -> Case:
-    """Return the layer of `tour.py`, under one of its mappings."""
-    args = jax.eval_shape(
-        lambda: tuple(map(axn.zeros, ({"batch": 8, "embed": 16}, {"embed": 16, "mlp": 32}, {"mlp": 32, "embed": 16})))
-    )
-    mappings: list[dict[str, str]] = [{"batch": "data"}, {"batch": "data", "mlp": "model"}]
-    layer = example("tour").layer
-    step = axn.named_jit(layer, mappings[mapping]) if mapping < 2 else axn.fsdp(layer, {"embed": "data"}, mappings[0])
-    return mesh_of(kind, data=4, model=2), step, args

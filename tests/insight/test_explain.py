@@ -287,7 +287,7 @@ def test_a_compiled_step_takes_no_other_mapping() -> None:
         axn.insight.explain(axn.named_jit(step), weights(), batch(), mapping={"batch": "data"})
 
 
-@pytest.mark.parametrize("function", ["explain", "compare", "blame", "snapshot", "plan", "Contract.check"])
+@pytest.mark.parametrize("function", ["explain", "compare", "snapshot", "plan", "Contract.check"])
 def test_what_is_reported_on_is_called_as_elsewhere(function: str) -> None:
     """The parameter has the name that it has in the transforms and in `named_jit`."""
     found = operator.attrgetter(function)(axn.insight)

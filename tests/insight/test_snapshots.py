@@ -109,33 +109,3 @@ def test_fixture(pytester: pytest.Pytester) -> None:
             "*+*all-reduce over model*sums over embed*",
         ]
     )
-
-
-CONTRACTS = """
-import jax
-import axonym as axn
-
-def rules(mapping_contract):
-    mesh = axn.make_mesh({"data": 4, "model": 2})
-    return mapping_contract(never_gathers=["batch"], mapping={"batch": "data"}, mesh=mesh)
-
-def checked(mapping_contract, step):
-    rules(mapping_contract).check(step, jax.eval_shape(lambda: axn.ones({"batch": 8, "embed": 8})))
-
-def test_keeps(mapping_contract):
-    checked(mapping_contract, lambda x: x * 2)
-
-def test_breaks(mapping_contract):
-    checked(mapping_contract, lambda x: axn.shard(x, {"batch": None}) * 2)
-
-def test_forgets(mapping_contract):
-    rules(mapping_contract)
-"""
-
-
-def test_contracts_as_a_fixture(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest('pytest_plugins = ["axonym.insight.pytest_plugin"]')
-    pytester.makepyfile(CONTRACTS)
-    found = pytester.runpytest_inprocess()
-    found.assert_outcomes(passed=2, failed=1, errors=1)
-    found.stdout.fnmatch_lines(["*nothing was checked by a contract*", "*BrokenContract: *gathers batch: all-gather*"])

@@ -152,14 +152,6 @@ def test_a_report_without_a_chip() -> None:
     assert report.verdict.explanation.startswith("Most bytes go over data: each device sends ")
 
 
-def test_blame_says_that_an_axis_is_sharded_nowhere() -> None:
-    mesh, mapping = axn.make_mesh(MESH), {"bacth": "data", "mlp": "model"}
-    found = axn.insight.blame(step, weights(), batch(), axis="batch", mapping=mapping, mesh=mesh)
-    assert str(found) == "nothing gathers or moves batch: no mapping shards it, but 'bacth', which no array has."
-    found = axn.insight.blame(step, weights(), batch(), axis="bacth", mapping=mapping, mesh=mesh)
-    assert str(found) == "nothing gathers or moves bacth: no array of the step has it. Did you mean 'batch'?"
-
-
 def test_what_depends_on_values_is_not_said_to_be_nothing() -> None:
     """Transfers in a loop of unknown length have no sum, and no chip would tell the time."""
 

@@ -261,7 +261,7 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, str]], dict[str, str]], tuple[str,
     "layers are not separate": (key("down_proj", "{nothing}"), ("without 'nothing'",)),
     "8 bits without scales": (
         replaced("embed mlp", "embed mlp as int8"),
-        ("down_proj.weight'", "no row has its scales"),
+        ("down_proj.weight'", "a cast to int8 would cut off fractions"),
     ),
     "the head is the table": (
         lambda table: table | {"lm_head.weight": "= model.embed_tokens.weight"},

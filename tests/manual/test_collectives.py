@@ -382,35 +382,30 @@ def test_outside_of_a_shard_map(auto_mesh: Mesh, x) -> None:
             run(lambda x: axn.psum(x, "pos"), x, axis_names={"data"})
 
 
-# --- without tiling ---
+# --- devices as an axis ---
 
-UNTILED: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+WITHOUT_TILING: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "all_gather": (
-        lambda x: axn.all_gather(x, "from", over="batch", tiled=False),
+        lambda x: axn.all_gather(x.broadcast_axis(axn.Axis("from", 1)), "from", over="batch"),
         lambda a: jax.lax.all_gather(a, "data"),
         ("from", "batch", "pos", "embed"),
     ),
     "psum_scatter": (
-        lambda x: axn.psum_scatter(x, "embed", over="data", tiled=False),
+        lambda x: axn.psum_scatter(x, "embed", over="data")["embed", 0],
         lambda a: jax.lax.psum_scatter(a, "data", scatter_dimension=2),
         ("batch", "pos"),
     ),
     "all_to_all": (
-        lambda x: axn.all_to_all(x, "embed", axn.Axis("from", 4), over="data", tiled=False),
+        lambda x: axn.all_to_all(x, "embed", "embed", over="data").rename({"embed": "from"}),
         lambda a: jax.lax.all_to_all(a, "data", 2, 2),
         ("batch", "pos", "from"),
-    ),
-    "all_to_all in place": (
-        lambda x: axn.all_to_all(x, "embed", "embed", over="batch", tiled=False),
-        lambda a: jax.lax.all_to_all(a, "data", 2, 2),
-        ("batch", "pos", "embed"),
     ),
 }
 
 
-@pytest.mark.parametrize("case", UNTILED)
-def test_without_tiling_devices_are_an_axis(mesh: Mesh, x, case: str) -> None:
-    fn, raw, names = UNTILED[case]
+@pytest.mark.parametrize("case", WITHOUT_TILING)
+def test_what_jax_does_without_tiling(mesh: Mesh, x, case: str) -> None:
+    fn, raw, names = WITHOUT_TILING[case]
     inside = lambda x: (fn(x), axn.named(raw(x.array), names))
     with jax.set_mesh(mesh):
         found, expected = run(inside, x, out_specs={"batch": "data", "pos": "model"})
@@ -422,28 +417,6 @@ def test_without_tiling_devices_are_an_axis(mesh: Mesh, x, case: str) -> None:
 
         ours, theirs = jax.grad(loss)(x, 0), jax.grad(loss)(x, 1)
         np.testing.assert_allclose(ours.array, theirs.array)
-
-
-def test_one_value_of_what_is_gathered_without_tiling(mesh: Mesh, x) -> None:
-    gathered = lambda x: axn.all_gather(axn.sum(x, "batch"), "from", over="batch", tiled=False, invariant=True)
-    with jax.set_mesh(mesh):
-        found = run(gathered, x)
-    np.testing.assert_array_equal(found.array, X.reshape(4, 2, 6, 4).sum(1))
-
-
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (lambda x: axn.all_gather(x, "pos", over="data", tiled=False), r"'pos' is a new axis, but .* has it already"),
-        (lambda x: axn.all_gather(x, axn.Axis("from", 3), over="data", tiled=False), r"4 in the devices.*3|from"),
-        (lambda x: axn.psum_scatter(x, "pos", over="data", tiled=False), r"'pos' of .* one entry for each .* has 4"),
-        (lambda x: axn.all_to_all(x, "pos", "from", over="data", tiled=False), r"'pos' of .* one entry for each"),
-        (lambda x: axn.all_to_all(x, "pos", "embed", over="data", tiled=False), r"'embed' is a new axis"),
-    ],
-)
-def test_what_is_wrong_without_tiling(mesh: Mesh, x, fn, message: str) -> None:
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        run(fn, x)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -17,7 +17,6 @@ from axonym.nn.attention import (
     causal_mask,
     dot_product_attention,
     dot_product_attention_weights,
-    group_heads,
 )
 from tests.helpers import assert_named
 
@@ -108,16 +107,6 @@ def test_all_heads_can_share_keys_and_values() -> None:
     found = attend(Q, axn.named(k[:, :, 0], (Batch, KPos, Size)), axn.named(v[0], (KPos, Batch, Size)))
     wanted, _ = written_out(q[:, :, :, None], k.repeat(2, 2), v.repeat(2, 0))
     assert_named(found, axn.named(jnp.asarray(wanted[:, :, :, 0]), Q.axes), **CLOSE)
-
-
-def test_groups_are_of_consecutive_heads() -> None:
-    query = draw(Batch, Pos, axn.Axis("q_heads", 6), Size)
-    grouped = group_heads(query, "q_heads", Heads, "group")
-    assert_named(grouped, axn.named(query.array.reshape(2, 4, 2, 3, 8), (Batch, Pos, Heads, Group, Size)))
-    with pytest.raises(ValueError, match="6 heads of axis 'q_heads' cannot be split into 4 equal groups"):
-        group_heads(query, "q_heads", axn.Axis("heads", 4))
-    with pytest.raises(ValueError, match="'group' has conflicting sizes: 2 in the argument, 3 in the result"):
-        group_heads(query, "q_heads", Heads, axn.Axis("group", 2))
 
 
 # --- numerics ---

@@ -32,7 +32,7 @@ DOTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: axn.dot(X, W.array, axis="embed"),
         TypeError,
-        "dot: expected NamedArrays, got ArrayImpl. Name raw arrays with",
+        "dot: expected NamedArrays, got ArrayImpl. Name its axes with",
     ),
     (lambda: axn.dot(X, 2.0, axis="embed"), TypeError, "dot: expected NamedArrays, got float."),
     (lambda: axn.dot("embed", X, W, axis="embed"), TypeError, "dot: expected NamedArrays, got str."),

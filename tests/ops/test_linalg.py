@@ -41,7 +41,7 @@ def test_decompositions_multiply_to_the_matrix() -> None:
 
 
 def test_a_new_axis_may_be_given_with_its_size() -> None:
-    assert linalg.svd(WIDE, RC, axn.Axis("k", 2), compute_uv=False).shape == {"k": 2}
+    assert linalg.svdvals(WIDE, RC, axn.Axis("k", 2)).shape == {"k": 2}
     assert linalg.eigh(A, list(RC), "col")[1].names == ("batch", "row", "col")  # pyright: ignore[reportArgumentType]
 
 
@@ -59,8 +59,6 @@ def test_integers_are_promoted() -> None:
 
 
 def test_matrices_without_elements() -> None:
-    empty = axn.zeros({"batch": 2, "row": 3, "col": 0})
-    assert linalg.lstsq(empty, axn.ones({"row": 3, "x": 2}), RC).shape == {"batch": 2, "col": 0, "x": 2}
     none = axn.zeros({"row": 0, "col": 0})
     assert linalg.solve(none, axn.zeros({"row": 0, "x": 2}), RC).shape == {"col": 0, "x": 2}
     assert linalg.solve(A, axn.zeros({"row": 3, "x": 0}), RC).shape == {"batch": 2, "col": 3, "x": 0}
@@ -122,7 +120,7 @@ def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
         ),
         (lambda: linalg.solve(A, axn.ones({"row": 4}), RC), ValueError, r"^linalg\.solve: axis 'row' .*: 3 .*, 4 "),
         (lambda: linalg.solve(WIDE, axn.ones({"row": 2}), RC), ValueError, r"^linalg\.solve: .* not square\. .*lstsq"),
-        (lambda: untyped.lstsq(WIDE, jnp.ones(2), RC), TypeError, r"^linalg\.lstsq: expected a NamedArray"),
+        (lambda: untyped.solve(WIDE, jnp.ones(2), RC), TypeError, r"^linalg\.solve: expected a NamedArray"),
         (lambda: linalg.norm(A, ("batch", *RC)), ValueError, r"^linalg\.norm: .*; got \(batch, row, col\)\. Flatten"),
         (
             lambda: linalg.norm(A.astype(jnp.bfloat16), RC, ord=2),

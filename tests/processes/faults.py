@@ -148,6 +148,23 @@ def check_checkpoint_that_one_process_cannot_write(folder: Path) -> None:
         np.testing.assert_array_equal(x.array, axn.to_host(spread())[key].array)
 
 
+def check_that_orbax_leaves_the_others_at_a_barrier(folder: Path) -> None:
+    """If this fails, `AsyncCheckpointer` tells all processes of a failure, and may replace what is made around it."""
+    from orbax.checkpoint import AsyncCheckpointer, PyTreeCheckpointHandler, args
+    from orbax.checkpoint.options import AsyncOptions
+
+    tree, last = raw(), jax.process_count() - 1
+    handler, options = PyTreeCheckpointHandler(), AsyncOptions(timeout_secs=2)
+    if jax.process_index() == last:
+        handler.async_save = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with (
+        pytest.raises(OSError if jax.process_index() == last else TimeoutError),
+        AsyncCheckpointer(handler, async_options=options) as checkpointer,
+    ):
+        checkpointer.save(folder / "1", args=args.PyTreeSave(tree))
+    gathers_are_right()
+
+
 def check_checkpoint_with_a_bad_tree_in_each_process(folder: Path) -> None:
     for at in range(jax.process_count()):
         bad = {"other": jax.ShapeDtypeStruct((2,), "float32")} if jax.process_index() == at else {}

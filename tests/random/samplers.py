@@ -79,11 +79,6 @@ def sample(name: str, key: Any, *values: Any) -> axn.NamedArray:
     return getattr(random, name)(key, AXES, *((float,) if name == "uniform" else ()), *values)
 
 
-def noise(key: Any, shape: axn.typing.AxisSpec, scale: Any, shift: float = 0.0) -> axn.NamedArray:
-    """A sampler like those that users write."""
-    return scale * random.normal(key, shape) + shift
-
-
 def assert_same(found: Any, wanted: Any, message: str = "", rtol: float = 3e-6) -> None:
     found = found.array if isinstance(found, axn.NamedArray) else found
     assert found.dtype == wanted.dtype, message

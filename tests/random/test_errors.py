@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 from axonym import random
-from tests.random.samplers import AXES, KEY, Batch, Embed, Pos, Vocab, noise
+from tests.random.samplers import AXES, KEY, Batch, Embed, Pos, Vocab
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,6 @@ def test_wrong_selections() -> None:
         random.categorical(KEY, logits, "vocab", (Batch, Vocab))
     with pytest.raises(ValueError, match=r"random.categorical: `logits` .* has 8 for axis 'batch', the result has 4"):
         random.categorical(KEY, logits, "vocab", Batch.resize(4))
-    with pytest.raises(ValueError, match=r"random.categorical: there are more draws \(draw=17\) than axis vocab\(16\)"):
-        random.categorical(KEY, logits, "vocab", {"batch": 8, "draw": 17}, replace=False)
     with pytest.raises(ValueError, match=r"random.choice: no axis 'x' in \(batch=8, vocab=16\)"):
         random.choice(KEY, Pos, logits, "x")
     with pytest.raises(ValueError, match=r"random.choice: 'vocab' would name more than one axis"):
@@ -105,20 +103,3 @@ def test_wrong_mappings(mesh: Mesh) -> None:
             random.normal(KEY, AXES)
     assert "axis 'pos' of size 3 cannot be sharded over model=2" in str(error.value)
     assert "Did you mean 'model'?" in str(error.value)
-
-
-def test_wrong_blocks() -> None:
-    with pytest.raises(ValueError, match=r"generate_sharded\(noise\): no axis 'x' in \(batch=8, pos=3, embed=4\)"):
-        random.generate_sharded(noise, "x")(KEY, AXES, 1.0)
-    with pytest.raises(ValueError, match=r"random.generate_sharded\(noise\): the shape has no axes"):
-        random.generate_sharded(noise)(KEY, (), 1.0)
-    with pytest.raises(
-        ValueError, match=r"generate_sharded\(noise\): axis 'batch' has conflicting sizes: 8 in the shape"
-    ):
-        random.generate_sharded(noise)(KEY, AXES, axn.ones(Batch.resize(4)))
-    with pytest.raises(
-        TypeError, match=r"with the axes of the shape it is given, \(pos=3, embed=4\), got float32\[pos=3\]"
-    ):
-        random.generate_sharded(lambda key, shape: random.normal(key, Pos))(KEY, AXES)
-    with pytest.raises(TypeError, match=r"got int"):
-        random.generate_sharded(noise)(0, AXES, 1.0)

@@ -143,6 +143,21 @@ DRAWS: dict[str, tuple[Callable[[Any, axn.NamedArray], axn.NamedArray], int]] = 
 }
 
 
+def test_a_key_for_each_index(mesh: Mesh) -> None:
+    """A function that draws is mapped over keys, and each device draws with its own."""
+    keys, scale = axn.named(jax.random.split(KEY, Batch.size), Batch), axn.arange((Embed, Batch)) * 1.0
+
+    def drawn(keys: axn.NamedArray, scale: axn.NamedArray) -> axn.NamedArray:
+        return axn.vmap(lambda key, scale: scale * random.normal(key, (Pos, Embed)), Batch)(keys, scale)
+
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        found = jax.block_until_ready(axn.named_jit(drawn)(*axn.shard((keys, scale))))
+    assert entries(found) == MAPPING
+    for i in range(Batch.size):
+        wanted = scale["batch", i] * random.normal(keys.array[i], (Pos, Embed))
+        assert_same(found["batch", i], wanted.array)
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_no_device_draws_the_whole(name: str, mesh: Mesh) -> None:
     fn, numbers = DRAWS[name]

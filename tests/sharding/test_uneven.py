@@ -259,7 +259,6 @@ def test_new_arrays_inside_are_those_of_one_device() -> None:
             "zeros": axn.zeros((Vocab, Embed)),
             "arange": axn.arange(Vocab),
             "normal": axn.random.normal(key, (Embed, Vocab)),
-            "blocks": axn.random.generate_sharded(axn.random.uniform, Vocab)(key, (Vocab, Embed)),
             "layer": nn.Linear.init(Embed, Vocab, key=key),
         }
 

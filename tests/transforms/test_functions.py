@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym import random
 from axonym.core import function_cache
 from axonym.custom_partitioning import partitioned
 from axonym.transforms.control import cond, while_loop
@@ -119,19 +118,6 @@ def test_gradients_of_a_body() -> None:
     assert_named(jax.grad(lambda r: loss(r, lambda f: fold(f, Time)))(rate), expected, rtol=1e-5)
 
 
-def test_a_sampler_that_holds_an_array(mesh: Mesh) -> None:
-    def noise(scale: Any, key: Any, shape: Any) -> Any:
-        return random.normal(key, shape) * scale
-
-    key, scale = jax.random.key(0), axn.arange(Embed) * 1.0
-    expected = random.generate_sharded(lambda key, shape: noise(scale, key, shape), "batch")(key, (Batch, Embed))
-    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "embed": "model"}):
-        sampler = random.generate_sharded(functools.partial(noise, axn.shard(scale)), "batch")
-        found = jax.block_until_ready(sampler(key, (Batch, Embed)))
-    assert spec(found) == ("data", "model")
-    assert_named(axn.to_host(found), expected, rtol=1e-6)
-
-
 # --- what is found again ---
 
 OTHER = axn.full(Embed, 0.75)
@@ -144,7 +130,6 @@ AGAIN: dict[str, Callable[[axn.NamedArray], Any]] = {
     "associative": lambda r: associative_scan(functools.partial(_weighed, r), XS, Time),
     "lift": lambda r: lift(jnp.linalg.norm, "embed ->")(r),
     "lift a module": lambda r: lift(Scale(r.array).method, "embed -> embed")(X),
-    "generate_sharded": lambda r: random.generate_sharded(functools.partial(_noise, r))(jax.random.key(0), Embed),
 }
 
 
@@ -158,10 +143,6 @@ def _grown(by: Any, x: Any) -> Any:
 
 def _weighed(weight: Any, a: Any, b: Any) -> Any:
     return a + b * weight
-
-
-def _noise(scale: Any, key: Any, shape: Any) -> Any:
-    return random.normal(key, shape) * scale.sum()
 
 
 @pytest.mark.parametrize("call", AGAIN.values(), ids=AGAIN)

@@ -210,9 +210,6 @@ def test_a_nan_shows_whatever_its_sign(mesh, options):
     with axn.axis_mapping({"vocab": "model"}):
         x = axn.shard(axn.named(raw, ("batch", "vocab")))
         assert run(lambda x: categorical(KEY, x, "vocab", **options), x).tolist() == [2, 1]
-        several: Any = {"shape": {"batch": 2, "draw": 2}, "replace": False}
-        drawn = run(lambda x: categorical(KEY, x, "vocab", **several, **options), x)
-    assert drawn["draw", 0].tolist() == [2, 1]
 
 
 def test_keys_of_all_kinds():

@@ -244,19 +244,11 @@ _STACKED = (
 )
 
 
-def under_tree_map() -> str:
-    """Return a sentence about `jax.tree.map` if it called the user's function, or an empty string."""
-    frame, mapping = sys._getframe(2), False
-    while frame is not None:
-        module, _, _ = frame.f_globals.get("__name__", "").partition(".")
-        if module == "jax":
-            mapping = mapping or frame.f_code.co_name == "tree_map"
-        elif mapping and module != "axonym":
-            return " `jax.tree.map` passes the raw arrays in named ones; `axonym.tree.map` passes the named arrays."
-        else:
-            mapping = False
-        frame = frame.f_back
-    return ""
+HOW_TO_NAME = (
+    " Name its axes with axonym.named(array, axes). `jax.tree.map` passes the raw arrays in named ones; "
+    "`axonym.tree.map` passes the named arrays."
+)
+"""What to do about a raw array in the place of a named one."""
 
 
 def caret(text: str, start: int, stop: int, message: str) -> str:

@@ -17,7 +17,8 @@ import jax
 from ..axis import Names
 from ..core.jax_versions import marking_operation
 from .active_settings import ACTIVE, Entry, activate_here, active_mapping
-from .operation_scope import DerivedName, names_of_results, unmarked
+from .axis_rules import names_of_results
+from .operation_scope import DerivedName, unmarked
 
 MARK = "named_axes"
 """The name of the primitive of marks; its parameter `names` has a name or None for each axis."""

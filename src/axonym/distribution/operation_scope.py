@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ..axis import Names
 from .active_settings import Settings, active_settings
+from .axis_rules import AxisRule, names_of_results
 from .mesh_axes import Axes, mapped_axes, storage_axes
 
 _PLAIN = re.compile(r"[^\w.\- ]")
@@ -39,6 +40,9 @@ class DerivedName(str):
         found = super().__new__(cls, text)
         found.axis, found.private = getattr(axis, "axis", axis), private
         return found
+
+    def __getnewargs__(self) -> Any:
+        return self.axis, str(self), self.private
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DerivedName) and str.__eq__(self, other)
@@ -79,6 +83,8 @@ class ScopedOperation:
     """Of a pipeline, the share of the time in which a stage waits."""
     turns: tuple[int, int] | None = None
     """Of a condition in a loop, in how many turns it holds, and how many there are."""
+    rule: AxisRule = dataclasses.field(default=AxisRule((), ()), repr=False, compare=False)
+    """What it says that it does to these axes."""
 
     @property
     def axes(self) -> Axes:
@@ -178,11 +184,6 @@ def _scope_and_record(
     key = hashlib.sha256(repr(record).encode()).hexdigest()[:12]
     operands, made = (";".join(text for text, _ in found) for found in (inputs, results))
     return f"{_PLAIN.sub('_', what)}[{operands}->{made}]#{key}", key, record
-
-
-def names_of_results(out_names: Any) -> Sequence[Names]:
-    """Return the axes of each result."""
-    return out_names if out_names and not isinstance(out_names[0], str) else (out_names or (),)
 
 
 def unmarked(name: str) -> str:

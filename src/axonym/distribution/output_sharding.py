@@ -25,6 +25,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ..axis import Names
 from . import policy
 from .active_settings import Entry, active_mapping, is_mapped
+from .axis_rules import AxisRule
 from .mesh_axes import NO_MESH, entries_of, entry_of, explicit_mesh, mapped_on, mesh_axes, spec_of
 from .per_device import with_auto_axes
 from .policy import Mappings, PlacedAxes, Successors, Undecided
@@ -59,35 +60,24 @@ def infer_output_spec(
         raise ValueError(str(undecided)) from None
 
 
-def call_with_output_sharding(
-    what: str,
-    fn: Callable[..., Any],
-    in_names: Sequence[Names],
-    out_names: Names | tuple[Names, ...],
-    arrays: Sequence[Any],
-    *,
-    native: bool = False,
-    successors: Successors = MappingProxyType({}),
-    summed: Names = (),
-) -> Any:
+def call_with_output_sharding(what: str, fn: Callable[..., Any], rule: AxisRule, arrays: Sequence[Any]) -> Any:
     """Call a positional function so that it works on any mesh.
 
     Arguments:
         fn: the positional function, from arrays to an array or a tuple of arrays.
-        native: whether JAX infers the output sharding of `fn` itself if the operands agree.
-        successors, summed: see `infer_output_spec`.
+        rule: what it does to the axes of these arrays.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
         # No type shows a mapped axis, so arrays that look unsharded may be sharded over it.
-        around = None if native or not is_mapped() else explicit_mesh(arrays, sharded=False)
+        around = None if rule.native or not is_mapped() else explicit_mesh(arrays, sharded=False)
         if around is None:
             return fn(*arrays)
         # For some functions, such as a look-up by mapped indices in an array that is not mapped, JAX cannot infer the
         # sharding of the result, but it adds the mapped axis to a sharding that is given.
         return with_auto_axes(fn, around, PartitionSpec())(*arrays)
-    several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors, summed)
-    if native and not several and _operands_agree(out_names, specs[0], _placed_operands(in_names, arrays)):
+    several, specs = infer_output_specs(what, fn, rule, arrays, mesh)
+    if rule.native and not several and _operands_agree(rule.results, specs[0], _placed_operands(rule, arrays)):
         return fn(*arrays)
     if several:
         return with_auto_axes(lambda *xs: tuple(fn(*xs)), mesh, specs)(*arrays)
@@ -95,27 +85,22 @@ def call_with_output_sharding(
 
 
 def infer_output_specs(
-    what: str,
-    fn: Callable[..., Any],
-    in_names: Sequence[Names],
-    out_names: Any,
-    arrays: Sequence[Any],
-    mesh: Any,
-    successors: Successors,
-    summed: Names = (),
+    what: str, fn: Callable[..., Any], rule: AxisRule, arrays: Sequence[Any], mesh: Any
 ) -> tuple[bool, list[PartitionSpec]]:
     """Return whether a positional function has several outputs, and the partition spec of each."""
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
     with jax.sharding.use_abstract_mesh(NO_MESH):  # otherwise arrays that `fn` creates would be on the mesh
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
-    each = zip(out_names, shapes, strict=True) if several else ((out_names, shapes),)
-    operands = _placed_operands(in_names, arrays)
-    return several, [infer_output_spec(what, names, s.shape, operands, mesh, successors, summed) for names, s in each]
+    each = zip(rule.results, shapes, strict=True) if several else ((rule.results, shapes),)
+    operands = _placed_operands(rule, arrays)
+    summed = tuple(rule.uses or ()) if rule.product else ()
+    specs = [infer_output_spec(what, names, s.shape, operands, mesh, rule.successors, summed) for names, s in each]
+    return several, specs
 
 
-def _placed_operands(in_names: Sequence[Names], arrays: Sequence[Any]) -> list[tuple[Names, tuple[Entry, ...]]]:
-    return [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
+def _placed_operands(rule: AxisRule, arrays: Sequence[Any]) -> list[tuple[Names, tuple[Entry, ...]]]:
+    return [(names, entries_of(x)) for names, x in zip(rule.operands, arrays, strict=True)]
 
 
 def _operands_agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:

@@ -8,11 +8,11 @@ new, the mapping decides. `gathered_over` decides which parameters are all-gathe
 which look-ups in a table whose columns are stored sharded gather indices in place of the table.
 
 Other code carries these decisions out or predicts them: see the package. These families are decided where they are
-carried out, since nothing else predicts them: operations along an axis (`make_along_kernel`), top-k, convolutions,
-attention along the sequence, dispatch to experts, and the rules of users (`custom_partitioning`), where an axis may
-have several factors, and the largest operand decides where `settle` raises an error. A contraction that sums all axes
-begins with those that only one operand has (`_sum_out`, by `jnp.sum`), and a convolution gathers its weight by
-`fsdp_ops.in_compute_sharding`; neither asks this file.
+carried out, since nothing else predicts them: operations that need all of an axis (`ops/_kernels.py`), top-k,
+convolutions, attention along the sequence, dispatch to experts, and the rules of users (`custom_partitioning`), where
+an axis may have several factors, and the largest operand decides where `settle` raises an error. A contraction that
+sums all axes begins with those that only one operand has (`_sum_out`, by `jnp.sum`), and a convolution gathers its
+weight by `fsdp_ops.in_compute_sharding`; neither asks this file.
 
 On Explicit mesh axes, the decision says where the result lies, and JAX adds up partial sums to get there. FSDP's
 operations add them up as `sums` says. JAX makes gradients and reductions, and asks nobody how: `sums_of_jax` says so to

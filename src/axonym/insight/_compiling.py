@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pathlib
-import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-
-from ._hlo import UnknownForm
 
 _LOCK = threading.Lock()
 
@@ -48,18 +44,6 @@ def compiled(lowered: Any, options: dict[str, Any] | None = None) -> Any:
 
 class _Enough(Exception):
     """Raised to end a compilation once the rest is not needed."""
-
-
-def around_partitioning(lowered: Any) -> tuple[str, str]:
-    """Return the texts of the program immediately before and after it is partitioned, of one compilation."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*", "xla_dump_large_constants": True}
-        partitioned(lowered, options)
-        found = [[*pathlib.Path(folder).glob(f"*.{when}_spmd-partitioning.*txt")] for when in ("before", "after")]
-        if any(len(files) != 1 for files in found):
-            raise UnknownForm("the compiler wrote no program from before and after partitioning")
-        before, after = (files[0].read_text() for files in found)
-        return before, after
 
 
 def partitioned(lowered: Any, options: dict[str, Any] | None = None) -> str:

@@ -17,7 +17,6 @@ from ..distribution.mesh_axes import Axes, mapped_axes
 from ..distribution.policy import Mappings, PlacedAxes, Undecided, distinct
 from ..names.distributing import PRODUCTS
 from ..ops._blocks import pivot_of
-from ..ops._kernels import GATHERING
 from . import _scopes
 from ._flops import Computed
 from ._named_events import (
@@ -424,8 +423,8 @@ class Account:
             return  # it is used as it is stored
         stored = f"[{', '.join(names)}], which is stored sharded"
         # Convolutions gather parameters if `distribute` constrains their results.
-        gathers = {*GATHERING, *(("conv",) if self.trace.spliced else ())}
-        gathered = elementwise or (place.operation is not None and place.operation.name in gathers)
+        op = place.operation
+        gathered = elementwise or (op is not None and (op.rule.gathers or (self.trace.spliced and op.name == "conv")))
         if extra is None or not gathered:
             why = f"{stored} and used{_within(place)} by devices that do not share its mesh axes"
             self.open.setdefault(why, place)

@@ -12,7 +12,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from ..core.source_lines import Frame
 from ..distribution.operation_scope import RECORD
@@ -140,8 +139,6 @@ class HloProgram:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, Instruction] = {}
         self.entry = ""
-        self.bodies: list[OwnPartitioning] = []
-        """The operations with their own partitioning, which may be added: the text has only their names."""
         self._read()
 
     def visits(self) -> Iterator[Visit]:
@@ -492,16 +489,6 @@ class HloProgram:
             missed = [i.opcode for i in inside.values() if i.opcode.removesuffix("-start") in known]
             if missed and name not in reached:
                 raise UnknownForm(f"the program has {missed[0]!r} in {name!r}, and what runs that is not known here")
-
-
-class OwnPartitioning(NamedTuple):
-    """The function that an operation with its own partitioning computes."""
-
-    scope: str
-    """The end of the scopes of its instructions."""
-    text: str
-    """Its program, as JAX has it; two with the same text are the same."""
-    program: HloProgram
 
 
 # --- instructions ---

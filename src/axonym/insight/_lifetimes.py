@@ -11,9 +11,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from ._hlo import HloProgram, HloShape, Instruction, UnknownForm, branches
-from ._hlo_elements import ELEMENTWISE
 
-_ELEMENTWISE = frozenset((*ELEMENTWISE, "compare", "convert", "copy", "reduce-precision", "tuple"))
+_ELEMENTWISE = frozenset(
+    """
+    abs add and atan2 cbrt ceil clamp compare complex convert copy cosine divide erf exponential exponential-minus-one
+    floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or popcnt power real
+    reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic
+    shift-right-logical sign sine sqrt subtract tan tanh tuple xor
+    """.split()
+)
 """Operations whose result may reuse the memory of an operand that is not used again."""
 
 _UPDATING = ("dynamic-update-slice", "scatter")

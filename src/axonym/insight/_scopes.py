@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..distribution.mesh_axes import Axes
 from ..distribution.operation_scope import CHOICE, NamedAxis, ScopedOperation, Term, operations_in
 from ..ops._blocks import SCOPE
-from ..ops._kernels import BY_INDEX
 from ._text import Said, described_axes
 
 
@@ -36,7 +35,7 @@ def _in_model(found: ScopedOperation) -> ScopedOperation:
     operands, results = (
         tuple(tuple(last[a.axis] for a in term) for term in terms) for terms in (found.operands, found.results)
     )
-    return ScopedOperation(found.name, operands, results)
+    return dataclasses.replace(found, operands=operands, results=results)
 
 
 def names_in(operations: Iterable[ScopedOperation]) -> set[str]:
@@ -273,7 +272,8 @@ def keeps(op: ScopedOperation, axes: Collection[str], when: str) -> bool:
     The results of its backward pass are the gradients of its operands.
     """
     terms = op.operands if _is_of_gradient(op, when) else op.results
-    return op.name in {"dot", *BY_INDEX} and {a.name for term in terms for a in term}.issuperset(axes)
+    alike = op.rule.by_index or op.name == "dot"
+    return alike and {a.name for term in terms for a in term}.issuperset(axes)
 
 
 _BY_HALOS = "halo boundary neighbors diff gradient interp regrid"

@@ -335,7 +335,7 @@ def axis_name(operations: Iterable[TracedOperation], size: int) -> str:
         terms = () if named is None else (*named.operands, *named.results)
         if len(names := {a.name for term in terms for a in term if a.size == size}) == 1:
             return names.pop()
-    return f"an axis of {size:,}"
+    return "an axis"
 
 
 def bytes_of(x: TracedArray) -> int:

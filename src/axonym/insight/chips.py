@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 class Reached:
     """The shares of a chip's published rates that training steps reach, and the latencies of exchanges.
 
-    The shares are guesses, one set for TPUs and one for GPUs: own ones of a chip do not put published runs in a better
-    order, and `python -m benchmarks published` prints how far estimates are from these.
+    What links, networks and launches do is known of TPUs and of GPUs. The other shares are guesses, the same for all
+    chips: own ones of a kind of chip do not put published runs in a better order, as `python -m benchmarks published`
+    prints for families of runs that the shares were not fitted to.
 
-    >>> axn.insight.CHIPS["v5p"].reached.products
-    0.8
+    >>> axn.insight.CHIPS["v5p"].reached.links
+    0.9
     """
 
     products: float = 0.75
@@ -49,11 +50,8 @@ class Reached:
 # Ironwood: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood/collectives; the network between
 # slices reaches a third there, microbenchmarks/trillium/collectives. The latencies of GPUs are from NCCL's protocol
 # "Simple": https://github.com/NVIDIA/nccl, src/graph/tuning.cc. All other shares are guesses.
-_TPU = Reached(
-    products=0.8, cores=0.6, links=0.9, network=0.33, ahead=0.9, ahead_network=0.25, waited=0.5, launch=13e-6, hop=1e-6,
-    network_hop=14e-6,
-)  # fmt: skip
-_GPU = Reached(products=0.72, cores=0.5, links=0.8)
+_TPU = Reached(network=0.33, ahead_network=0.25, launch=13e-6, hop=1e-6)
+_GPU = Reached(links=0.8)
 
 
 @dataclasses.dataclass(frozen=True)

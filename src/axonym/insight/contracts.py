@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
 from typing import Any
-
-import jax
 
 from ..core import errors
 from ..core.errors import describe_bytes
-from ..core.function_cache import FunctionCache
-from ..core.tree_spec import flatten_arrays
-from ..distribution import active_settings
 from ..distribution.mesh_axes import AnyMesh
-from ..sharding.meshes import Between, current_mesh
+from ..sharding.meshes import Between
 from ._text import aligned, described_mesh, parsed_bytes
 from .comparing import counted
 from .explaining import Mappings, explain, quickest_exact
@@ -41,24 +34,26 @@ def contract(
     scatters_gradients: bool = False,
     max_memory: int | str | None = None,
     snapshot: str | None = None,
+    phase: str | None = None,
     mapping: Mappings = None,
     mesh: AnyMesh | None = None,
+    between: Between = None,
 ) -> Contract:
     """Make a contract: limits on a step's communication between devices, and on its memory.
 
-    There are three ways to use it. `contract(...).check(step, *args)` checks a step. `with contract(...) as c:` raises
-    everything that `c.check` finds together at the end; a block that checks nothing is an error. As a decorator of a
-    step, above `named_jit` or `jax.jit`, it checks each program before its first run.
+    `contract(...).check(step, *args)` checks a step.
 
     Arguments:
         max_sent: by mesh axis, the bytes that each device may send over it in a call: a number, or `"1.5 MiB"`.
+            `"slices"` is for the bytes that go to other slices.
         never_gathers: axes that no all-gather may complete on a device, except indices of a look-up. An all-gather that
             may do so, because axes of equal size make it ambiguous, breaks the contract too.
         scatters_gradients: whether gradients of parameters that `fsdp` stores sharded over a mesh axis must be summed
             over it by reduce-scatters.
         max_memory: the bytes that a device may hold: arguments, results and temporaries.
         snapshot: the text of `snapshot` that the step must keep.
-        mapping, mesh: as in `explain`.
+        phase: `"forward"`, `"backward"`, `"recomputed"` or `"optimizer"`, if `max_sent` is only about this one.
+        mapping, mesh, between: as in `explain`.
 
     >>> at_most = axn.insight.contract(never_gathers=["vocab"], max_memory="1 MiB")
     >>> report = at_most.check(lambda x: x * 2, axn.ones({"vocab": 8}))
@@ -78,34 +73,14 @@ def contract(
         scatters_gradients=scatters_gradients,
         max_memory=None if max_memory is None else parsed_bytes(max_memory),
         snapshot=snapshot,
+        phase=phase,
         mapping=mapping,
         mesh=mesh,
+        between=between,
     )
 
 
-def never(
-    over: str,
-    phase: str | None = None,
-    *,
-    mapping: Mappings = None,
-    mesh: AnyMesh | None = None,
-    between: Between = None,
-) -> Contract:
-    """Make a contract that nothing is sent over a mesh axis, or to other slices.
-
-    Arguments:
-        over: a mesh axis, or `"slices"`.
-        phase: `"forward"`, `"backward"`, `"recomputed"` or `"optimizer"`, if it is only about this one.
-        mapping, mesh, between: as in `explain`.
-
-    >>> rule = axn.insight.never(over="slices", phase="forward")
-    >>> rule.check(lambda x: x * 2, axn.ones({"batch": 8})).total_sent("slices")
-    0
-    """
-    return Contract({}, (), False, None, None, mapping, mesh, between, (over, phase))
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Contract:
     """Limits on a step, made by `contract`.
 
@@ -119,26 +94,14 @@ class Contract:
     max_memory: int | None
     snapshot: str | None = None
     """The text of `snapshot` that the step must keep."""
+    phase: str | None = None
+    """The phase that `max_sent` is about; None for all."""
     mapping: Mappings = None
     mesh: AnyMesh | None = None
     between: Between = None
-    never: tuple[str, str | None] | None = None
-    """Over what nothing may be sent, and in which phase."""
-    _found: list[str] | None = dataclasses.field(default=None, init=False, repr=False)
-    """In a with-block, the violations found so far."""
-    _checked: int = dataclasses.field(default=0, init=False, repr=False)
-
-    @property
-    def has_checked(self) -> bool:
-        """Return whether any step was checked; in a with-block, whether any was checked inside it.
-
-        >>> axn.insight.contract(max_sent={}).has_checked
-        False
-        """
-        return self._checked > 0
 
     def check(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-        """Explain a step, and raise an error if it breaks the contract; in a with-block, at its end.
+        """Explain a step, and raise an error if it breaks the contract.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
         0
@@ -147,11 +110,7 @@ class Contract:
         by = quickest_exact() if self.max_memory is None else "compiled"
         where: dict[str, Any] = {"mapping": self.mapping, "mesh": self.mesh, "between": self.between}
         report = explain(fn, *args, by=by, **where, **kwargs)
-        broken = self.broken(report)
-        self._checked += 1
-        if self._found is not None:
-            self._found += broken
-        elif broken:
+        if broken := self.broken(report):
             raise BrokenContract("\n".join(broken))
         return report
 
@@ -164,22 +123,25 @@ class Contract:
         <lambda>: a device holds 64 B, but may hold 8 B: 32 B of arguments, 32 B of results and 0 B of temporaries.
         """
         found, m = list[str](), report.memory
-        for axis in (*self.max_sent, *([] if self.never is None or self.never[0] == "slices" else self.never[:1])):
-            if axis not in report.mesh:
+        for axis in self.max_sent:
+            if axis != "slices" and axis not in report.mesh:
                 raise ValueError(
                     f"contract: the mesh has no axis {axis!r}, but {errors.describe_shape(report.mesh)}."
                     f"{errors.suggestion(axis, report.mesh)}"
                 )
         for axis, limit in self.max_sent.items():
-            over = report.chosen(axis)
+            over = report.chosen(axis, phase=self.phase)
+            where = axis if axis in report.mesh else f"slices ({', '.join(report.between)})"
+            where += f" in the {self.phase} pass" if self.phase else ""
+            names = {a: None for c in over for a in c.axes or (axis,)} if axis == "slices" else [axis]
             sent, unknown = sum(c.total_sent or 0 for c in over), [c for c in over if c.total_sent is None]
             if sent > limit or unknown:
                 most = sorted(over, key=lambda c: -(c.total_sent or c.sent or 0))[:3]
                 often = " at least, and more in a loop of unknown length," if unknown else ""
                 found.append(
-                    f"each device sends {describe_bytes(sent)}{often} over {axis}, but may send "
+                    f"each device sends {describe_bytes(sent)}{often} over {where}, but may send "
                     f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, most))}. "
-                    f"{_remedies_for_sending(most[0], axis)}"
+                    f"{_remedies_for_sending(most[0], ' and '.join(names))}"
                 )
         for c in report.collectives:
             for axis in self.never_gathers if c.kind == "all-gather" and not c.of_indices else ():
@@ -194,14 +156,6 @@ class Contract:
                     "the parameter in an operation with names, such as axn.dot, which scatters its gradient; or store "
                     "it replicated."
                 )
-        if self.never is not None:
-            over, phase = self.never
-            where = f"slices ({', '.join(report.between)})" if over == "slices" else over
-            in_phase = f" in the {phase} pass" if phase else ""
-            found += [
-                f"sends over {where}{in_phase}: {c}. {_remedies_for_sending(c, ' and '.join(c.axes or (over,)))}"
-                for c in report.chosen(over, phase=phase)
-            ]
         if self.max_memory is not None:
             if m is None:
                 raise ValueError("contract: the report has no memory figures; a report with by='compiled' has them.")
@@ -223,37 +177,6 @@ class Contract:
             lines = difflib.ndiff(kept, now)
             found.append("\n".join(["differs from its snapshot:", *(line for line in lines if line[0] in "+-")]))
         return tuple(f"{report.step}: {line}" for line in found)
-
-    def __enter__(self) -> Contract:
-        self._found, self._checked = [], 0
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        found, self._found = self._found or [], None
-        if kind is not None:
-            return
-        if not self.has_checked:
-            raise BrokenContract("contract: nothing was checked; call `check(step, *args)` in the with-block.")
-        if found:
-            raise BrokenContract("\n".join(found))
-
-    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a step, so that each of its programs is checked before it runs for the first time."""
-        checked = FunctionCache()
-
-        @functools.wraps(fn, updated=())
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            # The key has everything that may lead to another program, as in jit's own cache.
-            arrays, spec = flatten_arrays((args, kwargs))
-            spec = spec.weak()
-            types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in arrays)
-            key = spec, types, active_settings.active_settings(), current_mesh()
-            checked.find(key, (spec,), lambda: self.check(fn, *args, **kwargs).step)
-            return fn(*args, **kwargs)
-
-        return guarded
 
 
 def _remedies(axis: str) -> str:

@@ -1,4 +1,4 @@
-"""A pytest plugin: fixtures that hold a step to a snapshot of its distribution, or to a contract.
+"""A pytest plugin: a fixture that holds a step to a snapshot of its distribution.
 
 A project enables it in its `conftest.py`: `pytest_plugins = ["axonym.insight.pytest_plugin"]`.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..distribution.mesh_axes import AnyMesh
-from .contracts import BrokenContract, Contract, contract, snapshot
+from .contracts import BrokenContract, contract, snapshot
 from .explaining import Mappings
 
 _UPDATE = "--update-snapshots"
@@ -72,20 +72,3 @@ def mapping_snapshot(request: pytest.FixtureRequest) -> MappingSnapshot:
     name = re.sub(r"[^\w.=-]+", "_", request.node.name).strip("_")
     folder = request.path.parent / "snapshots"
     return MappingSnapshot(folder, f"{request.path.stem}.{name}", bool(request.config.getoption(_UPDATE)))
-
-
-@pytest.fixture
-def mapping_contract() -> Iterator[Callable[..., Contract]]:
-    """Make contracts for steps: `mapping_contract(never_gathers=["vocab"], mesh=mesh).check(step, *abstract_args)`.
-
-    The arguments are as in `axonym.insight.contract`. A contract that checks nothing fails the test.
-    """
-    made: list[Contract] = []
-
-    def make(**rules: Any) -> Contract:
-        made.append(contract(**rules))
-        return made[-1]
-
-    yield make
-    if any(not each.has_checked for each in made):
-        pytest.fail("nothing was checked by a contract; call its `check(step, *args)`.", pytrace=False)

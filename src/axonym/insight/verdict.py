@@ -143,7 +143,7 @@ def _certain(report: Figures) -> Found:
 
 
 CHECKS = (
-    check_memory, check_names, check_mesh_axes, check_activations, check_work, check_repeats, check_parameters,
+    check_names, check_mesh_axes, check_activations, check_work, check_repeats, check_memory, check_parameters,
     check_loops, check_slices, check_sums, check_stored, check_states, check_copies, check_conversions, check_casts,
     check_donation, check_kept, check_reasons, check_stages, _certain,
 )  # fmt: skip

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..axis import Axis, AxisSelector, name_of, names_without
+from ..axis import Axis, AxisSelector, name_of
 from ..core import errors
 from ..core.jax_versions import varying_axes
 from ..distribution.per_device import permute
@@ -105,7 +105,7 @@ pmin = _make_reduction("pmin", jax.lax.pmin, "Take the smallest value over devic
 
 
 def all_gather(
-    x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, invariant: bool = False, tiled: bool = True
+    x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, invariant: bool = False
 ) -> NamedArray:
     """All-gather an axis, so that it is replicated.
 
@@ -113,8 +113,6 @@ def all_gather(
         over: the mesh axes that it is sharded over, if neither the arguments nor the mapping tell.
         invariant: whether the type of the result is invariant, so that it can be returned replicated. For
             differentiation it is then one value, rather than one for each device.
-        tiled: whether to concatenate shards along `axis`. If not, `axis` is a new axis in front, with an entry for each
-            device.
 
     >>> gather = axn.shard_map(lambda x: axn.all_gather(x, "batch", invariant=True), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
@@ -122,22 +120,18 @@ def all_gather(
     NamedArray(int32[batch=4], [0 1 2 3])
     """
     what = "all_gather"
-    if not tiled:
-        name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
-        position, names = 0, (name, *x.names)
-    else:
-        position, name, axes = _axis_and_devices(what, x, axis, over)
-        axes, names = axes and _gather_order(what, x, name, axes, over is not None), x.names
+    position, name, axes = _axis_and_devices(what, x, axis, over)
+    axes = axes and _gather_order(what, x, name, axes, over is not None)
     if not axes:
-        return x if tiled else wrap(x.array[None], names)
-    require_varying(what, x, axes, f"axis {name!r} would {'be repeated' if tiled else 'repeat it'}.")
+        return x
+    require_varying(what, x, axes, f"axis {name!r} would be repeated.")
     # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
     # share of it.
     varies = "invarying" if invariant and {*axes} <= varying_axes(x.array) else "varying"
-    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=tiled, to=varies), names)
+    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=varies), x.names)
 
 
-def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True) -> NamedArray:
+def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None) -> NamedArray:
     """Reduce-scatter: sum over devices, and leave each its shard of an axis, at half the traffic of `psum`.
 
     This is the transpose of `all_gather`.
@@ -145,8 +139,6 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None,
     Arguments:
         axis: the logical axis of the result that is sharded.
         over: the logical axis or mesh axis to sum over, or several; by default the mesh axes that `axis` is mapped to.
-        tiled: whether each device keeps a shard of `axis`. If not, `axis` has an entry for each device, and each device
-            keeps its own entry, without the axis.
 
     >>> mesh, mapping = axn.make_mesh({"data": 2}), {"batch": "data"}
     >>> scattered = axn.shard_map(
@@ -158,28 +150,21 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None,
     """
     what = "psum_scatter"
     position, name, axes = _axis_and_devices(what, x, axis, over)
-    if not tiled:
-        _check_one_each(what, x, position, axes)
     if not axes:
-        return x if tiled else wrap(jnp.squeeze(x.array, position), names_without(x.names, name))
+        return x
     axes = _scatter_order(what, x, name, axes)
     _check_divides(what, x, position, axes)
     require_varying(what, x, axes, _ADDED.format(count=count(axes)))
-    names = x.names if tiled else names_without(x.names, name)
-    return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=tiled), names)
+    return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=True), x.names)
 
 
-def all_to_all(
-    x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True
-) -> NamedArray:
+def all_to_all(x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AnyAxis | None = None) -> NamedArray:
     """Shard one axis and gather another: each device sends a block to every other device.
 
     Arguments:
         gather: the logical axis to gather. If it is `split`, blocks are transposed over devices.
         over: the mesh axes to exchange over; by default the mesh axes that shard `gather`, or else that `split` is
             mapped to.
-        tiled: whether to concatenate blocks along `gather`. If not, `split` has an entry for each device, and `gather`
-            is a new axis in its place, with an entry from each device.
 
     >>> mesh, mapping = axn.make_mesh({"seq": 2}), {"pos": "seq"}
     >>> by_heads = axn.shard_map(
@@ -190,16 +175,6 @@ def all_to_all(
     ({'pos': 6, 'heads': 4}, P(None, 'seq'))
     """
     what = "all_to_all"
-    if not tiled:
-        others = [n for n in require_named(what, x).names if n != name_of(split)]
-        name, axes = _new_axis(what, x, others, gather, split if over is None else over)
-        position, _, _ = _axis_and_devices(what, x, split, split if over is None else over)
-        _check_one_each(what, x, position, axes)
-        names = (*x.names[:position], name, *x.names[position + 1 :])
-        if not axes:
-            return wrap(x.array, names)
-        require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-        return wrap(jax.lax.all_to_all(x.array, axes, position, position, tiled=False), names)
     if over is None:
         over = _exchanged_over(what, require_named(what, x), name_of(split), name_of(gather))
     split_position, _, axes = _axis_and_devices(what, x, split, over)
@@ -364,28 +339,6 @@ def sharded_over(what: str, x: NamedArray, axis: AxisSelector) -> Axes:
     if not ways and not (known and not declared(name)):  # its size says nothing: it was resized, or is new
         ways = [axes_meant(what, axis)]
     return ways[0] if ways else ()
-
-
-def _new_axis(
-    what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: AnyAxis | None
-) -> tuple[str, Axes]:
-    """Return the name of a new axis with one entry for each device, and the mesh axes of these devices."""
-    name = name_of(axis)
-    if name in others:
-        raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {describe_array(x)} has it already.")
-    axes = axes_meant(what, axis if over is None else over)
-    if isinstance(axis, Axis) and axis.size != count(axes):
-        places = [("the devices", count(axes)), ("the argument", axis.size)]
-        raise ValueError(errors.size_mismatch(what, name, places))
-    return name, axes
-
-
-def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None:
-    if x.array.shape[position] != count(axes):
-        raise ValueError(
-            f"{what}: without tiling, axis {x.names[position]!r} of {describe_array(x)} has one entry for each "
-            f"device, and {describe_axes(axes) if axes else 'there'} has {count(axes)}."
-        )
 
 
 # --- shared checks ---

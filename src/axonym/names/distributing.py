@@ -34,6 +34,7 @@ from ..distribution.active_settings import (
     active_uneven,
     changed,
 )
+from ..distribution.axis_rules import AxisRule
 from ..distribution.mesh_axes import AnyMesh, axes_of_type, current_mesh, has_explicit, has_manual, shard_count
 from ..distribution.operation_scope import operation_scope
 from ..distribution.per_device import with_auto_axes
@@ -324,7 +325,9 @@ class _Distributed:
         out_names = self._program.names_of(step.results[0])
         if not any(n is None for layout in (*names, out_names) for n in layout):
             arrays: list[Any] = [v.aval for v in eqn.invars]
-            scope = operation_scope(PRODUCTS[step.name], names, (out_names,), arrays, has_own_gradients=True)  # pyright: ignore
+            what: Any = PRODUCTS[step.name]
+            rule = AxisRule(names, out_names, product=what == "dot")  # pyright: ignore
+            scope = operation_scope(what, names, (out_names,), arrays, has_own_gradients=True, rule=rule)  # pyright: ignore
             source: Any = eqn.source_info
             eqn = eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
         if self._mesh is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,6 @@ _TEXTS = {
     "crossed": "two roles of {a} are exchanged in {operation}",
     "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
     "sizes": "{a} and {b} have two sizes",
-    "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
 
@@ -300,20 +298,6 @@ def infer(
     >>> program.results
     ('embed',)
     """
-    try:
-        signature = inspect.signature(fn)
-        given = signature.bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # it has no signature, or does not take these, as its call will say
-        return inferred(fn, args, kwargs, names, allow)
-    for name in ("names", "allow"):
-        own = signature.parameters.get(name)
-        if own is None or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
-            continue
-        if own.default is own.empty and name not in given:
-            raise TypeError(
-                f"infer: {name!r} is an argument of `infer` and a parameter of the function. Pass the parameter by "
-                "position, or infer a function in which it has another name, and which calls this one."
-            )
     return inferred(fn, args, kwargs, names, allow)
 
 

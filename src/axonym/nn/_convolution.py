@@ -28,6 +28,7 @@ from jax.sharding import AxisType, NamedSharding
 from ..axis import Names
 from ..core.jax_versions import followed_by
 from ..distribution.active_settings import active_mapping, is_mapped
+from ..distribution.axis_rules import AxisRule
 from ..distribution.mesh_axes import (
     Axes,
     axes_of_type,
@@ -151,7 +152,7 @@ def apply_convolution(
         if wrong:
             convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
-    return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
+    return call_with_output_sharding(what, fn, AxisRule(in_names, out_names), (x, weight))
 
 
 def convolve_at_once(

@@ -20,23 +20,15 @@ from ..named_array import NamedArray
 from ..ops import _kernels
 from ..ops._op_types import F, is_tree, map_tree, publish, unary
 from ..ops._operands import as_float, require_named, scalar
+from ..ops.elementwise import elementwise_kernel
 
 A = TypeVar("A")
 
 
-@_kernels.shared("names")
-def _activation_kernel(
-    fn: Callable[..., Any], name: str, names: Names, operands: int, options: tuple[tuple[str, Any], ...]
-) -> _kernels.Kernel:
-    def positional(x, *scalars):
-        return fn(x, *scalars, **dict(options))
-
-    return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, by_index=True)
-
-
 def _apply_activation(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:
     if isinstance(a, NamedArray):
-        return _activation_kernel(fn, name, a.names, len(scalars), tuple(options.items())).apply(a.array, *scalars)
+        in_names = (a.names, *[()] * len(scalars))
+        return elementwise_kernel(fn, name, in_names, False, 1, *options.items()).apply(a.array, *scalars)
     if is_tree(a):
         return map_tree(lambda leaf: _apply_activation(fn, name, leaf, *scalars, **options), a)
     return fn(a, *scalars, **options)

@@ -74,7 +74,7 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
         ids = _kernels.align(at_least_int32(ids), id_names, names)
         return jnp.where((ids >= -size) & (ids < size) if signed else ids < size, found, jnp.nan)
 
-    return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, native=True)
+    return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, {})
 
 
 @errors.say_how_to_make

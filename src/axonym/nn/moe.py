@@ -182,7 +182,7 @@ def _grouped_kernel(
         tuple(n if n == Out.name else private("the weight", (n,))[0] for n in weight_names),
         private("group_sizes", size_names),
     )
-    return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device, gathers=True)
+    return _kernels.make_kernel(what, positional, in_names, product.out_names, product=True, per_device=per_device)
 
 
 def _checked_sizes(what: str, product: _GroupedProduct, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -33,7 +33,8 @@ __all__ = ["GroupNorm", "LayerNorm", "LayerNormBase", "RmsNorm", "log_softmax", 
 def _along_kernel(
     fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, *where: Names
 ) -> _kernels.Kernel:
-    positions = tuple(names.index(n) for n in _kernels.select(name, names, axis))
+    chosen = _kernels.select(name, names, axis)
+    positions = tuple(map(names.index, chosen))
     for own in where:
         require_subset(name, "where", own, names)
 
@@ -41,7 +42,7 @@ def _along_kernel(
         masked = {"where": _kernels.align(masks[0], where[0], names)} if masks else {}
         return fn(as_float(x), axis=positions, **masked)
 
-    return _kernels.make_kernel(name, positional, (names, *where), names, native=not where, selection=axis)
+    return _kernels.make_kernel(name, positional, (names, *where), names, dict.fromkeys(chosen, "sum"), selection=axis)
 
 
 def _normalize_along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:

@@ -18,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ..core.jax_versions import INLINE, is_staged
 from ..distribution import active_settings, output_sharding
 from ..distribution.active_settings import ACTIVE, Entry, Settings, active_mapping, intern_settings, is_mapped
 from ..distribution.axis_marks import is_marking, marked, marked_results
+from ..distribution.axis_rules import AxisRule, names_of_results
 from ..distribution.fsdp_ops import run_gathering_parameters
 from ..distribution.mesh_axes import (
     AnyMesh,
@@ -45,19 +46,13 @@ from ..distribution.mesh_axes import (
     reshard,
     shard_count,
 )
-from ..distribution.operation_scope import names_of_results, operation_scope, unmarked
+from ..distribution.operation_scope import operation_scope, unmarked
 from ..distribution.padded_array import refuse_padded
 from ..distribution.per_device import run_per_device
+from ..distribution.policy import Successors
 from ..named_array import NamedArray, wrap_result
 
 CACHE_SIZE = 8192
-
-GATHERING = {"dot"}
-"""The operations that gather parameters themselves. Tracing an operation makes its kernel, which adds its name here, so
-the set is complete for a report by names of what was traced. Raw products are called `dot`, and have no kernel."""
-
-BY_INDEX: set[str] = set()
-"""The operations that treat every index of every axis by itself, which are found in the same way."""
 
 
 class Kernel:
@@ -301,16 +296,17 @@ def make_kernel(
     fn: Callable[..., Any],
     in_names: Sequence[Names],
     out_names: Any,
+    uses: Mapping[str, str] | None = None,
     *,
-    by_index: bool = False,
-    native: bool = False,
-    mesh_aware: bool = False,
+    successors: Successors = MappingProxyType({}),
+    product: bool = False,
     same_sizes: bool = True,
     selection: AxisSelection | None = None,
+    mesh_aware: bool = False,
     per_device: Callable[..., Any] | None = None,
-    gathers: bool = False,
+    on_auto: Literal["", "replicated", "per device"] = "",
+    by_products: Callable[..., Any] | None = None,
     keep_unused: bool = True,
-    successors: output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
     """Make a kernel for one operation on operands of the given names.
 
@@ -319,27 +315,21 @@ def make_kernel(
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
-        by_index: whether `fn` treats every index of every axis by itself, as elementwise functions do, and its results
-            all have the same axes, which are not constants. JAX infers their sharding, and parameters in their storage
-            sharding are gathered per device, if there are several operands with axes.
-        native: see `axonym.distribution.output_sharding.call_with_output_sharding`.
-        mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
+        uses, successors, product: what it does to these axes: see `AxisRule`, from which its distribution follows.
         same_sizes: whether an axis must have one size in all operands.
         selection: the axes that the user selected, whose sizes, if given, are checked.
+        mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
         per_device: a function of the operands that is tried first. If one of them is a parameter in its storage
             sharding, it runs the operation per device; if not, it returns None: see `axonym.distribution.fsdp_ops`.
-        gathers: whether `per_device`, or `fn` itself, all-gathers such a parameter.
+        on_auto, by_products: see `_along`.
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
             from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
-        successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
-    if by_index:
-        native, layout = True, names_of_results(out_names)[0]
-        BY_INDEX.add(what)
-        if gathers := sum(map(bool, in_names)) > 1:
-            per_device = functools.partial(run_gathering_parameters, fn, in_names, layout)
-    if gathers:
-        GATHERING.add(what)
+    rule = AxisRule(in_names, out_names, uses, dict(successors), product)
+    if rule.by_index and rule.gathers:
+        per_device = functools.partial(run_gathering_parameters, fn, in_names, names_of_results(out_names)[0])
+    if rule.along:
+        fn, mesh_aware = _along(what, fn, rule, on_auto, by_products), True
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
     all_names = dict.fromkeys(unmarked(n) for names in (*in_names, *names_of_results(out_names)) for n in names)
 
@@ -348,7 +338,7 @@ def make_kernel(
         check_selection(what, in_names, arrays, sized)
         check_mapped(what, all_names)
         arrays = as_in_jit(arrays)
-        with jax.named_scope(operation_scope(what, in_names, out_names, arrays)):
+        with jax.named_scope(operation_scope(what, in_names, out_names, arrays, rule=rule)):
             if not is_marking():
                 return compute(*arrays)
             return marked_results(compute(*marked(arrays, in_names)), out_names)
@@ -358,9 +348,7 @@ def make_kernel(
             return fn(*arrays)
         if per_device is not None and (result := per_device(*arrays)) is not None:
             return result
-        return output_sharding.call_with_output_sharding(
-            what, fn, in_names, out_names, arrays, native=native, successors=successors
-        )
+        return output_sharding.call_with_output_sharding(what, fn, rule, arrays)
 
     kernel.__name__ = kernel.__qualname__ = what
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)
@@ -380,52 +368,39 @@ def axis_kernel(
     return make_kernel(what, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis)
 
 
-def make_along_kernel(
-    what: str,
-    fn: Callable[..., Any],
-    in_names: Sequence[Names],
-    out_names: Any,
-    along: Collection[str],
-    *,
-    replicated: bool = False,
-    per_device: bool = False,
-    by_products: Callable[..., Any] | None = None,
-    selection: AxisSelection | None = None,
-    successors: output_sharding.Successors = MappingProxyType({}),
-) -> Kernel:
-    """Make a kernel for an operation, such as a transform, that runs along some axes and treats the others as batches.
+def _along(
+    what: str, fn: Callable[..., Any], rule: AxisRule, on_auto: str, by_products: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Return a function for an operation, such as a transform, that needs all of some axes; the others are its batch.
 
     The partitioner knows little about such operations: it gathers batches that could stay sharded, and is unreliable
     for the axes they run along. On Explicit mesh axes the names determine what to do: the axes that the operation runs
     along are replicated, each device computes its shard of the batch, and the result is sharded as for any operation.
 
     Arguments:
-        along: the axes of the operands that the operation runs along. All others are batch axes, which every result
-            has. As `fn` is called with a shard of the batch, it takes sizes from its operands.
-        replicated: whether these axes are replicated on Auto mesh axes, too: see `_on_auto_axes`.
-        per_device: whether each device computes its shard of the batch on Auto mesh axes, too, as the active mapping
-            shards it. Needed where XLA fails to partition the operation along sharded axes, or ends the process.
+        fn: the positional function. Every result has all batch axes. As it is called with a shard of the batch, it
+            takes sizes from its operands.
+        on_auto: what happens on Auto mesh axes, too: see `_on_auto_axes`. With "replicated", these axes are replicated;
+            with "per device", each device computes its shard of the batch, as the active mapping shards it. Needed
+            where XLA fails to partition the operation along sharded axes, or ends the process.
         by_products: the same function as a sum of products. Needed where `fn` is mapped over an axis on a mesh with
             Explicit axes: JAX cannot shard the grouped convolution that `jax.vmap` makes, and the mesh axes of that
             axis do not become manual inside `shard_map`. Also used where no mapping says how a batch is sharded.
-
-    The other arguments are as for `make_kernel`.
     """
-    if replicated or per_device:
-        fn = _on_auto_axes(fn, in_names, out_names, along, per_device, by_products)
+    in_names, out_names, along = rule.operands, rule.results, rule.along
+    if on_auto:
+        fn = _on_auto_axes(fn, rule, on_auto == "per device", by_products)
 
     def positional(*arrays):
         if by_products is not None and is_mapped() and has_explicit(mesh_around(arrays)):
-            return output_sharding.call_with_output_sharding(what, by_products, in_names, out_names, arrays)
+            return output_sharding.call_with_output_sharding(what, by_products, rule, arrays)
         mesh = explicit_mesh(arrays)
         if mesh is None:
             return fn(*arrays)
         if any(t != AxisType.Explicit for t in mesh.axis_types):
             # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
-            return output_sharding.call_with_output_sharding(
-                what, fn, in_names, out_names, arrays, successors=successors
-            )
-        several, specs = output_sharding.infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors)
+            return output_sharding.call_with_output_sharding(what, fn, rule, arrays)
+        several, specs = output_sharding.infer_output_specs(what, fn, rule, arrays, mesh)
         layouts = out_names if several else (out_names,)
         entries = {n: e for names, spec in zip(layouts, specs, strict=True) for n, e in zip(names, spec, strict=True)}
         batch = {n for names in in_names for n in names if n not in along}
@@ -439,16 +414,11 @@ def make_along_kernel(
         results = [reshard(y, spec, mesh) for y, spec in zip(found if several else [found], specs, strict=True)]
         return tuple(results) if several else results[0]
 
-    return make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
+    return positional
 
 
 def _on_auto_axes(
-    fn: Callable[..., Any],
-    in_names: Sequence[Names],
-    out_names: Any,
-    along: Collection[str],
-    per_device: bool,
-    by_products: Callable[..., Any] | None,
+    fn: Callable[..., Any], rule: AxisRule, per_device: bool, by_products: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """Return a function that avoids what the partitioner does wrongly along some axes of its operands and results.
 
@@ -458,6 +428,7 @@ def _on_auto_axes(
     or ends the process, so then each device computes its shard of the batch, as the active mapping shards it. Without a
     mapping, the operation is computed as a sum of products, which keeps the sharding of the batch.
     """
+    in_names, out_names, along = rule.operands, rule.results, rule.along
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
     def kept(names: Names, x: jax.Array, mesh: AnyMesh) -> jax.Array:

@@ -62,7 +62,7 @@ def sharded_kernel(
     """Make a kernel for a positional function whose result is sharded by the active mapping."""
 
     def kernel(*arrays):
-        return run_sharded(what, fn, in_names, _kernels.as_in_jit(arrays), out)
+        return _run_sharded(what, fn, in_names, _kernels.as_in_jit(arrays), out)
 
     kernel.__name__ = kernel.__qualname__ = what
     jitted = jax.jit(kernel, inline=INLINE)
@@ -92,7 +92,7 @@ def sharded_kernel(
     return _kernels.Kernel(call, tuple(a.name for a in out))
 
 
-def run_sharded(
+def _run_sharded(
     what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], arrays: Sequence[Any], out: tuple[Axis, ...]
 ) -> jax.Array:
     """Call `fn(*arrays)` so that each device makes its shard of the result by the active mapping."""

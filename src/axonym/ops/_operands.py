@@ -27,7 +27,7 @@ def require_named(what: str, array: Any, argument: str = "") -> NamedArray:
     if not isinstance(array, NamedArray):
         raise TypeError(
             f"{what}: expected a NamedArray{f' for `{argument}`' if argument else ''}, got {type(array).__name__}."
-            + (errors.under_tree_map() or " Name its axes with axonym.named(array, axes).")
+            + errors.HOW_TO_NAME
         )
     return array
 

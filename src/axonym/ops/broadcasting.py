@@ -114,7 +114,7 @@ def _broadcast_kernel(
         return _broadcast(x, names, out_names, {**sizes, **dict(zip(names, x.shape, strict=True))})
 
     known = tuple(a for a in spec if a.name in names)
-    return _kernels.make_kernel(what, positional, (names,), out_names, native=True, selection=known)
+    return _kernels.make_kernel(what, positional, (names,), out_names, {}, selection=known)
 
 
 @_kernels.shared("every")

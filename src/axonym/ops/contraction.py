@@ -21,6 +21,7 @@ from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_
 from ..core import errors, parsing
 from ..core.parsing import Dots, Expression, Name, Place, Term
 from ..distribution import fsdp_ops, output_sharding
+from ..distribution.axis_rules import AxisRule
 from ..distribution.mesh_axes import entries_of, explicit_mesh
 from ..named_array import NamedArray, wrap
 from . import _kernels
@@ -42,6 +43,10 @@ class _Plan(NamedTuple):
     precision: jax.lax.PrecisionLike = None
     preferred_element_type: DTypeLike | None = None
     sized: tuple[Axis, ...] = ()
+
+    @property
+    def uses(self) -> dict[str, str]:
+        return {n: "sum" for names in self.in_names for n in names if n not in self.out_names}
 
 
 class _OperandTerm(NamedTuple):
@@ -125,7 +130,9 @@ def _plan_kernel(
     def positional(*arrays):
         return _contract(plan, arrays, jax.lax.dot_general)
 
-    return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=sized, gathers=True)
+    return _kernels.make_kernel(
+        what, positional, in_names, out_names, plan.uses, product=True, selection=sized, mesh_aware=True
+    )
 
 
 def _dot_plan(
@@ -172,10 +179,7 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
         axis, others = others[0], []
     if others:
         kinds = ", ".join(type(a).__name__ for a in others)
-        raise TypeError(
-            f"dot: expected NamedArrays, got {kinds}."
-            + (errors.under_tree_map() or " Name raw arrays with axonym.named(array, axes).")
-        )
+        raise TypeError(f"dot: expected NamedArrays, got {kinds}.{errors.HOW_TO_NAME}")
     if axis is _REQUIRED:
         listed = " and ".join(errors.describe_axes(x.names, jnp.shape(x.array)) for x in operands)
         raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None means all of them.")
@@ -397,10 +401,8 @@ def _contract_with(plan: _Plan, arrays: Sequence[jax.Array], dot_general: DotGen
         return output_sharding.call_with_output_sharding(
             plan.what,
             positional,
-            [*plan.in_names, *held_names],
-            plan.out_names,
+            AxisRule([*plan.in_names, *held_names], plan.out_names, plan.uses, product=True),
             [*arrays, *held],
-            summed=tuple(dict.fromkeys(n for names in plan.in_names for n in names if n not in plan.out_names)),
         )
     except Exception as e:
         if not held:

@@ -28,25 +28,29 @@ from ._operands import as_float, at_least_float32, operand, require_named, scala
 # --- the two factories ---
 
 
-@_kernels.shared("names")
-def _unary_kernel(
-    fn: Callable[..., Any], name: str, names: Names, outputs: int = 1, constant: bool = False, *static: Any
+@_kernels.shared("in_names")
+def elementwise_kernel(
+    fn: Callable[..., Any],
+    name: str,
+    in_names: tuple[Names, ...],
+    constant: bool = False,
+    outputs: int = 1,
+    *options: Any,
 ) -> _kernels.Kernel:
+    """Make a kernel for a positional function of elements, whose operands are matched by name.
+
+    Arguments:
+        constant: whether results can be constants, which do not get their sharding from the operands.
+        outputs: the number of results.
+        options: names and values of static arguments.
+    """
+    names, keywords = _kernels.broadcast_names(name, in_names), dict(options)
+
+    def positional(*arrays):
+        return fn(*(_kernels.align(x, own, names) for x, own in zip(arrays, in_names, strict=True)), **keywords)
+
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, lambda x: fn(x, *static), (names,), out_names, by_index=not constant)
-
-
-@_kernels.shared("a_names", "b_names")
-def _binary_kernel(
-    fn: Callable[..., Any], name: str, a_names: Names, b_names: Names, outputs: int = 1
-) -> _kernels.Kernel:
-    names = _kernels.broadcast_names(name, (a_names, b_names))
-
-    def positional(a, b):
-        return fn(_kernels.align(a, a_names, names), _kernels.align(b, b_names, names))
-
-    out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, by_index=True)
+    return _kernels.make_kernel(name, positional, in_names, out_names, None if constant else {})
 
 
 def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,11 +66,9 @@ def _broadcast_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _make_unary(
     like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False
 ) -> F:
-    # `constant`: the result is constant for some dtypes, so it does not get its sharding from the operand.
     def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
-            kernel = _unary_kernel(fn, name, a.names, 1, True) if constant else _unary_kernel(fn, name, a.names)
-            return kernel.apply(a.array)
+            return elementwise_kernel(fn, name, (a.names,), constant).apply(a.array)
         return map_tree(op, a) if is_tree(a) else fn(a)
 
     doc = f"""{summary}
@@ -100,10 +102,10 @@ def _make_binary(like: F, name: str, fn: Callable[..., Any], summary: str, a: st
     def op(a, b):
         if isinstance(a, NamedArray):
             if isinstance(b, NamedArray):
-                return _binary_kernel(fn, name, a.names, b.names).apply(a.array, b.array)
-            return _binary_kernel(fn, name, a.names, ()).apply(a.array, b)
+                return elementwise_kernel(fn, name, (a.names, b.names)).apply(a.array, b.array)
+            return elementwise_kernel(fn, name, (a.names, ())).apply(a.array, b)
         if isinstance(b, NamedArray):
-            return _binary_kernel(fn, name, (), b.names).apply(a, b.array)
+            return elementwise_kernel(fn, name, ((), b.names)).apply(a, b.array)
         return fn(a, b)
 
     doc = f"""{summary}
@@ -222,7 +224,8 @@ def round(a: A, decimals: int = 0) -> A:
     """
     x: Any = a
     if isinstance(x, NamedArray):
-        return _unary_kernel(jnp.round, "round", x.names, 1, False, operator.index(decimals)).apply(x.array)
+        option = ("decimals", operator.index(decimals))
+        return elementwise_kernel(jnp.round, "round", (x.names,), False, 1, option).apply(x.array)
     rounded: Any = map_tree(lambda leaf: round(leaf, decimals), x) if is_tree(x) else jnp.round(x, decimals)
     return rounded
 
@@ -244,10 +247,14 @@ def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
     a_names = a.names if isinstance(a, NamedArray) else ()
     a = a.array if isinstance(a, NamedArray) else a
     if type(b) is int or (isinstance(b, np.integer) and b < 0):  # which JAX refuses for integers, if it knows the value
-        return _unary_kernel(jnp.power, "power", a_names, 1, b == 0, int(b)).apply(a)
+        return elementwise_kernel(_integer_power, "power", (a_names,), b == 0, 1, ("exponent", int(b))).apply(a)
     b_names = b.names if isinstance(b, NamedArray) else ()
-    kernel = _binary_kernel(jnp.power, "power", a_names, b_names)
+    kernel = elementwise_kernel(jnp.power, "power", (a_names, b_names))
     return kernel.apply(a, b.array if isinstance(b, NamedArray) else b)
+
+
+def _integer_power(x: jax.Array, exponent: int) -> jax.Array:
+    return jnp.power(x, exponent)
 
 
 _DIVMOD = _broadcast_once(jnp.divmod)
@@ -275,8 +282,7 @@ def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     if not any(isinstance(x, NamedArray) for x in operands):
         return fn(*operands)
     arrays, names = zip(*map(operand, operands), strict=True)
-    kernel = _unary_kernel(fn, name, *names, 2) if len(names) == 1 else _binary_kernel(fn, name, *names, 2)
-    return kernel.apply(*arrays)
+    return elementwise_kernel(fn, name, names, False, 2).apply(*arrays)
 
 
 def astype(a: NamedArray, dtype: DTypeLike) -> NamedArray:
@@ -305,7 +311,7 @@ def isclose(
     >>> axn.isclose(axn.named([1., 2.], "x"), 1.000001)
     NamedArray(bool[x=2], [ True False])
     """
-    return _compare_arrays(jnp.isclose, "isclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return _compare_arrays(jnp.isclose, "isclose", a, b, ("equal_nan", bool(equal_nan)), rtol=rtol, atol=atol)
 
 
 def allclose(
@@ -320,9 +326,8 @@ def allclose(
     >>> axn.allclose(axn.named([1., 2.], "x"), axn.named([1., 2.000001], "x"))
     True
     """
-    return _truth_value(
-        _compare_arrays(jnp.allclose, "allclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan).array
-    )
+    option = ("equal_nan", bool(equal_nan))
+    return _are_all_true(_compare_arrays(jnp.isclose, "allclose", a, b, option, rtol=rtol, atol=atol))
 
 
 def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -> bool:
@@ -354,34 +359,20 @@ def _shape_of(what: str, x: Any) -> dict[str, int]:
 
 
 def _all_equal(what: str, a: Any, b: Any, equal_nan: bool) -> bool:
-    return _truth_value(_compare_arrays(_equal_everywhere, what, a, b, equal_nan=equal_nan).array)
+    return _are_all_true(_compare_arrays(_equal_or_nan if equal_nan else jnp.equal, what, a, b))
 
 
-def _equal_everywhere(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
-    equal = a == b
-    return jnp.all(equal | (jnp.isnan(a) & jnp.isnan(b)) if equal_nan else equal)
+def _equal_or_nan(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a == b) | (jnp.isnan(a) & jnp.isnan(b))
 
 
-def _truth_value(x: Any) -> bool:
-    return x if isinstance(x, Tracer) else bool(x)  # pyright: ignore[reportReturnType]  # traced, as promised
+def _are_all_true(x: NamedArray) -> bool:
+    found = jnp.all(x.array)
+    return found if isinstance(found, Tracer) else bool(found)  # pyright: ignore[reportReturnType]  # traced, as promised
 
 
-def _compare_arrays(
-    fn: Callable[..., Any], what: str, a: Any, b: Any, *, equal_nan: bool, **tolerances: Any
-) -> NamedArray:
+def _compare_arrays(fn: Callable[..., Any], what: str, a: Any, b: Any, *options: Any, **tolerances: Any) -> NamedArray:
     (a, a_names), (b, b_names) = operand(a), operand(b)
-    in_names = (a_names, b_names, *[()] * len(tolerances))
     numbers = [scalar(what, name, x) for name, x in tolerances.items()]
-    return _compare_kernel(fn, what, in_names, bool(equal_nan)).apply(a, b, *numbers)
-
-
-@_kernels.shared("in_names")
-def _compare_kernel(fn: Callable[..., Any], what: str, in_names: tuple[Names, ...], equal_nan: bool) -> _kernels.Kernel:
-    names = _kernels.broadcast_names(what, in_names)
-
-    def positional(*arrays):
-        aligned = [_kernels.align(x, own, names) for x, own in zip(arrays, in_names, strict=True)]
-        return fn(*aligned, equal_nan=equal_nan)
-
-    each = what == "isclose"
-    return _kernels.make_kernel(what, positional, in_names, names if each else (), by_index=each)
+    in_names = (a_names, b_names, *[()] * len(numbers))
+    return elementwise_kernel(fn, what, in_names, False, 1, *options).apply(a, b, *numbers)

@@ -104,7 +104,8 @@ def _interp_kernel(
         found = _interpolate(fp, x, xp, *values, in_names=in_names, out_names=out_names, given=given, static=static)
         return evenly_sharded("interp", out_names, found, names)
 
-    return _kernels.make_along_kernel("interp", positional, in_names, out_names, (inner,), replicated=many)
+    on_auto = "replicated" if many else ""
+    return _kernels.make_kernel("interp", positional, in_names, out_names, {inner: "whole"}, on_auto=on_auto)
 
 
 def _axes_of_operands(

@@ -379,5 +379,6 @@ def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
 
 @_kernels.shared("names", "axis")
 def _flip_kernel(names: Names, axis: Any) -> _kernels.Kernel:
-    where = tuple(names.index(n) for n in _kernels.select("flip", names, axis))
-    return _kernels.make_kernel("flip", lambda x: jnp.flip(x, where), (names,), names, native=True, selection=axis)
+    chosen = _kernels.select("flip", names, axis)
+    where, turned = tuple(map(names.index, chosen)), dict.fromkeys(chosen, "turned")
+    return _kernels.make_kernel("flip", lambda x: jnp.flip(x, where), (names,), names, turned, selection=axis)

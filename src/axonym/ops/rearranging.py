@@ -79,7 +79,7 @@ def _order_kernel(names: Names, order: tuple[AxisSelector | EllipsisType, ...]) 
     def positional(x):
         return _kernels.transpose_to(x, names, out_names)
 
-    return _kernels.make_kernel("rearrange", positional, (names,), out_names, native=True, selection=named)
+    return _kernels.make_kernel("rearrange", positional, (names,), out_names, {}, selection=named)
 
 
 # --- by an expression ---
@@ -132,7 +132,6 @@ def _expression_kernel(
         tuple(f.size for f in before) if split and (transposed or not merged) else None,
         order if transposed else None,
         tuple(math.prod(f.size for f in factors) for factors in after.values()) if merged else None,
-        not split and not merged,
         tuple(successors.items()),
     )
 
@@ -144,7 +143,6 @@ def _reshape_kernel(
     split: tuple[int, ...] | None,
     order: tuple[int, ...] | None,
     merged: tuple[int, ...] | None,
-    native: bool,
     successors: tuple[tuple[str, Names], ...],
 ) -> _kernels.Kernel:
     """Make a kernel that splits, transposes and merges; None skips a step."""
@@ -154,9 +152,8 @@ def _reshape_kernel(
         x = x if order is None else jax.lax.transpose(x, order)
         return x if merged is None else jax.lax.reshape(x, merged)
 
-    return _kernels.make_kernel(
-        "rearrange", positional, (names,), out_names, native=native, successors=dict(successors)
-    )
+    uses = None if split or merged else {}
+    return _kernels.make_kernel("rearrange", positional, (names,), out_names, uses, successors=dict(successors))
 
 
 class _Factors:

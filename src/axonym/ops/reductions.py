@@ -42,40 +42,37 @@ from ._operands import (
 
 @_kernels.shared("names", "axis", "where")
 def _reduction_kernel(
-    fn: Callable[..., Any], name: str, names: Names, axis: Any, where: Names | None, native: bool, options: Any
+    fn: Callable[..., Any], name: str, names: Names, axis: Any, where: Names | None, use: str, options: Any
 ) -> _kernels.Kernel:
     reduced = _kernels.select(name, names, axis)
     out_names = tuple(n for n in names if n not in reduced)
     positions = tuple(names.index(n) for n in reduced)
-    keywords = dict(options)
+    keywords, uses = dict(options), dict.fromkeys(reduced, use)
     if where is None:
         return _kernels.make_kernel(
-            name, lambda x: fn(x, axis=positions, **keywords), (names,), out_names, native=native, selection=axis
+            name, lambda x: fn(x, axis=positions, **keywords), (names,), out_names, uses, selection=axis
         )
     require_subset(name, "where", where, names)
 
     def masked(x, mask):
         return fn(x, axis=positions, where=_kernels.align(mask, where, names), **keywords)
 
-    return _kernels.make_kernel(name, masked, (names, where), out_names, native=native, selection=axis)
+    return _kernels.make_kernel(name, masked, (names, where), out_names, uses, selection=axis)
 
 
-def _reduce_leaf(
-    fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, native: bool, options: Any
-) -> Any:
+def _reduce_leaf(fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, use: str, options: Any) -> Any:
     if not isinstance(array, NamedArray):
         if axis is None and where is None:
             return fn(array, **dict(options))
         raise TypeError(
-            f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names."
-            + errors.under_tree_map()
+            f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names.{errors.HOW_TO_NAME}"
         )
     axis = _kernels.hashable(axis)
     if where is None:
-        kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)
+        kernel = _reduction_kernel(fn, name, array.names, axis, None, use, options)
         return kernel.apply(array.array)
     where, where_names = operand(where)
-    return _reduction_kernel(fn, name, array.names, axis, where_names, native, options).apply(array.array, where)
+    return _reduction_kernel(fn, name, array.names, axis, where_names, use, options).apply(array.array, where)
 
 
 def _static_options(op: Callable[..., Any], known: Sequence[str], array: Any, given: Mapping[str, Any]) -> Any:
@@ -93,7 +90,7 @@ _OPTIONS = {"ddof": "the number to subtract from the count.", "dtype": "the dtyp
 
 
 def _make_reduction(
-    like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
+    like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, use: str = "sum"
 ) -> F:
     parameters = inspect.signature(like).parameters
     known = [option for option in _OPTIONS if option in parameters]
@@ -101,8 +98,8 @@ def _make_reduction(
     def op(array, axis=None, *, where=None, **options):
         static = _static_options(op, known, array, options) if options else ()
         if not isinstance(array, NamedArray):
-            return map_tree(lambda leaf: _reduce_leaf(fn, name, leaf, axis, where, native, static), array)
-        return _reduce_leaf(fn, name, array, axis, where, native, static)
+            return map_tree(lambda leaf: _reduce_leaf(fn, name, leaf, axis, where, use, static), array)
+        return _reduce_leaf(fn, name, array, axis, where, use, static)
 
     op.__signature__ = inspect.Signature([p.replace(annotation=p.empty) for p in parameters.values()])
     doc = f"""{summary}
@@ -177,10 +174,10 @@ nanmin = _make_reduction(reduction, "nanmin", _without_nan(jnp.nanmin, _min), "R
 
 mean = _make_reduction(typed_reduction, "mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
 nanmean = _make_reduction(typed_reduction, "nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
-nanprod = _make_reduction(typed_reduction, "nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
+nanprod = _make_reduction(typed_reduction, "nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", use="prod")
 nansum = _make_reduction(typed_reduction, "nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
 # The gradient of a product reshapes, for which Explicit axes need an output sharding.
-prod = _make_reduction(typed_reduction, "prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+prod = _make_reduction(typed_reduction, "prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", use="prod")
 sum = _make_reduction(typed_reduction, "sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
 nanstd = _make_reduction(spread_reduction, "nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
@@ -201,7 +198,9 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
     chosen = _kernels.select_one(name, names, axis)
     position = names.index(chosen)
     out_names = tuple(n for n in names if n != chosen)
-    return _kernels.make_kernel(name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis)
+    return _kernels.make_kernel(
+        name, lambda x: fn(x, axis=position), (names,), out_names, {chosen: "index of"}, selection=axis
+    )
 
 
 def _make_arg_reduction(like: F, name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> F:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
@@ -11,11 +11,11 @@ import numpy as np
 
 from ..axis import Axis, AxisSelector, Names
 from ..core import errors
-from ..core.jax_versions import varying_axes
 from ..distribution.mesh_axes import evenly_sharded
 from ..named_array import NamedArray, NamedOrNumeric
 from . import _kernels
 from ._operands import as_positions, one_axis, operand, private, require_named, require_subset, scalar, vectors
+from .elementwise import elementwise_kernel
 
 # --- by a condition ---
 
@@ -46,17 +46,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, (bool, np.bool_)):
         return _chosen_kernel(bool(condition), x_names, y_names).apply(x, y)
     condition, names = operand(condition)
-    return _broadcast_kernel(jnp.where, "where", (names, x_names, y_names)).apply(condition, x, y)
-
-
-@_kernels.shared("all_names")
-def _broadcast_kernel(fn: Callable[..., Any], name: str, all_names: tuple[Names, ...]) -> _kernels.Kernel:
-    names = _kernels.broadcast_names(name, all_names)
-
-    def positional(*arrays):
-        return fn(*(_kernels.align(x, own, names) for x, own in zip(arrays, all_names, strict=True)))
-
-    return _kernels.make_kernel(name, positional, all_names, names, by_index=True)
+    return elementwise_kernel(jnp.where, "where", (names, x_names, y_names)).apply(condition, x, y)
 
 
 @_kernels.shared("x_names", "y_names")
@@ -117,7 +107,7 @@ def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: Name
     NamedArray(int32[x=3], [2 5 6])
     """
     arrays, names = zip(*(operand(x) for x in (array, a_min, a_max) if x is not None), strict=True)
-    return _broadcast_kernel(jnp.clip if a_min is not None else _clip_above, "clip", names).apply(*arrays)
+    return elementwise_kernel(jnp.clip if a_min is not None else _clip_above, "clip", names).apply(*arrays)
 
 
 def _clip_above(x: jax.Array, upper: jax.Array | None = None) -> jax.Array:
@@ -203,17 +193,6 @@ def searchsorted(
 @_kernels.shared("names", "own")
 def _search_kernel(names: Names, own: Names, count: int, side: str, method: str) -> _kernels.Kernel:
     def positional(v, a, sorter=None):
-        if not any(map(varying_axes, (v, a))):
-            return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
-        # JAX refuses device-varying arrays. The place of a value is its rank among all values, less its rank among the
-        # values looked up.
-        dtype, left = jnp.promote_types(a.dtype, v.dtype), side == "left"
-        a, flat = (a if sorter is None else a[sorter]).astype(dtype), v.ravel().astype(dtype)
-        ranks = _ranks(jnp.concatenate([flat, a] if left else [a, flat]))
-        return ((ranks[: v.size] if left else ranks[a.size :]) - _ranks(flat)).reshape(v.shape)
+        return jnp.searchsorted(a, v, sorter=sorter, side=side, method=method)
 
     return _kernels.make_kernel("searchsorted", positional, (names, *[own] * count), names)
-
-
-def _ranks(x: jax.Array) -> jax.Array:
-    return jnp.argsort(jnp.argsort(x))

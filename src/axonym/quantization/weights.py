@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..axis import Axis, AxisSelection, AxisSpec, Names, axes_of_spec
 from ..core import errors
 from ..core.named_scope import named_call
 from ..distribution.mesh_axes import check_mesh_axes, current_mesh, shard_count, storage_axes
@@ -27,10 +27,12 @@ from ..named_array import NamedArray
 from ..nn.embedding import Embedding
 from ..nn.linear import Linear, check_input
 from ..ops.contraction import dot
+from ..ops.elementwise import abs, round
+from ..ops.reductions import max
+from ..ops.selection import clip, where
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..sharding.shard import shard_quietly
 from ..state.module import ModuleWithStateDictSerialization
-from ..state.small_numbers import rounded
 from .layers import replace_layers
 
 __all__ = ["SmallEmbedding", "SmallLinear", "quantize_weights"]
@@ -193,7 +195,7 @@ def _quantized_weight(
 ) -> tuple[NamedArray, NamedArray]:
     """Quantize a weight; return the small numbers and their scales."""
     if group is None or not summed:
-        return rounded(weight, summed, dtype)
+        return _rounded(weight, summed, dtype)
     axis = summed[-1]
     size = weight.axis_size(axis)
     if group < 1 or size % group:
@@ -210,8 +212,20 @@ def _quantized_weight(
                 f"which the active mapping shards over {errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
                 f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`."
             )
-    values, scale = rounded(_split_into_groups(weight, axis, size // group), (*summed[:-1], _WITHIN), dtype)
+    values, scale = _rounded(_split_into_groups(weight, axis, size // group), (*summed[:-1], _WITHIN), dtype)
     return flatten_axes(values, (axis, _WITHIN), axis), scale
+
+
+def _rounded(x: NamedArray, summed: AxisSelection, dtype: Any) -> tuple[NamedArray, NamedArray]:
+    """Return small numbers and the scales that they are multiplied with, one for all elements along some axes."""
+    numbers: Any = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    low, high, half = float(numbers.min), float(numbers.max), 0.5 if jnp.issubdtype(dtype, jnp.integer) else 0
+    largest = max(abs(x), summed)
+    # Half a step beyond the largest integer is rounded to it. The scale of NaN is NaN, since small integers have none.
+    scale = where(largest == 0, 1, largest / (high + half))
+    wide = jnp.promote_types(x.dtype, jnp.float32)  # in bfloat16, quotients would be rounded twice
+    values = x.astype(wide) / scale.astype(wide)
+    return clip(round(values) if half else values, low, high).astype(dtype), scale
 
 
 _WITHIN = "number within a group"

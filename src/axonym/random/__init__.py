@@ -35,7 +35,6 @@ from .distributions import (
 )
 from .sampling import categorical as categorical
 from .selecting import choice as choice, permutation as permutation
-from .sharded import generate_sharded as generate_sharded
 
 if not _typing.TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
 

@@ -28,7 +28,7 @@ from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from ..ops import _kernels
 from ..ops._operands import distinct, operand, require_subset, unsigned_nan
 from ..sharding.shard import shard_quietly
-from ._draw import Key, axis_of, check_enough, check_parameters, new_axes, one_key
+from ._draw import Key, axis_of, check_parameters, new_axes, one_key
 
 _WHAT = "random.categorical"
 
@@ -39,7 +39,6 @@ def categorical(
     axis: AxisSelector,
     shape: AxisSpec | None = None,
     *,
-    replace: bool = True,
     temperature: NamedOrNumeric = 1.0,
     top_k: int | NamedOrNumeric | None = None,
     top_p: NamedOrNumeric | None = None,
@@ -72,9 +71,8 @@ def categorical(
         logits: the logarithms of the probabilities, up to a constant.
         axis: the axis of `logits` for the categories.
         shape: the axes of the result: all axes of `logits` except `axis`, in any order, and more axes for several draws
-            from the same logits. By default there is one draw from each.
-        replace: whether several draws from the same logits may be equal. If not, the categories that the filters leave
-            are drawn before the others.
+            from the same logits. By default there is one draw from each. Draws without replacement are those of the
+            largest sums, `axonym.top_k(logits + axonym.random.gumbel(key, logits.axes), axis, k)`.
         temperature: the divisor of the logits: the higher, the more even the choice.
         top_k: the number of elements to choose from.
         top_p: the share of the probability to choose from, up to 1.
@@ -115,9 +113,6 @@ def categorical(
             f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0. Leave it out to "
             "choose from all."
         )
-    if not replace:
-        left = categories if count is None else categories.resize(count)
-        check_enough(_WHAT, tuple(a for a in axes if a.name not in logits.names), left)
     parameters = {
         "temperature": temperature,
         "top_k": None if max_k is None else top_k,  # if it is a number, it is static
@@ -130,17 +125,13 @@ def categorical(
         if isinstance(x, (int, float, np.number)) and (not 0 <= x <= most or x == math.inf):
             upper = (" and finite" if x == math.inf else "") if most == math.inf else f" and at most {most}"
             raise ValueError(f"{_WHAT}: `{argument}` must be at least 0{upper}, got {x}.")
-    may_have = tuple(a.name for a in (axes if replace else batch))
-    for argument, (_, names) in operands.items():
-        require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
-    draws = tuple(a for a in axes if a.name not in logits.names)
     out = tuple(a.name for a in axes)
+    for argument, (_, names) in operands.items():
+        require_subset(_WHAT, argument, names, out, " There is one for all examples, or one for each.")
+    draws = tuple(a for a in axes if a.name not in logits.names)
     # Sorted, so that draws do not depend on the order of axes.
-    in_order = tuple(sorted(n for n in out if replace or n in logits.names))
-    layouts = tuple(names for _, names in operands.values())
-    kernel = _categorical_kernel(
-        logits.names, categories.name, in_order, out, draws, bool(replace), tuple(operands), layouts, count
-    )
+    in_order, layouts = tuple(sorted(out)), tuple(names for _, names in operands.values())
+    kernel = _categorical_kernel(logits.names, categories.name, in_order, out, draws, tuple(operands), layouts, count)
     if not is_key(one):
         one = jax.random.wrap_key_data(one)
     return kernel.apply(logits.array, one, *(x for x, _ in operands.values()))
@@ -153,13 +144,10 @@ def _categorical_kernel(
     in_order: Names,
     out: Names,
     draws: tuple[Axis, ...],
-    replace: bool,
     arguments: tuple[str, ...],
     layouts: tuple[Names, ...],
     count: int | None,
 ) -> _kernels.Kernel:
-    chosen = None if replace else math.prod(a.size for a in draws)
-
     def positional(logits, key, *parameters):
         logits = jax.lax.stop_gradient(logits)
         sizes = dict(zip(names, logits.shape, strict=True)) | {a.name: a.size for a in draws}
@@ -174,18 +162,11 @@ def _categorical_kernel(
         words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
         if draws:  # the logits lack these axes, and each device should draw its own shard
             examples = shard_quietly(examples, None, _WHAT)
-        drawn = _make_sampling_operation(axis)(wrap(logits, names), words, examples, given, count=count, chosen=chosen)
-        if chosen is not None:
-            drawn = drawn.unflatten_axis(_axis_of_draws(axis), draws) if draws else drawn[_axis_of_draws(axis), 0]
+        drawn = _make_sampling_operation(axis)(wrap(logits, names), words, examples, given, count=count)
         return shard_quietly(drawn.rearrange(out), None, _WHAT).array
 
     in_names = (names, (), *layouts)
     return _kernels.make_kernel(_WHAT, positional, in_names, out, mesh_aware=True)
-
-
-def _axis_of_draws(axis: str) -> str:
-    """Return the name of the axis of draws without replacement, which is later split into the axes of the shape."""
-    return f"{axis} drawn"
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,7 +180,6 @@ def _make_sampling_operation(axis: str) -> Partitioned:
         parameters: dict[str, NamedArray],
         *,
         count: int | None,
-        chosen: int | None,
     ) -> NamedArray:
         logits = logits.rearrange((..., axis))
         names = (*(n for n in examples.names if n not in logits.names), *logits.names)
@@ -229,15 +209,8 @@ def _make_sampling_operation(axis: str) -> Partitioned:
             least = jnp.maximum(least, jnp.minimum(given["min_p"], 1))
         noise = _gumbel_noise(words, aligned(examples), aligned(places))
         scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
-        if chosen is not None:
-            scores = unsigned_nan(scores)
-        if chosen is not None and count is None:
-            return best(wrap(scores, names), axis, chosen)[1].rename({axis: _axis_of_draws(axis)})
         if count is None:
             return _first_largest(wrap(scores, names), axis)
-        if chosen is not None:
-            found = jnp.take_along_axis(aligned(places), jax.lax.top_k(scores, chosen)[1], axis=-1)
-            return wrap(found, (*names[:-1], _axis_of_draws(axis)))
         drawn = jnp.argmax(scores, -1, keepdims=True)
         return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], names[:-1])
 

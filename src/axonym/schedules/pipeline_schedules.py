@@ -67,14 +67,10 @@ class GPipe:
         """
         return [[_microbatch_of(work) for (work,) in row] for row in _works_of_stages(self, stages)]
 
-    def draw(self, stages: int, ax: Any = None) -> Any:
-        """Draw `table`: a row for each stage, a column for each tick, and dots where it is idle.
+    def draw(self, stages: int) -> str:
+        """Return a picture of `table`: a row for each stage, a column for each tick, and dots where it is idle.
 
         With several rounds, a letter after the microbatch is the round.
-
-        Arguments:
-            stages: the number of stages.
-            ax: Matplotlib's axes to draw into, which are returned. Without them, the picture is returned as text.
 
         >>> print(axn.schedules.GPipe(microbatches=3).draw(stages=2))
         stage 0  0 1 2 .
@@ -83,7 +79,7 @@ class GPipe:
         stage 0  0a 1a 0b 1b  .
         stage 1   . 0a 1a 0b 1b
         """
-        return _drawn_schedule(self, stages) if ax is None else _draw_into(ax, self, stages)
+        return _drawn_schedule(self, stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,17 +141,14 @@ class OneFOneB:
             [(_microbatch_of(up), _microbatch_of(down)) for up, down in row] for row in _works_of_stages(self, stages)
         ]
 
-    def draw(self, stages: int, ax: Any = None) -> Any:
-        """Draw `table`: in each tick the microbatch that goes forward, and the one that goes backward.
-
-        Arguments:
-            stages, ax: as in `GPipe.draw`.
+    def draw(self, stages: int) -> str:
+        """Return a picture of `table`: in each tick the microbatch that goes forward, and the one that goes backward.
 
         >>> print(axn.schedules.OneFOneB(microbatches=3).draw(stages=2))
         stage 0  0/. 1/. 2/0 ./1 ./2
         stage 1  ./. 0/0 1/1 2/2 ./.
         """
-        return _drawn_schedule(self, stages) if ax is None else _draw_into(ax, self, stages)
+        return _drawn_schedule(self, stages)
 
 
 Schedule: TypeAlias = GPipe | OneFOneB
@@ -242,23 +235,3 @@ def _drawn_schedule(schedule: Schedule, stages: int) -> str:
     ]
     width = max(len(cell) for row in rows for cell in row)
     return "\n".join(f"stage {s}  {' '.join(f'{c:>{width}}' for c in row)}" for s, row in enumerate(rows))
-
-
-def _draw_into(ax: Any, schedule: Schedule, stages: int) -> Any:
-    """Draw a box for each microbatch in each tick, and a lighter one below it for backward passes."""
-    for stage, row in enumerate(_works_of_stages(schedule, stages)):
-        for tick, cell in enumerate(row):
-            height = 0.9 / len(cell)
-            for way, work in enumerate(cell):
-                y = stage + (way + 0.5) * height - 0.45
-                color = "0.95" if work is None else f"C{work[0] % 10}"
-                ax.barh(y, 0.95, height, tick - 0.475, color=color, alpha=0.5 if way else 0.9)
-                if work is not None:
-                    ax.text(tick, y, _text_of_work(schedule, work), ha="center", va="center")
-    ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
-    ax.invert_yaxis()
-    ax.set_xlabel("tick")
-    name, idle = type(schedule).__name__, schedule.idle(stages)
-    rounds = f", {schedule.rounds} rounds" if schedule.rounds > 1 else ""
-    ax.set_title(f"{name}, {schedule.microbatches} microbatches{rounds}: {idle:.0%} idle")
-    return ax

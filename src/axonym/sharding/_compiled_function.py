@@ -20,8 +20,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVa
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
 
 from ..core import errors
 from ..core.function_cache import FunctionCache
@@ -31,8 +29,7 @@ from ..core.tree_spec import ARRAYS, PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeS
 from ..distribution import active_settings
 from ..distribution.mesh_axes import check_mesh_axes
 from ..distribution.padded_array import unpadded
-from .meshes import current_mesh, with_devices
-from .moving import renew_if_empty
+from .meshes import current_mesh
 from .placement import ComputeMappingOrParameterRule, Placement
 from .shard import call_on_mesh, shard_arguments
 
@@ -80,7 +77,6 @@ class CompiledFunction(Generic[P, R]):
         active: Mapping[str, Any],
         arguments: Sequence[tuple[str, Placement]] = (),
         results: Callable[[Any, Any], Any] | None = None,
-        empty: Callable[[Any], Sequence[tuple[Any, NamedSharding]]] | None = None,
         donate: tuple[Any, Any] = (None, None),
         static_argnums: int | Sequence[int] | None = None,
         static_leaves: bool = True,
@@ -93,7 +89,6 @@ class CompiledFunction(Generic[P, R]):
         active: settings to use inside, in place of the caller's.
         arguments: placements to apply to the arguments one after another, each with a label for messages.
         results: a function of the arguments and the results, which returns the results sharded.
-        empty: a function from the results to their arrays of size 0, each with its sharding.
         donate: which positional and keyword arguments may be overwritten: tree prefixes of booleans or functions.
         static_argnums: as in `jax.jit`; only without `static_leaves`.
         static_leaves: leaves of the arguments and results that are not arrays are static.
@@ -108,7 +103,6 @@ class CompiledFunction(Generic[P, R]):
         """The settings that were active around the last call, and the settings that it activated instead."""
         self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
         self._results = results
-        self._empty = empty
         self._donate = donate
         self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums or ())
         self._static_leaves = static_leaves
@@ -200,8 +194,8 @@ class CompiledFunction(Generic[P, R]):
         ):
             yield
 
-    def _run(self, args: Any, kwargs: Any) -> tuple[Any, Sequence[tuple[Any, NamedSharding]]]:
-        """Run the function while it is traced. Return its result, and the sharding of each array of size 0 in it."""
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Run the function while it is traced, and return its result, sharded."""
         outer = active_settings.active_settings()
         settings = active_settings.changed(outer, **self._active) if self._active else outer
         with contextlib.nullcontext() if settings is outer else active_settings.activate(settings):
@@ -217,8 +211,7 @@ class CompiledFunction(Generic[P, R]):
                 result = self._fn(*args, **kwargs)
             finally:
                 _INSIDE.reset(inside)
-            result = result if self._results is None else self._results(seen, result)
-            return result, () if self._empty is None else self._empty(result)
+            return result if self._results is None else self._results(seen, result)
 
     @property
     def active(self) -> Mapping[str, Any]:
@@ -264,12 +257,12 @@ class CompiledFunction(Generic[P, R]):
         @functools.wraps(self._fn, updated=())
         def jitted(*args, **kwargs):
             if not self._static_leaves:
-                return self._run(args, kwargs)[0]
+                return self._run(args, kwargs)
             if checks:
                 leaves, structure = jax.tree.flatten((args, kwargs))
                 if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
                     raise _AmbiguousArgumentsError
-            return _flat_result(*self._run(args, kwargs))
+            return _flat_result(self._run(args, kwargs))
 
         return jitted
 
@@ -337,7 +330,7 @@ class CompiledFunction(Generic[P, R]):
 
         def split(kept_arrays, donated_arrays=()):  # `Stage.by_parameter` uses these names
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
-            return _flat_result(*self._run(*spec.unflatten(next(sources[d]) for d in donated)))
+            return _flat_result(self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
         # JAX names the program after it, in profiles and dumps.
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
@@ -459,37 +452,11 @@ def _checked_static_leaf(leaf: StaticLeaf) -> StaticLeaf:
     return leaf.checked("named_jit: an argument or result that is not an array")
 
 
-def _flat_result(result: Any, empty: Sequence[tuple[Any, NamedSharding]]) -> Any:
+def _flat_result(result: Any) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
     arrays, spec = flatten_arrays(result, (*ARRAYS, np.generic), named=False)
     static = list(map(_checked_static_leaf, spec.static_leaves))
-    if empty:
-        shardings = {id(x): sharding for x, sharding in empty}
-        found = [(i, shardings[id(x)]) for i, x in enumerate(arrays) if id(x) in shardings]
-        return _WithEmptyArrays(arrays, spec, tuple(found))
     return FlatTree(arrays, spec) if static else result
-
-
-class _WithEmptyArrays(FlatTree):
-    """A result with arrays of size 0: XLA replicates them, so they get their sharding after the call."""
-
-    __slots__ = ("empty",)
-
-    def __init__(self, arrays: list[Any], spec: TreeSpec, empty: tuple[tuple[int, NamedSharding], ...]):
-        super().__init__(arrays, spec)
-        self.empty = empty
-        """Their positions among the arrays, and their shardings."""
-
-    def tree(self) -> Any:
-        arrays = list(self.arrays)
-        for i, sharding in self.empty:
-            x, mesh = arrays[i], with_devices(sharding.mesh)
-            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and isinstance(mesh, Mesh):
-                arrays[i] = jax.device_put(renew_if_empty(x), NamedSharding(mesh, sharding.spec))
-        return self.spec.unflatten(arrays)
-
-
-jax.tree_util.register_dataclass(_WithEmptyArrays, data_fields=["arrays"], meta_fields=["spec", "empty"])
 
 
 # --- methods ---

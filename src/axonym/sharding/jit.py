@@ -19,7 +19,7 @@ from .leaves import leaves_of
 from .mapping import ResourceMapping, Uneven, as_mapping, check_uneven, normalize_mapping
 from .meshes import current_mesh
 from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, advise_paths, axes_of
-from .shard import needs_mesh, shardings_of_empty, store, warn_without_mesh
+from .shard import needs_mesh, store, warn_without_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -248,7 +248,6 @@ def _compile_named_jit(
         active=active,
         arguments=[("arguments", in_placement)],
         results=results,
-        empty=lambda result: shardings_of_empty(result, out_placement, f"{what} (results)"),
         donate=(
             _checked_donation(what, "donate_args", donate_args),
             _checked_donation(what, "donate_kwargs", donate_kwargs),

@@ -4,7 +4,7 @@
 
 JAX keeps the active mesh per thread, and this library the active settings. A new thread starts without either. The
 tasks of an event loop share a thread, so a mesh or mapping that one task activates is active in the others too, as soon
-as that task waits for something inside its with-block. `in_context` takes both along.
+as that task waits for something inside its with-block. `in_context` takes both along to another thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -162,16 +162,6 @@ class _Entered(threading.local):
 _ENTERED = _Entered()
 
 
-@contextlib.contextmanager
-def own_blocks(blocks: list[Any]) -> Iterator[None]:
-    """Keep with-blocks apart from the thread's other code, whose settings are not active here."""
-    before, _ENTERED.blocks = _ENTERED.blocks, blocks
-    try:
-        yield
-    finally:
-        _ENTERED.blocks = before
-
-
 def _current_task() -> Any:
     asyncio = sys.modules.get("asyncio")
     try:
@@ -200,8 +190,8 @@ def leave_block(of: object, what: str, *raised: Any) -> None:
     if not any(raised):
         raise RuntimeError(
             f"{what}: this with-block contains an `await`, and another task entered or left one meanwhile. The tasks "
-            "of an event loop share a thread, so each ran under the settings of the other. Make each task from "
-            "`axn.in_context(fn)`, where `fn` is its coroutine function."
+            "of an event loop share a thread, so each ran under the settings of the other. Wait outside of it, or "
+            "for a thread that runs what is in it: `asyncio.to_thread(axn.in_context(fn))`."
         )
 
 
@@ -260,10 +250,9 @@ def current_mapping() -> dict[str, Entry] | None:
 def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function that runs under the mesh and the mapping that are active now, wherever it is called.
 
-    Use it for functions that other threads run, and for coroutine functions that become tasks. A task keeps its mesh
-    and mapping, including ones it activates itself, while other tasks run. A function also takes along Python's
-    context variables; a task always gets them from the code that creates it. Other settings that JAX keeps per thread
-    are not taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
+    Use it for functions that other threads run. They also take along Python's context variables. Other settings that
+    JAX keeps per thread are not taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`,
+    which is deprecated.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> mesh = axn.make_mesh({"data": -1})
@@ -272,9 +261,10 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     >>> x.array.sharding.spec
     P('data',)
     """
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"in_context: {errors.called(fn)} is a generator. Wrap the function or task that consumes it instead."
+            f"in_context: {errors.called(fn)} runs between other code, which would see the mesh and the mapping too. "
+            "Wrap the functions that it calls instead."
         )
     try:
         taken = _ContextSnapshot()
@@ -282,14 +272,6 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
         raise ValueError(
             "in_context: the mesh cannot be carried out of jit. Call it outside of traced functions."
         ) from None
-    if inspect.iscoroutinefunction(fn):
-
-        @functools.wraps(fn)
-        async def task(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return await _CoroutineInContext(fn(*args, **kwargs), taken)
-
-        return task  # pyright: ignore[reportReturnType]
-
     variables = contextvars.copy_context()
 
     @functools.wraps(fn)
@@ -321,28 +303,3 @@ class _ContextSnapshot:
             active_settings.activate(self.settings),
         ):
             yield
-
-
-class _CoroutineInContext:
-    """A coroutine that runs in its own context between waits."""
-
-    def __init__(self, coroutine: Any, taken: _ContextSnapshot):
-        self._coroutine, self._taken = coroutine, taken
-        self._blocks: list[Any] = []
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        resume: Callable[[], Any] = functools.partial(self._coroutine.send, None)
-        try:
-            while True:
-                with self._taken.active(), own_blocks(self._blocks):
-                    try:
-                        waited_for = resume()
-                    except StopIteration as end:
-                        return end.value
-                    self._taken = _ContextSnapshot()  # with the settings that the coroutine has activated meanwhile
-                try:
-                    resume = functools.partial(self._coroutine.send, (yield waited_for))
-                except BaseException as error:  # for example, because the task is cancelled
-                    resume = functools.partial(self._coroutine.throw, error)
-        finally:
-            self._coroutine.close()

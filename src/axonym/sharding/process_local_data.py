@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ from ..axis import AxisSelector, name_of
 from ..core import errors
 from ..core.processes import checksum, fail_together, from_all_processes
 from ..distribution.active_settings import pads_uneven
-from ..distribution.mesh_axes import check_in_mesh, has_explicit
+from ..distribution.mesh_axes import check_in_mesh, has_explicit, shard_count
 from ..distribution.padded_array import PaddedArray, padded_array, with_padding
 from ..named_array import raw, wrap_like
 from .leaves import Leaf, leaves_of
@@ -27,7 +25,7 @@ from .mapping import Uneven, check_uneven
 from .meshes import required_mesh, with_devices
 from .moving import without_cache
 from .placement import list_problems
-from .shard import NO_DEVICES, padded_shape
+from .shard import padded_shape
 
 
 def from_process_local_data(
@@ -48,8 +46,8 @@ def from_process_local_data(
         axis: the axis along which the parts are concatenated: a position, or an axis if the arrays are named.
         mesh_axes: the mesh axes that the axis is sharded over; all of them by default.
         mesh: the mesh; the active one by default.
-        uneven: "pad" stores arrays padded if the mesh axes do not divide the axis: see `axonym.axis_mapping`. With
-            several processes, some rows move to others, so that all padding is at the end.
+        uneven: "pad" stores arrays padded if the mesh axes do not divide the axis: see `axonym.axis_mapping`. It needs
+            Auto mesh axes, and processes that hold all rows, as a single one does.
 
     >>> with axn.set_mesh(axn.make_mesh({"data": 2, "model": 1})):
     ...     axn.sharding.from_process_local_data(np.ones((4, 3)), mesh_axes="data").sharding.spec
@@ -63,8 +61,7 @@ def from_process_local_data(
     over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     check_in_mesh(what, over, found)
     shards = len(_shards_here(found, over))
-    parts = _parts_of_processes(found, tuple(over))
-    pads = bool(uneven) or pads_uneven()
+    can_pad = shards == shard_count(found, over) and not has_explicit(found)
     leaves, structure = leaves_of(tree)
     loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
@@ -81,76 +78,37 @@ def from_process_local_data(
         sharding = NamedSharding(found, PartitionSpec(*(over if i == position else None for i in range(x.ndim))))
         if not x.shape[position] % shards:
             made.append(functools.partial(jax.make_array_from_process_local_data, sharding, x))
-        elif parts and pads:
-            made.append(functools.partial(_joined_rows, x, sharding, position, shards, parts))
+        elif can_pad and (uneven or pads_uneven()):
+            made.append(functools.partial(_padded_rows, x, sharding))
         else:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
-            hint = "`uneven='pad'` needs Auto mesh axes, and processes that hold rows side by side."
-            hint = "To keep the size, and store it padded, pass `uneven='pad'`." if parts else hint
+            hint = (
+                "`uneven='pad'` needs Auto mesh axes, and a process that holds all rows; load a multiple of the parts."
+            )
+            hint = "To keep the size, and store it padded, pass `uneven='pad'`." if can_pad else hint
             problems.append(
                 f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: the "
                 f"devices of this process hold {shards} parts. {hint}"
             )
-    # Sizes that may be uneven are compared each time: with other ones, processes would wait in other programs.
-    known = (found, tuple(over)) in _COMPARED
-    compares = jax.process_count() > 1 and (not known or (pads and parts > 1))
+    compares = jax.process_count() > 1 and (found, tuple(over)) not in _COMPARED
     with fail_together(what) if compares else contextlib.nullcontext() as agree:
         # Raised in here: a process that raised it before would leave the others waiting in the comparison.
         if problems:
             raise ValueError(list_problems(what, problems, found))
         if agree is not None:
             agree({"arrays": "\n".join(f"{leaf.path} {x.dtype}{list(x.shape)}" for leaf, x in loaded)})
-            if not known:
-                if problem := _misread_data(found, over, loaded):
-                    raise ValueError(list_problems(what, [problem], found))
-                _COMPARED.append((found, tuple(over)))
+            if problem := _misread_data(found, over, loaded):
+                raise ValueError(list_problems(what, [problem], found))
+            _COMPARED.append((found, tuple(over)))
     return jax.tree.unflatten(
         structure, [wrap_like(make(), leaf.value) for (leaf, _), make in zip(loaded, made, strict=True)]
     )
 
 
-def _joined_rows(x: np.ndarray, sharding: NamedSharding, position: int, shards: int, parts: int) -> PaddedArray:
-    """Join the rows of processes whose devices do not divide them: pad each process's, and move the padding to the end.
-
-    Arguments:
-        shards: how many shards the devices of each process hold.
-        parts: how many processes hold different ones.
-    """
-    size, shape, true = x.shape[position], list(x.shape), list(x.shape)
-    shape[position], true[position] = -(-size // shards) * shards, size * parts
-    array = jax.make_array_from_process_local_data(sharding, with_padding(x, shape))
-    if parts > 1:
-        with jax.set_mesh(NO_DEVICES):  # the mesh may be another one than the active one
-            array = _padding_moved(sharding, tuple(true), position, parts)(array)
-    return padded_array(array, true)
-
-
-@functools.lru_cache(maxsize=64)
-def _padding_moved(
-    sharding: NamedSharding, true: tuple[int, ...], position: int, parts: int
-) -> Callable[[Any], jax.Array]:
-    """Make a program that moves the padding after each part of an axis to the end of the axis."""
-
-    def move(x: jax.Array) -> jax.Array:
-        apart = x.reshape(*x.shape[:position], parts, -1, *x.shape[position + 1 :])
-        kept = jax.lax.slice_in_dim(apart, 0, true[position] // parts, axis=position + 1)
-        return with_padding(kept.reshape(true), padded_shape(true, sharding.spec, sharding.mesh))
-
-    return jax.jit(move, out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=64)
-def _parts_of_processes(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
-    """Return how many parts of an axis processes hold, of as many shards each, one after another.
-
-    Return 0 if they do not, or if mesh axes are Explicit: then no size but an even one is possible.
-    """
-    order = [mesh.axis_names.index(a) for a in mesh_axes]
-    devices = np.moveaxis(mesh.devices, order, range(len(order)))
-    rows = devices.reshape(math.prod(devices.shape[: len(order)]), -1)
-    holders = [frozenset(d.process_index for d in row) for row in rows]
-    sizes = [len([*group]) for _, group in itertools.groupby(holders)]
-    return len(sizes) if len({*holders}) == len(sizes) and len({*sizes}) == 1 and not has_explicit(mesh) else 0
+def _padded_rows(x: np.ndarray, sharding: NamedSharding) -> PaddedArray:
+    """Make an array that is stored padded, of rows that its mesh axes do not divide."""
+    rows = with_padding(x, padded_shape(x.shape, sharding.spec, sharding.mesh))
+    return padded_array(jax.make_array_from_process_local_data(sharding, rows), x.shape)
 
 
 # The meshes for which processes have compared their data: comparing each batch would make the devices wait.

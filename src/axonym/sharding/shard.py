@@ -37,7 +37,6 @@ from .placement import (
     checked_prefix,
     describe_leaf,
     drop_manual,
-    examine,
     is_placement,
     resolve,
     shardings_in,
@@ -144,17 +143,6 @@ def store(tree: T, placement: Placement, what: str) -> T:
     (4,)
     """
     return _shard_leaves(tree, placement, None, what, warn=False, pads=True)
-
-
-def shardings_of_empty(tree: Any, placement: Placement, what: str) -> list[tuple[Any, NamedSharding]]:
-    """Return the raw arrays of size 0 of a sharded tree, each with the sharding that its placement gives it."""
-    mesh = current_mesh()
-    if all(getattr(x, "size", 1) for x in jax.tree.leaves(tree)):
-        return []
-    examined = examine(tree, placement, mesh, what)  # its warnings were given when the tree was sharded
-    leaves = [leaf for leaf in examined.leaves if leaf.shape is not None and 0 in leaf.shape]
-    found = [(raw(leaf.value), leaf.mesh or mesh, leaf.spec) for leaf in leaves]
-    return [(x, NamedSharding(mesh, spec)) for x, mesh, spec in found if mesh is not None and spec is not None]
 
 
 def shard_arguments(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import io
 import itertools
 import math
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -96,12 +94,6 @@ class TransferPlan:
             ends = [len(its) * i // count for i in range(count + 1)]
             self._steps += [its[a:b] for a, b in itertools.pairwise(ends)]
 
-    def __reduce__(self) -> Any:
-        # A tree, and not its structure: structures of Equinox modules are not equal to their own pickled copies.
-        written, tree = io.BytesIO(), jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
-        _PicklerOfDevices(written).dump((tree, self._paths, self._tensors))
-        return _unpickled_plan, (written.getvalue(),)
-
     def peak_bytes(self, *, donate: bool = False) -> int:
         """Return the most bytes that a device holds at once: old and new shards, and pieces on their way.
 
@@ -185,27 +177,6 @@ class TransferPlan:
         planned = {i: tensor for i, tensor in self._tensors.items() if tensor.source is not None}
         sums = sums_of([values[i] for i in planned], [True] * len(planned))
         return {tensor.path: one for tensor, one in zip(planned.values(), sums, strict=True)}
-
-
-class _PicklerOfDevices(pickle.Pickler):
-    """Pickles devices, which have no pickle, by their numbers."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        return (obj.platform, obj.id) if isinstance(obj, jax.Device) else None
-
-
-class _UnpicklerOfDevices(pickle.Unpickler):
-    def persistent_load(self, pid: Any) -> Any:
-        platform, number = pid
-        for device in jax.devices(platform):
-            if device.id == number:
-                return device
-        raise pickle.UnpicklingError(f"This plan moves arrays to device {number} of {platform!r}, which is not here.")
-
-
-def _unpickled_plan(written: bytes) -> TransferPlan:
-    tree, paths, tensors = _UnpicklerOfDevices(io.BytesIO(written)).load()
-    return TransferPlan(jax.tree.structure(tree), paths, tensors)
 
 
 def transfer(source: Any, target: Any, *, piece_bytes: int = 2**26) -> TransferPlan:

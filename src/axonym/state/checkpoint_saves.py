@@ -1,7 +1,9 @@
 """Write checkpoints, at once or while training goes on.
 
 Orbax copies the shards to host memory and writes them in its threads. Everything around that is done here, so that
-several processes agree where one of them could fail: Orbax has barriers of its own, at which the others would wait.
+several processes agree where one of them could fail: if one cannot write, Orbax's `AsyncCheckpointer` leaves the others
+at a barrier until its timeout of 20 minutes. Without its barriers, its first process creates the folder anew, and
+removes what faster processes have already written.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Orbax stores the values of arrays without a checksum, so that a flipped bit would load as another weight. A checkpoint
 therefore has a file with the checksum of each block of each file. It does not depend on the mesh, and is compared
-before Orbax reads anything. Only then is it looked up which arrays a damaged block belongs to.
+before Orbax reads anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ Files = dict[str, tuple[int, int, list[int]]]
 CHECKSUMS = "checksums.json"
 _PART = "checksums.process_{}.json"
 
-_SMALLEST_BLOCK, _MOST_BLOCKS = 2**14, 4096
+_BLOCK = 2**22
 _THREADS = min(32, 4 * (os.cpu_count() or 1))  # a thread reads while another computes
 
 
@@ -50,12 +49,12 @@ def write_checksums_of_process(folder: Any, process: int) -> None:
 def _checksums_of_files(folder: Any, paths: Iterable[Any]) -> Files:
     paths = list(paths)
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(_sums_of_blocks, paths)
+        sums = threads.map(lambda path: _sums_of_blocks(path, _BLOCK), paths)
         return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
 
 
 def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
-    """Describe each damaged file of a checkpoint, and the arrays that have values there.
+    """Describe each damaged file of a checkpoint.
 
     Each of several processes compares some of the files.
     """
@@ -73,12 +72,12 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str]:
     with ThreadPoolExecutor(_THREADS) as threads:
         found = list(threads.map(lambda name: _sums_of_blocks(folder / name, files[name][1]), mine))
     problems = []
-    for name, (size, block, sums) in zip(mine, found, strict=True):
+    for name, (size, _, sums) in zip(mine, found, strict=True):
         expected_size, _, expected = files[name]
         if size != expected_size:
             problems.append(f"{name} has {size} bytes of {expected_size}" if size >= 0 else f"{name} is missing")
-        elif wrong := [i for i, (a, b) in enumerate(zip(sums, expected, strict=True)) if a != b]:
-            problems.append(f"{name} differs from what was written{_arrays_in_blocks(folder, name, block, wrong)}")
+        elif sums != expected:
+            problems.append(f"{name} differs from what was written")
     return problems
 
 
@@ -96,8 +95,8 @@ def _is_of_a_file(name: str, found: Any) -> bool:
 def verify(path: str | os.PathLike[str]) -> None:
     """Check that a checkpoint has the bytes that were written to it, without loading it.
 
-    Raises a ValueError that lists the damaged files, and the arrays stored in them.
-    `python -m axonym.state verify PATH` does the same, and `restore_checkpoint` does it automatically.
+    Raises a ValueError that lists the damaged files. `python -m axonym.state verify PATH` does the same, and
+    `restore_checkpoint` does it automatically.
 
     Arguments:
         path: the folder of the checkpoint.
@@ -143,21 +142,12 @@ def _files_below(folder: Any) -> Iterator[Any]:
             yield path
 
 
-def _block_size(size: int) -> int:
-    """Return a block size that separates the arrays of a small file, without too many blocks in a large one."""
-    return max(_SMALLEST_BLOCK, 2 ** (size // _MOST_BLOCKS).bit_length())
-
-
-def _sums_of_blocks(path: Any, block: int | None = None) -> tuple[int, int, list[int]]:
+def _sums_of_blocks(path: Any, block: int) -> tuple[int, int, list[int]]:
     """Return the size of a file, -1 if it is missing, and the checksums of its blocks."""
-    size, sums = 0, []
-    if block is not None and not path.is_file():
+    if not path.is_file():
         return -1, block, []
+    size, sums = 0, []
     with path.open("rb") as file:
-        if block is None:
-            file.seek(0, os.SEEK_END)  # which returns nothing for some remote files
-            block = _block_size(file.tell())
-            file.seek(0)
         for content in iter(functools.partial(file.read, block), b""):
             size += len(content)
             sums.append(zlib.crc32(content))
@@ -166,42 +156,3 @@ def _sums_of_blocks(path: Any, block: int | None = None) -> tuple[int, int, list
 
 def _sum_of(files: Any) -> int:
     return zlib.crc32(json.dumps(files, sort_keys=True).encode())
-
-
-# --- which arrays have values in a block ---
-
-
-def _arrays_in_blocks(folder: Any, name: str, block: int, wrong: Sequence[int]) -> str:
-    """Name the arrays with values in damaged blocks of a file, as far as the rest of the checkpoint shows them."""
-    store, _, inside = name.partition("/")
-    try:
-        values = list(_stored_values(f"{folder / store}/")) if store == "arrays" else []
-    except Exception:  # the index may itself be damaged
-        values = []
-    keys = {
-        key
-        for key, file, start, size in values
-        if file == inside and any(start < (i + 1) * block and start + size > i * block for i in wrong)
-    }
-    return f", in values of {' or '.join(map(repr, sorted(keys)))}" if keys else ""
-
-
-_VALUE = re.compile(r"value:(.*):(\d+):(\d+)")
-
-
-def _stored_values(store: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the array, the file, the offset and the length of each value that TensorStore stores in a file."""
-    import tensorstore
-
-    # Orbax keeps all arrays in one store: a tree of nodes, whose leaves point into data files. Other calls of
-    # TensorStore return the values, but not where they are.
-    files = tensorstore.KvStore.open(store if "://" in store else {"driver": "file", "path": store}).result()
-    waiting = [(b"", tensorstore.ocdbt.dump(files).result()["versions"][-1]["root"]["location"])]
-    while waiting:
-        prefix, location = waiting.pop()
-        for entry in tensorstore.ocdbt.dump(files, location).result()["entries"]:
-            if "location" in entry:
-                waiting.append((prefix + entry["subtree_common_prefix"], entry["location"]))
-            elif found := _VALUE.fullmatch(entry.get("indirect_value", "")):
-                array = (prefix + entry["key"]).decode().rpartition("/")[0]
-                yield array, found[1].replace(":", ""), int(found[2]), int(found[3])

@@ -8,8 +8,6 @@
 | `qkv: "q (heads), k -> (_ size) embed"`        | arrays one after the other along `_`, with their axes in it    |
 | `q: "a.weight -> (heads=8 size) embed"`        | with zeros up to a size                                        |
 | `q: "a.weight -> mlp embed as bfloat16"`       | in another dtype                                               |
-| `q.scale: "a.weight -> mlp as scale"`          | the scales of an entry with the same arrays in few bits        |
-| `q: "a.weight + 2 b.weight c.weight -> x y"`   | an array and a multiple of a product, as of LoRA               |
 | `head: "= table"`                              | the same as another entry                                      |
 """
 
@@ -30,17 +28,7 @@ JOINED = "_"
 """The name, in a table, of the axis along which several arrays are joined."""
 
 _AXIS_IN_KEY = re.compile(r"\{([^\W\d]\w*)\}")
-_ARRAY = re.compile(
-    r"\s*(?P<path>[^\s(),+]+)(?:\s*\+\s*(?P<factor>[0-9.eE+-]+)\s+(?P<left>[^\s(),+]+)\s+(?P<right>[^\s(),+]+))?"
-    r"\s*(?:\((?P<own>[^()]*)\))?\s*"
-)
-
-
-class LowRank(NamedTuple):
-    """A product that is added to an array: `factor` times the arrays at two paths, summed over what the array lacks."""
-
-    factor: float
-    paths: tuple[str, str]
+_ARRAY = re.compile(r"\s*(?P<path>[^\s(),+]+)\s*(?:\((?P<own>[^()]*)\))?\s*")
 
 
 class RowArray(NamedTuple):
@@ -49,11 +37,6 @@ class RowArray(NamedTuple):
     path: str
     own: tuple[parsing.Name, ...]
     """The axes that `_` stands for in it."""
-    added: LowRank | None
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.path, *(self.added.paths if self.added else ()))
 
 
 class TableRow(NamedTuple):
@@ -64,11 +47,10 @@ class TableRow(NamedTuple):
     elements: tuple[parsing.Name | parsing.Group, ...]
     """The axes of the entry, in order."""
     dtype: np.dtype | None
-    is_scale: bool
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(path for operand in self.operands for path in operand.paths)
+        return tuple(operand.path for operand in self.operands)
 
     @property
     def along(self) -> Names:
@@ -128,15 +110,14 @@ def parse_row(key: str, text: str) -> TableRow:
         parsing.fail(
             what, axes.strip(), term.dots or (named or [term])[0], "only names and groups of names have a place."
         )
-    scale = dtype.strip() == "scale"
     try:
-        known = np.dtype(dtype.strip()) if dtype and not scale else None
+        known = np.dtype(dtype.strip()) if dtype else None
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a name
-        raise ValueError(
-            f"{what}: no dtype is called {dtype.strip()!r}: write bfloat16, int8 or float8_e4m3fn."
-        ) from None
+        raise ValueError(f"{what}: no dtype is called {dtype.strip()!r}: write bfloat16 or float8_e4m3fn.") from None
+    if known is not None and np.issubdtype(known, np.integer):
+        raise ValueError(f"{what}: a cast to {known} would cut off fractions; make integers and scales of the entry.")
     elements: tuple[parsing.Name | parsing.Group, ...] = term.elements  # pyright: ignore[reportAssignmentType]
-    row = TableRow(key, operands, elements, known, scale)
+    row = TableRow(key, operands, elements, known)
     _check_joined(what, text, row)
     return row
 
@@ -148,8 +129,7 @@ def _operand_of(what: str, text: str, part: str) -> RowArray:
             f"{what}: expected the path of an array, and its own axes in parentheses, in {part.strip()!r} of {text!r}."
         )
     terms = parsing.parse_terms(what, found["own"], comma="elements", sizes=True) if found["own"] else ()
-    added = LowRank(float(found["factor"]), (found["left"], found["right"])) if found["factor"] else None
-    return RowArray(found["path"], tuple(name for term in terms for name in term.variables), added)
+    return RowArray(found["path"], tuple(name for term in terms for name in term.variables))
 
 
 def _check_joined(what: str, text: str, row: TableRow) -> None:

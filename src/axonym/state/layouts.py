@@ -22,7 +22,6 @@ from .. import tree as named_trees
 from ..axis import Axis
 from ..core import errors, parsing
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
-from ..ops.contraction import dot
 from ..ops.indexing import index
 from ..ops.joining import concatenate, pad, stack
 from ..ops.rearranging import rearrange
@@ -34,7 +33,6 @@ from .lazy_arrays import abstract, as_lazy, call_lazily, with_abstract_arrays
 from .loading import active_context, all_equal, load_subtree
 from .module import ModuleWithStateDictSerialization
 from .naming import with_prefix
-from .small_numbers import rounded
 
 T = TypeVar("T")
 
@@ -81,9 +79,8 @@ class WeightLayout:
         table: by key, the paths of arrays in a tree and the axes of the entry, as in `"w -> vocab embed"`. A key can
             have axes, as in `"layers.{layers}.weight"`: there is an entry for each of their elements. Axes in
             parentheses are merged. Several arrays are joined along `_`, each with the axes that follow its path in
-            parentheses. `axis=8` adds zeros up to that size, and `as bfloat16` casts. An entry in few bits has its
-            scales in another, `as scale`, with the axes that have scales. `"a + 2 b c"` adds a multiple of a product.
-            `"= key"` repeats an entry. Rows of which a tree has no array are left out.
+            parentheses. `axis=8` adds zeros up to that size, and `as bfloat16` casts. `"= key"` repeats an entry. Rows
+            of which a tree has no array are left out.
         split: by axis, two or more axes that it consists of, with all sizes but one, as in `{"size": "two=2 half"}`.
             Rows can have these axes in its place, in any order.
 
@@ -102,26 +99,11 @@ class WeightLayout:
         self.same = {key: text.strip()[1:].strip() for key, text in table.items() if text.strip().startswith("=")}
         """By key of an entry that is repeated, the other key."""
         self.rows = tuple(parse_row(key, text) for key, text in table.items() if key not in self.same)
-        self._scales = {self._values_of(row).key: row for row in self.rows if row.is_scale}
-        """By key of an entry in few bits, the row of its scales."""
-        for row in self.rows:
-            if row.dtype is not None and jnp.issubdtype(row.dtype, jnp.integer) and row.key not in self._scales:
-                raise ValueError(f"{WHAT}: {row.key!r} is cast to {row.dtype}, but no row has its scales, `as scale`.")
         keys = [row.key for row in self.rows if not row.along]
         for key, other in self.same.items():
             if other not in keys:
                 hint = errors.suggestion(other, keys)
                 raise ValueError(f"{WHAT}: {key!r} is the same as {other!r}, which is not the key of one entry.{hint}")
-
-    def _values_of(self, scale: TableRow) -> TableRow:
-        """Return the row of the entry that has some scales."""
-        for row in self.rows:
-            if row.dtype is not None and row.operands == scale.operands and row.along == scale.along:
-                sized = {(v.name, v.size) for v in row.variables}
-                if extra := [v.name for v in scale.variables if (v.name, v.size) not in sized]:
-                    raise ValueError(f"{WHAT}: {scale.key!r} has axes that {row.key!r} lacks: {errors.quoted(extra)}.")
-                return row
-        raise ValueError(f"{WHAT}: {scale.key!r} has scales, but no row stores the same arrays in few bits.")
 
     def pack(self, tree: Any) -> dict[str, NamedArray]:
         """Return the entries of the layout by key, with the axes of the table. Axes that are merged have one name.
@@ -133,13 +115,8 @@ class WeightLayout:
         tensors = _tensors_by_path(_as_exported(tree))
         entries: dict[str, NamedArray] = {}
         for fitted in self._fitted(tensors):
-            row = fitted.row
-            if not row.is_scale:
-                x = self._joined(fitted, tensors)
-                if scale := self._scales.get(row.key):
-                    x, scales = rounded(x, [n for n in row.order if n not in scale.order], row.dtype)
-                    entries |= _laid_out(fitted._replace(row=scale), scales)
-                entries |= _laid_out(fitted, x if row.dtype is None else x.astype(row.dtype))
+            x, dtype = self._joined(fitted, tensors), fitted.row.dtype
+            entries |= _laid_out(fitted, x if dtype is None else x.astype(dtype))
         return entries | {key: entries[other] for key, other in self.same.items()}
 
     def unpack(self, entries: Mapping[str, Any], like: T) -> T:
@@ -165,17 +142,7 @@ class WeightLayout:
         tensors = _tensors_by_path(template)
         found: dict[str, NamedArray] = {}
         for fitted in self._fitted(tensors):
-            row = fitted.row
-            if added := [operand.path for operand in row.operands if operand.added]:
-                raise ValueError(
-                    f"{WHAT}.unpack: {row.key!r} cannot be undone, since a product was added to {added[0]}. Unpack it "
-                    f"with a layout that has {added[0]} alone."
-                )
-            if not row.is_scale:
-                x = _gathered_entries(fitted, entries)
-                if scale := self._scales.get(row.key):
-                    x = x.astype("float32") * _gathered_entries(fitted._replace(row=scale), entries).astype("float32")
-                found |= self._parted(fitted, x, tensors)
+            found |= self._parted(fitted, _gathered_entries(fitted, entries), tensors)
         leaves, structure = named_trees.flatten_with_path(template)
         return _as_exported(jax.tree.unflatten(structure, [found.get(_path_of(p), x) for p, x in leaves]), undo=True)
 
@@ -267,7 +234,7 @@ class WeightLayout:
             if tensors.keys().isdisjoint(row.paths):
                 continue
             for path in row.paths:
-                if path in users and not row.is_scale:
+                if path in users:
                     users[path].append(row.key)
             unusable = [
                 f"{row.key!r}: the tree has no {path}.{errors.suggestion(path, tensors)}"
@@ -302,11 +269,6 @@ class WeightLayout:
             path, x, first = operand.path, tensors[operand.path], tensors[row.operands[0].path]
             if x.dtype != first.dtype:
                 yield f"{row.key!r}: {row.operands[0].path} is {first.dtype}, but {path} is {x.dtype}."
-            if operand.added:
-                left, right = (set(tensors[p].names) for p in operand.added.paths)
-                if not left ^ right <= set(x.names) <= left | right:
-                    product = " and ".join(f"{p}, {describe_array(tensors[p])}" for p in operand.added.paths)
-                    yield f"{row.key!r}: {path} is {describe_array(x)}, which the product of {product} is not."
             yield from self._misplaced(row, operand, x, sizes)
             for name, size in padded.items():
                 other, owner = seen.setdefault(name, (size, path))
@@ -324,7 +286,7 @@ class WeightLayout:
         for name in [name for name in places if name not in sizes]:
             yield f"{row.key!r}: {path} is {describe_array(x)}, without {name!r}.{errors.suggestion(name, sizes)}"
         for name, size in sizes.items():
-            if name not in places and not row.is_scale:
+            if name not in places:
                 yield f"{row.key!r}: axis {name!r} of {path}, of size {size}, has no place."
             if (wanted := places.get(name) or size) < size:
                 yield f"{row.key!r}: axis {name!r} of {path} has size {size}, more than the {wanted} in the table."
@@ -360,10 +322,6 @@ class WeightLayout:
         row, parts = fitted.row, []
         for operand, sizes, padded in zip(row.operands, fitted.sizes, fitted.padded, strict=True):
             x = tensors[operand.path]
-            if operand.added:
-                left, right = (tensors[p] for p in operand.added.paths)
-                summed = tuple(n for n in left.names if n in right.names and n not in x.names)
-                x = x + (dot(left, right, axis=summed) * operand.added.factor).astype(x.dtype)
             for axis, factors in self._splits(row, x.names):
                 x = unflatten_axis(x, axis, tuple(Axis(f.name, sizes[f.name]) for f in factors))
             wider: dict[Any, int] = {name: padded[name] - size for name, size in sizes.items() if padded[name] > size}

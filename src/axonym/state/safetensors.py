@@ -16,7 +16,6 @@ import math
 import os
 import re
 import reprlib
-import socket
 import uuid
 import zlib
 from collections import deque
@@ -149,10 +148,8 @@ def _fetched_array(x: Any) -> np.ndarray:
 
 def _write_file(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
-    # The name has a fixed length, and says which process on which machine writes.
-    number = zlib.crc32(path.name.encode(errors="surrogatepass"))
-    who = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    unfinished = path.with_name(f".{number:08x}-{who}.unfinished")
+    number = zlib.crc32(path.name.encode(errors="surrogatepass"))  # so that the name has a fixed length
+    unfinished = path.with_name(f".{number:08x}-{uuid.uuid4().hex}.unfinished")
     try:
         if jax.process_index() == 0:
             with open(unfinished, "xb") as file:
@@ -176,27 +173,11 @@ _ABANDONED = 3600.0
 
 def _remove_unfinished(mine: Path) -> None:
     """Remove unfinished copies of a file left by processes that were killed."""
-    number = mine.name.partition("-")[0]
-    for path in mine.parent.glob(f"{number}-*.unfinished"):
-        host, _, process = path.name.removesuffix(".unfinished").partition("-")[2].rpartition("-")[0].rpartition("-")
+    for path in mine.parent.glob(f"{mine.name.partition('-')[0]}-*.unfinished"):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             # By the clock of the file system, which may be on another machine.
-            idle = mine.stat().st_mtime - path.stat().st_mtime
-            if path != mine and (idle > _ABANDONED or (host == socket.gethostname() and _has_ended(process))):
+            if mine.stat().st_mtime - path.stat().st_mtime > _ABANDONED:
                 path.unlink()
-
-
-def _has_ended(process: str) -> bool:
-    """Return whether this machine has no process with a given number."""
-    if os.name != "posix":  # there, the check would kill the process
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (ValueError, OverflowError, OSError):  # another name, or another user's process
-        pass
-    return False
 
 
 # --- reading ---

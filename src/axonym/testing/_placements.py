@@ -30,6 +30,8 @@ class AsPlaced:
 
     mesh: Mesh | None
     alone: bool = False
+    traced_under: AnyPlacement | None = None
+    """Where the function is traced, if not here; the program then runs here without the shardings of that mesh."""
 
     def __str__(self) -> str:
         return "the shardings of its arguments"
@@ -37,8 +39,10 @@ class AsPlaced:
     def on_one_device(self) -> AsPlaced:
         if self.mesh is None:
             return AsPlaced(None, alone=True)
-        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
-        return AsPlaced(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types), alone=True)
+        return AsPlaced(_mesh_of_one_device(self.mesh.axis_names, self.mesh.axis_types), alone=True)
+
+    def without_mesh(self) -> AsPlaced:
+        return _without_mesh(self, self.mesh.axis_names if self.mesh else ())
 
     def active(self) -> Any:
         return jax.set_mesh(self.mesh) if self.mesh and (self.alone or current_mesh()) else contextlib.nullcontext()
@@ -96,6 +100,9 @@ class Distribution:
         args = jax.tree.map(here, args)
         return shard(args) if self.mapping else args
 
+    def without_mesh(self) -> AsPlaced:
+        return _without_mesh(self, tuple(self.mesh))
+
     def smaller(self) -> Iterator[Distribution]:
         """Yield simpler placements: without one entry, on fewer devices, on Auto axes."""
         for name, axes in self.mapping.items():
@@ -110,6 +117,16 @@ class Distribution:
 
 
 AnyPlacement = Distribution | AsPlaced
+
+
+def _mesh_of_one_device(names: tuple[str, ...], kinds: tuple[AxisType, ...]) -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(names)), names, axis_types=kinds)
+
+
+def _without_mesh(placement: AnyPlacement, names: tuple[str, ...]) -> AsPlaced:
+    """Return one device, for a program that is traced under a placement."""
+    mesh = _mesh_of_one_device(names, (AxisType.Auto,) * len(names)) if names else None
+    return AsPlaced(mesh, alone=True, traced_under=placement)
 
 
 def on_one_device(draw: Draw, axes: Iterable[str], draws: int) -> list[Distribution]:

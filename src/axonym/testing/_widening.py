@@ -67,8 +67,12 @@ class Step(NamedTuple):
 class WidenedProgram:
     """A program, to be called with the same arguments in float64 while `jax.enable_x64` is active."""
 
-    def __init__(self, program: ClosedJaxpr, recording: bool = False, alone: bool = False):
-        self._alone = alone  # on one device, whatever shardings the program asks for
+    def __init__(self, program: ClosedJaxpr, recording: bool = False, alone: bool = False, without_mesh: bool = False):
+        """Arguments:
+        alone: whether it runs on one device, whatever shardings the program asks for.
+        without_mesh: whether the program was traced on another mesh, which is left out with all its shardings.
+        """
+        self._alone, self._without_mesh = alone, without_mesh
         self._program, self._x64 = program, bool(jax.config.read("jax_enable_x64"))
         self.own_precision: dict[str, Any] = {}
         """The operations that could only be evaluated at their own precision, and the coarsest dtype of each."""
@@ -82,6 +86,7 @@ class WidenedProgram:
         """The constants of the program, and the values that are chosen among constants, by `id`."""
         self._devices: dict[str, int] = {}
         self._has_rules = False
+        self._jitted = jax.jit(self)
         self._place: str | None = None
         """The place in the user's code that called the library function being evaluated."""
 
@@ -93,11 +98,11 @@ class WidenedProgram:
         self.origins = [self._origins[id(x)][0] if id(x) in self._origins else None for x in results]
         return results, self._recorded or {}
 
-    def compile(self, arrays: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the program for arguments like these."""
-        lowered = jax.jit(self).lower(arrays)
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """Compile the program for such arguments, and return its results and recorded values."""
+        self._jitted.trace(arrays)  # which tells whether it has rules
         with x64_while_partitioning() if self._has_rules else contextlib.nullcontext():
-            return lowered.compile()
+            return jax.block_until_ready(self._jitted(arrays))
 
     def _evaluate(self, program: Any, arguments: Sequence[Any]) -> list[Any]:
         """Evaluate a `Jaxpr` or a `ClosedJaxpr`, which are one class in newer versions of JAX."""
@@ -114,7 +119,7 @@ class WidenedProgram:
 
         for equation in jaxpr.eqns:
             operands = [read(a) for a in equation.invars]
-            with equation.ctx.manager:
+            with contextlib.nullcontext() if self._without_mesh else equation.ctx.manager:
                 results = self._results(equation, operands)
             chosen = equation.primitive is primitives.select_n_p
             same = chosen or _SAME_VALUES.match(equation.primitive.name)
@@ -150,6 +155,8 @@ class WidenedProgram:
             return self._evaluate(params["jaxprs"].solve, arguments)
         if primitive is primitives.reduce_precision_p or (self._alone and primitive.name == "sharding_constraint"):
             return operands
+        if self._without_mesh and primitive.name in ("reshard", "mesh_cast"):
+            return operands
         if primitive is primitives.bitcast_convert_type_p:  # such as random bits, which become floats of their dtype
             return self._at_own_precision(equation, operands)
         if primitive is primitives.convert_element_type_p and self._is_constant(operands[0]):
@@ -178,6 +185,8 @@ class WidenedProgram:
         if isinstance(value, np.dtype):
             return wide_dtype(value)
         if isinstance(value, (jax.lax.DotAlgorithmPreset, jax.lax.DotAlgorithm)):
+            return None
+        if self._without_mesh and isinstance(value, NamedSharding):
             return None
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             kinds: Any = value.in_avals if hasattr(value, "in_avals") else [v.aval for v in value.invars]
@@ -221,6 +230,8 @@ class WidenedProgram:
         return [*carry, *stacked]
 
     def _shard_map(self, params: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if self._without_mesh:
+            raise ValueError("per-device code needs its mesh")
         mesh, around = params["mesh"], self._devices
         manual = {a: mesh.shape[a] for a in mesh.axis_names if a in params["newly_manual_axes"]}
         inner: list[Any] = []

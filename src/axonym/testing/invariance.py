@@ -7,6 +7,7 @@ functions with per-device code, their own partitioning or assumptions about shar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -135,13 +136,13 @@ def check_shard_invariance(
             "Several devices can be simulated with `jax.config.update('jax_num_cpu_devices', 8)` before JAX starts."
         )
     alone = [placed.on_one_device()] if isinstance(placed, AsPlaced) else on_one_device(draw, mesh_axes, draws)
-    check = _Check(fn, with_values(args), reference or fn, gradients, rtol, refusals)
+    check = _Check(fn, with_values(args), reference or fn, gradients, rtol, refusals, placed)
     try:
         check.expect(alone)
     except _NotANumber:
         if not any(map(is_abstract, jax.tree.leaves(args))):
             raise
-        check = _Check(fn, with_values(args, simple=True), reference or fn, gradients, rtol, refusals)
+        check = _Check(fn, with_values(args, simple=True), reference or fn, gradients, rtol, refusals, placed)
         check.expect(alone)
     compared, refused = 0, {}
     for placement in [placed] if placed else draw.placements(meshes_of_several(mesh_axes), draws):
@@ -208,7 +209,11 @@ class _Check:
         gradients: bool,
         rtol: float | None,
         refusals: str | None,
+        placed: AnyPlacement | None,
     ):
+        """Arguments:
+        placed: the placement to compare under, if it is the only one.
+        """
         self._fn, self._args, self._reference, self._rtol, self._refusals = fn, args, reference, rtol, refusals
         arrays, self._spec = flatten_arrays(args, named=False)
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
@@ -221,19 +226,27 @@ class _Check:
         self.own_precision: dict[str, Any] = {}
         self.ill_conditioned: set[str] = set()
         self._movements: dict[float, Sequence[np.ndarray]] = {}
+        self._placed, self._traced = placed, None
+        if placed is not None:
+            # Before it runs on one device, since what `jax.shard_map` returns keeps the mesh of its first call. An
+            # error is raised, or is a refusal, where it runs.
+            with contextlib.suppress(Exception):
+                self._traced = self._trace(fn, placed)
 
     def expect(self, placements: Iterable[AnyPlacement]) -> None:
-        """Compute the expected results, under the first placement that the reference accepts."""
+        """Compute the expected results, under the first placement on one device that the reference accepts."""
         first: Exception | None = None
-        for self._one in placements:
+        for placement in placements:
             try:
-                self._expected = self._run(self._reference, self._one)
+                self._expect(placement)
                 break
             except Exception as error:
                 if not self.is_refusal(error):
-                    if isinstance(self._one, AsPlaced) and self._reference is self._fn:
+                    if isinstance(placement, AsPlaced) and self._reference is self._fn:
                         error.add_note(
-                            "This was on one device. For a function that does not run there, pass `reference=`."
+                            "This was on one device. For a function that does not run there, pass `reference=`. Write "
+                            "shardings in it as a `PartitionSpec`, which fits every mesh, and call `jax.shard_map` in "
+                            "it, since what that returns keeps the mesh of its first call."
                         )
                     raise
                 first = first or error
@@ -254,6 +267,19 @@ class _Check:
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
             )
 
+    def _expect(self, placement: AnyPlacement) -> None:
+        """Compute the expected results under a placement on one device."""
+        try:
+            self._expected, self._one = self._run(self._reference, placement), placement
+        except ValueError:
+            # Shardings in the reference may name the complete mesh. It is traced there, and they are left out.
+            if self._placed is not None:
+                with contextlib.suppress(Exception):
+                    elsewhere = self._placed.without_mesh()
+                    self._expected, self._one = self._run(self._reference, elsewhere), elsewhere
+                    return
+            raise
+
     def difference(self, placement: AnyPlacement) -> _Mismatch | None:
         """Return how the results under a placement differ from the expected ones; None if they agree."""
         try:
@@ -262,7 +288,7 @@ class _Check:
             if isinstance(placement, AsPlaced):
                 raise
             if self.is_refusal(error):
-                raise _Refusal(str(error).partition("\n")[0]) from error
+                raise _Refusal(_first_sentence(str(error))) from error
             return _Mismatch(f"it raises {type(error).__name__}: {error}", error)
         if isinstance(placement, AsPlaced) and found.devices == 1:
             raise ValueError(
@@ -354,25 +380,34 @@ class _Check:
         """Return the results and the gradients of a function under a placement, also at other values of its floats."""
         other = iter(floats or ())
         given = [w if w is None or floats is None else next(other) for w in self._wide]
+        traced_under = placement.traced_under if isinstance(placement, AsPlaced) else None
+        known = self._traced if fn is self._fn and (traced_under or placement) is self._placed else None
+        program, structs = known or self._trace(fn, traced_under or placement)
         with placement.active():
-            arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
-            traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
-            program, structs = traced(arrays)
-            widened = WidenedProgram(program, recording, placement.alone)
-            values, recorded, compiled, devices = {}, {}, None, 1
+            arrays = self._arrays(placement)
+            widened = WidenedProgram(program, recording, placement.alone, traced_under is not None)
+            values, recorded, devices = {}, {}, 1
             with jax.enable_x64(True):
                 for scale in scales or self.scales:
                     wide = list(arrays)
                     for i, (x, w) in enumerate(zip(arrays, given, strict=True)):
                         if w is not None:
                             wide[i] = jax.device_put(w * scale, x.sharding) if x.committed else jnp.asarray(w * scale)
-                    if compiled is None:
-                        compiled = widened.compile(wide)
-                    results, recorded = jax.block_until_ready(compiled(wide))
+                    results, recorded = widened.run(wide)
                     values[scale] = [_copies_of_devices(x) for x in results]
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
         recorded = {i: np.asarray(x) for i, x in recorded.items()}
         return _Outcome(structs, values, devices, widened, Recording(widened.steps, recorded))
+
+    def _trace(self, fn: Callable[..., Any], placement: AnyPlacement) -> tuple[Any, Any]:
+        """Return the program of a function under a placement, and what its results and gradients are."""
+        with placement.active():
+            traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
+            return traced(self._arrays(placement))
+
+    def _arrays(self, placement: AnyPlacement) -> list[jax.Array]:
+        """Return the arrays of the arguments where a placement puts them."""
+        return [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
 
     def _paths(self) -> list[str]:
         """Return names of all results and gradients."""
@@ -402,6 +437,12 @@ class _Check:
             return _arrays_of(call(())), ()
         gradients, results = jax.grad(total, has_aux=True)(inexact)
         return _arrays_of(results), gradients
+
+
+def _first_sentence(message: str) -> str:
+    """Return the first line of a message, with the first of a list that it announces."""
+    first, _, rest = message.partition("\n")
+    return f"{first.rstrip()} {rest.partition(chr(10))[0].strip()}" if first.rstrip().endswith(":") else first
 
 
 def _has_nan(x: np.ndarray) -> bool:
@@ -442,6 +483,8 @@ def _arrays_of(results: Any) -> Any:
             return tuple(map(_arrays_of, x))
         if isinstance(x, jax.Array) and is_key(x):
             return jax.random.key_data(x)
+        if getattr(x, "dtype", None) == jax.dtypes.float0:
+            return None  # the gradient of an integer
         return x if isinstance(x, (jax.Array, np.ndarray, bool, int, float, complex)) else None
 
     return jax.tree.map(data, results, is_leaf=lambda x: isinstance(x, list))

@@ -4,7 +4,6 @@ from .cache import KVCache as KVCache
 from .dot_product import (
     dot_product_attention as dot_product_attention,
     dot_product_attention_weights as dot_product_attention_weights,
-    group_heads as group_heads,
 )
 from .masks import (
     Causal as Causal,

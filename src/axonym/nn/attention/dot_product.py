@@ -11,8 +11,9 @@ The role of an axis follows from its name:
 | value alone                            | kept in the result                                                     |
 
 So grouped-query attention needs no repeated keys. The query has an axis of key-value heads and an axis of the heads in
-a group (see `group_heads`); the key and the value have only the axis of key-value heads. Keys and values without an
-axis of heads are shared by all heads of the query.
+a group, as `query.unflatten_axis("heads", (KVHeads, "heads_per_group"))` makes of consecutive heads; the key and the
+value have only the axis of key-value heads. Keys and values without an axis of heads are shared by all heads of the
+query.
 
 A query that cannot attend to anything gets the mean of all values, as in `jax.nn.dot_product_attention`, never NaN.
 """
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ...axis import AxisSelection, AxisSelector, Names, name_of, selectors
 from ...core import errors
 from ...core.jax_versions import active_platform
 from ...distribution.kept_shards import exchange, is_kept
@@ -45,7 +46,6 @@ from ...ops._operands import dtype_key, require_named, require_subset
 from ...ops.contraction import dot
 from ...ops.elementwise import astype
 from ...ops.selection import where
-from ...ops.shaping import unflatten_axis
 from ..dropout import dropout
 from ..normalization import softmax
 from ._axis_roles import AttentionOperands
@@ -198,34 +198,6 @@ def dot_product_attention_weights(
     kept = tuple(n for n in query.names if n != features)
     own = tuple(n for n in key.names if n not in (*kept, *positions, features))
     return weights.rearrange((*kept, *own, *positions))
-
-
-def group_heads(
-    query: NamedArray, Heads: AxisSelector, KVHeads: Axis, HeadsPerGroup: AxisSelector = "heads_per_group"
-) -> NamedArray:
-    """Split the heads of a query into groups, one for each head of keys and values.
-
-    Consecutive heads form a group, as in published checkpoints. `flatten_axes` is the inverse.
-
-    Arguments:
-        KVHeads: the axis of heads that key and value have.
-        HeadsPerGroup: the axis of heads in a group, or its name.
-
-    >>> q = axn.ones({"pos": 3, "heads": 8, "head_size": 4})
-    >>> axn.nn.attention.group_heads(q, "heads", axn.Axis("kv_heads", 2)).shape
-    {'pos': 3, 'kv_heads': 2, 'heads_per_group': 4, 'head_size': 4}
-    """
-    heads = require_named("group_heads", query).resolve_axis(Heads)
-    if KVHeads.size == 0 or heads.size % KVHeads.size:
-        raise ValueError(
-            f"group_heads: the {heads.size} heads of axis {heads.name!r} cannot be split into {KVHeads.size} equal "
-            f"groups, one for each of {KVHeads}."
-        )
-    group = Axis(name_of(HeadsPerGroup), heads.size // KVHeads.size)
-    if isinstance(HeadsPerGroup, Axis) and HeadsPerGroup is not group:
-        places = [("the argument", HeadsPerGroup.size), ("the result", group.size)]
-        raise ValueError(errors.size_mismatch("group_heads", group.name, places))
-    return unflatten_axis(query, heads, (KVHeads, group))
 
 
 # --- scores and weights ---
